@@ -1,0 +1,73 @@
+"""Quadratic oracles: every attention matrix written down as its definition says, in the dtype of its inputs.
+
+Shapes: q, k (B, H, N, D); key_padding_mask bool (B, N), True = padded key; every matrix (B, H, N, N).
+A row without a single real key is 0. Nothing here is fast, and nothing here shares code with the fast paths.
+"""
+
+import torch
+from torch import Tensor
+
+
+def per_head(x: float | Tensor, like: Tensor) -> Tensor:
+    """A number or a tensor that broadcasts to (B, H), as a tensor that broadcasts to (B, H, N, D)."""
+    return torch.as_tensor(x, dtype=like.dtype, device=like.device)[..., None, None]
+
+
+def _softmax_over_keys(
+    scores: Tensor, key_padding_mask: Tensor | None, allowed: Tensor | None = None
+) -> Tensor:
+    """Row softmax of scores (B, H, N, N) over the keys that are neither padded nor outside `allowed` (N, N)."""
+    banned = torch.zeros_like(scores, dtype=torch.bool)
+    if key_padding_mask is not None:
+        banned = banned | key_padding_mask[:, None, None, :]
+    if allowed is not None:
+        banned = banned | ~allowed
+    empty = banned.all(dim=-1, keepdim=True)
+    scores = scores.masked_fill(banned & ~empty, float("-inf"))
+    return scores.softmax(dim=-1).masked_fill(empty, 0.0)
+
+
+def lln_matrix(
+    q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, key_padding_mask: Tensor | None = None
+) -> Tensor:
+    """P_ij = <e^{αq_i}, e^{βk_j}> / Σ_l <e^{αq_i}, e^{βk_l}> (paper, eq. 8 and 9), through logarithms of the kernel."""
+    x, y = per_head(alpha, q) * q, per_head(beta, k) * k
+    log_kernel = x[..., 0].unsqueeze(-1) + y[..., 0].unsqueeze(-2)
+    for d in range(1, q.shape[-1]):  # one feature at a time: N x N memory instead of N x N x D
+        log_kernel = torch.logaddexp(log_kernel, x[..., d].unsqueeze(-1) + y[..., d].unsqueeze(-2))
+    return _softmax_over_keys(log_kernel, key_padding_mask)
+
+
+def softmax_matrix(q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """P = softmax(q kᵀ / √D) (paper, eq. 1)."""
+    return _softmax_over_keys(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, key_padding_mask)
+
+
+def block_diag_matrix(
+    q: Tensor, k: Tensor, block_size: int, key_padding_mask: Tensor | None = None
+) -> Tensor:
+    """Softmax attention inside blocks of `block_size` tokens, 0 between blocks (paper, section 4.2)."""
+    block = torch.arange(q.shape[-2], device=q.device) // block_size
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    return _softmax_over_keys(scores, key_padding_mask, block[:, None] == block[None, :])
+
+
+def lln_diag_matrix(
+    q: Tensor,
+    k: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    block_size: int,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """The mean of the LLN and the block-diagonal matrix (paper, section 4.2)."""
+    lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
+    return (lln + block_diag_matrix(q, k, block_size, key_padding_mask)) / 2
+
+
+def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """P_ij = <φ(q_i), φ(k_j)> / Σ_l <φ(q_i), φ(k_l)> (paper, eq. 4) for given features of shape (B, H, N, F)."""
+    scores = phi_q @ phi_k.transpose(-2, -1)
+    if key_padding_mask is not None:
+        scores = scores.masked_fill(key_padding_mask[:, None, None, :], 0.0)
+    return torch.nan_to_num(scores / scores.sum(dim=-1, keepdim=True), nan=0.0)

@@ -1,0 +1,29 @@
+"""Packaging of lln-fairseq (import name: lln_fairseq)."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="lln-fairseq",
+    version="0.1.0",
+    description="Linear Log-Normal attention with block-diagonal softmax (LLN+Diag) for fairseq's RoBERTa",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    packages=find_packages(include=["lln_fairseq", "lln_fairseq.*"]),
+    package_data={"lln_fairseq": ["ops/*.json"]},
+    # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
+    python_requires=">=3.11,<3.13",
+    install_requires=[
+        "torch>=2.6",
+        'triton>=3.4; platform_system == "Linux"',
+        "ve-fairseq==0.12.3",
+        "hydra-core>=1.3.2,<1.4",
+        "sentencepiece>=0.2",
+        "tensorboard>=2.15",
+        "matplotlib>=3.8",
+        "tqdm>=4.66",
+    ],
+    extras_require={"test": ["pytest>=8", "ruff>=0.6"]},
+)
