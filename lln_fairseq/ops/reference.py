@@ -13,9 +13,7 @@ def per_head(x: float | Tensor, like: Tensor) -> Tensor:
     return torch.as_tensor(x, dtype=like.dtype, device=like.device)[..., None, None]
 
 
-def _softmax_over_keys(
-    scores: Tensor, key_padding_mask: Tensor | None, allowed: Tensor | None = None
-) -> Tensor:
+def _softmax_over_keys(scores: Tensor, key_padding_mask: Tensor | None, allowed: Tensor | None = None) -> Tensor:
     """Row softmax of scores (B, H, N, N) over the keys that are neither padded nor outside `allowed` (N, N)."""
     banned = torch.zeros_like(scores, dtype=torch.bool)
     if key_padding_mask is not None:
@@ -43,9 +41,7 @@ def softmax_matrix(q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None)
     return _softmax_over_keys(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, key_padding_mask)
 
 
-def block_diag_matrix(
-    q: Tensor, k: Tensor, block_size: int, key_padding_mask: Tensor | None = None
-) -> Tensor:
+def block_diag_matrix(q: Tensor, k: Tensor, block_size: int, key_padding_mask: Tensor | None = None) -> Tensor:
     """Softmax attention inside blocks of `block_size` tokens, 0 between blocks (paper, section 4.2)."""
     block = torch.arange(q.shape[-2], device=q.device) // block_size
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
