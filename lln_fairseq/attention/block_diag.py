@@ -1,0 +1,32 @@
+"""Block-diagonal softmax attention: short-range interactions only (arXiv 2311.13541, section 4.2)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops import reference
+from lln_fairseq.ops._checks import check_block_size
+from lln_fairseq.ops.block_diag import block_diag_attention
+
+
+@dataclass
+class BlockDiagConfig:
+    block_size: int | None = option(None, "tokens in a block; default: the head dimension")
+
+
+@register_attention("block_diag", BlockDiagConfig)
+class BlockDiagAttention(Attention):
+    """Softmax attention inside consecutive blocks; a block without a real key gives 0."""
+
+    def __init__(
+        self, config: BlockDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
+    ) -> None:
+        super().__init__(config, num_heads, head_dim, max_positions, dropout)
+        self.block_size = check_block_size(config.block_size, head_dim)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        return block_diag_attention(q, k, v, key_padding_mask, self.block_size, self.active_dropout)
+
+    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        return reference.block_diag_matrix(q, k, self.block_size, key_padding_mask)

@@ -1,0 +1,53 @@
+"""Linear Log-Normal attention with moment matching (arXiv 2311.13541, section 4.1)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops import reference
+from lln_fairseq.ops.lln import lln_attention
+from lln_fairseq.ops.moment_matching import CONSTANTS, SCOPES, match_moments
+
+
+@dataclass
+class LLNConfig:
+    alpha: float | None = option(None, "fixed α; needs β too and switches moment matching off")
+    beta: float | None = option(None, "fixed β; needs α too and switches moment matching off")
+    constants: str = option("calibrated", "σ̃² by the calibrated table or by the paper's straight line", CONSTANTS)
+    scope: str = option("head", "one α, β for each sequence and head, or one for the whole batch", SCOPES)
+
+
+class MomentMatched(Attention):
+    """What mechanisms with α and β share: fixed values, or values matched to the queries and keys of every call."""
+
+    config: LLNConfig
+
+    def __init__(self, config: LLNConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float) -> None:
+        super().__init__(config, num_heads, head_dim, max_positions, dropout)
+        fixed = (config.alpha, config.beta)
+        if (config.alpha is None) != (config.beta is None):
+            raise ValueError(f"α and β must be given together or not at all, got alpha={fixed[0]}, beta={fixed[1]}")
+        if config.alpha is not None and not (config.alpha > 0 and config.beta > 0):
+            raise ValueError(f"α and β must be positive, got alpha={fixed[0]}, beta={fixed[1]}")
+        self.batch_independent = config.alpha is not None or config.scope == "head"
+
+    def temperatures(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """α and β, float32 of shape (B, H), without gradient."""
+        config = self.config
+        if config.alpha is None:
+            return match_moments(q, k, key_padding_mask, config.scope, config.constants)
+        ones = torch.ones(q.shape[:2], device=q.device)
+        return config.alpha * ones, config.beta * ones
+
+
+@register_attention("lln", LLNConfig)
+class LLNAttention(MomentMatched):
+    """LLN attention alone. It has no attention matrix, so attention dropout does not apply."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        return lln_attention(q, k, v, *self.temperatures(q, k, key_padding_mask), key_padding_mask)
+
+    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        return reference.lln_matrix(q, k, *self.temperatures(q, k, key_padding_mask), key_padding_mask)

@@ -1,0 +1,112 @@
+"""The seam between fairseq and the mechanisms: a base class, a registry, and options that are checked.
+
+A mechanism is one file: a dataclass of its options, a subclass of `Attention`, and the decorator.
+
+    @dataclass
+    class WindowConfig:
+        width: int = option(64, "tokens on each side")
+
+    @register_attention("window", WindowConfig)
+    class WindowAttention(Attention): ...
+
+Command-line flags (--window-width), Hydra keys (model.window_width), contract tests and benchmark rows follow from it.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """One attention mechanism on head-split tensors; projections and fairseq's shapes are somebody else's.
+
+    Args:
+        config: an instance of the dataclass the mechanism is registered with.
+        num_heads, head_dim: H and D of the tensors to come.
+        max_positions: the longest sequence to come, in tokens.
+        dropout: probability of dropping an attention weight while training.
+    """
+
+    # What a mechanism rules out is declared here and tested for, see tests/attention/test_contract.py.
+    stochastic_rows = True  # rows of the attention matrix sum to 1
+    batch_independent = True  # a sequence gives the same output whatever its batch mates are
+
+    def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.config, self.num_heads, self.head_dim = config, num_heads, head_dim
+        self.max_positions, self.dropout = max_positions, dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """q, k, v (B, H, N, D), mask bool (B, N) with True = padded or None -> (B, H, N, D)."""
+        raise NotImplementedError
+
+    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """P (B, H, N, N) with forward(q, k, v) = P v, without dropout, on a path independent of forward's."""
+        raise NotImplementedError
+
+    @property
+    def active_dropout(self) -> float:
+        """The dropout probability of this call: 0 in evaluation."""
+        return self.dropout if self.training else 0.0
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in vars(self.config).items())
+
+
+class Entry(NamedTuple):
+    cls: type[Attention]
+    config: type
+
+
+ATTENTION_REGISTRY: dict[str, Entry] = {}
+
+_T = TypeVar("_T", bound=type[Attention])
+
+
+def register_attention(name: str, config: type) -> Callable[[_T], _T]:
+    """Class decorator: registers a mechanism with the dataclass of its options under a name."""
+
+    def register(cls: _T) -> _T:
+        if name in ATTENTION_REGISTRY:
+            raise ValueError(f"attention '{name}' is registered twice: {ATTENTION_REGISTRY[name].cls} and {cls}")
+        if not dataclasses.is_dataclass(config):
+            raise TypeError(f"the options of attention '{name}' must be a dataclass, got {config}")
+        ATTENTION_REGISTRY[name] = Entry(cls, config)
+        return cls
+
+    return register
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field with a help text and, for strings, the values it may have."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+def build_attention(
+    name: str, *, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0, **options: Any
+) -> Attention:
+    """The mechanism registered as `name`, with `options` for the fields of its dataclass.
+
+    Raises: ValueError for an unknown name or option (it lists the known ones) or a value that the option cannot have.
+    """
+    if name not in ATTENTION_REGISTRY:
+        raise ValueError(f"unknown attention '{name}'{_suggest(name, ATTENTION_REGISTRY)}")
+    cls, config_class = ATTENTION_REGISTRY[name]
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    for key, value in options.items():
+        if key not in fields:
+            raise ValueError(f"attention '{name}' has no option '{key}'{_suggest(key, fields)}")
+        choices = fields[key].metadata.get("choices")
+        if choices and value not in choices:
+            raise ValueError(f"option '{key}' of attention '{name}' is '{value}', choose from {', '.join(choices)}")
+    config = config_class(**options)
+    return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
+
+
+def _suggest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    return f"{hint} (known: {', '.join(sorted(known)) or 'none'})"

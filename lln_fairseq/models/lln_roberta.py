@@ -1,0 +1,124 @@
+"""RoBERTa with a choice of attention: --arch lln_roberta_base --attention lln_diag --lln-diag-block-size 64 ..."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from fairseq import utils
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.roberta.model import RobertaModel, base_architecture
+from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP
+from omegaconf import DictConfig, open_dict
+
+from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.errors import input_errors
+from lln_fairseq.models.options import attention_fields, attention_options
+from lln_fairseq.modules.encoder import LLNRobertaEncoder
+
+ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
+SIZE_FIELDS = ("encoder_layers", "encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_attention_heads")
+
+# Layers, embedding, feed-forward, heads. base and large are RoBERTa's own.
+PRESETS = {
+    "tiny": (2, 128, 512, 2),
+    "small": (4, 256, 1024, 4),
+    "base": (12, 768, 3072, 12),
+    "large": (24, 1024, 4096, 16),
+}
+DEFAULT_PRESET = "base"
+
+
+# fairseq's dataclass tools know Optional[X] and not X | None. A size is None until a preset or the user sets it: with
+# a number as default Hydra would ignore the preset without a word. No field may be a bool with default True.
+@dataclass
+class RobertaConfig(FairseqDataclass):
+    """The options of fairseq's RoBERTa, with its defaults."""
+
+    encoder_layers: Optional[int] = field(default=None, metadata={"help": "number of encoder layers"})
+    encoder_embed_dim: Optional[int] = field(default=None, metadata={"help": "embedding dimension"})
+    encoder_ffn_embed_dim: Optional[int] = field(default=None, metadata={"help": "dimension of the feed-forward part"})
+    encoder_attention_heads: Optional[int] = field(default=None, metadata={"help": "number of attention heads"})
+    activation_fn: ACTIVATIONS = field(default="gelu", metadata={"help": "activation of the feed-forward part"})
+    pooler_activation_fn: ACTIVATIONS = field(default="tanh", metadata={"help": "activation of the pooler"})
+    encoder_normalize_before: bool = field(default=False, metadata={"help": "layer norm before each block"})
+    layernorm_embedding: Optional[bool] = field(
+        default=None, metadata={"help": "layer norm after the embedding; default: unless --encoder-normalize-before"}
+    )
+    dropout: float = field(default=0.1, metadata={"help": "dropout probability"})
+    attention_dropout: float = field(default=0.1, metadata={"help": "dropout probability of attention weights"})
+    activation_dropout: float = field(default=0.0, metadata={"help": "dropout after the activation"})
+    pooler_dropout: float = field(default=0.0, metadata={"help": "dropout in the classification head"})
+    max_positions: Optional[int] = field(
+        default=None, metadata={"help": "number of positional embeddings; default: tokens per sample of the task"}
+    )
+    load_checkpoint_heads: bool = field(default=False, metadata={"help": "load classification heads of checkpoints"})
+    untie_weights_roberta: bool = field(default=False, metadata={"help": "untie embedding and output weights"})
+    encoder_layerdrop: float = field(default=0.0, metadata={"help": "LayerDrop probability"})
+    encoder_layers_to_keep: Optional[str] = field(default=None, metadata={"help": "comma-separated layers to keep"})
+    quant_noise_pq: float = field(default=0.0, metadata={"help": "iterative PQ quantization noise"})
+    quant_noise_pq_block_size: int = field(default=8, metadata={"help": "block size of quantization noise"})
+    quant_noise_scalar: float = field(default=0.0, metadata={"help": "scalar quantization noise"})
+    spectral_norm_classification_head: bool = field(default=False, metadata={"help": "spectral norm on the head"})
+    checkpoint_activations: bool = field(
+        default=False, metadata={"help": "recompute each layer in the backward pass: less memory, more time"}
+    )
+    offload_activations: bool = field(default=False, metadata={"help": "keep checkpointed activations on the CPU"})
+    min_params_to_wrap: int = field(
+        default=DEFAULT_MIN_PARAMS_TO_WRAP, metadata={"help": "parameters from which FSDP wraps a layer"}
+    )
+    attention: ChoiceEnum(sorted(ATTENTION_REGISTRY)) = field(
+        default="lln_diag", metadata={"help": "attention mechanism of every layer"}
+    )
+
+
+LLNRobertaConfig = dataclasses.make_dataclass(
+    "LLNRobertaConfig", attention_fields(), bases=(RobertaConfig,), namespace={"__module__": __name__}
+)
+LLNRobertaConfig.__doc__ = "RoBERTa's options, the attention, and the options of every registered attention."
+
+
+@register_model("lln_roberta", dataclass=LLNRobertaConfig)
+class LLNRobertaModel(RobertaModel):
+    """fairseq's RoBERTa; parameters, their names and their initialisation are those of the stock model."""
+
+    @classmethod
+    def hub_models(cls) -> dict[str, str]:
+        return {}
+
+    @staticmethod
+    def add_args(parser: Any) -> None:
+        gen_parser_from_dataclass(parser, LLNRobertaConfig())
+
+    @classmethod
+    def build_model(cls, cfg: DictConfig, task: Any) -> "LLNRobertaModel":
+        """Raises InputError for sizes and options that do not fit together."""
+        with open_dict(cfg):
+            apply_preset(cfg, DEFAULT_PRESET)
+            if cfg.max_positions is None:
+                cfg.max_positions = task.max_positions()
+            if cfg.layernorm_embedding is None:
+                cfg.layernorm_embedding = not cfg.encoder_normalize_before
+            base_architecture(cfg)
+            name = str(getattr(cfg.attention, "value", cfg.attention))
+            with input_errors():
+                encoder = LLNRobertaEncoder(cfg, task.source_dictionary, name, attention_options(name, cfg))
+        return cls(cfg, encoder)
+
+
+def apply_preset(cfg: Any, name: str) -> None:
+    """Sets the sizes that are still None."""
+    for key, value in zip(SIZE_FIELDS, PRESETS[name], strict=True):
+        if getattr(cfg, key, None) is None:
+            setattr(cfg, key, value)
+
+
+def _register_preset(name: str) -> None:
+    @register_model_architecture("lln_roberta", f"lln_roberta_{name}")
+    def preset(cfg: Any) -> None:
+        apply_preset(cfg, name)
+
+
+for _name in PRESETS:
+    _register_preset(_name)

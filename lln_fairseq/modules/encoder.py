@@ -1,0 +1,67 @@
+"""fairseq's encoder stack with our attention in every layer: three small overrides of its build_* hooks."""
+
+from typing import Any
+
+from fairseq.distributed import fsdp_wrap
+from fairseq.models.roberta.model import RobertaEncoder
+from fairseq.models.transformer import TransformerConfig, TransformerEncoder
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+from fairseq.modules.transformer_sentence_encoder import init_bert_params
+from torch import Tensor, nn
+
+from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
+
+
+class LLNEncoderLayer(TransformerEncoderLayerBase):
+    """fairseq's encoder layer; the attention and its options are given, since TransformerConfig drops such keys."""
+
+    def __init__(self, cfg: TransformerConfig, attention: str, options: dict[str, Any]) -> None:
+        self.attention_name, self.attention_options = attention, options  # the hook below runs inside super().__init__
+        super().__init__(cfg)
+        self.can_use_fastpath = False  # fairseq 0.12.2 would otherwise go round custom attention in evaluation
+
+    def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> LLNMultiheadAttention:
+        return LLNMultiheadAttention(
+            embed_dim,
+            cfg.encoder.attention_heads,
+            attention=self.attention_name,
+            options=self.attention_options,
+            max_positions=cfg.max_source_positions,
+            dropout=cfg.attention_dropout,
+            q_noise=self.quant_noise,
+            qn_block_size=self.quant_noise_block_size,
+        )
+
+
+class LLNTransformerEncoder(TransformerEncoder):
+    def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding, attention: str,
+                 options: dict[str, Any]) -> None:  # fmt: skip
+        self.attention_name, self.attention_options = attention, options
+        super().__init__(args, dictionary, embed_tokens)
+
+    def build_encoder_layer(self, cfg: Any) -> nn.Module:
+        cfg = TransformerConfig.from_namespace(cfg)
+        layer = LLNEncoderLayer(cfg, self.attention_name, self.attention_options)
+        # From here on as in fairseq's own build_encoder_layer.
+        checkpoint = cfg.checkpoint_activations
+        if checkpoint:
+            layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+        return fsdp_wrap(layer, min_num_params=cfg.min_params_to_wrap if not checkpoint else 0)
+
+
+class LLNRobertaEncoder(RobertaEncoder):
+    def __init__(self, args: Any, dictionary: Any, attention: str, options: dict[str, Any]) -> None:
+        self.attention_name, self.attention_options = attention, options
+        super().__init__(args, dictionary)
+
+    def build_encoder(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> LLNTransformerEncoder:
+        encoder = LLNTransformerEncoder(args, dictionary, embed_tokens, self.attention_name, self.attention_options)
+        encoder.apply(init_bert_params)
+        return encoder
+
+    def extract_features(self, src_tokens: Tensor, return_all_hiddens: bool = False, **kwargs: Any) -> tuple:
+        features, extra = super().extract_features(src_tokens, return_all_hiddens, **kwargs)
+        # fairseq's NanDetector hooks every module and wants a tensor in a dictionary that it is given; without one the
+        # search for the origin of a NaN ends in a bare StopIteration.
+        return features, {"features": features, **extra}

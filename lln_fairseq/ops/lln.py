@@ -1,0 +1,78 @@
+"""Linear Log-Normal attention, alone and averaged with block-diagonal softmax: the public functions and their dispatch.
+
+For every batch entry and head, with L_d = logsumexp_j(β k_jd) over the keys that are not padded:
+
+    W_jd = exp(β k_jd - L_d)        A_id = softmax_d(α q_id + L_d)        LLN(q, k, v) = A (Wᵀ v)
+
+which equals eq. 8 of the paper for every α and β: the columns of W are distributions over the tokens, the rows of A
+over the features. Nothing can overflow or be divided by zero, and the cost is linear in N.
+"""
+
+from torch import Tensor
+
+from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, dropout_seed, per_head
+from lln_fairseq.ops.lln_pytorch import Mixture, MixtureFunction
+
+BACKENDS = ("auto", "torch")
+
+
+def lln_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_padding_mask: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """LLN attention (paper, eq. 8): Σ_j <e^{αq_i}, e^{βk_j}> v_j / Σ_l <e^{αq_i}, e^{βk_l}>.
+
+    There is no N x N matrix, so there is nothing to apply attention dropout to.
+
+    Args:
+        q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
+        alpha, beta: numbers or tensors that broadcast to (B, H); gradients flow to tensors that require them.
+        key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
+        backend: "torch", or "auto" for the fastest that can run.
+
+    Returns: (B, H, N, D) in the dtype and memory layout of q.
+    Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable once.
+    """
+    return _attention(q, k, v, alpha, beta, key_padding_mask, backend, Mixture(1.0, 0.0))
+
+
+def lln_diag_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_padding_mask: Tensor | None = None,
+    block_size: int | None = None,
+    backend: str = "auto",
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """½ (LLN + block-diagonal softmax) in one pass (paper, section 4.2 and figure 3).
+
+    Args: as `lln_attention` and `block_diag_attention`; dropout concerns the block-diagonal probabilities alone, since
+    LLN has no matrix to drop from.
+    """
+    block_size = check_block_size(block_size, q.shape[-1])
+    mix = Mixture(0.5, 0.5, block_size, check_dropout(dropout_p), dropout_seed(dropout_p))
+    return _attention(q, k, v, alpha, beta, key_padding_mask, backend, mix)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    mask: Tensor | None,
+    backend: str,
+    mix: Mixture,
+) -> Tensor:
+    check_inputs(q, k, v, mask)
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend '{backend}', choose from {', '.join(BACKENDS)}")
+    return MixtureFunction.apply(q, k, v, per_head(alpha, q, "alpha"), per_head(beta, q, "beta"), mask, mix)

@@ -1,0 +1,132 @@
+"""Choice of α and β such that LLN attention is as concentrated as softmax attention (paper, section 4.1 and A.7).
+
+With s = σ_q² σ_k², the variance of log P of softmax attention, and α² σ_q² = β² σ_k² = σ̃² / 2, the variance of log P
+of LLN attention depends on σ̃² and the head dimension alone. α and β follow from the σ̃² at which both are equal:
+
+    α = σ̃ / (√2 σ_q)        β = σ̃ / (√2 σ_k)                                                       (eq. 10)
+"""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SCOPES = ("head", "batch")
+CONSTANTS = ("calibrated", "paper")
+
+# σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the broad range,
+# σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialised model.
+PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
+
+MIN_SIGMA = 1e-6
+TABLES_FILE = Path(__file__).with_name("moment_matching_tables.json")
+
+# The grid of s on which both attentions are simulated; between its points and beyond its ends log σ̃² is linear in
+# log s, with the slope of the nearest segment.
+S_RANGE, S_POINTS = (0.01, 16.0), 25
+
+
+def match_moments(
+    q: Tensor,
+    k: Tensor,
+    key_padding_mask: Tensor | None = None,
+    scope: str = "head",
+    constants: str = "calibrated",
+) -> tuple[Tensor, Tensor]:
+    """α and β of eq. 10 for these queries and keys.
+
+    Args:
+        q, k: (B, H, N, D).
+        key_padding_mask: bool (B, N), True = padded; padded tokens do not count.
+        scope: "head" = one pair per sequence and head: independent of batch mates, padding and workers; "batch" = one
+            pair for the whole tensor, as the authors' code has it.
+        constants: "calibrated" = the tables simulated for this head dimension; "paper" = the paper's straight line.
+
+    Returns: α, β, float32 of shape (B, H), without gradient.
+    Raises: ValueError for an unknown scope or unknown constants.
+    """
+    for value, known, name in ((scope, SCOPES, "scope"), (constants, CONSTANTS, "constants")):
+        if value not in known:
+            raise ValueError(f"unknown {name} '{value}', choose from {', '.join(known)}")
+    with torch.no_grad():
+        sigma_q, sigma_k = (standard_deviation(x, key_padding_mask, scope) for x in (q, k))
+        log_s = 2 * (sigma_q.log() + sigma_k.log())
+        if constants == "paper":
+            sigma_tilde = ((log_s.exp() - PAPER_B) / PAPER_A).sqrt()
+        else:
+            sigma_tilde = (interpolate(log_s, *calibration_table(q.shape[-1], q.device)) / 2).exp()
+        return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
+
+
+def standard_deviation(x: Tensor, key_padding_mask: Tensor | None = None, scope: str = "head") -> Tensor:
+    """σ of x (B, H, N, D) over the real tokens and features of each sequence and head (or of all), float32 (B, H).
+
+    At least 1e-6, so that α and β stay finite for a constant x or a sequence that is all padding.
+    """
+    # Reducing over the features first leaves nothing of the size of x behind.
+    total = x.sum(dim=-1, dtype=torch.float32)
+    square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square()
+    tokens = torch.full(x.shape[:2], float(x.shape[2]), device=x.device)
+    if key_padding_mask is not None:
+        padded = key_padding_mask[:, None, :]
+        total, square = total.masked_fill(padded, 0.0), square.masked_fill(padded, 0.0)
+        tokens = (~padded).sum(dim=-1, dtype=torch.float32).expand(x.shape[:2])
+    moments = torch.stack((tokens * x.shape[-1], total.sum(dim=-1), square.sum(dim=-1)))
+    if scope == "batch":
+        moments = moments.sum(dim=(1, 2), keepdim=True).expand_as(moments)
+    count, total, square = moments[0].clamp_min(1.0), moments[1], moments[2]
+    variance = square / count - (total / count).square()
+    return variance.clamp_min(MIN_SIGMA**2).sqrt()
+
+
+def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
+    """The piecewise linear function through (xs, ys), xs ascending, its end segments continued."""
+    right = torch.bucketize(x, xs).clamp(1, xs.numel() - 1)
+    left = right - 1
+    slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
+    return ys[left] + slope * (x - xs[left])
+
+
+@functools.cache
+def calibration_table(head_dim: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """(log s, log σ̃²) for a head dimension, float32 on the device: shipped for common ones, else simulated once."""
+    shipped = _shipped_tables().get(str(head_dim))
+    log_s, log_sigma2 = shipped or simulate_table(head_dim)
+    return torch.tensor(log_s, device=device), torch.tensor(log_sigma2, device=device)
+
+
+@functools.cache
+def _shipped_tables() -> dict[str, list[list[float]]]:
+    return json.loads(TABLES_FILE.read_text())
+
+
+def log_variance_softmax(x: Tensor, y: Tensor, s: float) -> float:
+    """Var log P of softmax attention of x, y (heads, N, D) ~ N(0, 1) scaled to σ_q² σ_k² = s."""
+    return (math.sqrt(s) * x @ y.mT / math.sqrt(x.shape[-1])).log_softmax(dim=-1).var(dim=(1, 2)).mean().item()
+
+
+def log_variance_lln(x: Tensor, y: Tensor, sigma2: float) -> float:
+    """Var log P of LLN attention of x, y (heads, N, D) ~ N(0, 1) with α = β = σ̃ / √2, for σ̃² = sigma2."""
+    scale = math.sqrt(sigma2 / 2)
+    # In float64 the exponentials of the whole range of σ̃ fit without subtracting a maximum.
+    log_kernel = ((scale * x).exp() @ (scale * y).exp().mT).log()
+    return log_kernel.log_softmax(dim=-1).var(dim=(1, 2)).mean().item()
+
+
+def simulate_table(head_dim: int, tokens: int = 1024, heads: int = 4, seed: int = 0) -> tuple[list[float], list[float]]:
+    """Pairs (log s, log σ̃²) at which LLN attention on Gaussian inputs has the measured log-variance of softmax.
+
+    Both attentions see the same x, y ~ N(0, 1) of shape (heads, tokens, head_dim), float64, deterministic for a seed.
+    The variances depend little on `tokens`: 4% at most between 512 and 2048 for s up to 16.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, heads, tokens, head_dim, generator=generator, dtype=torch.float64)
+    log_s = torch.linspace(math.log(S_RANGE[0]), math.log(S_RANGE[1]), S_POINTS, dtype=torch.float64)
+    wanted = torch.tensor([log_variance_softmax(x, y, math.exp(point)) for point in log_s], dtype=torch.float64)
+    # The variance grows by less than σ̃⁴ and more than σ̃²/100 here, so this range holds every solution.
+    log_sigma2 = torch.linspace(math.log(1e-1), math.log(2e2), 2 * S_POINTS, dtype=torch.float64)
+    reached = torch.tensor([log_variance_lln(x, y, math.exp(point)) for point in log_sigma2], dtype=torch.float64)
+    return log_s.tolist(), interpolate(wanted.log(), reached.log(), log_sigma2).tolist()
