@@ -19,7 +19,7 @@ sees a sentence of the task's dev or test set.
     OUT/spm.model, spm.vocab              SentencePiece, trained on the train text
     OUT/raw/SST-2/{train,dev,test}.tsv    sentence, label
     OUT/lm/                               dict.txt and train, valid, test for --task masked_lm
-    OUT/sentiment/{input0,label}/         dict.txt and train, valid, test for --task sentence_prediction (label k: class k)
+    OUT/sentiment/{input0,label}/         the same for --task sentence_prediction; label k is class k
     OUT/source/                           the verified archive
 """
 

@@ -85,7 +85,8 @@ def train_sentencepiece(lines: Sequence[str], vocab_size: int) -> bytes:
             minloglevel=3,
         )
     except (RuntimeError, OSError) as error:
-        raise DataError(f"SentencePiece cannot train {vocab_size} pieces on {len(lines)} lines: {error}") from error
+        reason = str(error).rpartition("] ")[2] or error  # without the place in SentencePiece's sources
+        raise DataError(f"SentencePiece cannot train {vocab_size} pieces on {len(lines)} lines: {reason}") from error
     return model.getvalue()
 
 
