@@ -51,6 +51,9 @@ LABELS = ("0", "1")  # negative, positive: class k of the model is LABELS[k]
 VOCAB_SIZE = 4000
 GLUE_NAMES = {"train": "train", "valid": "dev", "test": "test"}
 
+Lines = dict[str, list[str]]  # texts by split
+Rows = dict[str, list[tuple[str, str]]]  # (sentence, label) by split
+
 
 @dataclass(frozen=True)
 class DemoSource:
@@ -79,10 +82,10 @@ SOURCE = DemoSource(
     ),
     expected={
         "snippets": {
-            "movieReviewSnippets_GroundTruth.txt": 10605,
-            "amazonReviewSnippets_GroundTruth.txt": 3708,
-            "nytEditorialSnippets_GroundTruth.txt": 5190,
-            "tweets_GroundTruth.txt": 4200,
+            "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt": 10605,
+            "hutto_ICWSM_2014/amazonReviewSnippets_GroundTruth.txt": 3708,
+            "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt": 5190,
+            "hutto_ICWSM_2014/tweets_GroundTruth.txt": 4200,
         },
         "sentiment": {
             "train": {"0": 4070, "1": 3970},
@@ -121,13 +124,13 @@ def read_snippets(content: bytes, name: str) -> list[Snippet]:
     return snippets
 
 
-def sentiment_task(snippets: Sequence[Snippet]) -> tuple[dict[str, list[tuple[str, str]]], dict[str, Any]]:
+def sentiment_task(snippets: Sequence[Snippet]) -> tuple[Rows, dict[str, Any]]:
     """(sentence, label) rows by split, and counts: rows by split and label, and what was left out why."""
     copies: dict[str, list[Snippet]] = {}
     for snippet in snippets:
         if snippet.text:
             copies.setdefault(sentence_key(snippet.text), []).append(snippet)
-    rows: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
+    rows: Rows = {split: [] for split in SPLITS}
     neutral = 0
     for group in copies.values():
         score, text = sum(snippet.score for snippet in group) / len(group), group[0].text
@@ -135,25 +138,23 @@ def sentiment_task(snippets: Sequence[Snippet]) -> tuple[dict[str, list[tuple[st
             neutral += 1
         else:
             rows[split_of(text)].append((text, LABELS[score > 0]))
-    counts: dict[str, Any] = {
-        split: {label: sum(row[1] == label for row in rows[split]) for label in LABELS} for split in SPLITS
-    }
+    counts: dict[str, Any] = {s: {label: sum(row[1] == label for row in rows[s]) for label in LABELS} for s in SPLITS}
     texts = sum(len(group) for group in copies.values())
     counts["left_out"] = {"empty": len(snippets) - texts, "repeated": texts - len(copies), "neutral": neutral}
     return rows, counts
 
 
-def language_model_lines(snippets: Sequence[Snippet]) -> tuple[dict[str, list[str]], dict[str, int]]:
+def language_model_lines(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, int]]:
     """Lines by split, and how many snippets were left out because they were empty or an exact repetition."""
     texts = [snippet.text for snippet in snippets if snippet.text]
     unique = list(dict.fromkeys(texts))
-    lines: dict[str, list[str]] = {split: [] for split in SPLITS}
+    lines: Lines = {split: [] for split in SPLITS}
     for text in unique:
         lines[split_of(text)].append(text)
     return lines, {"empty": len(snippets) - len(texts), "repeated": len(texts) - len(unique)}
 
 
-def check_disjoint(lines: Mapping[str, Sequence[str]], rows: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+def check_disjoint(lines: Lines, rows: Rows) -> None:
     """DataError where a sentence (by its key) is in two splits, the two parts of the data set taken together."""
     keys = {s: {sentence_key(t) for t in [*lines[s], *(text for text, _ in rows[s])]} for s in SPLITS}
     if len(set().union(*keys.values())) != sum(len(split) for split in keys.values()):
@@ -168,6 +169,19 @@ def check_expected(counts: Mapping[str, Any], expected: Mapping[str, Any], where
             check_expected(actual or {}, value, name + " ")
         elif actual != value:
             raise DataError(f"unexpected count: {name} is {actual}, expected {value}")
+
+
+def read_source(archive: Path, source: DemoSource) -> tuple[Lines, Rows, dict[str, Any]]:
+    """Corpus lines by split, (sentence, label) rows by split, and the counts of both and of the source files."""
+    say(f"reading {archive.name}")
+    names = [source.movies, *source.others]
+    members = read_nested_members(archive, source.inner, names)
+    snippets = {name: read_snippets(members[name], name) for name in names}
+    rows, counts = sentiment_task(snippets[source.movies])
+    lines, left_out = language_model_lines([snippet for name in names for snippet in snippets[name]])
+    check_disjoint(lines, rows)
+    lm_counts = {**{split: len(lines[split]) for split in SPLITS}, "left_out": left_out}
+    return lines, rows, {"snippets": {n: len(snippets[n]) for n in names}, "sentiment": counts, "lm": lm_counts}
 
 
 def result_files() -> list[str]:
@@ -210,27 +224,16 @@ def build(
             say(f"{out} is finished; nothing to do")
             return there
         path = obtain(source.sdist, out / "source", archive)
-        say(f"reading {path.name}")
-        names = [source.movies, *source.others]
-        members = read_nested_members(path, source.inner, names)
-        snippets = {name: read_snippets(members[name], name) for name in names}
-        rows, sentiment_counts = sentiment_task(snippets[source.movies])
-        lines, left_out = language_model_lines([snippet for name in names for snippet in snippets[name]])
-        check_disjoint(lines, rows)
-        counts = {
-            "snippets": {Path(name).name: len(snippets[name]) for name in names},
-            "sentiment": sentiment_counts,
-            "lm": {**{split: len(lines[split]) for split in SPLITS}, "left_out": left_out},
-        }
+        lines, rows, counts = read_source(path, source)
         if overwrite or not (out / "spm.model").is_file():
             say(f"training a SentencePiece model of {vocab_size} pieces on {len(lines['train'])} lines")
             model = train_sentencepiece(lines["train"], vocab_size)
             manifest.begin(out, settings, files)  # only now: a vocabulary that cannot be had must change nothing
             write_bytes(out / "spm.model", model)
         datasets = write_result(out, load_sentencepiece(out / "spm.model"), lines, rows)
-        check_expected(counts, source.expected)
+        check_expected(counts, source.expected)  # and binarize has read back as many samples
         content = {
-            "sources": [{**asdict(source.sdist), "inner_archive": source.inner, "members": names}],
+            "sources": [{**asdict(source.sdist), "inner_archive": source.inner, "members": list(counts["snippets"])}],
             "tokenizer": {"kind": settings["tokenizer"], "file": "spm.model", "sha256": sha256_of(out / "spm.model")},
             "counts": counts,
             "datasets": datasets,
@@ -239,12 +242,7 @@ def build(
         return manifest.finish(out, settings, files, content)
 
 
-def write_result(
-    out: Path,
-    tokenizer: SentencePieceTokenizer,
-    lines: Mapping[str, Sequence[str]],
-    rows: Mapping[str, Sequence[tuple[str, str]]],
-) -> dict[str, dict[str, Any]]:
+def write_result(out: Path, tokenizer: SentencePieceTokenizer, lines: Lines, rows: Rows) -> dict[str, dict[str, Any]]:
     """Write every file of the result but spm.model and the manifest; return the counts read back from the datasets."""
     write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
     for split, glue in GLUE_NAMES.items():
