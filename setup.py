@@ -25,5 +25,5 @@ setup(
         "matplotlib>=3.8",
         "tqdm>=4.66",
     ],
-    extras_require={"test": ["pytest>=8", "pytest-timeout>=2.3", "ruff==0.17.5"]},
+    extras_require={"test": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff==0.17.5"]},
 )

@@ -5,11 +5,20 @@ and `lln_fairseq.attention` work all the same.
 """
 
 import importlib.util
+import logging
 
-if importlib.util.find_spec("fairseq") is not None:
-    from lln_fairseq import checkpoint, errors
 
+def _register_with_fairseq() -> None:
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    from lln_fairseq import checkpoint, errors, models, tasks  # noqa: F401  the last two register on import
+
+    # Importing fairseq makes the root logger print everything that any library has to say; the caller's choice stands.
+    root.setLevel(level)
+    root.handlers[:] = handlers
     errors.show_input_errors_in_one_line()
     checkpoint.allow_fairseq_checkpoints()
-    importlib.import_module("lln_fairseq.tasks")
-    importlib.import_module("lln_fairseq.models")
+
+
+if importlib.util.find_spec("fairseq") is not None:
+    _register_with_fairseq()

@@ -14,7 +14,7 @@ Command-line flags (--window-width), Hydra keys (model.window_width), contract t
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -93,12 +93,12 @@ def build_attention(
     Raises: ValueError for an unknown name or option (it lists the known ones) or a value that the option cannot have.
     """
     if name not in ATTENTION_REGISTRY:
-        raise ValueError(f"unknown attention '{name}'{_suggest(name, ATTENTION_REGISTRY)}")
+        raise ValueError(f"unknown attention '{name}'{did_you_mean(name, ATTENTION_REGISTRY)}")
     cls, config_class = ATTENTION_REGISTRY[name]
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     for key, value in options.items():
         if key not in fields:
-            raise ValueError(f"attention '{name}' has no option '{key}'{_suggest(key, fields)}")
+            raise ValueError(f"attention '{name}' has no option '{key}'{did_you_mean(key, fields)}")
         choices = fields[key].metadata.get("choices")
         if choices and value not in choices:
             raise ValueError(f"option '{key}' of attention '{name}' is '{value}', choose from {', '.join(choices)}")
@@ -106,7 +106,8 @@ def build_attention(
     return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
 
 
-def _suggest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one, and all of them."""
+    close = difflib.get_close_matches(word, list(known), n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     return f"{hint} (known: {', '.join(sorted(known)) or 'none'})"

@@ -35,7 +35,7 @@ def lln_attention(
         key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
         backend: "torch", or "auto" for the fastest that can run.
 
-    Returns: (B, H, N, D) in the dtype and memory layout of q.
+    Returns: (B, H, N, D) in the dtype of q, and in its memory layout where batch and heads are one dimension in it.
     Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable once.
     """
     return _attention(q, k, v, alpha, beta, key_padding_mask, backend, Mixture(1.0, 0.0))

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops._memory import compute_dtype
+
 SCOPES = ("head", "batch")
 CONSTANTS = ("calibrated", "paper")
 
@@ -45,7 +47,7 @@ def match_moments(
             pair for the whole tensor, as the authors' code has it.
         constants: "calibrated" = the tables simulated for this head dimension; "paper" = the paper's straight line.
 
-    Returns: α, β, float32 of shape (B, H), without gradient.
+    Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), without gradient.
     Raises: ValueError for an unknown scope or unknown constants.
     """
     for value, known, name in ((scope, SCOPES, "scope"), (constants, CONSTANTS, "constants")):
@@ -62,18 +64,19 @@ def match_moments(
 
 
 def standard_deviation(x: Tensor, key_padding_mask: Tensor | None = None, scope: str = "head") -> Tensor:
-    """σ of x (B, H, N, D) over the real tokens and features of each sequence and head (or of all), float32 (B, H).
+    """σ of x (B, H, N, D) over the real tokens and features of each sequence and head (or of all), (B, H).
 
     At least 1e-6, so that α and β stay finite for a constant x or a sequence that is all padding.
     """
+    dtype = compute_dtype(x.dtype)
     # Reducing over the features first leaves nothing of the size of x behind.
-    total = x.sum(dim=-1, dtype=torch.float32)
-    square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square()
-    tokens = torch.full(x.shape[:2], float(x.shape[2]), device=x.device)
+    total = x.sum(dim=-1, dtype=dtype)
+    square = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
+    tokens = torch.full(x.shape[:2], float(x.shape[2]), dtype=dtype, device=x.device)
     if key_padding_mask is not None:
         padded = key_padding_mask[:, None, :]
         total, square = total.masked_fill(padded, 0.0), square.masked_fill(padded, 0.0)
-        tokens = (~padded).sum(dim=-1, dtype=torch.float32).expand(x.shape[:2])
+        tokens = (~padded).sum(dim=-1, dtype=dtype).expand(x.shape[:2])
     moments = torch.stack((tokens * x.shape[-1], total.sum(dim=-1), square.sum(dim=-1)))
     if scope == "batch":
         moments = moments.sum(dim=(1, 2), keepdim=True).expand_as(moments)

@@ -30,9 +30,9 @@ def lln_matrix(
 ) -> Tensor:
     """P_ij = <e^{αq_i}, e^{βk_j}> / Σ_l <e^{αq_i}, e^{βk_l}> (paper, eq. 8 and 9), through logarithms of the kernel."""
     x, y = per_head(alpha, q) * q, per_head(beta, k) * k
-    log_kernel = x[..., 0].unsqueeze(-1) + y[..., 0].unsqueeze(-2)
-    for d in range(1, q.shape[-1]):  # one feature at a time: N x N memory instead of N x N x D
-        log_kernel = torch.logaddexp(log_kernel, x[..., d].unsqueeze(-1) + y[..., d].unsqueeze(-2))
+    # Some rows at a time: the logsumexp needs D numbers for every entry of the matrix.
+    rows = [(part.unsqueeze(-2) + y.unsqueeze(-3)).logsumexp(dim=-1) for part in x.split(64, dim=-2)]
+    log_kernel = torch.cat(rows, dim=-2)
     return _softmax_over_keys(log_kernel, key_padding_mask)
 
 

@@ -1,0 +1,1 @@
+"""Instruments: what runs and attention matrices show."""

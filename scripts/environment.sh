@@ -1,0 +1,45 @@
+# Sourced by the other scripts: puts a Python with everything installed in front of the PATH.
+#   use_environment            .venv of the project, made and filled on first use
+#   use_environment --no-venv  the environment that is active
+# Installs again only when requirements.txt, setup.py or the Python changes. LLN_INSTALL_SECONDS says how long it took.
+
+fail() { echo "error: $*" >&2; exit 1; }
+
+supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+
+find_python() {
+    local name found=""
+    for name in python3 python3.11 python3.12 python; do
+        command -v "$name" >/dev/null || continue
+        if supported "$name"; then echo "$name"; return; fi
+        found+=" $name=$("$name" -c 'import platform; print(platform.python_version())' 2>/dev/null || echo broken)"
+    done
+    fail "Python 3.11 or 3.12 is needed (fairseq has wheels for these); on the PATH:${found:- none}"
+}
+
+use_environment() {
+    local python start=$SECONDS stamp wanted
+    if [ "${1:-}" = --no-venv ]; then
+        python=$(command -v python3 || command -v python) || fail "no python on the PATH"
+        supported "$python" || fail "Python 3.11 or 3.12 is needed, $python is $("$python" --version 2>&1)"
+        stamp=$("$python" -c 'import sys; print(sys.prefix)')/.lln-fairseq-installed
+    else
+        if ! supported .venv/bin/python; then
+            python=$(find_python) || exit 1
+            echo "making .venv with $("$python" --version)"
+            "$python" -m venv --clear .venv || fail "cannot make .venv: is Python's venv module installed?"
+        fi
+        export PATH="$PWD/.venv/bin:$PATH" VIRTUAL_ENV="$PWD/.venv"
+        python=.venv/bin/python stamp=.venv/.lln-fairseq-installed
+    fi
+    wanted=$("$python" -c 'import hashlib, pathlib, sys
+parts = [pathlib.Path(name).read_bytes() for name in ("requirements.txt", "setup.py")]
+print(sys.version_info[:2], pathlib.Path.cwd(), hashlib.sha256(b"".join(parts)).hexdigest())')
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        echo "installing the packages of requirements.txt (about a minute, more where torch brings CUDA)"
+        "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[test]' \
+            || fail "installation failed, pip says why above"
+        echo "$wanted" >"$stamp"
+    fi
+    export LLN_INSTALL_SECONDS=$((SECONDS - start))
+}

@@ -1,0 +1,93 @@
+"""α and β: the variances they match, what they depend on, and the shipped tables."""
+
+import math
+
+import pytest
+import torch
+
+from lln_fairseq.ops import moment_matching as mm
+from lln_fairseq.ops import reference
+from tests.helpers import HEAD_DIMS, random_padding, random_qkv
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_matched_variance_is_within_5_percent_of_softmax(dim):
+    q, k, _ = random_qkv(batch=1, heads=8, length=1024, dim=dim, dtype=torch.float64, seed=dim + 1)
+    for s in (0.05, 0.2, 1.0, 2.0, 4.0, 8.0):
+        # σ_q and σ_k differ on purpose: only their product may matter.
+        scaled_q, scaled_k = 3 * math.sqrt(s) * q, k / 3
+        alpha, beta = mm.match_moments(scaled_q, scaled_k)
+        phi_q, phi_k = (reference.per_head(a, x).mul(x).exp() for a, x in ((alpha, scaled_q), (beta, scaled_k)))
+        lln = reference.kernel_matrix(phi_q, phi_k).log().var()
+        softmax = reference.softmax_matrix(scaled_q, scaled_k).log().var()
+        assert abs(lln / softmax - 1) < 0.05, f"s = {s}"
+
+
+def test_paper_constants_give_the_papers_line():
+    q, k, _ = random_qkv(length=200)
+    alpha, beta = mm.match_moments(q, k, constants="paper")
+    sigma_q, sigma_k = q.std(dim=(2, 3), correction=0), k.std(dim=(2, 3), correction=0)
+    sigma2 = (sigma_q**2 * sigma_k**2 + 0.35487039130661086) / 0.14855178144710912
+    torch.testing.assert_close(alpha, (sigma2 / 2).sqrt() / sigma_q)
+    torch.testing.assert_close(beta, (sigma2 / 2).sqrt() / sigma_k)
+
+
+def test_scope_head_ignores_batch_mates_and_padding():
+    q, k, _ = random_qkv(batch=3, length=50)
+    mask = random_padding(3, 50)
+    alpha, beta = mm.match_moments(q, k, mask)
+    for row in range(3):
+        real = ~mask[row]
+        alone = mm.match_moments(q[row : row + 1, :, real], k[row : row + 1, :, real])
+        torch.testing.assert_close(torch.stack(alone), torch.stack((alpha[row : row + 1], beta[row : row + 1])))
+
+
+def test_scope_batch_is_one_pair_over_the_real_tokens():
+    q, k, _ = random_qkv(batch=3, length=50)
+    mask = random_padding(3, 50)
+    alpha, _ = mm.match_moments(q, k, mask, scope="batch")
+    sigma_q, sigma_k = (x.transpose(1, 2)[~mask].std(correction=0) for x in (q, k))
+    log_sigma2 = mm.interpolate(2 * (sigma_q * sigma_k).log(), *mm.calibration_table(q.shape[-1], q.device))
+    torch.testing.assert_close(alpha, ((log_sigma2 / 2).exp() / (math.sqrt(2) * sigma_q)).expand(3, 3))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e2])
+def test_alpha_and_beta_stay_finite_and_positive(scale):
+    q, k, _ = random_qkv(length=9, scale=scale)
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[1] = True
+    for x in mm.match_moments(q, k, mask):
+        assert x.isfinite().all()
+        assert (x > 0).all()
+        assert not x.requires_grad
+
+
+def test_tables_are_monotone_and_reproducible():
+    for dim in HEAD_DIMS:
+        log_s, log_sigma2 = mm.calibration_table(dim)
+        assert (log_s.diff() > 0).all()
+        assert (log_sigma2.diff() > 0).all()
+    # A smaller simulation of another seed gives the shipped table of its head dimension within its sampling error.
+    log_s, log_sigma2 = mm.simulate_table(32, tokens=256, heads=4, seed=5)
+    shipped = mm.calibration_table(32)
+    assert (torch.tensor(log_s) - shipped[0]).abs().max() < 1e-4
+    assert (torch.tensor(log_sigma2) - shipped[1]).abs().max() < 0.1
+
+
+def test_another_head_dimension_is_simulated_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(mm, "simulate_table", lambda dim: calls.append(dim) or ([0.0, 1.0], [0.5, 1.5]))
+    q, k, _ = random_qkv(length=9, dim=24)
+    mm.calibration_table.cache_clear()
+    first = mm.match_moments(q, k)
+    assert torch.equal(torch.stack(first), torch.stack(mm.match_moments(q, k)))
+    assert calls == [24]
+    mm.calibration_table.cache_clear()
+
+
+def test_unknown_settings_are_refused():
+    q, k, _ = random_qkv(length=3)
+    with pytest.raises(ValueError, match="choose from head, batch"):
+        mm.match_moments(q, k, scope="layer")
+    with pytest.raises(ValueError, match="choose from calibrated, paper"):
+        mm.match_moments(q, k, constants="mine")
