@@ -1,11 +1,17 @@
 """One line for what the user can mend, a traceback for what we must."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
+import fairseq.dataclass.utils
 from hydra.errors import CompactHydraException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from lln_fairseq.attention.registry import did_you_mean
 
 
 class InputError(CompactHydraException, ValueError):
@@ -26,8 +32,21 @@ def input_errors() -> Iterator[None]:
 
 
 def show_input_errors_in_one_line() -> None:
-    """Lets an InputError that nobody catches end the program with its message alone and exit code 1."""
-    previous = sys.excepthook
+    """Lets an InputError that nobody catches end the program with its message alone and exit code 1.
+
+    Options that fairseq's dataclasses do not know become InputErrors too: fairseq checks Hydra's options against them
+    after the user directory is imported, too late for Hydra to print such an error without a traceback.
+    """
+    merge, previous = fairseq.dataclass.utils.merge_with_parent, sys.excepthook
+
+    @functools.wraps(merge)
+    def merge_with_parent(schema: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return merge(schema, *args, **kwargs)
+        except OmegaConfBaseException as error:
+            raise InputError(_explain(error, schema)) from None
+
+    fairseq.dataclass.utils.merge_with_parent = merge_with_parent
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if issubclass(kind, InputError):
@@ -36,3 +55,10 @@ def show_input_errors_in_one_line() -> None:
             previous(kind, error, traceback)
 
     sys.excepthook = hook
+
+
+def _explain(error: OmegaConfBaseException, schema: Any) -> str:
+    key = error.full_key or error.key
+    if isinstance(error, ConfigKeyError):
+        return f"unknown option '{key}'{did_you_mean(str(key), schema.__dataclass_fields__)}"
+    return f"option '{key}': {str(error).splitlines()[0]}"

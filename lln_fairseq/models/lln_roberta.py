@@ -11,10 +11,8 @@ from fairseq.models import register_model, register_model_architecture
 from fairseq.models.roberta.model import RobertaModel, base_architecture
 from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.errors import input_errors
 from lln_fairseq.models.options import attention_fields, attention_options
 from lln_fairseq.modules.encoder import LLNRobertaEncoder
@@ -30,8 +28,6 @@ PRESETS = {
     "large": (24, 1024, 4096, 16),
 }
 DEFAULT_PRESET = "base"
-# What fairseq and its tasks put into a model's config.
-FOREIGN_KEYS = {"data", "tokens_per_sample", "arch"}
 
 
 # fairseq's dataclass tools know Optional[X] and not X | None. A size is None until a preset or the user sets it: with
@@ -97,7 +93,7 @@ class LLNRobertaModel(RobertaModel):
 
     @classmethod
     def build_model(cls, cfg: DictConfig, task: Any) -> "LLNRobertaModel":
-        """Raises InputError for unknown options and for sizes and options that do not fit together."""
+        """Raises InputError for sizes and options that do not fit together."""
         with input_errors():
             cfg = complete_config(cfg)
             if cfg.max_positions is None:
@@ -108,20 +104,14 @@ class LLNRobertaModel(RobertaModel):
         return cls(cfg, encoder)
 
 
-def complete_config(cfg: DictConfig | LLNRobertaConfig) -> DictConfig:
-    """A copy with every option checked against the dataclass and every size filled in.
+def complete_config(cfg: DictConfig) -> DictConfig:
+    """A copy with every option of the dataclass and every size filled in.
 
-    fairseq itself checks nothing when Hydra's `model._name` is a preset. Raises ValueError for an unknown option or a
-    value of the wrong type.
+    fairseq has checked the options of both command lines by now; a checkpoint may be older than some of them.
     """
-    given = dict(cfg) if isinstance(cfg, DictConfig) else dataclasses.asdict(cfg)
-    known = {f.name for f in dataclasses.fields(LLNRobertaConfig)}
-    for key in given.keys() - known - FOREIGN_KEYS:
-        raise ValueError(f"unknown model option '{key}'{did_you_mean(key, known)}")
-    try:
-        cfg = OmegaConf.merge(OmegaConf.structured(LLNRobertaConfig), {k: given[k] for k in given.keys() & known})
-    except OmegaConfBaseException as error:
-        raise ValueError(f"model option {str(error).splitlines()[0]}") from error
+    known = {field.name for field in dataclasses.fields(LLNRobertaConfig)}
+    given = {key: value for key, value in cfg.items() if key in known}
+    cfg = OmegaConf.merge(OmegaConf.structured(LLNRobertaConfig), given)
     cfg = OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))  # plain: fairseq adds keys of its own
     apply_preset(cfg, DEFAULT_PRESET)
     if cfg.layernorm_embedding is None:

@@ -1,0 +1,138 @@
+"""What every registered mechanism promises; a new file in lln_fairseq/attention is tested without a line here."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
+
+HEADS, DIM, MAX_POSITIONS = 3, 32, 1100
+
+# Every mechanism with its defaults, and the variants that take another path.
+VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
+    "lln-fixed": ("lln", dict(alpha=2.0, beta=1.5)),
+    "lln-paper-batch": ("lln", dict(constants="paper", scope="batch")),
+    "block_diag-7": ("block_diag", dict(block_size=7)),
+    "lln_diag-7": ("lln_diag", dict(block_size=7)),
+    "lln_diag-ratio": ("lln_diag", dict(mix="ratio")),
+    "lln_diag-scale": ("lln_diag", dict(mix="scale")),
+}
+every_mechanism = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def build(variant, dropout=0.0):
+    name, options = VARIANTS[variant]
+    torch.manual_seed(0)
+    return build_attention(
+        name, num_heads=HEADS, head_dim=DIM, max_positions=MAX_POSITIONS, dropout=dropout, **options
+    ).eval()
+
+
+@every_mechanism
+@pytest.mark.parametrize("length", [1, 63, 97, 130])
+def test_forward_is_the_matrix_times_v(variant, length):
+    attention = build(variant)
+    if not attention.stochastic_rows:
+        with pytest.raises(ValueError, match="no single attention matrix"):
+            attention.attention_matrix(*random_qkv(length=length)[:2])
+        return
+    q, k, v = random_qkv(length=length)
+    mask = random_padding(2, length, full_row=True)
+    matrix = attention.double().attention_matrix(q.double(), k.double(), mask)
+    assert relative_rms(attention.float()(q, k, v, mask), matrix @ v.double()) <= FLOAT32_FORWARD
+    rows = torch.ones(2, HEADS, length, dtype=torch.float64)
+    rows[mask.all(dim=1)] = 0
+    if "diag" not in variant:  # there a block may be all padding
+        torch.testing.assert_close(matrix.sum(dim=-1), rows)
+    assert (matrix.sum(dim=-1) <= 1 + 1e-9).all()
+    no_padding = attention.double().attention_matrix(q.double(), k.double())
+    torch.testing.assert_close(no_padding.sum(dim=-1), torch.ones_like(rows))
+
+
+@every_mechanism
+def test_values_in_padding_change_nothing(variant):
+    attention = build(variant)
+    q, k, v = random_qkv(length=97)
+    mask = random_padding(2, 97)
+    expected = attention(q, k, v, mask)
+    for x in (k, v):
+        x[mask[:, None, :].expand(x.shape[:3])] = 1e4
+    real = ~mask[:, None, :].expand(expected.shape[:3])
+    torch.testing.assert_close(attention(q, k, v, mask)[real], expected[real], rtol=0, atol=1e-6)
+
+
+@every_mechanism
+def test_a_sequence_is_the_same_alone_padded_and_with_mates(variant):
+    attention = build(variant)
+    q, k, v = random_qkv(batch=1, length=41)
+    alone = attention(q, k, v)
+    others = random_qkv(batch=2, length=97, seed=1)
+    mask = torch.zeros(2, 97, dtype=torch.bool)
+    mask[0, 41:] = True
+    for x, y in zip(others, (q, k, v), strict=True):
+        x[:1, :, :41] = y
+    padded = attention(*(x[:1] for x in others), mask[:1])[:, :, :41]
+    torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-5)
+    with_mates = attention(*others, mask)[:1, :, :41]
+    if attention.batch_independent:
+        torch.testing.assert_close(with_mates, alone, rtol=1e-5, atol=1e-5)
+    else:
+        assert not torch.allclose(with_mates, alone, rtol=1e-5, atol=1e-5)
+
+
+@every_mechanism
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_inputs_stay_finite(variant, dtype):
+    attention = build(variant)
+    inputs = [x.requires_grad_() for x in random_qkv(length=97, scale=50.0, dtype=dtype)]
+    out = attention(*inputs, random_padding(2, 97, full_row=True))
+    out.float().square().mean().backward()
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    assert all(x.grad.isfinite().all() for x in inputs)
+
+
+@every_mechanism
+def test_state_dict_round_trip(variant):
+    attention, other = build(variant), build(variant)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.add_(0.1)
+    other.load_state_dict(attention.state_dict())
+    q, k, v = random_qkv(length=40)
+    assert torch.equal(attention(q, k, v), other(q, k, v))
+
+
+@every_mechanism
+def test_dropout_concerns_training_alone_and_follows_the_seed(variant):
+    attention, plain = build(variant, dropout=0.5), build(variant)
+    q, k, v = random_qkv(length=64)
+    assert torch.equal(attention(q, k, v), plain(q, k, v))
+    attention.train()
+    torch.manual_seed(1)
+    first = attention(q, k, v)
+    torch.manual_seed(1)
+    assert torch.equal(attention(q, k, v), first)
+
+
+def test_unknown_names_options_and_values_are_refused():
+    size = dict(num_heads=2, head_dim=8, max_positions=9)
+    for arguments, message in [
+        (dict(name="lln_dia"), "did you mean 'lln_diag'.*known: .*softmax"),
+        (dict(name="lln_diag", blocksize=3), "no option 'blocksize'; did you mean 'block_size'"),
+        (dict(name="lln", scope="layer"), "choose from head, batch"),
+        (dict(name="lln", alpha=1.0), "together"),
+        (dict(name="lln", alpha=-1.0, beta=1.0), "positive"),
+        (dict(name="lln_diag", block_size=0), "at least 1"),
+        (dict(name="block_diag", block_size=-3), "at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build_attention(**arguments, **size)
+
+
+def test_every_option_has_a_help_text():
+    for name, entry in ATTENTION_REGISTRY.items():
+        for field in dataclasses.fields(entry.config):
+            assert field.metadata.get("help"), f"{name}.{field.name}"

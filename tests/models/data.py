@@ -1,0 +1,71 @@
+"""A tiny corpus and a tiny classification task, binarised on the spot, and fairseq-train in this process."""
+
+import json
+import logging
+import random
+import re
+import sys
+
+import fairseq_cli.train
+from fairseq.data import Dictionary
+
+from data_prep.binarize import binarize
+
+WORDS = [f"w{i}" for i in range(60)]
+
+
+def make_dictionary(path, symbols):
+    dictionary = Dictionary()
+    for symbol in symbols:
+        dictionary.add_symbol(symbol, n=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dictionary.save(str(path))
+    return path
+
+
+def sentences(count, seed):
+    generator = random.Random(seed)
+    return [" ".join(generator.choices(WORDS, k=generator.randint(3, 40))) for _ in range(count)]
+
+
+def make_corpus(directory, sizes=(("train", 60), ("valid", 11))):
+    dictionary = make_dictionary(directory / "dict.txt", WORDS)
+    for seed, (split, count) in enumerate(sizes):
+        binarize(sentences(count, seed), str.split, dictionary, directory / split)
+    return directory
+
+
+def make_classification(directory, sizes=(("train", 60), ("valid", 11))):
+    words = make_dictionary(directory / "input0" / "dict.txt", WORDS)
+    labels = make_dictionary(directory / "label" / "dict.txt", ["0", "1"])
+    for seed, (split, count) in enumerate(sizes):
+        lines = sentences(count, seed)
+        binarize(lines, str.split, words, directory / "input0" / split)
+        binarize([str(int("w1 " in line)) for line in lines], str.split, labels, directory / "label" / split)
+    return directory
+
+
+TRAINING = (
+    "--cpu --num-workers 0 --seed 3 --optimizer adam --lr 0.001 --lr-scheduler fixed --log-format json --log-interval 1 "
+    "--no-progress-bar --no-epoch-checkpoints --batch-size 8 --max-update 3 --encoder-layers 2 --encoder-embed-dim 32 "
+    "--encoder-ffn-embed-dim 64 --encoder-attention-heads 2"
+).split()
+MASKED_LM = "--task lln_masked_lm --criterion masked_lm --tokens-per-sample 64 --sample-break-mode none".split()
+CLASSIFICATION = (
+    "--task lln_sentence_prediction --criterion sentence_prediction --num-classes 2 --init-token 0 --max-positions 64"
+).split()
+
+
+def train(monkeypatch, log, data, save_dir, *options):
+    """Runs fairseq-train in this process; returns the statistics of every update and of every validation."""
+    arguments = [str(data), *TRAINING, "--save-dir", str(save_dir), "--log-file", str(log), *map(str, options)]
+    monkeypatch.setattr(sys, "argv", ["fairseq-train", *arguments])
+    logging.getLogger().setLevel(logging.INFO)  # as fairseq-train sets it, unless pytest came first
+    fairseq_cli.train.cli_main()
+    return read_log(log.read_text())
+
+
+def read_log(text):
+    """{"train": [{"loss": ...}, ...], "valid": [{"valid_loss": ...}, ...]} of a log in fairseq's JSON format."""
+    rows = [json.loads(found) for found in re.findall(r"\{\"epoch\": .*\}", text)]
+    return {"train": [row for row in rows if "loss" in row], "valid": [row for row in rows if "valid_loss" in row]}

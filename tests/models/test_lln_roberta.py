@@ -1,0 +1,167 @@
+"""The model through fairseq's own command lines: parity with the stock model, checkpoints, both CLIs, bad input."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from omegaconf import OmegaConf
+
+from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.errors import InputError
+from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
+from tests.models.data import CLASSIFICATION, MASKED_LM, TRAINING, make_classification, make_corpus, read_log, train
+
+ROOT = Path(__file__).parents[2]
+LLN = ("--user-dir", ROOT / "lln_fairseq", "--arch", "lln_roberta_tiny")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def task_data(tmp_path_factory):
+    return make_classification(tmp_path_factory.mktemp("task"))
+
+
+def losses(log, keys=("loss", "gnorm")):
+    return [[row[key] for key in keys] for row in log["train"]]
+
+
+def test_softmax_reproduces_stock_roberta(corpus, tmp_path, monkeypatch):
+    options = (*MASKED_LM, "--required-batch-size-multiple", 1)
+    stock = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options, "--arch", "roberta",
+                  "--user-dir", ROOT / "lln_fairseq")  # fmt: skip
+    ours = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *options, *LLN, "--attention", "softmax")
+    assert len(losses(stock)) == 3
+    assert losses(stock) == losses(ours)
+    assert stock["valid"][0]["valid_loss"] == ours["valid"][0]["valid_loss"]
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
+def test_a_stock_checkpoint_fine_tunes(attention, corpus, task_data, tmp_path, monkeypatch):
+    train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "stock", *MASKED_LM, "--arch", "roberta",
+          "--user-dir", ROOT / "lln_fairseq", "--max-positions", 64)  # fmt: skip
+    stock = tmp_path / "stock" / "checkpoint_last.pt"
+    log = train(monkeypatch, tmp_path / "f.log", task_data, tmp_path / "tuned", *CLASSIFICATION, *LLN,
+                "--attention", attention, "--finetune-from-model", stock, "--max-update", 1, "--lr", 0)  # fmt: skip
+    assert len(log["train"]) == 1
+    before = torch.load(stock)["model"]
+    after = torch.load(tmp_path / "tuned" / "checkpoint_last.pt")["model"]
+    weight = "encoder.sentence_encoder.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(before[weight], after[weight])
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTION_REGISTRY))
+def test_every_attention_trains_and_loads_again(attention, corpus, tmp_path, monkeypatch):
+    log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--attention", attention)
+    assert len(log["train"]) == 3
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "a" / "checkpoint_last.pt")])
+    mechanism = model.encoder.sentence_encoder.layers[0].self_attn.attention
+    assert type(mechanism) is ATTENTION_REGISTRY[attention].cls
+
+
+def test_logits_are_the_same_alone_padded_and_with_longer_mates(task_data, tmp_path, monkeypatch):
+    train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *CLASSIFICATION, *LLN,
+          "--lln-diag-block-size", 8)  # fmt: skip
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "a" / "checkpoint_last.pt")])
+    model.eval()
+    assert model.encoder.sentence_encoder.layers[0].self_attn.attention.block_size == 8
+    sentence = torch.tensor([0, *range(5, 23), 2])
+    batch = torch.full((2, 60), task.source_dictionary.pad())
+    batch[0, :20], batch[1] = sentence, torch.arange(60) % 50 + 4
+
+    def logits(tokens):
+        return model(tokens, classification_head_name="sentence_classification_head")[0][0]
+
+    alone = logits(sentence[None])
+    torch.testing.assert_close(logits(batch[:1]), alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(batch), alone, rtol=0, atol=1e-5)
+
+
+def run(*command):
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def hydra(*overrides):
+    return run(sys.executable, "-m", "fairseq_cli.hydra_train", "--config-dir", "configs", "--config-name", "pretrain",
+               "model=tiny", "corpus=demo", "run=cpu", *overrides)  # fmt: skip
+
+
+def test_both_command_lines_build_the_same_model(corpus, tmp_path):
+    ours = run(sys.executable, "-m", "fairseq_cli.train", corpus, *TRAINING, *MASKED_LM, *LLN, "--lln-diag-scope", "batch",
+               "--lln-diag-block-size", 24, "--dropout", 0, "--attention-dropout", 0, "--clip-norm", 1,
+               "--save-dir", tmp_path / "a", "--weight-decay", 0.01, "--adam-betas", "(0.9,0.98)",
+               "--adam-eps", 1e-6)  # fmt: skip
+    theirs = hydra(f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'b'}", "task.tokens_per_sample=64",
+                   "model.encoder_layers=2", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
+                   "model.encoder_attention_heads=2", "model.lln_diag_scope=batch", "model.lln_diag_block_size=24",
+                   "dataset.batch_size=8", "common.seed=3", "common.log_format=json", "common.log_interval=1",
+                   "lr_scheduler._name=fixed", "~lr_scheduler.warmup_updates", "~lr_scheduler.total_num_update",
+                   "optimization.max_update=3")  # fmt: skip
+    assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stdout + theirs.stderr
+    counts = [re.search(r"num\. shared model params: ([\d,]+)", x.stdout + x.stderr)[1] for x in (ours, theirs)]
+    assert counts[0] == counts[1]
+    ours, theirs = (losses(read_log(x.stdout + x.stderr)) for x in (ours, theirs))
+    assert len(ours) == 3
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_give_way_to_what_is_set(preset):
+    config = OmegaConf.structured(LLNRobertaConfig)
+    config.encoder_layers = 7
+    ARCH_CONFIG_REGISTRY[f"lln_roberta_{preset}"](config)
+    sizes = [complete_config(config)[field] for field in SIZE_FIELDS]
+    assert sizes == [7, *PRESETS[preset][1:]]
+
+
+BAD_OPTIONS = [
+    (("--attention", "lln_dia"), "invalid choice.*softmax"),
+    (("--lln-diag-blocksize", "3"), "unrecognized arguments: --lln-diag-blocksize"),
+    (("--encoder-attention-heads", "5"), "embedding dimension 32 is not divisible by 5"),
+    (("--lln-diag-block-size", "0"), "block_size must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_bad_options_of_fairseq_train(options, message, corpus, tmp_path, monkeypatch, capsys):
+    with pytest.raises((InputError, SystemExit)) as caught:
+        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *options)
+    assert re.search(message, str(caught.value) + capsys.readouterr().err)
+    assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
+
+
+def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path, corpus):
+    save = tmp_path / "save"
+    arguments = (*TRAINING, *MASKED_LM, *LLN, "--save-dir", save)
+    failed = run(sys.executable, "-m", "fairseq_cli.train", tmp_path, *arguments)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path} is not a binarised data directory: ")
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["attention=lln_dia"], "Could not find 'attention/lln_dia'.*lln_diag"),
+        (["model.attention=lln_dia"], "option 'attention': Invalid value 'lln_dia'.*softmax"),
+        (["model.lln_diag_blocksize=3"], "Key 'lln_diag_blocksize' is not in struct"),
+        (["+model.lln_diag_blocksize=3"], "unknown option 'lln_diag_blocksize'; did you mean 'lln_diag_block_size'"),
+        (["model.encoder_attention_heads=5"], "embedding dimension 128 is not divisible by 5"),
+        (["model.lln_diag_block_size=0"], "block_size must be at least 1, got 0"),
+        (["task.data=nowhere"], "nowhere is not a binarised data directory: nowhere/dict.txt is missing"),
+    ],
+)
+def test_bad_input_of_hydra(overrides, message, corpus, tmp_path):
+    failed = hydra(f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'save'}", *overrides)
+    assert failed.returncode == 1
+    assert re.search(message, failed.stderr, re.DOTALL), failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert not list(tmp_path.rglob("*.pt"))
