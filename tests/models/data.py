@@ -45,15 +45,19 @@ def make_classification(directory, sizes=(("train", 60), ("valid", 11))):
     return directory
 
 
-TRAINING = (
-    "--cpu --num-workers 0 --seed 3 --optimizer adam --lr 0.001 --lr-scheduler fixed --log-format json --log-interval 1 "
-    "--no-progress-bar --no-epoch-checkpoints --batch-size 8 --max-update 3 --encoder-layers 2 --encoder-embed-dim 32 "
-    "--encoder-ffn-embed-dim 64 --encoder-attention-heads 2"
-).split()
-MASKED_LM = "--task lln_masked_lm --criterion masked_lm --tokens-per-sample 64 --sample-break-mode none".split()
-CLASSIFICATION = (
-    "--task lln_sentence_prediction --criterion sentence_prediction --num-classes 2 --init-token 0 --max-positions 64"
-).split()
+def options(text):
+    return text.split()
+
+
+TRAINING = options("""
+    --cpu --num-workers 0 --seed 3 --optimizer adam --lr 0.001 --lr-scheduler fixed --log-format json --log-interval 1
+    --no-progress-bar --no-epoch-checkpoints --batch-size 8 --max-update 3 --encoder-layers 2 --encoder-embed-dim 32
+    --encoder-ffn-embed-dim 64 --encoder-attention-heads 2
+""")
+MASKED_LM = options("--task lln_masked_lm --criterion masked_lm --tokens-per-sample 64 --sample-break-mode none")
+CLASSIFICATION = options("""
+    --task lln_sentence_prediction --criterion sentence_prediction --num-classes 2 --init-token 0 --max-positions 64
+""")
 
 
 def train(monkeypatch, log, data, save_dir, *options):

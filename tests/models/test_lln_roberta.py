@@ -95,8 +95,9 @@ def hydra(*overrides):
 
 
 def test_both_command_lines_build_the_same_model(corpus, tmp_path):
-    ours = run(sys.executable, "-m", "fairseq_cli.train", corpus, *TRAINING, *MASKED_LM, *LLN, "--lln-diag-scope", "batch",
-               "--lln-diag-block-size", 24, "--dropout", 0, "--attention-dropout", 0, "--clip-norm", 1,
+    ours = run(sys.executable, "-m", "fairseq_cli.train", corpus, *TRAINING, *MASKED_LM, *LLN,
+               "--lln-diag-scope", "batch", "--lln-diag-block-size", 24, "--dropout", 0,
+               "--attention-dropout", 0, "--clip-norm", 1,
                "--save-dir", tmp_path / "a", "--weight-decay", 0.01, "--adam-betas", "(0.9,0.98)",
                "--adam-eps", 1e-6)  # fmt: skip
     theirs = hydra(f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'b'}", "task.tokens_per_sample=64",

@@ -1,0 +1,276 @@
+"""Time and peak memory of every registered attention by length, beside torch's scaled_dot_product_attention.
+
+    python -m scripts.benchmark_attention --lengths 512 2048 8192 16384 --json out.json --png out.png
+
+All variants of a length are timed in turn, repeat by repeat, so that a noisy machine slows all of them alike; medians
+count. Before timing, every mechanism is compared with its own quadratic matrix. Peak memory is measured: by torch on a
+GPU, on a CPU as the resident-set peak of a child process.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+
+SDPA = "sdpa"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Largest relative RMS difference from the float64 matrix form that may be timed.
+GATE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
+GATE_LENGTH = 200
+
+
+@dataclass
+class Row:
+    """Medians in ms with the fastest and slowest repeat; memory in tensors of the size of q, None if not measured."""
+
+    attention: str
+    length: int
+    forward: float
+    forward_range: tuple[float, float]
+    both: float
+    both_range: tuple[float, float]
+    memory: float | None
+
+
+def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    if name == SDPA:
+        return F.scaled_dot_product_attention
+    longest = max(*args.lengths, GATE_LENGTH)
+    module = build_attention(name, num_heads=args.heads, head_dim=args.head_dim, max_positions=longest)
+    return module.to(device=args.device, dtype=DTYPES[args.dtype]).eval()
+
+
+def inputs(args: argparse.Namespace, length: int) -> tuple[list[Tensor], Tensor]:
+    """q, k, v that require gradients, and a gradient of the output."""
+    batch = max(1, args.tokens // length) if args.tokens else args.batch
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, batch, args.heads, length, args.head_dim)
+    tensors = torch.randn(shape, generator=generator).to(device=args.device, dtype=DTYPES[args.dtype])
+    q, k, v, grad = (x.clone() for x in tensors)
+    return [x.requires_grad_() for x in (q, k, v)], grad
+
+
+def check(name: str, args: argparse.Namespace) -> None:
+    """Raises RuntimeError if a mechanism is not its own matrix times v."""
+    if name == SDPA:
+        return
+    attention, ((q, k, v), _) = attention_function(name, args), inputs(args, GATE_LENGTH)
+    with torch.no_grad():
+        expected = attention.double().attention_matrix(q.double(), k.double()) @ v.double()
+        out = attention.to(q.dtype)(q, k, v).double()
+    error = ((out - expected).square().mean() / expected.square().mean()).sqrt().item()
+    if not error <= GATE[args.dtype]:
+        raise RuntimeError(
+            f"{name} is off by {error:.1e} (relative RMS) from its matrix, {GATE[args.dtype]} may be timed"
+        )
+
+
+def run_forward(attention: Callable, tensors: list[Tensor]) -> None:
+    with torch.no_grad():
+        attention(*tensors)
+
+
+def run_both(attention: Callable, tensors: list[Tensor], grad: Tensor) -> None:
+    for x in tensors:
+        x.grad = None
+    attention(*tensors).backward(grad)
+
+
+def milliseconds(run: Callable[[], None], device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def time_length(length: int, names: list[str], args: argparse.Namespace) -> list[Row]:
+    tensors, grad = inputs(args, length)
+    attentions = {name: attention_function(name, args) for name in names}
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
+    for repeat in range(args.repeats + 1):
+        for name, attention in attentions.items():
+            forward = milliseconds(lambda a=attention: run_forward(a, tensors), args.device)
+            both = milliseconds(lambda a=attention: run_both(a, tensors, grad), args.device)
+            if repeat:  # the first one warms up
+                times[name][0].append(forward)
+                times[name][1].append(both)
+    rows = []
+    for name, (forward, both) in times.items():
+        memory = None if args.no_memory else peak_memory(name, length, args)
+        rows.append(Row(name, length, statistics.median(forward), (min(forward), max(forward)),
+                        statistics.median(both), (min(both), max(both)), memory))  # fmt: skip
+    return rows
+
+
+def peak_memory(name: str, length: int, args: argparse.Namespace) -> float | None:
+    """Peak of forward + backward above what the inputs take, the results included, in units of one q."""
+    if args.device == "cpu":
+        sizes = ["--lengths", length, "--heads", args.heads, "--head-dim", args.head_dim, "--batch", args.batch]
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.benchmark_attention",
+            "--memory-of",
+            name,
+            "--dtype",
+            args.dtype,
+            *sizes,
+        ]
+        child = subprocess.run([*map(str, command), "--tokens", str(args.tokens)], capture_output=True, text=True)
+        return float(child.stdout) if child.returncode == 0 else None
+    tensors, grad = inputs(args, length)
+    attention = attention_function(name, args)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run_both(attention, tensors, grad)
+    return (torch.cuda.max_memory_allocated() - before) / (tensors[0].numel() * tensors[0].element_size())
+
+
+def resident_peak(name: str, args: argparse.Namespace) -> float:
+    """The child's part: the resident-set peak (VmHWM) above the resident set just before the call."""
+    status, length = Path("/proc/self/status"), args.lengths[0]
+
+    def kibibytes(key: str) -> int:
+        return int(next(line for line in status.read_text().splitlines() if line.startswith(key)).split()[1])
+
+    attention = attention_function(name, args)
+    run_both(attention, *inputs(args, 64))  # loads what is loaded on first use
+    tensors, grad = inputs(args, length)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = kibibytes("VmRSS")
+    run_both(attention, tensors, grad)
+    return 1024 * (kibibytes("VmHWM") - before) / (tensors[0].numel() * tensors[0].element_size())
+
+
+def growth(rows: list[Row], name: str, start: int = 2048) -> float | None:
+    """Exponent p of time ~ N^p of forward + backward between `start` and the longest length."""
+    mine = sorted((row.length, row.both) for row in rows if row.attention == name and row.length >= start)
+    if len(mine) < 2:
+        return None
+    return math.log(mine[-1][1] / mine[0][1]) / math.log(mine[-1][0] / mine[0][0])
+
+
+def table(rows: list[Row], names: list[str]) -> str:
+    baseline = {row.length: row for row in rows if row.attention == SDPA}
+    heads = ("forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory")
+    widths = (24, 9, 26, 9, 8)
+    lines = [f"{'attention':<12}{'N':>8}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))]
+
+    def cell(median: float, spread: tuple[float, float]) -> str:
+        return f"{median:.2f} ({spread[0]:.2f}-{spread[1]:.2f})"
+
+    for row in rows:
+        base = baseline[row.length]
+        cells = (
+            cell(row.forward, row.forward_range),
+            f"{base.forward / row.forward:.2f}x",
+            cell(row.both, row.both_range),
+            f"{base.both / row.both:.2f}x",
+            "-" if row.memory is None else f"{row.memory:.1f}",
+        )
+        lines.append(
+            f"{row.attention:<12}{row.length:>8}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
+        )
+    exponents = {name: growth(rows, name) for name in names}
+    lines += ["", "time of forward + backward grows like N^p from 2048 on:"]
+    lines += [f"  {name:<12} p = {p:.2f}" for name, p in exponents.items() if p is not None]
+    return "\n".join([*lines, "memory: peak of forward + backward above the inputs, in tensors of the size of q"])
+
+
+def draw(rows: list[Row], names: list[str], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), constrained_layout=True)
+    panels = (
+        ("forward", "forward [ms]"),
+        ("both", "forward + backward [ms]"),
+        ("memory", "peak memory [tensors of q]"),
+    )
+    for axis, (key, label) in zip(axes, panels, strict=True):
+        for name in names:
+            points = [(r.length, getattr(r, key)) for r in rows if r.attention == name and getattr(r, key) is not None]
+            if points:
+                axis.loglog(*zip(*points, strict=True), "o-", markersize=4, label=name)
+        axis.set(xlabel="sequence length N [tokens]", ylabel=label)
+        axis.set_xscale("log", base=2)
+        axis.grid(True, which="major", alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark_attention", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument(
+        "--attentions", nargs="+", choices=sorted(ATTENTION_REGISTRY), default=sorted(ATTENTION_REGISTRY)
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=0, help="tokens in a batch at every length, instead of --batch")
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--no-memory", action="store_true", help="skip the measurement of memory")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--png", type=Path, help="draw them here, on logarithmic axes")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, one repeat: does everything work?")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if min(args.lengths) < 1 or args.repeats < 1:
+        parser.error("lengths and repeats must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch finds no CUDA device")
+    if args.smoke:
+        args.lengths, args.heads, args.head_dim, args.repeats = [64, 128], 2, 32, 1
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.memory_of:
+        print(resident_peak(args.memory_of, args))
+        return 0
+    names = [SDPA, *args.attentions]
+    for name in names:
+        check(name, args)
+    rows = []
+    for length in args.lengths:
+        rows += time_length(length, names, args)
+        print(f"N = {length} done", file=sys.stderr)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    title = f"{device}, torch {torch.__version__}, {args.dtype}, H = {args.heads}, D = {args.head_dim}"
+    print(f"{title}\n{table(rows, names)}")
+    if args.json:
+        args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    if args.png:
+        draw(rows, names, args.png, title)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

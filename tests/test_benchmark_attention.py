@@ -1,0 +1,37 @@
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+
+from lln_fairseq.attention import ATTENTION_REGISTRY
+from scripts import benchmark_attention as benchmark
+
+
+def test_smoke_run_covers_every_attention(tmp_path, capsys):
+    assert benchmark.main(["--smoke", "--json", str(tmp_path / "b.json"), "--png", str(tmp_path / "b.png")]) == 0
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert {row["attention"] for row in rows} == {*ATTENTION_REGISTRY, "sdpa"}
+    assert all(row["forward"] > 0 and row["both"] > 0 for row in rows)
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert "lln_diag" in capsys.readouterr().out
+
+
+def test_the_gate_refuses_a_wrong_attention(monkeypatch):
+    args = Namespace(lengths=[64], tokens=0, batch=1, heads=2, head_dim=8, device="cpu", dtype="float32")
+    benchmark.check("lln", args)
+    cls = ATTENTION_REGISTRY["lln"].cls
+    monkeypatch.setattr(cls, "forward", lambda self, q, k, v, mask=None: v)
+    with pytest.raises(RuntimeError, match="lln is off by"):
+        benchmark.check("lln", args)
+
+
+def test_growth_exponent():
+    rows = [benchmark.Row("a", n, 1, (1, 1), 3e-4 * n**1.5, (1, 1), None) for n in (512, 2048, 8192)]
+    assert abs(benchmark.growth(rows, "a") - 1.5) < 1e-9
+
+
+def test_resident_peak_sees_a_tensor_that_is_alive_for_a_moment(monkeypatch):
+    args = Namespace(lengths=[4096], tokens=0, batch=1, heads=12, head_dim=64, device="cpu", dtype="float32")
+    monkeypatch.setattr(benchmark, "attention_function", lambda *_: lambda q, k, v: q + torch.ones(7, *q.shape).sum(0))
+    assert 7 <= benchmark.resident_peak("x", args) <= 11
