@@ -1,0 +1,321 @@
+"""Triton kernels of the backward pass of LLN and LLN+Diag attention. Notation of lln_triton_forward.
+
+With do the incoming gradient (times ½ for LLN+Diag), A = softmax_d(αq + L), W = exp(βk - m):
+
+    dA = do Sᵀ      δ_i = Σ_d A dA     dx = A (dA - δ)              dq = α dx     dα = Σ q dx
+    dS = Aᵀ do / s  g = Σ_i A δ / s    dy = W (v dSᵀ - g)   dv = W dS   dk = β dy     dβ = Σ k dy
+
+    _lln_dstate_kernel     q, do -> dS, g per split of the tokens; for LLN alone also dq and dα: they need nothing else
+    _lln_dcombine_kernel   adds the splits (launched only when there are several)
+    _lln_dkv_kernel        k, v -> dk, dv, dβ                       for LLN alone
+    _lln_diag_bwd_kernel   q, k, v, do -> dq, dk, dv, dα, dβ        for LLN+Diag, with A, dA, W and the blocks recomputed
+
+dS is multiplied by c / s rather than 1 / s, c a power of two near min_d s_d / √N: the operand of the product then neither
+overflows nor drowns in half precision at any N (dS alone grows like √N to N, 1 / s falls like 1 / N).
+"""
+
+import triton
+import triton.language as tl
+
+from .lln_triton_forward import (
+    _dropout_scale,
+    _features,
+    _log_normaliser,
+    _offset,
+    _real_keys,
+    _rows,
+    _same_block,
+)
+
+
+@triton.jit
+def _state_scale(b_s, N):
+    """c = 2^⌊log2(min_d s_d / √N)⌋ (s is 0 in every feature or in none)."""
+    smallest = tl.min(tl.where(b_s > 0, b_s, 1.0), 0)
+    return tl.exp2(tl.floor(tl.log2(smallest) - 0.5 * tl.log2(N.to(tl.float32))))
+
+
+@triton.jit
+def _inverse(b_s):
+    """1 / s, and 0 where s = 0."""
+    return tl.where(b_s > 0, 1.0 / tl.where(b_s > 0, b_s, 1.0), 0.0)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def _lln_dstate_kernel(
+    q, do, alpha, m, s, S, g, dS, dq, dalpha,
+    stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n, H, N, T,
+    SHARE: tl.constexpr, WRITE_DQ: tl.constexpr, WRITE_DALPHA: tl.constexpr, FINAL: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Σ_i A_id do_i and Σ_i A_id δ_i over tokens [i_s T, (i_s + 1) T); WRITE_DQ: also dq = α A (dA - δ) and Σ q dx.
+
+    grid (B H, splits); g: (B H, splits, D) float32; dS: (B H, splits, D, D); dalpha: (B H, splits) float32.
+    FINAL (one split): times SHARE c / s and SHARE / s, as _lln_dcombine_kernel would do.
+    """
+    i_bh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_out = i_bh * tl.num_programs(1) + i_s
+    p_q = q + _offset(i_bh, stride_b, stride_h, H)
+    p_do = do + _offset(i_bh, stride_do_b, stride_do_h, H)
+    start = i_s * T
+    end = tl.minimum(start + T, N)
+
+    o_d = tl.arange(0, D)
+    o_dd = o_d[:, None] * D + o_d[None, :]
+    b_alpha = tl.load(alpha + i_bh)
+    b_l = _log_normaliser(m, s, i_bh, D)
+    # (D, D)
+    b_ST = tl.trans(tl.load(S + i_bh * D * D + o_dd)).to(DOT)
+    b_dS = tl.zeros([D, D], tl.float32)
+    b_g = tl.zeros([D], tl.float32)
+    b_dalpha = tl.zeros([ROWS], tl.float32)
+    for i_r in range(0, end - start, ROWS):
+        i_t = start + i_r
+        inside = (i_t + tl.arange(0, ROWS) < end)[:, None]
+        # (ROWS, D)
+        b_q = tl.load(_rows(p_q, i_t, stride_n, ROWS, D), mask=inside, other=0.0)
+        b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside, other=0.0).to(DOT)
+        b_a = _features(b_q, b_alpha, b_l)
+        b_da = tl.dot(b_do, b_ST, input_precision=PRECISION)
+        # (ROWS,)
+        b_delta = tl.sum(b_a * b_da, 1)
+        b_g += tl.sum(b_a * b_delta[:, None], 0)
+        b_dS = tl.dot(tl.trans(b_a.to(DOT)), b_do, acc=b_dS, input_precision=PRECISION)
+        if WRITE_DQ:
+            b_dx = b_a * (b_da - b_delta[:, None])
+            if WRITE_DALPHA:
+                b_dalpha += tl.sum(b_q.to(tl.float32) * b_dx, 1)
+            p_dq = _rows(dq + _offset(i_bh, stride_out_b, stride_out_h, H), i_t, stride_out_n, ROWS, D)
+            tl.store(p_dq, (b_alpha * b_dx).to(dq.dtype.element_ty), mask=inside)
+
+    if FINAL:
+        b_s = tl.load(s + i_bh * D + o_d)
+        b_dS *= (_inverse(b_s) * (SHARE * _state_scale(b_s, N)))[:, None]
+        b_g *= _inverse(b_s) * SHARE
+    tl.store(g + i_out * D + o_d, b_g)
+    tl.store(dS + i_out * D * D + o_dd, b_dS.to(dS.dtype.element_ty))
+    if WRITE_DALPHA:
+        tl.store(dalpha + i_out, tl.sum(b_dalpha, 0))
+
+
+@triton.jit(do_not_specialize=["N", "SPLITS"])
+def _lln_dcombine_kernel(
+    part_g, part_dS, s, g, dS, N, SPLITS,
+    SHARE: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dS = SHARE c / s Σ_i dS_i and g = SHARE / s Σ_i g_i over the splits i; grid and tiles of _lln_combine_kernel."""
+    i_bh, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_c = i_c * COLS + tl.arange(0, COLS)
+    p_g = part_g + i_bh * SPLITS * D + (o_c // D)[None, :]
+    p_dS = part_dS + i_bh * SPLITS * D * D + o_c[None, :]
+
+    b_g = tl.zeros([COLS], tl.float32)
+    b_dS = tl.zeros([COLS], tl.float32)
+    for i_s in range(0, SPLITS, ROWS):
+        o_s = (i_s + tl.arange(0, ROWS))[:, None]
+        b_g += tl.sum(tl.load(p_g + o_s * D, mask=o_s < SPLITS, other=0.0), 0)
+        b_dS += tl.sum(tl.load(p_dS + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
+
+    scale = SHARE * _state_scale(tl.load(s + i_bh * D + tl.arange(0, D)), N)
+    b_inverse = _inverse(tl.load(s + i_bh * D + o_c // D))
+    tl.store(dS + i_bh * D * D + o_c, (b_dS * b_inverse * scale).to(dS.dtype.element_ty))
+    tl.store(g + i_bh * D + o_c // D, b_g * b_inverse * SHARE, mask=o_c % D == 0)
+
+
+@triton.jit
+def _lln_dkv_rows(b_k, b_v, real, b_beta, b_m, b_g, b_dS, unscale, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """dy = W (v dSᵀ - g) and dv = W dS of one tile, (ROWS, D) float32; exactly 0 in padded rows."""
+    b_w = tl.exp(tl.where(real[:, None], b_beta * b_k.to(tl.float32), float("-inf")) - b_m[None, :])
+    b_dw = tl.dot(b_v.to(DOT), tl.trans(b_dS), input_precision=PRECISION) * unscale - b_g[None, :]
+    b_dv = tl.dot(b_w.to(DOT), b_dS, input_precision=PRECISION) * unscale
+    return b_w * b_dw, b_dv
+
+
+@triton.jit(do_not_specialize=["N"])
+def _lln_dkv_kernel(
+    k, v, pad, beta, m, s, g, dS, dk, dv, dbeta,
+    stride_b, stride_h, stride_n, stride_out_b, stride_out_h, stride_out_n, H, N,
+    WRITE_DBETA: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk = β W (v dSᵀ - g), dv = W dS, Σ k dy; grid (B H, ⌈N / CHUNK⌉); dbeta: (B H, programs) float32."""
+    i_bh, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offset = _offset(i_bh, stride_b, stride_h, H)
+    offset_out = _offset(i_bh, stride_out_b, stride_out_h, H)
+    o_d = tl.arange(0, D)
+    b_beta = tl.load(beta + i_bh)
+    b_m = tl.load(m + i_bh * D + o_d)
+    b_g = tl.load(g + i_bh * D + o_d)
+    unscale = 1.0 / _state_scale(tl.load(s + i_bh * D + o_d), N)
+    # (D, D)
+    b_dS = tl.load(dS + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
+    b_dbeta = tl.zeros([ROWS], tl.float32)
+    for i_r in range(0, CHUNK, ROWS):
+        i_t = i_c * CHUNK + i_r
+        o_k = i_t + tl.arange(0, ROWS)
+        real = _real_keys(pad, i_bh // H, o_k, N, N, HAS_PAD)
+        # (ROWS, D)
+        b_k = tl.load(_rows(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        b_v = tl.load(_rows(v + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        b_dy, b_dv = _lln_dkv_rows(b_k, b_v, real, b_beta, b_m, b_g, b_dS, unscale, DOT, PRECISION)
+        inside = (o_k < N)[:, None]
+        tl.store(
+            _rows(dk + offset_out, i_t, stride_out_n, ROWS, D), (b_beta * b_dy).to(dk.dtype.element_ty), mask=inside
+        )
+        tl.store(_rows(dv + offset_out, i_t, stride_out_n, ROWS, D), b_dv.to(dv.dtype.element_ty), mask=inside)
+        if WRITE_DBETA:
+            b_dbeta += tl.sum(b_k.to(tl.float32) * b_dy, 1)
+    if WRITE_DBETA:
+        tl.store(dbeta + i_bh * tl.num_programs(1) + i_c, tl.sum(b_dbeta, 0))
+
+
+@triton.jit
+def _diag_dq(
+    b_q, b_do, k, v, pad, seed, i_bh, i_b, o_q, start, end, stride_n, N,
+    SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of the queries o_q: Σ_j p (dp - δ) k_j (ROWS, D), the log-normaliser and δ = Σ_j p dp (ROWS,) of their softmax."""
+    b_m = tl.full([ROWS], -1e30, tl.float32)
+    b_l = tl.zeros([ROWS], tl.float32)
+    b_delta = tl.zeros([ROWS], tl.float32)
+    for i_r in range(0, CHUNK, ROWS):
+        o_k = start + i_r + tl.arange(0, ROWS)
+        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
+        # (keys, D)
+        b_k = tl.load(_rows(k, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        b_v = tl.load(_rows(v, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        # (queries, keys)
+        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION) * SCALE
+        b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+        b_dp = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
+        if DROPOUT > 0:
+            b_dp *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
+        b_new = tl.maximum(b_m, tl.max(b_x, 1))
+        b_shrink = tl.exp(b_m - b_new)
+        b_m = b_new
+        b_p = tl.exp(b_x - b_m[:, None])
+        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_delta = b_delta * b_shrink + tl.sum(b_p * b_dp, 1)
+    b_delta = tl.where(b_l > 0, b_delta / tl.where(b_l > 0, b_l, 1.0), 0.0)
+    b_lse = tl.where(b_l > 0, b_m + tl.log(tl.where(b_l > 0, b_l, 1.0)), 0.0)
+
+    b_dq = tl.zeros([ROWS, D], tl.float32)
+    for i_r in range(0, CHUNK, ROWS):
+        o_k = start + i_r + tl.arange(0, ROWS)
+        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
+        b_k = tl.load(_rows(k, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        b_v = tl.load(_rows(v, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION) * SCALE
+        b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+        b_dp = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
+        if DROPOUT > 0:
+            b_dp *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
+        b_dx = tl.exp(b_x - b_lse[:, None]) * (b_dp - b_delta[:, None])
+        b_dq = tl.dot(b_dx.to(DOT), b_k.to(DOT), acc=b_dq, input_precision=PRECISION)
+    return b_dq, b_lse, b_delta
+
+
+@triton.jit(do_not_specialize=["N"])
+def _lln_diag_bwd_kernel(
+    q, k, v, do, pad, alpha, beta, m, s, S, g, dS, seed, lse, delta, dq, dk, dv, dalpha, dbeta,
+    stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n, H, N,
+    SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WRITE_AB: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dv of ½ (LLN + Diag) and the sums Σ q dx, Σ k dy of each program.
+
+    grid (B H, ⌈N / CHUNK⌉): a program owns whole blocks, so nothing it needs is written by another. First the rows are
+    queries (dq, and the statistics of each row's softmax), then keys (dk, dv); tiles are loaded anew in between, which
+    is what keeps the registers from spilling. lse, delta: (B H, N) float32, the statistics where they outgrow one tile.
+    """
+    i_bh, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_b = i_bh // H
+    offset = _offset(i_bh, stride_b, stride_h, H)
+    offset_out = _offset(i_bh, stride_out_b, stride_out_h, H)
+    p_do = do + _offset(i_bh, stride_do_b, stride_do_h, H)
+    start = i_c * CHUNK
+    end = tl.minimum(start + CHUNK, N)
+    o_d = tl.arange(0, D)
+    o_dd = o_d[:, None] * D + o_d[None, :]
+
+    b_alpha = tl.load(alpha + i_bh)
+    b_l = _log_normaliser(m, s, i_bh, D)
+    # (D, D)
+    b_ST = tl.trans(tl.load(S + i_bh * D * D + o_dd)).to(DOT)
+    b_lse = tl.zeros([ROWS], tl.float32)
+    b_delta = tl.zeros([ROWS], tl.float32)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    for i_r in range(0, CHUNK, ROWS):
+        i_t = start + i_r
+        o_q = i_t + tl.arange(0, ROWS)
+        inside = o_q < end
+        # (ROWS, D)
+        b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside[:, None], other=0.0)
+        b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside[:, None], other=0.0).to(DOT)
+        b_dq, b_lse, b_delta = _diag_dq(
+            b_q.to(DOT), b_do, k + offset, v + offset, pad, seed, i_bh, i_b, o_q, start, end, stride_n, N,
+            SCALE, DROPOUT, BLOCK, CHUNK, D, ROWS, HAS_PAD, DOT, PRECISION,
+        )  # fmt: skip
+        b_a = _features(b_q, b_alpha, b_l)
+        b_da = tl.dot(b_do, b_ST, input_precision=PRECISION)
+        b_dx = 0.5 * b_a * (b_da - tl.sum(b_a * b_da, 1)[:, None])
+        b_dq = b_alpha * b_dx + (0.5 * SCALE) * b_dq
+        p_dq = _rows(dq + offset_out, i_t, stride_out_n, ROWS, D)
+        tl.store(p_dq, b_dq.to(dq.dtype.element_ty), mask=inside[:, None])
+        if WRITE_AB:
+            b_sum += tl.sum(b_q.to(tl.float32) * b_dx, 1)
+        if CHUNK > ROWS:
+            tl.store(lse + i_bh * N + o_q, b_lse, mask=inside)
+            tl.store(delta + i_bh * N + o_q, b_delta, mask=inside)
+    if WRITE_AB:
+        tl.store(dalpha + i_bh * tl.num_programs(1) + i_c, tl.sum(b_sum, 0))
+    if CHUNK > ROWS:
+        tl.debug_barrier()  # the statistics just stored are read by other threads of this program below
+
+    b_beta = tl.load(beta + i_bh)
+    b_m = tl.load(m + i_bh * D + o_d)
+    b_g = tl.load(g + i_bh * D + o_d)
+    unscale = 1.0 / _state_scale(tl.load(s + i_bh * D + o_d), N)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    for i_r in range(0, CHUNK, ROWS):
+        i_t = start + i_r
+        o_k = i_t + tl.arange(0, ROWS)
+        inside = (o_k < end)[:, None]
+        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
+        # (ROWS, D)
+        b_k = tl.load(_rows(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        b_v = tl.load(_rows(v + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        b_dkd = tl.zeros([ROWS, D], tl.float32)
+        b_dvd = tl.zeros([ROWS, D], tl.float32)
+        for i_j in range(0, CHUNK, ROWS):
+            o_q = start + i_j + tl.arange(0, ROWS)
+            # (queries, D)
+            b_q = tl.load(_rows(q + offset, start + i_j, stride_n, ROWS, D), mask=(o_q < end)[:, None], other=0.0)
+            b_do = tl.load(_rows(p_do, start + i_j, stride_do_n, ROWS, D), mask=(o_q < end)[:, None], other=0.0)
+            if CHUNK > ROWS:
+                b_lse = tl.load(lse + i_bh * N + o_q, mask=o_q < end, other=0.0)
+                b_delta = tl.load(delta + i_bh * N + o_q, mask=o_q < end, other=0.0)
+            # (keys, queries)
+            b_x = tl.dot(b_k.to(DOT), tl.trans(b_q.to(DOT)), input_precision=PRECISION) * SCALE
+            b_x = tl.where(_same_block(o_q[None, :], o_k[:, None], real[:, None], BLOCK, CHUNK), b_x, float("-inf"))
+            b_p = tl.exp(b_x - b_lse[None, :])
+            b_dp = tl.dot(b_v.to(DOT), tl.trans(b_do.to(DOT)), input_precision=PRECISION)
+            b_pd = b_p
+            if DROPOUT > 0:
+                b_keep = _dropout_scale(seed, i_bh, o_q[None, :], o_k[:, None], DROPOUT)
+                b_dp *= b_keep
+                b_pd = b_p * b_keep
+            b_dvd = tl.dot(b_pd.to(DOT), b_do.to(DOT), acc=b_dvd, input_precision=PRECISION)
+            b_dx = b_p * (b_dp - b_delta[None, :])
+            b_dkd = tl.dot(b_dx.to(DOT), b_q.to(DOT), acc=b_dkd, input_precision=PRECISION)
+        b_dS = tl.load(dS + i_bh * D * D + o_dd).to(DOT)
+        b_dy, b_dv = _lln_dkv_rows(b_k, b_v, real, b_beta, b_m, b_g, b_dS, unscale, DOT, PRECISION)
+        b_dv += 0.5 * b_dvd
+        tl.store(_rows(dv + offset_out, i_t, stride_out_n, ROWS, D), b_dv.to(dv.dtype.element_ty), mask=inside)
+        b_dkd = b_beta * b_dy + (0.5 * SCALE) * b_dkd
+        tl.store(_rows(dk + offset_out, i_t, stride_out_n, ROWS, D), b_dkd.to(dk.dtype.element_ty), mask=inside)
+        if WRITE_AB:
+            b_sum += tl.sum(b_k.to(tl.float32) * b_dy, 1)
+    if WRITE_AB:
+        tl.store(dbeta + i_bh * tl.num_programs(1) + i_c, tl.sum(b_sum, 0))
