@@ -37,26 +37,26 @@ class Tiles(NamedTuple):
 
     state: Tile
     out: Tile
+    diag_out: Tile
     dstate: Tile
     dkv: Tile
     diag_bwd: Tile
+    diag_bwd_long: Tile  # for blocks with more tokens than diag_bwd.rows
 
 
-# Chosen so that nothing spills and shared memory fits (tests/ops/test_lln_triton_aot.py); by head dim up to 64 and 128.
-_HALF = {
-    64: Tiles(Tile(64, 4, 3), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 4, 2)),
-    128: Tiles(Tile(64, 8, 2), Tile(64, 8, 2), Tile(64, 8, 2), Tile(64, 8, 2), Tile(64, 8, 2)),
+# (architecture, bytes of an element, head dim up to): chosen so that nothing spills, shared memory fits and as many warps
+# as possible share a multiprocessor (tests/ops/test_lln_triton_aot.py prints them). Compute capability 8.x and 12.x take
+# the row of 80, 9.x and 10.x that of 90.
+_TABLE = {  # rows, warps, stages of each kernel in the order of Tiles
+    (80, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2), (32, 4, 1), (32, 4, 1)),
+    (80, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
+    (80, 4, 64): ((32, 4, 2), (32, 4, 1), (32, 4, 1), (32, 8, 1), (32, 4, 1), (32, 8, 1), (32, 8, 1)),
+    (80, 4, 128): ((32, 8, 1), (32, 8, 1), (32, 8, 1), (16, 8, 1), (32, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (90, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2), (64, 8, 2), (64, 4, 1), (64, 8, 1)),
+    (90, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
 }
-_FLOAT = {
-    64: Tiles(Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 2), Tile(32, 4, 2)),
-    128: Tiles(Tile(16, 8, 1), Tile(16, 8, 1), Tile(16, 8, 1), Tile(16, 8, 1), Tile(16, 8, 1)),
-}
-TILES = {
-    (torch.float16, 80): _HALF,
-    (torch.float16, 90): _HALF,
-    (torch.float32, 80): _FLOAT,
-    (torch.float32, 90): _FLOAT,
-}
+TILES = {key: Tiles(*(Tile(*tile) for tile in tiles)) for key, tiles in _TABLE.items()}
+TILES |= {(90, 4, dim): TILES[80, 4, dim] for dim in (64, 128)}
 
 
 def _capability(device: torch.device) -> int:
@@ -68,9 +68,8 @@ def _capability(device: torch.device) -> int:
 
 
 def _tiles(q: Tensor) -> Tiles:
-    dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
-    arch = 90 if 90 <= _capability(q.device) < 120 else 80  # 12.x has the small shared memory of 8.6
-    return TILES[dtype, arch][64 if q.shape[-1] <= 64 else 128]
+    arch = 90 if 90 <= _capability(q.device) < 120 else 80
+    return TILES[arch, q.element_size(), 64 if q.shape[-1] <= 64 else 128]
 
 
 def is_supported(q: Tensor) -> str | None:
@@ -178,7 +177,7 @@ class LLNFunction(torch.autograd.Function):
         q, k, v = _aligned(q, k, v)
         alpha, beta = alpha.contiguous(), beta.contiguous()
         batch, heads, length, dim = q.shape
-        tile = _tiles(q).out
+        tile = _tiles(q).out if block_size is None else _tiles(q).diag_out
         out = torch.empty_like(q)
         chunk = _chunk(block_size, tile.rows)
         with _device(q):
@@ -218,7 +217,7 @@ def _dstate(ctx: FunctionCtx, do: Tensor, share: float, dq: Tensor | None) -> tu
     backward_kernels._lln_dstate_kernel[bh, splits](
         q, do, alpha, m, s, state, *parts, dq, dalpha, *_strides(q), *_strides(do), *_strides(out), heads, length, tokens,
         SHARE=share, WRITE_DQ=dq is not None, WRITE_DALPHA=dalpha is not None, FINAL=splits == 1,
-        D=dim, ROWS=tile.rows, **_dot(q), num_warps=tile.warps, num_stages=tile.stages,
+        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), **_dot(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
@@ -242,8 +241,8 @@ def _lln_backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
     dbeta = _workspace(q, *grid) if ctx.needs_input_grad[4] else None
     backward_kernels._lln_dkv_kernel[grid](
         k, v, pad, beta, m, s, g, dstate, dk, dv, dbeta, *_strides(q), *_strides(dk), heads, length,
-        WRITE_DBETA=dbeta is not None, CHUNK=chunk, D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **_dot(q),
-        num_warps=tile.warps, num_stages=tile.stages,
+        WRITE_DBETA=dbeta is not None, CHUNK=chunk, D=dim, ROWS=tile.rows, SLICE=min(dim, 64),
+        HAS_PAD=pad is not None, **_dot(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
 
@@ -251,6 +250,8 @@ def _lln_backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
 def _lln_diag_backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, alpha, beta, pad, seed, m, s, state = ctx.saved_tensors
     (batch, heads, length, dim), tile = q.shape, _tiles(q).diag_bwd
+    if ctx.block_size > tile.rows:
+        tile = _tiles(q).diag_bwd_long
     dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
     g, dstate, _ = _dstate(ctx, do, 0.5, None)
     chunk = _chunk(ctx.block_size, tile.rows)
@@ -262,7 +263,7 @@ def _lln_diag_backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...
         q, k, v, do, pad, alpha, beta, m, s, state, g, dstate, seed, *statistics, dq, dk, dv, dalpha, dbeta,
         *_strides(q), *_strides(do), *_strides(dq), heads, length,
         SCALE=dim**-0.5, DROPOUT=ctx.dropout_p, BLOCK=ctx.block_size, CHUNK=chunk, WRITE_AB=wanted,
-        D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **_dot(q), num_warps=tile.warps, num_stages=tile.stages,
+        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **_dot(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
 

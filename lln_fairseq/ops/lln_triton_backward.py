@@ -14,6 +14,8 @@ dS is multiplied by c / s rather than 1 / s, c a power of two near min_d s_d / �
 overflows nor drowns in half precision at any N (dS alone grows like √N to N, 1 / s falls like 1 / N).
 """
 
+# ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
+
 import triton
 import triton.language as tl
 
@@ -46,7 +48,7 @@ def _lln_dstate_kernel(
     q, do, alpha, m, s, S, g, dS, dq, dalpha,
     stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n, H, N, T,
     SHARE: tl.constexpr, WRITE_DQ: tl.constexpr, WRITE_DALPHA: tl.constexpr, FINAL: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ_i A_id do_i and Σ_i A_id δ_i over tokens [i_s T, (i_s + 1) T); WRITE_DQ: also dq = α A (dA - δ) and Σ q dx.
 
@@ -65,7 +67,8 @@ def _lln_dstate_kernel(
     b_alpha = tl.load(alpha + i_bh)
     b_l = _log_normaliser(m, s, i_bh, D)
     # (D, D)
-    b_ST = tl.trans(tl.load(S + i_bh * D * D + o_dd)).to(DOT)
+    if SLICE == D:
+        b_ST = tl.trans(tl.load(S + i_bh * D * D + o_dd)).to(DOT)
     b_dS = tl.zeros([D, D], tl.float32)
     b_g = tl.zeros([D], tl.float32)
     b_dalpha = tl.zeros([ROWS], tl.float32)
@@ -76,7 +79,13 @@ def _lln_dstate_kernel(
         b_q = tl.load(_rows(p_q, i_t, stride_n, ROWS, D), mask=inside, other=0.0)
         b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside, other=0.0).to(DOT)
         b_a = _features(b_q, b_alpha, b_l)
-        b_da = tl.dot(b_do, b_ST, input_precision=PRECISION)
+        if SLICE == D:
+            b_da = tl.dot(b_do, b_ST, input_precision=PRECISION)
+        else:
+            p_tile = p_do + i_t.to(tl.int64) * stride_do_n
+            b_da = _times_state_transposed(
+                p_tile, i_t + tl.arange(0, ROWS) < end, S + i_bh * D * D, stride_do_n, D, ROWS, SLICE, DOT, PRECISION
+            )
         # (ROWS,)
         b_delta = tl.sum(b_a * b_da, 1)
         b_g += tl.sum(b_a * b_delta[:, None], 0)
@@ -123,19 +132,48 @@ def _lln_dcombine_kernel(
 
 
 @triton.jit
-def _lln_dkv_rows(b_k, b_v, real, b_beta, b_m, b_g, b_dS, unscale, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """dy = W (v dSᵀ - g) and dv = W dS of one tile, (ROWS, D) float32; exactly 0 in padded rows."""
-    b_w = tl.exp(tl.where(real[:, None], b_beta * b_k.to(tl.float32), float("-inf")) - b_m[None, :])
-    b_dw = tl.dot(b_v.to(DOT), tl.trans(b_dS), input_precision=PRECISION) * unscale - b_g[None, :]
-    b_dv = tl.dot(b_w.to(DOT), b_dS, input_precision=PRECISION) * unscale
-    return b_w * b_dw, b_dv
+def _exp_keys(p_k, o_f, real, b_beta, p_m, stride_n, ROWS: tl.constexpr):
+    """W = exp(βk - m) of a tile's features o_f, float32; 0 in padded rows."""
+    p_k = p_k + tl.arange(0, ROWS)[:, None] * stride_n + o_f[None, :]
+    b_y = b_beta * tl.load(p_k, mask=real[:, None], other=0.0).to(tl.float32)
+    return tl.exp(tl.where(real[:, None], b_y, float("-inf")) - tl.load(p_m + o_f)[None, :])
+
+
+@triton.jit
+def _keys_times_state(
+    p_k, real, b_beta, p_m, p_S, stride_n,
+    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """W S, (ROWS, D) float32, SLICE features of W at a time: of a wide state only a part is in registers."""
+    b_o = tl.zeros([ROWS, D], tl.float32)
+    for i_f in range(0, D, SLICE):
+        o_f = i_f + tl.arange(0, SLICE)
+        b_w = _exp_keys(p_k, o_f, real, b_beta, p_m, stride_n, ROWS)
+        b_S = tl.load(p_S + o_f[:, None] * D + tl.arange(0, D)[None, :]).to(DOT)
+        b_o = tl.dot(b_w.to(DOT), b_S, acc=b_o, input_precision=PRECISION)
+    return b_o
+
+
+@triton.jit
+def _times_state_transposed(
+    p_x, real, p_S, stride_n,
+    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x Sᵀ, (ROWS, D) float32, SLICE features of x at a time."""
+    b_o = tl.zeros([ROWS, D], tl.float32)
+    for i_f in range(0, D, SLICE):
+        o_f = i_f + tl.arange(0, SLICE)
+        b_x = tl.load(p_x + tl.arange(0, ROWS)[:, None] * stride_n + o_f[None, :], mask=real[:, None], other=0.0)
+        b_S = tl.load(p_S + tl.arange(0, D)[:, None] * D + o_f[None, :]).to(DOT)
+        b_o = tl.dot(b_x.to(DOT), tl.trans(b_S), acc=b_o, input_precision=PRECISION)
+    return b_o
 
 
 @triton.jit(do_not_specialize=["N"])
 def _lln_dkv_kernel(
     k, v, pad, beta, m, s, g, dS, dk, dv, dbeta,
     stride_b, stride_h, stride_n, stride_out_b, stride_out_h, stride_out_n, H, N,
-    WRITE_DBETA: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr,
+    WRITE_DBETA: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk = β W (v dSᵀ - g), dv = W dS, Σ k dy; grid (B H, ⌈N / CHUNK⌉); dbeta: (B H, programs) float32."""
@@ -144,26 +182,27 @@ def _lln_dkv_kernel(
     offset_out = _offset(i_bh, stride_out_b, stride_out_h, H)
     o_d = tl.arange(0, D)
     b_beta = tl.load(beta + i_bh)
-    b_m = tl.load(m + i_bh * D + o_d)
     b_g = tl.load(g + i_bh * D + o_d)
     unscale = 1.0 / _state_scale(tl.load(s + i_bh * D + o_d), N)
-    # (D, D)
-    b_dS = tl.load(dS + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
     b_dbeta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
         i_t = i_c * CHUNK + i_r
         o_k = i_t + tl.arange(0, ROWS)
         real = _real_keys(pad, i_bh // H, o_k, N, N, HAS_PAD)
-        # (ROWS, D)
-        b_k = tl.load(_rows(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_dy, b_dv = _lln_dkv_rows(b_k, b_v, real, b_beta, b_m, b_g, b_dS, unscale, DOT, PRECISION)
         inside = (o_k < N)[:, None]
-        tl.store(
-            _rows(dk + offset_out, i_t, stride_out_n, ROWS, D), (b_beta * b_dy).to(dk.dtype.element_ty), mask=inside
+        p_k = k + offset + i_t.to(tl.int64) * stride_n
+        p_v = v + offset + i_t.to(tl.int64) * stride_n
+        b_dv = unscale * _keys_times_state(
+            p_k, real, b_beta, m + i_bh * D, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION
         )
         tl.store(_rows(dv + offset_out, i_t, stride_out_n, ROWS, D), b_dv.to(dv.dtype.element_ty), mask=inside)
+        # (ROWS, D)
+        b_dw = _times_state_transposed(p_v, real, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION)
+        b_dy = _exp_keys(p_k, o_d, real, b_beta, m + i_bh * D, stride_n, ROWS) * (unscale * b_dw - b_g[None, :])
+        b_dk = b_beta * b_dy
+        tl.store(_rows(dk + offset_out, i_t, stride_out_n, ROWS, D), b_dk.to(dk.dtype.element_ty), mask=inside)
         if WRITE_DBETA:
+            b_k = tl.load(_rows(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
             b_dbeta += tl.sum(b_k.to(tl.float32) * b_dy, 1)
     if WRITE_DBETA:
         tl.store(dbeta + i_bh * tl.num_programs(1) + i_c, tl.sum(b_dbeta, 0))
@@ -221,7 +260,7 @@ def _lln_diag_bwd_kernel(
     q, k, v, do, pad, alpha, beta, m, s, S, g, dS, seed, lse, delta, dq, dk, dv, dalpha, dbeta,
     stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n, H, N,
     SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WRITE_AB: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of ½ (LLN + Diag) and the sums Σ q dx, Σ k dy of each program.
 
@@ -237,12 +276,9 @@ def _lln_diag_bwd_kernel(
     start = i_c * CHUNK
     end = tl.minimum(start + CHUNK, N)
     o_d = tl.arange(0, D)
-    o_dd = o_d[:, None] * D + o_d[None, :]
 
     b_alpha = tl.load(alpha + i_bh)
     b_l = _log_normaliser(m, s, i_bh, D)
-    # (D, D)
-    b_ST = tl.trans(tl.load(S + i_bh * D * D + o_dd)).to(DOT)
     b_lse = tl.zeros([ROWS], tl.float32)
     b_delta = tl.zeros([ROWS], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
@@ -257,8 +293,11 @@ def _lln_diag_bwd_kernel(
             b_q.to(DOT), b_do, k + offset, v + offset, pad, seed, i_bh, i_b, o_q, start, end, stride_n, N,
             SCALE, DROPOUT, BLOCK, CHUNK, D, ROWS, HAS_PAD, DOT, PRECISION,
         )  # fmt: skip
+        b_da = _times_state_transposed(
+            p_do + i_t.to(tl.int64) * stride_do_n, inside, S + i_bh * D * D, stride_do_n, D, ROWS, SLICE, DOT, PRECISION
+        )
+        b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside[:, None], other=0.0)
         b_a = _features(b_q, b_alpha, b_l)
-        b_da = tl.dot(b_do, b_ST, input_precision=PRECISION)
         b_dx = 0.5 * b_a * (b_da - tl.sum(b_a * b_da, 1)[:, None])
         b_dq = b_alpha * b_dx + (0.5 * SCALE) * b_dq
         p_dq = _rows(dq + offset_out, i_t, stride_out_n, ROWS, D)
@@ -274,7 +313,6 @@ def _lln_diag_bwd_kernel(
         tl.debug_barrier()  # the statistics just stored are read by other threads of this program below
 
     b_beta = tl.load(beta + i_bh)
-    b_m = tl.load(m + i_bh * D + o_d)
     b_g = tl.load(g + i_bh * D + o_d)
     unscale = 1.0 / _state_scale(tl.load(s + i_bh * D + o_d), N)
     b_sum = tl.zeros([ROWS], tl.float32)
@@ -309,10 +347,15 @@ def _lln_diag_bwd_kernel(
             b_dvd = tl.dot(b_pd.to(DOT), b_do.to(DOT), acc=b_dvd, input_precision=PRECISION)
             b_dx = b_p * (b_dp - b_delta[None, :])
             b_dkd = tl.dot(b_dx.to(DOT), b_q.to(DOT), acc=b_dkd, input_precision=PRECISION)
-        b_dS = tl.load(dS + i_bh * D * D + o_dd).to(DOT)
-        b_dy, b_dv = _lln_dkv_rows(b_k, b_v, real, b_beta, b_m, b_g, b_dS, unscale, DOT, PRECISION)
-        b_dv += 0.5 * b_dvd
+        p_k = k + offset + i_t.to(tl.int64) * stride_n
+        p_v = v + offset + i_t.to(tl.int64) * stride_n
+        b_dv = _keys_times_state(
+            p_k, real, b_beta, m + i_bh * D, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION
+        )
+        b_dv = unscale * b_dv + 0.5 * b_dvd
         tl.store(_rows(dv + offset_out, i_t, stride_out_n, ROWS, D), b_dv.to(dv.dtype.element_ty), mask=inside)
+        b_dw = _times_state_transposed(p_v, real, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION)
+        b_dy = _exp_keys(p_k, o_d, real, b_beta, m + i_bh * D, stride_n, ROWS) * (unscale * b_dw - b_g[None, :])
         b_dkd = b_beta * b_dy + (0.5 * SCALE) * b_dkd
         tl.store(_rows(dk + offset_out, i_t, stride_out_n, ROWS, D), b_dkd.to(dk.dtype.element_ty), mask=inside)
         if WRITE_AB:

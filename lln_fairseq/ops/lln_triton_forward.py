@@ -14,6 +14,8 @@ Names: b_ block in registers, p_ pointers, i_ index; bh runs over batch x head. 
 strides. Row indices are int64 before they meet a stride, so N = 2**20 with any layout is addressed right.
 """
 
+# ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
+
 import triton
 import triton.language as tl
 

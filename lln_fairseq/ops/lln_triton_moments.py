@@ -3,6 +3,8 @@
 Per (batch, head): s = σ_q²σ_k², log σ̃² = piecewise linear in log s, α = σ̃ / (√2 σ_q), β = σ̃ / (√2 σ_k).
 """
 
+# ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
+
 import triton
 import triton.language as tl
 
