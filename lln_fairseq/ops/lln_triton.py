@@ -1,4 +1,4 @@
-"""LLN and LLN+Diag attention and moment matching on the GPU: host side of the Triton kernels. Needs torch and triton only.
+"""LLN and LLN+Diag attention and moment matching on the GPU: host side of the Triton kernels, on torch and triton only.
 
 Nothing here waits for the device, every launch depends on shapes alone (so CUDA graphs can capture it), and the number
 of splits of the tokens depends on N and D alone, so that a sentence gets the same bits whatever else is in the batch.
@@ -44,14 +44,14 @@ class Tiles(NamedTuple):
     diag_bwd_long: Tile  # for blocks with more tokens than diag_bwd.rows
 
 
-# (architecture, bytes of an element, head dim up to): chosen so that nothing spills, shared memory fits and as many warps
-# as possible share a multiprocessor (tests/ops/test_lln_triton_aot.py prints them). Compute capability 8.x and 12.x take
-# the row of 80, 9.x and 10.x that of 90.
+# (architecture, bytes of an element, head dim up to): chosen so that half precision does not spill, shared memory fits
+# and many warps share a multiprocessor (tests/ops/test_lln_triton_aot.py prints all that). Compute capability 8.x and
+# 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small tiles: tf32x3 needs three operands for one.
 _TABLE = {  # rows, warps, stages of each kernel in the order of Tiles
     (80, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2), (32, 4, 1), (32, 4, 1)),
     (80, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
-    (80, 4, 64): ((32, 4, 2), (32, 4, 1), (32, 4, 1), (32, 8, 1), (32, 4, 1), (32, 8, 1), (32, 8, 1)),
-    (80, 4, 128): ((32, 8, 1), (32, 8, 1), (32, 8, 1), (16, 8, 1), (32, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (80, 4, 64): ((32, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (80, 4, 128): ((16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
     (90, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2), (64, 8, 2), (64, 4, 1), (64, 8, 1)),
     (90, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
 }
@@ -60,14 +60,18 @@ TILES |= {(90, 4, dim): TILES[80, 4, dim] for dim in (64, 128)}
 
 
 def _capability(device: torch.device) -> int:
-    """Compute capability as one number; the interpreter takes the tiles of the oldest architecture."""
-    if device.type != "cuda":
-        return 80
+    """Compute capability as one number, 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def _tiles(q: Tensor) -> Tiles:
+    if INTERPRETED:  # where the number of operations counts and not their size
+        return Tiles(*[Tile(64, 4, 1)] * len(Tiles._fields))
     arch = 90 if 90 <= _capability(q.device) < 120 else 80
     return TILES[arch, q.element_size(), 64 if q.shape[-1] <= 64 else 128]
 
@@ -82,6 +86,8 @@ def is_supported(q: Tensor) -> str | None:
         return None if INTERPRETED and q.device.type == "cpu" else f"The Triton kernels need CUDA, not {q.device.type}."
     if not INTERPRETED and _capability(q.device) < 80:
         return "The Triton kernels need compute capability 8.0: older tensor cores have no path in Triton."
+    if not INTERPRETED and q.element_size() * q.shape[-1] == 512 and _shared_memory(q.device) < 147456:
+        return "float32 with head dim 128 needs 144 KB of shared memory, which this device does not have."
     return None
 
 
@@ -100,7 +106,7 @@ def _chunk(block_size: int | None, rows: int) -> int:
 
 
 def _dot(q: Tensor) -> dict[str, object]:
-    """Operands of tl.dot. float32: three tf32 products (1e-6; one is 4e-4, and `ieee` leaves the tensor cores and spills).
+    """Operands of tl.dot. float32: three tf32 products (error 1e-6; one: 4e-4; `ieee` leaves the tensor cores and spills).
 
     The interpreter multiplies bfloat16 wrongly, so there its operands are float32.
     """
@@ -127,7 +133,7 @@ def _mask(key_padding_mask: Tensor | None) -> Tensor | None:
 
 
 def _per_head(x: Tensor | float, q: Tensor) -> Tensor:
-    """A number or a tensor that broadcasts to (B, H), as float32 (B, H); outside the Function, so autograd sums it back."""
+    """A number or a tensor that broadcasts to (B, H), as float32 (B, H); autograd sums the gradient of the expansion."""
     x = torch.as_tensor(x, dtype=torch.float32, device=q.device)
     return x.expand(q.shape[0], q.shape[1])
 
@@ -198,10 +204,7 @@ class LLNFunction(torch.autograd.Function):
         if do.stride(-1) != 1 or 0 in do.stride():  # an expanded gradient, of .sum() say
             do = do.contiguous()
         with _device(q):
-            if ctx.block_size is None:
-                gradients = _lln_backward(ctx, do)
-            else:
-                gradients = _lln_diag_backward(ctx, do)
+            gradients = (_lln_backward if ctx.block_size is None else _lln_diag_backward)(ctx, do)
         return (*gradients, None, None, None, None)
 
 

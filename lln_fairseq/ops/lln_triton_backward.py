@@ -46,7 +46,8 @@ def _inverse(b_s):
 @triton.jit(do_not_specialize=["N", "T"])
 def _lln_dstate_kernel(
     q, do, alpha, m, s, S, g, dS, dq, dalpha,
-    stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n, H, N, T,
+    stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n,
+    H, N, T,
     SHARE: tl.constexpr, WRITE_DQ: tl.constexpr, WRITE_DALPHA: tl.constexpr, FINAL: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +261,8 @@ def _lln_diag_bwd_kernel(
     q, k, v, do, pad, alpha, beta, m, s, S, g, dS, seed, lse, delta, dq, dk, dv, dalpha, dbeta,
     stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n, H, N,
     SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WRITE_AB: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of ½ (LLN + Diag) and the sums Σ q dx, Σ k dy of each program.
 

@@ -6,9 +6,9 @@ Per (batch, head), with W_jd = exp(βk_jd - m_d), m_d = max_j βk_jd, s_d = Σ_j
     _lln_combine_kernel   joins the splits (launched only when there are several)
     _lln_out_kernel       q (and the block's k, v) -> out = softmax_d(αq + L) S, or ½ (that + block-diagonal softmax)
 
-k and v are read once or twice, q once, out is written once. W stays unnormalised, in [0, 1]: a normalised W is about 1/N,
-which half precision holds badly. Sums and everything that enters an exponential are float32; only operands of `tl.dot`
-are rounded, to DOT. Reductions have a fixed order and nothing is atomic: results repeat bit for bit.
+k and v are read once or twice, q once, out is written once. W stays unnormalised, in [0, 1]: a normalised W is about
+1/N, which half precision holds badly. Sums and everything that enters an exponential are float32; only operands of
+`tl.dot` are rounded, to DOT. Reductions have a fixed order and nothing is atomic: results repeat bit for bit.
 
 Names: b_ block in registers, p_ pointers, i_ index; bh runs over batch x head. Pointers to q, k, v share one set of
 strides. Row indices are int64 before they meet a stride, so N = 2**20 with any layout is addressed right.
@@ -60,7 +60,7 @@ def _features(b_q, alpha, b_l):
 
 @triton.jit
 def _dropout_scale(seed, i_bh, i_query, i_key, P: tl.constexpr):
-    """0 with probability P, else 1 / (1 - P): Philox with the counter (query, key, bh), so any pass can recompute it."""
+    """0 with probability P, else 1 / (1 - P): Philox at the counter (query, key, bh), so any pass can recompute it."""
     c_q = (i_query + 0 * i_key).to(tl.uint32)
     c_k = (i_key + 0 * i_query).to(tl.uint32)
     c_bh = c_q * 0 + i_bh.to(tl.uint32)
