@@ -52,7 +52,7 @@ _TABLE = {  # rows, warps, stages of each kernel in the order of Tiles
     (80, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
     (80, 4, 64): ((32, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
     (80, 4, 128): ((16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
-    (90, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2), (64, 8, 2), (64, 4, 1), (64, 8, 1)),
+    (90, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2), (64, 8, 2), (64, 4, 1), (32, 4, 1)),
     (90, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
 }
 TILES = {key: Tiles(*(Tile(*tile) for tile in tiles)) for key, tiles in _TABLE.items()}
@@ -106,7 +106,7 @@ def _chunk(block_size: int | None, rows: int) -> int:
 
 
 def _dot(q: Tensor) -> dict[str, object]:
-    """Operands of tl.dot. float32: three tf32 products (error 1e-6; one: 4e-4; `ieee` leaves the tensor cores and spills).
+    """Operands of tl.dot. float32: three tf32 products (error 1e-6; one: 4e-4; `ieee` uses no tensor cores and spills).
 
     The interpreter multiplies bfloat16 wrongly, so there its operands are float32.
     """
@@ -133,7 +133,7 @@ def _mask(key_padding_mask: Tensor | None) -> Tensor | None:
 
 
 def _per_head(x: Tensor | float, q: Tensor) -> Tensor:
-    """A number or a tensor that broadcasts to (B, H), as float32 (B, H); autograd sums the gradient of the expansion."""
+    """A number or a tensor that broadcasts to (B, H), as float32 (B, H); autograd sums the expanded gradient."""
     x = torch.as_tensor(x, dtype=torch.float32, device=q.device)
     return x.expand(q.shape[0], q.shape[1])
 
@@ -218,7 +218,8 @@ def _dstate(ctx: FunctionCtx, do: Tensor, share: float, dq: Tensor | None) -> tu
     dalpha = _workspace(q, bh, splits) if dq is not None and ctx.needs_input_grad[3] else None
     out = q if dq is None else dq
     backward_kernels._lln_dstate_kernel[bh, splits](
-        q, do, alpha, m, s, state, *parts, dq, dalpha, *_strides(q), *_strides(do), *_strides(out), heads, length, tokens,
+        q, do, alpha, m, s, state, *parts, dq, dalpha, *_strides(q), *_strides(do), *_strides(out),
+        heads, length, tokens,
         SHARE=share, WRITE_DQ=dq is not None, WRITE_DALPHA=dalpha is not None, FINAL=splits == 1,
         D=dim, ROWS=tile.rows, SLICE=min(dim, 64), **_dot(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -266,7 +267,8 @@ def _lln_diag_backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...
         q, k, v, do, pad, alpha, beta, m, s, state, g, dstate, seed, *statistics, dq, dk, dv, dalpha, dbeta,
         *_strides(q), *_strides(do), *_strides(dq), heads, length,
         SCALE=dim**-0.5, DROPOUT=ctx.dropout_p, BLOCK=ctx.block_size, CHUNK=chunk, WRITE_AB=wanted,
-        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **_dot(q), num_warps=tile.warps, num_stages=tile.stages,
+        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **_dot(q),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
 
@@ -341,7 +343,7 @@ def match_moments(
 ) -> tuple[Tensor, Tensor]:
     """α = σ̃ / (√2 σ_q), β = σ̃ / (√2 σ_k), float32 (B, H), without gradient and without waiting for the device.
 
-    σ: population standard deviation about the mean over the real tokens and the features of each (batch, head), at least
+    σ: population standard deviation about the mean over the real tokens and the features of a (batch, head), at least
     1e-6; log σ̃² piecewise linear in log s, s = σ_q²σ_k², through the increasing table (T,), T >= 2, its end slopes
     continued (arXiv 2311.13541, section 4.1).
     """

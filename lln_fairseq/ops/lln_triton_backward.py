@@ -8,10 +8,10 @@ With do the incoming gradient (times ½ for LLN+Diag), A = softmax_d(αq + L), W
     _lln_dstate_kernel     q, do -> dS, g per split of the tokens; for LLN alone also dq and dα: they need nothing else
     _lln_dcombine_kernel   adds the splits (launched only when there are several)
     _lln_dkv_kernel        k, v -> dk, dv, dβ                       for LLN alone
-    _lln_diag_bwd_kernel   q, k, v, do -> dq, dk, dv, dα, dβ        for LLN+Diag, with A, dA, W and the blocks recomputed
+    _lln_diag_bwd_kernel   q, k, v, do -> dq, dk, dv, dα, dβ        for LLN+Diag; A, dA, W and the blocks are recomputed
 
-dS is multiplied by c / s rather than 1 / s, c a power of two near min_d s_d / √N: the operand of the product then neither
-overflows nor drowns in half precision at any N (dS alone grows like √N to N, 1 / s falls like 1 / N).
+dS is multiplied by c / s rather than 1 / s, c a power of two near min_d s_d / √N: the operand of the product then
+neither overflows nor drowns in half precision at any N (dS alone grows like √N to N, 1 / s falls like 1 / N).
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -174,7 +174,8 @@ def _times_state_transposed(
 def _lln_dkv_kernel(
     k, v, pad, beta, m, s, g, dS, dk, dv, dbeta,
     stride_b, stride_h, stride_n, stride_out_b, stride_out_h, stride_out_n, H, N,
-    WRITE_DBETA: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr,
+    WRITE_DBETA: tl.constexpr, CHUNK: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk = β W (v dSᵀ - g), dv = W dS, Σ k dy; grid (B H, ⌈N / CHUNK⌉); dbeta: (B H, programs) float32."""
@@ -215,7 +216,7 @@ def _diag_dq(
     SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of the queries o_q: Σ_j p (dp - δ) k_j (ROWS, D), the log-normaliser and δ = Σ_j p dp (ROWS,) of their softmax."""
+    """Of the queries o_q: Σ_j p (dp - δ) k_j (ROWS, D), log-normaliser and δ = Σ_j p dp (ROWS,) of their softmax."""
     b_m = tl.full([ROWS], -1e30, tl.float32)
     b_l = tl.zeros([ROWS], tl.float32)
     b_delta = tl.zeros([ROWS], tl.float32)

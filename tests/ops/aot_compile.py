@@ -78,14 +78,16 @@ def cases(dim, dtype):
         q, k, _, _, _, mask = inputs(length)
         lln_triton.match_moments(q, k, mask, torch.arange(64.0), torch.arange(64.0))
 
-    return {
+    found = {
         "lln": lambda: (lln(512), lln(8192)),
         "diag": lambda: (diag(512, dim), diag(8192, dim)),
-        "dropout": lambda: diag(512, dim, 0.1),
-        "block16": lambda: diag(512, 16),
-        "block256": lambda: diag(512, 256),
         "moments": lambda: (moments(512), moments(8192)),
     }
+    if dtype != torch.bfloat16:  # the same registers as float16
+        found["dropout"] = lambda: diag(512, dim, 0.1)
+        found["block16"] = lambda: diag(512, 16)
+        found["block256"] = lambda: diag(512, 256)
+    return found
 
 
 def main():

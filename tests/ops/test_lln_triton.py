@@ -78,7 +78,7 @@ def exact(tensors, do, mask, block_size):
 
 
 def plain(mask, block_size):
-    """A (Wᵀv) and blockwise softmax written with torch operations: matrices in the dtype of q, exponentials in float32."""
+    """A (Wᵀv) and blockwise softmax written with torch operations: matrices in the dtype of q, float32 exponentials."""
 
     def function(q, k, v, alpha, beta):
         length, dtype = q.shape[-2], q.dtype
@@ -113,7 +113,8 @@ def assert_float32(actual, expected):
 
 CASES = [  # length, dim, block size
     (1, 32, None), (63, 16, None), (97, 64, None), (130, 128, None),
-    (1, 16, 16), (63, 32, 32), (97, 64, 64), (130, 128, 128), (130, 32, 16), (97, 32, 48), (150, 16, 100), (300, 16, 256),
+    (1, 16, 16), (63, 32, 32), (97, 64, 64), (130, 128, 128),
+    (130, 32, 16), (97, 32, 48), (150, 16, 100), (300, 16, 256),
 ]  # fmt: skip
 
 
@@ -144,9 +145,7 @@ def test_float32_at_the_real_number_of_splits(block_size):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(
-    ("length", "dim", "block_size"), [(97, 64, None), (130, 128, 128), (97, 32, 48), (150, 64, 16)]
-)
+@pytest.mark.parametrize(("length", "dim", "block_size"), [(97, 64, None), (70, 128, 128), (97, 32, 48), (130, 64, 16)])
 def test_half_precision_is_as_good_as_pytorch(many_splits, dtype, length, dim, block_size):
     tensors, do = inputs(length=length, dim=dim, dtype=dtype)
     mask = mask_of(2, length)
