@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lln_fairseq.ops import lln_triton
+from lln_fairseq.ops import lln_triton, lln_triton_launch
 
 
 class NamedDriver:
@@ -102,8 +102,8 @@ def main():
     args = parser.parse_args()
 
     driver.set_active(NamedDriver(args.arch))
-    lln_triton._capability = lambda device: args.arch
-    lln_triton.is_supported = lambda q: None
+    lln_triton_launch.capability = lambda device: args.arch
+    lln_triton_launch.is_supported = lambda q: None
     compile_only = JITFunction.run
     seen = set()
 
