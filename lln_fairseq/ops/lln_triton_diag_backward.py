@@ -1,7 +1,7 @@
 """Triton kernel of the second backward pass of LLN+Diag: q, k, v, do -> dq, dk, dv, dα, dβ in one launch.
 
-The LLN part follows lln_triton_backward, whose first pass has made dS and g. The block-diagonal part, with p the
-softmax of a query x_ij = q_i k_j · SCALE over its block: dp = do vᵀ, δ_i = Σ_j p dp, dx = p (dp - δ), dq = dx k · SCALE,
+The LLN part follows lln_triton_backward, whose first pass made dS and g. The block-diagonal part, with p the softmax of
+x_ij = q_i k_j · SCALE over the block of query i: dp = do vᵀ, δ_i = Σ_j p dp, dx = p (dp - δ), dq = dx k · SCALE,
 dk = dxᵀ q · SCALE, dv = pᵀ do. A, dA, W and p are recomputed; nothing as long as N was saved but q, k and v.
 """
 
