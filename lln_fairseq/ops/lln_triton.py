@@ -115,7 +115,7 @@ def _dstate(ctx: FunctionCtx, do: Tensor, share: float, dq: Tensor | None) -> tu
     )  # fmt: skip
     if splits > 1:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
-            *parts, s, g, dstate, length, splits, SHARE=share, D=dim, COLS=256, ROWS=16, num_warps=4
+            *parts, s, state, g, dstate, length, splits, SHARE=share, D=dim, COLS=256, ROWS=16, num_warps=4
         )
     return g, dstate, dalpha
 

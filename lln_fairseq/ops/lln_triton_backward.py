@@ -35,6 +35,16 @@ def _inverse(b_s):
     return tl.where(b_s > 0, 1.0 / tl.where(b_s > 0, b_s, 1.0), 0.0)
 
 
+@triton.jit
+def _rounding(b_x, p):
+    """What rounding to the dtype of p adds to x.
+
+    Σ_j W (v dSᵀ - g) = S · dS - g must come out as Σ_i A (dA - δ), or dk and dβ get an error along the mean key. As dS
+    is rounded twice, A on its way in and the result on its way out, g takes up what that adds to S · dS.
+    """
+    return b_x.to(p.dtype.element_ty).to(tl.float32) - b_x
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def _lln_dstate_kernel(
     q, do, alpha, m, s, S, g, dS, dq, dalpha,
@@ -81,10 +91,11 @@ def _lln_dstate_kernel(
             )
         # (ROWS,)
         b_delta = tl.sum(b_a * b_da, 1)
-        b_g += tl.sum(b_a * b_delta[:, None], 0)
-        b_dS = tl.dot(tl.trans(b_a.to(DOT)), b_do, acc=b_dS, input_precision=PRECISION)
+        b_dx = b_a * (b_da - b_delta[:, None])
+        b_rounded = b_a.to(DOT)
+        b_g += tl.sum(b_rounded.to(tl.float32) * b_da - b_dx, 0)  # A δ, and what rounding A adds to dS
+        b_dS = tl.dot(tl.trans(b_rounded), b_do, acc=b_dS, input_precision=PRECISION)
         if WRITE_DQ:
-            b_dx = b_a * (b_da - b_delta[:, None])
             if WRITE_DALPHA:
                 b_dalpha += tl.sum(b_q.to(tl.float32) * b_dx, 1)
             p_dq = _rows(dq + _offset(i_bh, stride_out_b, stride_out_h, H), i_t, stride_out_n, ROWS, D)
@@ -92,8 +103,10 @@ def _lln_dstate_kernel(
 
     if FINAL:
         b_s = tl.load(s + i_bh * D + o_d)
-        b_dS *= (_inverse(b_s) * (SHARE * _state_scale(b_s, N)))[:, None]
-        b_g *= _inverse(b_s) * SHARE
+        scale = _state_scale(b_s, N)
+        b_dS *= (_inverse(b_s) * (SHARE * scale))[:, None]
+        b_S = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
+        b_g = b_g * (_inverse(b_s) * SHARE) + tl.sum(b_S * _rounding(b_dS, dS), 1) / scale
     tl.store(g + i_out * D + o_d, b_g)
     tl.store(dS + i_out * D * D + o_dd, b_dS.to(dS.dtype.element_ty))
     if WRITE_DALPHA:
@@ -102,7 +115,7 @@ def _lln_dstate_kernel(
 
 @triton.jit(do_not_specialize=["N", "SPLITS"])
 def _lln_dcombine_kernel(
-    part_g, part_dS, s, g, dS, N, SPLITS,
+    part_g, part_dS, s, S, g, dS, N, SPLITS,
     SHARE: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dS = SHARE c / s Σ_i dS_i and g = SHARE / s Σ_i g_i over the splits i; grid and tiles of _lln_combine_kernel."""
@@ -118,10 +131,14 @@ def _lln_dcombine_kernel(
         b_g += tl.sum(tl.load(p_g + o_s * D, mask=o_s < SPLITS, other=0.0), 0)
         b_dS += tl.sum(tl.load(p_dS + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
 
-    scale = SHARE * _state_scale(tl.load(s + i_bh * D + tl.arange(0, D)), N)
+    c = _state_scale(tl.load(s + i_bh * D + tl.arange(0, D)), N)
     b_inverse = _inverse(tl.load(s + i_bh * D + o_c // D))
-    tl.store(dS + i_bh * D * D + o_c, (b_dS * b_inverse * scale).to(dS.dtype.element_ty))
-    tl.store(g + i_bh * D + o_c // D, b_g * b_inverse * SHARE, mask=o_c % D == 0)
+    b_dS *= b_inverse * (SHARE * c)
+    tl.store(dS + i_bh * D * D + o_c, b_dS.to(dS.dtype.element_ty))
+    # every element of a row of S holds that row's g: their mean, plus the sum of what rounding adds
+    b_g = b_g * (b_inverse * (SHARE / D)) + tl.load(S + i_bh * D * D + o_c).to(tl.float32) * _rounding(b_dS, dS) / c
+    o_r = i_c * (COLS // D) + tl.arange(0, COLS // D)
+    tl.store(g + i_bh * D + o_r, tl.sum(tl.reshape(b_g, (COLS // D, D)), 1))
 
 
 @triton.jit

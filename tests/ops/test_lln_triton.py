@@ -147,7 +147,7 @@ def test_float32_at_the_real_number_of_splits(block_size):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("length", "dim", "block_size"), [(97, 64, None), (70, 128, 128), (97, 32, 48), (130, 64, 16)])
 def test_half_precision_is_as_good_as_pytorch(many_splits, dtype, length, dim, block_size):
-    tensors, do = inputs(length=length, dim=dim, dtype=dtype)
+    tensors, do = inputs(heads=6, length=length, dim=dim, dtype=dtype)  # 12 values of dα and dβ
     mask = mask_of(2, length)
     expected = exact(tensors, do, mask, block_size)
     ours = errors(gradients(kernels(mask, block_size), tensors, do), expected)
