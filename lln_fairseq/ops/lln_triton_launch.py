@@ -1,0 +1,154 @@
+"""How the Triton kernels are launched: which tensors they take, tiles by architecture, splits, layouts, options."""
+
+import os
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+HEAD_DIMS = (16, 32, 64, 128)
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+MAX_SPLITS = 128
+
+
+class Tile(NamedTuple):
+    """Rows of a tile, warps of a program, depth of the load pipeline."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of the kernels that walk over tokens."""
+
+    state: Tile
+    out: Tile
+    diag_out: Tile
+    dstate: Tile
+    dkv: Tile
+    diag_bwd: Tile
+    diag_bwd_long: Tile  # for blocks with more tokens than diag_bwd.rows
+
+
+# (architecture, bytes of an element, head dim up to): chosen so that half precision does not spill, shared memory fits
+# and many warps share a multiprocessor (tests/ops/test_lln_triton_aot.py prints all that). Compute capability 8.x and
+# 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small tiles: tf32x3 needs three operands for one.
+_TABLE = {  # rows, warps, stages of each kernel in the order of Tiles
+    (80, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2), (32, 4, 1), (32, 4, 1)),
+    (80, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
+    (80, 4, 64): ((32, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (80, 4, 128): ((16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (90, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2), (64, 8, 2), (64, 4, 1), (32, 4, 1)),
+    (90, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
+}
+TILES = {key: Tiles(*(Tile(*tile) for tile in tiles)) for key, tiles in _TABLE.items()}
+TILES |= {(90, 4, dim): TILES[80, 4, dim] for dim in (64, 128)}
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability as one number, 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def tiles_for(q: Tensor) -> Tiles:
+    if INTERPRETED:  # where the number of operations counts and not their size
+        return Tiles(*[Tile(64, 4, 1)] * len(Tiles._fields))
+    arch = 90 if 90 <= capability(q.device) < 120 else 80
+    return TILES[arch, q.element_size(), 64 if q.shape[-1] <= 64 else 128]
+
+
+def is_supported(q: Tensor) -> str | None:
+    """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
+    if q.dtype not in _DTYPES:
+        return f"The Triton kernels take float16, bfloat16 and float32, not {q.dtype}."
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"The Triton kernels take head dims {HEAD_DIMS}, not {q.shape[-1]}."
+    if q.device.type != "cuda":
+        return None if INTERPRETED and q.device.type == "cpu" else f"The Triton kernels need CUDA, not {q.device.type}."
+    if not INTERPRETED and capability(q.device) < 80:
+        return "The Triton kernels need compute capability 8.0: older tensor cores have no path in Triton."
+    if not INTERPRETED and q.element_size() * q.shape[-1] == 512 and shared_memory(q.device) < 147456:
+        return "float32 with head dim 128 needs 144 KB of shared memory, which this device does not have."
+    return None
+
+
+def split_tokens(length: int, dim: int) -> tuple[int, int]:
+    """Number of splits of the tokens, and tokens in each: enough programs for the device, little traffic of states."""
+    splits = min(max(length // max(1024, 16 * dim), 1), MAX_SPLITS)
+    tokens = triton.cdiv(triton.cdiv(length, splits), 128) * 128
+    return triton.cdiv(length, tokens), tokens
+
+
+def chunk_of(block_size: int | None, rows: int) -> int:
+    """Tokens that a program owns: as many whole blocks as fit in one tile, or one block that needs several."""
+    if block_size is None:
+        return 4 * rows
+    return max(rows // block_size, 1) * block_size
+
+
+def dot_options(q: Tensor) -> dict[str, object]:
+    """Operands of tl.dot. float32: three tf32 products (error 1e-6; one: 4e-4; `ieee` uses no tensor cores and spills).
+
+    The interpreter multiplies bfloat16 wrongly, so there its operands are float32.
+    """
+    dtype = tl.float32 if INTERPRETED and q.dtype == torch.bfloat16 else _DTYPES[q.dtype]
+    return {"DOT": dtype, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32"}
+
+
+def device_of(x: Tensor) -> torch.cuda.device | nullcontext:
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def same_layout(x: Tensor, y: Tensor) -> bool:
+    """Whether one set of strides addresses both; the stride of a dimension of size 1 means nothing."""
+    return all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), y.stride(), strict=True))
+
+
+def aligned(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with one set of strides and dense features; copied only where their layouts differ."""
+    if all(x.stride(-1) == 1 and same_layout(x, tensors[0]) for x in tensors):
+        return list(tensors)
+    return [x.contiguous() for x in tensors]
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def mask_bytes(key_padding_mask: Tensor | None) -> Tensor | None:
+    return None if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8)
+
+
+def per_head(x: Tensor | float, q: Tensor) -> Tensor:
+    """A number or a tensor that broadcasts to (B, H), as float32 (B, H); autograd sums the expanded gradient."""
+    if not isinstance(x, Tensor):
+        x = torch.full((), x, device=q.device)  # written by the device: torch.tensor would copy from the host and wait
+    return x.to(device=q.device, dtype=torch.float32).expand(q.shape[0], q.shape[1])
+
+
+def workspace(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
+    if reason := is_supported(q):
+        raise ValueError(reason)
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"q and {name} must agree in shape, dtype and device: {tuple(q.shape)} {q.dtype} {q.device}"
+            )
+    if key_padding_mask is not None and (
+        key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (q.shape[0], q.shape[2])
+    ):
+        raise ValueError(f"key_padding_mask must be bool of shape (B, N) = {(q.shape[0], q.shape[2])}")

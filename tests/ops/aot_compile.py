@@ -1,0 +1,134 @@
+"""Compile every kernel for an architecture without a GPU and print registers, stack and shared memory as JSON lines.
+
+    python tests/ops/aot_compile.py ARCH [DIM ...] [--dtypes float16 ...] [--cases NAME ...] [--timeout SECONDS]
+
+The host code runs as it does on a GPU, on CPU tensors, with a driver that only names the architecture: what is compiled
+is exactly what would be launched, specialisation of strides and pointers included. Spilled registers live on the stack,
+so a stack of 0 bytes means that nothing spilled. Run it as its own process, without TRITON_INTERPRET.
+"""
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lln_fairseq.ops import lln_triton, lln_triton_launch
+
+
+class NamedDriver:
+    """The part of a triton driver that compilation asks for."""
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+def resources(kernel):
+    """Registers per thread and bytes of stack of a compiled kernel, from its cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"Function (?!\$).*?:\s*REG:(\d+) STACK:(\d+)", text)
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def cases(dim, dtype):
+    """name -> function that launches kernels: long sequences take several splits, short ones a single one."""
+
+    def inputs(length):
+        q, k, v = torch.empty(3, 2, 3, length, dim, dtype=dtype).requires_grad_()
+        alpha, beta = torch.empty(2, 2, 3).requires_grad_()
+        return q, k, v, alpha, beta, torch.zeros(2, length, dtype=torch.bool)
+
+    def lln(length):
+        out = lln_triton.lln_attention(*inputs(length))
+        out.backward(torch.empty_like(out))
+
+    def diag(length, block_size, dropout=0.0):
+        out = lln_triton.lln_diag_attention(*inputs(length), block_size, dropout, 1)
+        out.backward(torch.empty_like(out))
+
+    def moments(length):
+        q, k, _, _, _, mask = inputs(length)
+        lln_triton.match_moments(q, k, mask, torch.arange(64.0), torch.arange(64.0))
+
+    found = {
+        "lln": lambda: (lln(512), lln(8192)),
+        "diag": lambda: (diag(512, dim), diag(8192, dim)),
+        "moments": lambda: (moments(512), moments(8192)),
+    }
+    if dtype != torch.bfloat16:  # the same registers as float16
+        found["dropout"] = lambda: diag(512, dim, 0.1)
+        found["block16"] = lambda: diag(512, 16)
+        found["block256"] = lambda: diag(512, 256)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arch", type=int)
+    parser.add_argument("dims", type=int, nargs="*", default=[64, 128])
+    parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"])
+    parser.add_argument("--cases", nargs="+")
+    parser.add_argument(
+        "--timeout", type=int, default=60, help="seconds for one kernel; the process dies when it is over"
+    )
+    args = parser.parse_args()
+
+    driver.set_active(NamedDriver(args.arch))
+    lln_triton_launch.capability = lambda device: args.arch
+    lln_triton_launch.is_supported = lambda q: None
+    compile_only = JITFunction.run
+    seen = set()
+
+    def run(self, *positional, grid, warmup, **keywords):
+        print("compiling", self.__name__, where, file=sys.stderr, flush=True)
+        signal.alarm(args.timeout)
+        start = time.time()
+        kernel = compile_only(self, *positional, grid=grid, warmup=True, **keywords)
+        signal.alarm(0)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            row = {"kernel": self.__name__, "arch": args.arch, **where, "warps": kernel.metadata.num_warps}
+            row |= resources(kernel) | {"shared": kernel.metadata.shared, "seconds": round(time.time() - start, 2)}
+            row |= {"split": not keywords.get("FINAL", True)}
+            print(json.dumps(row), flush=True)
+        return kernel
+
+    JITFunction.run = run
+    for dtype in args.dtypes:
+        for dim in args.dims:
+            for name, launch in cases(dim, getattr(torch, dtype)).items():
+                if args.cases is None or name in args.cases:
+                    where = {"dim": dim, "dtype": dtype, "case": name}
+                    launch()
+
+
+if __name__ == "__main__":
+    main()
