@@ -34,7 +34,9 @@ def test_the_example_on_tensors():
     assert torch.equal(names["out"], lln_diag_attention(q, k, v, *match_moments(q, k)))
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:lln_fairseq|scripts|tests|data_prep|configs)/[\w/]+\.\w+", README))))
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"(?:lln_fairseq|scripts|tests|data_prep|configs)/[\w/]+\.\w+", README)))
+)
 def test_every_file_it_names_exists(path):
     assert (ROOT / path).is_file()
 

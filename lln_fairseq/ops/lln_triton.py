@@ -9,11 +9,11 @@ import triton
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from . import lln_triton_backward as backward_kernels
-from . import lln_triton_diag_backward as diag_backward_kernels
-from . import lln_triton_forward as forward_kernels
-from . import lln_triton_moments as moment_kernels
-from .lln_triton_launch import (
+from lln_fairseq.ops import lln_triton_backward as backward_kernels
+from lln_fairseq.ops import lln_triton_diag_backward as diag_backward_kernels
+from lln_fairseq.ops import lln_triton_forward as forward_kernels
+from lln_fairseq.ops import lln_triton_moments as moment_kernels
+from lln_fairseq.ops.lln_triton_launch import (
     aligned,
     check_inputs,
     chunk_of,

@@ -19,7 +19,7 @@ neither overflows nor drowns in half precision at any N (dS alone grows like √
 import triton
 import triton.language as tl
 
-from .lln_triton_forward import _features, _log_normaliser, _offset, _real_keys, _rows
+from lln_fairseq.ops.lln_triton_forward import _features, _log_normaliser, _offset, _real_keys, _rows
 
 
 @triton.jit

@@ -10,8 +10,16 @@ dk = dxᵀ q · SCALE, dv = pᵀ do. A, dA, W and p are recomputed; nothing as l
 import triton
 import triton.language as tl
 
-from .lln_triton_backward import _exp_keys, _keys_times_state, _state_scale, _times_state_transposed
-from .lln_triton_forward import _dropout_scale, _features, _log_normaliser, _offset, _real_keys, _rows, _same_block
+from lln_fairseq.ops.lln_triton_backward import _exp_keys, _keys_times_state, _state_scale, _times_state_transposed
+from lln_fairseq.ops.lln_triton_forward import (
+    _dropout_scale,
+    _features,
+    _log_normaliser,
+    _offset,
+    _real_keys,
+    _rows,
+    _same_block,
+)
 
 
 @triton.jit

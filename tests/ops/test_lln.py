@@ -5,6 +5,7 @@ import torch
 
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
+from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import (
     FLOAT32_FORWARD,
     FLOAT32_GRADIENT,
@@ -190,7 +191,9 @@ def test_autocast_keeps_the_half_dtype():
         (dict(key_padding_mask=torch.zeros(1, 4)), "bool"),
         (dict(key_padding_mask=torch.zeros(4, 1, dtype=torch.bool)), "shape"),
         (dict(alpha=torch.zeros(3)), "alpha"),
-        (dict(backend="cuda"), "choose from"),
+        (dict(backend="cuda"), "choose from auto, torch, triton"),
+        (dict(backend="triton"), "cannot run here: .*head dims"),
+        (dict(backend="triton", q=torch.zeros(1, 2, 4, 8).double()), "share one floating-point dtype"),
         (dict(block_size=0), "block_size"),
         (dict(dropout_p=1.0), "dropout_p"),
     ],
@@ -199,3 +202,18 @@ def test_bad_input_is_refused(change, message):
     inputs = dict(zip("qkv", torch.zeros(3, 1, 2, 4, 8), strict=True), alpha=1.0, beta=1.0)
     with pytest.raises(ValueError, match=message):
         lln_diag_attention(**inputs | change)
+
+
+def test_dispatch(monkeypatch):
+    q, k, v = random_qkv(length=20, dim=32)
+    expected = lln_diag_attention(q, k, v, 2.0, 2.0, backend="torch")
+    assert torch.equal(lln_diag_attention(q, k, v, 2.0, 2.0), expected)  # auto on a CPU
+    with pytest.raises(ValueError, match="blocks of 16 to 256 tokens, not 7"):
+        lln_diag_attention(q, k, v, 2.0, 2.0, block_size=7, backend="triton")
+    kernels = lln_diag_attention(q, k, v, 2.0, 2.0, backend="triton")  # interpreted, see conftest.py
+    assert relative_rms(kernels, expected) <= FLOAT32_FORWARD
+    for matched, fused in zip(match_moments(q, k), match_moments(q, k, backend="triton"), strict=True):
+        torch.testing.assert_close(matched, fused)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        lln_attention(q, k, v, 2.0, 2.0, backend="triton")
