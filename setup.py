@@ -21,6 +21,7 @@ setup(
         "ve-fairseq==0.12.3",
         "hydra-core>=1.3.2,<1.4",
         "sentencepiece>=0.2",
+        "tiktoken>=0.8",
         "tensorboard>=2.15",
         "matplotlib>=3.8",
         "tqdm>=4.66",

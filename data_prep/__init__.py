@@ -1,6 +1,7 @@
 """Programs that turn public text into fairseq's binary format; run them as `python -m data_prep.<name>` from here.
 
-A program is its sources, its reading of them and its expected counts. What programs share, one concern a file:
-command (errors and exit codes), fetch (archives, checksums, atomic files), text (cleaning, splits), tokenizers,
+Programs: demo, wikitext103, glue; and fetch, tokenizers for one step alone. What they share, one concern a file:
+command (errors and exit codes), files (atomic writes), archives (reading), mirrors and fetch (published files, the
+cache), text (lines, cleaning, splits), tokenizers, vocabulary (a tokenizer with its dict.txt), encode (parallel),
 binarize (fairseq's format), manifest (the output directory). Nothing here imports lln_fairseq.
 """

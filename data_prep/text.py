@@ -1,9 +1,13 @@
-"""Text: cleaning, the form in which two sentences count as the same, and the split that a sentence belongs to."""
+"""Text: reading lines, cleaning, when two sentences count as the same, and the split that a sentence belongs to."""
 
 import hashlib
 import html
 import re
 import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
+
+from data_prep.command import DataError
 
 SPLITS = ("train", "valid", "test")
 
@@ -36,3 +40,40 @@ def split_of(text: str) -> str:
     """
     bucket = int.from_bytes(hashlib.sha256(sentence_key(text).encode()).digest()[:8], "big") % 10
     return {0: "valid", 1: "test"}.get(bucket, "train")
+
+
+def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterator[str]:
+    """The lines of a UTF-8 file without their ends (LF or CRLF) and a BOM; no other character ends a line.
+
+    With `limit` it stops before the line that would make it more than so many bytes. Raises DataError with `name` and
+    the number of the line that is not UTF-8.
+    """
+    total = 0
+    for number, raw in enumerate(stream, start=1):
+        total += len(raw)
+        if limit is not None and total > limit:
+            return
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
+        yield line.removesuffix("\n").removesuffix("\r")
+
+
+def spread_sample(lines: Iterable[str], limit: int) -> list[str]:
+    """Every k-th non-empty line, k the smallest power of two for which they have at most `limit` characters.
+
+    One pass and at most `limit` characters in memory; nothing is random.
+    """
+    kept: list[str] = []
+    size, stride = 0, 1
+    for number, line in enumerate(line for line in lines if line):
+        if number % stride:
+            continue
+        kept.append(line)
+        size += len(line)
+        while size > limit and len(kept) > 1:
+            stride *= 2
+            kept = kept[::2]
+            size = sum(map(len, kept))
+    return kept

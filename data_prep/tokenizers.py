@@ -1,39 +1,72 @@
-"""Tokenizers behind one interface: a line of text to the symbols of a fairseq dictionary and back.
+"""Tokenizers behind one interface: lines of text to integer ids and to the symbols of a fairseq dictionary, and back.
 
-Implemented: SentencePiece, trained here. A further tokenizer is one more subclass of Tokenizer.
+    python -m data_prep.tokenizers --text FILE --out DIR      trains SentencePiece; `--tokenizer DIR` uses it
+
+Implemented: SentencePiece, trained here, and the byte-level BPE of GPT-2. A further tokenizer is one more subclass of
+Tokenizer and one more row of TOKENIZERS.
 """
 
+import argparse
 import io
+import json
+import re
+import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from typing import ClassVar
 
-from data_prep.command import DataError
+import numpy as np
+
+from data_prep.command import DataError, run_command, say
+from data_prep.files import write_bytes
+from data_prep.text import read_lines, spread_sample
 
 # What fairseq's Dictionary always puts first, in this order; never written to dict.txt.
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+VOCAB_SIZE = 32000
+TRAIN_CHARACTERS = 20_000_000  # for a new model; more changes little and costs memory (unigram: 30 times it)
+_OTHER_SPACE = re.compile(r"[^\S ]")
 MASK = "<mask>"  # the masked_lm and sentence_prediction tasks append it themselves
 
 
 class Tokenizer(ABC):
-    """What the programs need of a tokenizer. Symbols hold no white space; one that is not in `symbols()` is <unk>."""
+    """What the programs need of a tokenizer. Symbols hold no white space; None stands for an id without a symbol."""
+
+    kind: ClassVar[str]
+    files: Mapping[str, bytes]  # what it is made of, by file name: kept beside the data, sent to other processes
 
     @abstractmethod
-    def symbols(self) -> list[str]:
-        """All symbols of the vocabulary in the order of dict.txt, without fairseq's special ones."""
+    def symbols_by_id(self) -> list[str | None]:
+        """The dictionary's symbol for each id of the tokenizer; None (control, unknown) becomes <unk>."""
 
     @abstractmethod
-    def encode(self, line: str) -> list[str]:
-        """The symbols of one line of text."""
+    def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
+        """The tokenizer's own ids of each line."""
 
     @abstractmethod
     def decode(self, symbols: Sequence[str]) -> str:
         """The text of these symbols: decode(encode(line)) == line for clean text with known characters."""
 
+    def symbols(self) -> list[str]:
+        """All symbols of the vocabulary in the order of their ids, without fairseq's special ones."""
+        return [symbol for symbol in self.symbols_by_id() if symbol is not None]
+
+    def encode(self, line: str) -> list[str]:
+        """The symbols of one line of text."""
+        return [self._symbols_by_id[i] or "<unk>" for i in self.encode_ids([line])[0]]
+
+    @cached_property
+    def _symbols_by_id(self) -> list[str | None]:
+        return self.symbols_by_id()
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model file, used by the SentencePiece library (fairseq: `--bpe sentencepiece`)."""
+
+    kind = "sentencepiece"
 
     def __init__(self, model: bytes) -> None:
         from sentencepiece import SentencePieceProcessor  # here: a finished run must not pay for the import
@@ -42,14 +75,15 @@ class SentencePieceTokenizer(Tokenizer):
             self.processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise DataError(f"not a SentencePiece model: {error}") from error
+        self.files = {"spm.model": model}
 
-    def symbols(self) -> list[str]:
-        processor = self.processor
-        ids = range(processor.get_piece_size())
-        return [processor.id_to_piece(i) for i in ids if not processor.is_control(i) and not processor.is_unknown(i)]
+    def symbols_by_id(self) -> list[str | None]:
+        p = self.processor
+        ids = range(p.get_piece_size())
+        return [None if p.is_control(i) or p.is_unknown(i) else p.id_to_piece(i) for i in ids]
 
-    def encode(self, line: str) -> list[str]:
-        return self.processor.encode(line, out_type=str)
+    def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
+        return self.processor.encode(list(lines), out_type=int, num_threads=1)
 
     def decode(self, symbols: Sequence[str]) -> str:
         return self.processor.decode_pieces(list(symbols))
@@ -60,25 +94,99 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join(f"{self.processor.id_to_piece(i)}\t{self.processor.get_score(i):g}\n" for i in ids)
 
 
-def train_sentencepiece(lines: Sequence[str], vocab_size: int) -> bytes:
-    """Train a byte-pair SentencePiece model on `lines`; the same lines and size give the same bytes.
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's alphabet: a printable letter for every byte, the byte's own where that is printable."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {**{chr(byte): byte for byte in own}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
 
-    For that: one thread, no sampling of the input, no path in the model (text and model pass through memory), and
-    byte-pair merges, which count and do not do floating-point EM. Every character of `lines` is in the vocabulary
-    and no normalisation is applied, so the text survives encoding and decoding. `vocab_size` counts SentencePiece's
-    three special pieces. Raises DataError where the text is too small, or has too many characters, for it.
+
+class GPT2Tokenizer(Tokenizer):
+    """Byte-level BPE from encoder.json and vocab.bpe (fairseq: `--bpe gpt2`), with the ids of fairseq's GPT2BPE.
+
+    tiktoken merges two neighbours when their concatenation is a token, GPT-2 when the pair is a merge. That is the same
+    for a vocabulary in which every token encodes to itself, and a test holds it against fairseq's encoder.
+    The symbol of id i is the decimal number i.
+    """
+
+    kind = "gpt2"
+    _PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+    def __init__(self, encoder_json: bytes, vocab_bpe: bytes) -> None:
+        import tiktoken  # here: a finished run must not pay for the import
+
+        try:
+            ids = json.loads(encoder_json)
+            merges = [tuple(line.split()) for line in vocab_bpe.decode().split("\n")[1:-1]]
+            letters = _byte_letters()
+            tokens = [*letters, *(left + right for left, right in merges)]
+            ranks = {bytes(letters[c] for c in token): ids[token] for token in tokens}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"encoder.json and vocab.bpe are no byte-level BPE that belong together: {error}"
+            ) from error
+        if [ids[token] for token in tokens[len(letters) :]] != list(range(len(letters), len(tokens))):
+            raise DataError("encoder.json does not number the tokens in the order of vocab.bpe's merges")
+        special = {token: i for token, i in ids.items() if i >= len(tokens)}  # <|endoftext|>: never made from text
+        self.encoding = tiktoken.Encoding("gpt2", pat_str=self._PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        self.files = {"encoder.json": encoder_json, "vocab.bpe": vocab_bpe}
+
+    def symbols_by_id(self) -> list[str | None]:
+        return [str(i) for i in range(self.encoding.n_vocab)]
+
+    def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
+        return [self.encoding.encode_ordinary(line) for line in lines]
+
+    def decode(self, symbols: Sequence[str]) -> str:
+        return self.encoding.decode([int(symbol) for symbol in symbols])
+
+
+TOKENIZERS: dict[str, type[Tokenizer]] = {cls.kind: cls for cls in (SentencePieceTokenizer, GPT2Tokenizer)}
+TOKENIZER_FILES = {"sentencepiece": ("spm.model",), "gpt2": ("encoder.json", "vocab.bpe")}
+
+
+def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
+    """The tokenizer of these files, as `Tokenizer.kind` and `Tokenizer.files` name them."""
+    return TOKENIZERS[kind](*(files[name] for name in TOKENIZER_FILES[kind]))
+
+
+def flat_ids(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of all lines in one array, and the length of each line."""
+    lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+    return np.fromiter(chain.from_iterable(encoded), dtype=np.int32, count=int(lengths.sum())), lengths
+
+
+def train_sentencepiece(
+    lines: Iterable[str], vocab_size: int, model_type: str = "bpe", byte_fallback: bool = False
+) -> bytes:
+    """Train a SentencePiece model ("bpe" or "unigram") on `lines`; the same input gives the same bytes.
+
+    For that: one thread, no sampling of the input, no path in the model (text and model pass through memory). No
+    normalisation is applied, so the text survives encoding and decoding. Without `byte_fallback` every character of
+    `lines` is in the vocabulary; with it the rarest 0.05% of characters, every unseen one and every space are spelt
+    exactly too, as bytes: for a corpus with thousands of characters. `vocab_size` counts SentencePiece's three special
+    pieces. Raises DataError where the text is too small, or has too many characters, for it.
     """
     import sentencepiece
 
-    model = io.BytesIO()
+    model, count = io.BytesIO(), 0
+
+    def counted() -> Iterable[str]:
+        nonlocal count
+        for line in lines:
+            count += 1
+            # Other white space (no-break spaces) must not get into a symbol: dictionaries separate symbols by it.
+            yield _OTHER_SPACE.sub(" ", line) if byte_fallback else line
+
+    coverage = {"character_coverage": 0.9995, "byte_fallback": True, "remove_extra_whitespaces": False}
     sentencepiece.set_random_generator_seed(1)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(list(lines)),
+            sentence_iterator=iter(counted()),
             model_writer=model,
-            model_type="bpe",
+            model_type=model_type,
             vocab_size=vocab_size,
-            character_coverage=1.0,
+            **(coverage if byte_fallback else {"character_coverage": 1.0}),
             normalization_rule_name="identity",
             num_threads=1,
             max_sentence_length=1 << 24,  # bytes; longer lines would be left out silently
@@ -86,16 +194,15 @@ def train_sentencepiece(lines: Sequence[str], vocab_size: int) -> bytes:
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).rpartition("] ")[2] or error  # without the place in SentencePiece's sources
-        raise DataError(f"SentencePiece cannot train {vocab_size} pieces on {len(lines)} lines: {reason}") from error
+        raise DataError(f"SentencePiece cannot train {vocab_size} pieces on {count} lines: {reason}") from error
     return model.getvalue()
 
 
-def count_symbols(tokenizer: Tokenizer, lines: Iterable[str]) -> Counter[str]:
-    """How often each symbol occurs in `lines`."""
-    counts: Counter[str] = Counter()
-    for line in lines:
-        counts.update(tokenizer.encode(line))
-    return counts
+def train_on_corpus(lines: Iterable[str], vocab_size: int, model_type: str) -> SentencePieceTokenizer:
+    """A tokenizer for a corpus of any size and any characters, trained on TRAIN_CHARACTERS spread over all of it."""
+    sample = spread_sample(lines, TRAIN_CHARACTERS)
+    say(f"training a SentencePiece model of {vocab_size} pieces on {sum(map(len, sample)) / 1e6:.1f} M characters")
+    return SentencePieceTokenizer(train_sentencepiece(sample, vocab_size, model_type, byte_fallback=True))
 
 
 def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved: int = 0, multiple: int = 8) -> str:
@@ -117,3 +224,33 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
 def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     """The tokenizer of a model file. Raises DataError where it is none."""
     return SentencePieceTokenizer(path.read_bytes())
+
+
+def _train_command(text: Sequence[Path], out: Path, vocab_size: int, model_type: str) -> None:
+    def lines() -> Iterable[str]:
+        for path in text:
+            with path.open("rb") as stream:
+                yield from map(str.strip, read_lines(stream, str(path)))
+
+    if (out / "spm.model").exists():
+        raise DataError(f"{out / 'spm.model'} is there already; remove it or choose another directory")
+    tokenizer = train_on_corpus(lines(), vocab_size, model_type)
+    write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
+    write_bytes(out / "spm.model", tokenizer.files["spm.model"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.tokenizers", description="Train a SentencePiece model that keeps every text."
+    )
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 files, one sentence or line a line")
+    parser.add_argument("--out", type=Path, required=True, help="directory for spm.model and spm.vocab")
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="pieces (%(default)s)")
+    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(%(default)s)")
+    a = parser.parse_args(argv)
+    return run_command(lambda: _train_command(a.text, a.out, a.vocab_size, a.model_type))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

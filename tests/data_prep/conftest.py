@@ -1,14 +1,23 @@
-"""A small archive in the format of the real one, made here: the tests of data preparation need no network."""
+"""Small data in the formats of the real ones, made here: the tests of data preparation need no network."""
 
 import io
+import itertools
+import json
+import os
 import random
+import signal
 import tarfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import regex
 
 from data_prep.demo import DemoSource
-from data_prep.fetch import Sdist, sha256_of
+from data_prep.files import sha256_of
+from data_prep.mirrors import PipMirror, Published
+from data_prep.tokenizers import GPT2Tokenizer, _byte_letters
 
 VOCAB_SIZE = 150
 GOOD, BAD = ["wonderful", "superb", "touching", "delightful"], ["dreadful", "tedious", "clumsy", "hollow"]
@@ -60,12 +69,19 @@ MOVIES = [
 
 def write_archive(path: Path, files: dict[str, bytes], **options: dict[str, str]) -> DemoSource:
     """Write a nested archive with these snippet files (the first are the movies); return what describes it."""
-    inner = tar_gz({**{f"in/{name}": content for name, content in files.items()}, "../../escape.txt": b"x"}, **options)
-    outer = {"/tmp/absolute.txt": b"x", "pkg-1/setup.py": b"raise SystemExit('never run')", "pkg-1/inner.tar.gz": inner}
+    inner = tar_gz({f"in/{name}": content for name, content in files.items()}, **options)
+    outer = {"pkg-1/setup.py": b"raise SystemExit('never run')", "pkg-1/inner.tar.gz": inner}
     path.write_bytes(tar_gz(outer))
     movies, *others = (f"in/{name}" for name in files)
-    sdist = Sdist(project="pkg", version="1", filename="pkg-1.tar.gz", sha256=sha256_of(path))
-    return DemoSource(sdist, inner="pkg-1/inner.tar.gz", movies=movies, others=tuple(others), expected={})
+    published = Published("pkg-1.tar.gz", sha256_of(path), pip=PipMirror("pkg", "1", "pkg-1.tar.gz"))
+    return DemoSource(published, inner="pkg-1/inner.tar.gz", movies=movies, others=tuple(others), expected={})
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of published files; nothing of the user's is seen or changed."""
+    monkeypatch.setenv("LLN_DATA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -88,3 +104,77 @@ def archive(tmp_path: Path) -> Path:
 @pytest.fixture
 def source(archive: Path, files: dict[str, bytes]) -> DemoSource:
     return write_archive(archive, files)
+
+
+def tree(out: Path) -> dict[str, bytes]:
+    """Every file below `out`."""
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+def small_gpt2(folder: Path, text: str, merges: int = 300) -> Path:
+    """A directory with encoder.json, vocab.bpe and dict.txt of a byte-level BPE learnt from `text`."""
+    letters = [letter for letter, _ in sorted(_byte_letters().items())]
+    byte_letter = {byte: letter for letter, byte in _byte_letters().items()}
+    words = [[byte_letter[b] for b in word.encode()] for word in regex.findall(GPT2Tokenizer._PATTERN, text)]
+    learnt: list[tuple[str, str]] = []
+    while len(learnt) < merges:
+        pairs = Counter(pair for word in words for pair in itertools.pairwise(word))
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        learnt.append(best)
+        for word in words:
+            i = 0
+            while i + 1 < len(word):
+                if (word[i], word[i + 1]) == best:
+                    word[i : i + 2] = ["".join(best)]
+                i += 1
+    tokens = [*_byte_letters(), *map("".join, learnt), "<|endoftext|>"]
+    assert len(set(tokens)) == len(tokens) == len(letters) + merges + 1
+    folder.mkdir()
+    (folder / "encoder.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (folder / "vocab.bpe").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in learnt), encoding="utf-8")
+    order = random.Random(0).sample(range(len(tokens)), len(tokens))  # the real one is not in order either
+    (folder / "dict.txt").write_text("".join(f"{i} 1\n" for i in order) + "madeupword0000 0\n")
+    return folder
+
+
+TEXT = (
+    "It isn't the film's story\u00a0– we've seen 1234 cafés, naïve  plots and “quotes”; they'll say: 你好 🙂!\n\n" * 3
+)
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_gpt2(tmp_path_factory.mktemp("bpe") / "gpt2", TEXT + " ".join(WORDS + GOOD + BAD) * 2, merges=150)
+
+
+def killed_everywhere(build: Callable[[], object], out: Path) -> None:
+    """Run build() in child processes that are killed (SIGKILL) before or after their n-th rename, n = 1, 2, ..., each
+    going on from what the last has left, until one comes through; then once more undisturbed."""
+    replace = os.replace
+    for step in range(200):
+        child = os.fork()
+        if child == 0:
+            left = step // 2 % 5 + 1
+
+            def killing(source: Path, target: Path, after: int = step % 2) -> None:
+                nonlocal left
+                left -= 1
+                if left and not after:
+                    return replace(source, target)
+                if after:
+                    replace(source, target)
+                if not left:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            os.replace = killing
+            try:
+                build()
+            finally:
+                os._exit(0)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+            break
+    else:
+        raise AssertionError("never came through")
+    assert step > 5
+    build()
+    assert not list(out.rglob("*.part"))

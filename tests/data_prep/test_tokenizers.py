@@ -4,7 +4,7 @@ import pytest
 from fairseq.data import Dictionary
 
 from data_prep.command import DataError
-from data_prep.tokenizers import SentencePieceTokenizer, dictionary_text, train_sentencepiece
+from data_prep.tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, main, train_sentencepiece
 
 LINES = [f"The {a} {b} isn't “{c}” – é½ {a}{c}." for a in ("film", "plot") for b in ("that", "we") for c in "xyz"] * 3
 
@@ -52,3 +52,14 @@ def test_dictionary_gives_symbol_i_the_id_4_plus_i(tmp_path):
 def test_dictionary_refuses_what_fairseq_cannot_read(symbols):
     with pytest.raises(DataError, match="cannot stand in a fairseq dictionary"):
         dictionary_text(symbols, {})
+
+
+def test_command(tmp_path, capfd):
+    (tmp_path / "text").write_text("\n".join(LINES), encoding="utf-8")
+    arguments = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--vocab-size", "310"]
+    assert main(arguments) == 0
+    tokenizer = load_sentencepiece(tmp_path / "out/spm.model")
+    assert tokenizer.decode(tokenizer.encode("é ж")) == "é ж"
+    capfd.readouterr()
+    assert main(arguments) == 1
+    assert "is there already" in capfd.readouterr().err

