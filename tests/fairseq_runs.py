@@ -7,9 +7,7 @@ import re
 import sys
 
 import fairseq_cli.train
-from fairseq.data import Dictionary
-
-from data_prep.binarize import binarize
+from fairseq.data import Dictionary, indexed_dataset
 
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -23,6 +21,16 @@ def make_dictionary(path, symbols):
     return path
 
 
+def binarize(lines, dictionary, prefix):
+    """What fairseq-preprocess writes."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    vocabulary = Dictionary.load(str(dictionary))
+    builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=len(vocabulary))
+    for line in lines:
+        builder.add_item(vocabulary.encode_line(line, add_if_not_exist=False))
+    builder.finalize(f"{prefix}.idx")
+
+
 def sentences(count, seed):
     generator = random.Random(seed)
     return [" ".join(generator.choices(WORDS, k=generator.randint(3, 40))) for _ in range(count)]
@@ -31,7 +39,7 @@ def sentences(count, seed):
 def make_corpus(directory, sizes=(("train", 60), ("valid", 11))):
     dictionary = make_dictionary(directory / "dict.txt", WORDS)
     for seed, (split, count) in enumerate(sizes):
-        binarize(sentences(count, seed), str.split, dictionary, directory / split)
+        binarize(sentences(count, seed), dictionary, directory / split)
     return directory
 
 
@@ -40,8 +48,8 @@ def make_classification(directory, sizes=(("train", 60), ("valid", 11))):
     labels = make_dictionary(directory / "label" / "dict.txt", ["0", "1"])
     for seed, (split, count) in enumerate(sizes):
         lines = sentences(count, seed)
-        binarize(lines, str.split, words, directory / "input0" / split)
-        binarize([str(int("w1 " in line)) for line in lines], str.split, labels, directory / "label" / split)
+        binarize(lines, words, directory / "input0" / split)
+        binarize([str(int("w1 " in line)) for line in lines], labels, directory / "label" / split)
     return directory
 
 
