@@ -11,6 +11,7 @@ For every length the batch holds the same number of tokens. Columns:
 """
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lln_fairseq.ops import lln_triton
+from lln_fairseq.ops import lln, lln_triton
 
 PASSES = {"lln_diag": (6, 15), "lln": (4, 11)}  # tensors moved forward, and forward + backward
 
@@ -75,28 +76,11 @@ def peak_megabytes(function: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None) -> Tensor:
-    """A (Wᵀv), and SDPA over blocks, in torch operations."""
-    y = beta[..., None, None] * k.float()
-    features = (alpha[..., None, None] * q.float() + y.logsumexp(-2, keepdim=True)).softmax(-1).to(q.dtype)
-    out = features @ (y.softmax(-2).to(q.dtype).transpose(-2, -1) @ v)
-    if block_size is None:
-        return out
-    blocks = [x.unflatten(-2, (-1, block_size)).flatten(0, 2) for x in (q, k, v)]
-    return (out + F.scaled_dot_product_attention(*blocks).view_as(q)) / 2
-
-
 def torch_path(block_size: int | None) -> Callable[..., Tensor]:
-    """The PyTorch backend of lln_fairseq.ops.lln; the formula where that module is missing."""
-    try:
-        from lln_fairseq.ops import lln
-    except ImportError:
-        return lambda q, k, v, alpha, beta: formula(q, k, v, alpha, beta, block_size)
+    """The PyTorch backend of the same mechanism."""
     if block_size is None:
-        return lambda q, k, v, alpha, beta: lln.lln_attention(q, k, v, alpha, beta, backend="torch")
-    return lambda q, k, v, alpha, beta: lln.lln_diag_attention(
-        q, k, v, alpha, beta, block_size=block_size, backend="torch"
-    )
+        return functools.partial(lln.lln_attention, backend="torch")
+    return functools.partial(lln.lln_diag_attention, block_size=block_size, backend="torch")
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
@@ -144,7 +128,7 @@ def report(name: str, block_size: int | None, args: argparse.Namespace, bandwidt
             block_size if length % (block_size or 1) == 0 else None,
         )
         leaves = [x.requires_grad_() for x in one[:3]]
-        expected = formula64(*leaves, *factors)
+        expected = oracle(*leaves, *factors)
         expected = [expected.detach(), *torch.autograd.grad(expected, leaves, one[3])]
         found = [ours(q, k, v), *both(ours, [q, k, v], do)()]
         error = max(relative_rms(x[:1, :1], y) for x, y in zip(found, expected, strict=True))
@@ -168,8 +152,8 @@ def report(name: str, block_size: int | None, args: argparse.Namespace, bandwidt
     return good
 
 
-def formula64(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None) -> Tensor:
-    """`formula` in the float64 of its inputs, without rounding in between."""
+def oracle(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None) -> Tensor:
+    """A (Wᵀv), or its mean with softmax over blocks, in the float64 of its inputs; N a multiple of the block size."""
     y = beta[..., None, None] * k
     out = (alpha[..., None, None] * q + y.logsumexp(-2, keepdim=True)).softmax(-1) @ (y.softmax(-2).mT @ v)
     if block_size is None:
