@@ -11,6 +11,8 @@ import logging
 def _register_with_fairseq() -> None:
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
+    # fairseq asks for tensorboardX on import, for a task that has nothing to do with this.
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.ERROR)
     from lln_fairseq import checkpoint, errors, models, tasks  # noqa: F401  the last two register on import
 
     # Importing fairseq makes the root logger print everything that any library has to say; the caller's choice stands.
