@@ -2,6 +2,8 @@
 
 import torch
 
+from lln_fairseq.ops._memory import forget_scratch
+
 # Relative RMS error. float32 is measured against a float64 oracle; half precision against the error that the
 # plain PyTorch formula makes in the same dtype: error <= factor * that + floor.
 FLOAT32_FORWARD = 1e-5
@@ -40,6 +42,7 @@ def random_padding(batch, length, seed=0, full_row=False, device="cpu"):
 
 def poison_empty(monkeypatch):
     """Fills torch.empty and torch.empty_like with NaN, so that a result that is not written shows."""
+    forget_scratch()
     for name in ("empty", "empty_like"):
         original = getattr(torch, name)
         monkeypatch.setattr(

@@ -117,7 +117,7 @@ class _Run:
 
 def _features(run: _Run, q: Tensor, alpha: Tensor, log_sum: Tensor) -> Tensor:
     """A = softmax_d(α q + L): every row a distribution over the features."""
-    x = torch.mul(q, alpha, out=run.scratch("x", *q.shape)).add_(log_sum)
+    x = torch.addcmul(log_sum, q, alpha, out=run.scratch("x", *q.shape))
     return torch.softmax(x, dim=-1, out=run.scratch("a", *q.shape))
 
 
@@ -155,7 +155,7 @@ def _lln_backward(
         dalpha[group] = torch.mul(q, dx, out=a).sum(dim=(1, 2), keepdim=True)
     dx.mul_(alpha)
 
-    w = torch.mul(k, beta, out=run.scratch("x", *k.shape)).sub_(log_sum).exp_()
+    w = torch.addcmul(-log_sum, k, beta, out=run.scratch("x", *k.shape)).exp_()
     if run.padding is not None:
         w.masked_fill_(run.padding[group, :, None], 0.0)
     torch.bmm(w, dstate, out=dv)
