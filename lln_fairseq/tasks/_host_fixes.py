@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.errors import InputError
+from lln_fairseq.tasks._resume import ExactResume
 
 
-class HostFixes:
+class HostFixes(ExactResume):
     """Goes in front of a fairseq task."""
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
