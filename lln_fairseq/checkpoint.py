@@ -65,7 +65,7 @@ def loading(model: nn.Module, task: Any, path: str) -> Iterator[None]:
     """
     if os.path.isfile(path):
         state = peek(path)
-        check_dictionary(state, model, task, path)
+        check_dictionary(state, task, path)
         for difference in attention_differences(state, model):
             logger.warning(f"{path} was trained with {difference}")
     yield
@@ -87,7 +87,7 @@ def peek(path: str) -> dict[str, Any]:
         raise InputError(f"cannot load {path}: {str(error).splitlines()[0] or type(error).__name__}") from error
 
 
-def check_dictionary(state: Mapping[str, Any], model: nn.Module, task: Any, path: str) -> None:
+def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
     """Raises InputError if the model of the checkpoint was trained with another dictionary than the task has."""
     ours, message = (
         task.source_dictionary,

@@ -63,7 +63,8 @@ class Counts:
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
     """Pearson's correlation, in [-1, 1]; 0 where one of them is constant."""
-    x, y = (np.asarray(values, dtype=np.float64) - np.mean(values, dtype=np.float64) for values in (x, y))
+    x, y = (np.asarray(values, dtype=np.float64) for values in (x, y))
+    x, y = x - x.mean(), y - y.mean()
     spread = np.sqrt((x @ x) * (y @ y))
     return float(x @ y / spread) if spread > 0 else 0.0
 

@@ -49,12 +49,13 @@ class ExactResume:
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """Called by fairseq when it saves; becomes part of the checkpoint's extra_state."""
-        state = {"dictionary": dictionary_hash(self.source_dictionary), "overflows": self.overflows}
+        state: dict[str, Any] = {"overflows": self.overflows}
         if scaler := self.scaler:
             state["scaler"] = {name: getattr(scaler, name) for name in SCALER_STATE}
             state["masters"] = [master.detach().cpu() for master in self._masters()]
         # fairseq looks its tasks' state up by class name, and checkpoint.py by ours
-        return {type(self).__name__: state, OUR_STATE: {"dictionary": state["dictionary"]}}
+        data = {"dictionary": dictionary_hash(self.source_dictionary), "labels": getattr(self, "labels", [])}
+        return {type(self).__name__: state, OUR_STATE: data}
 
     def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
         """Called by fairseq when it resumes a run; not when it fine-tunes."""
