@@ -41,8 +41,9 @@ class Outputs:
     targets: Tensor | None  # (rows,) class numbers or scores
 
 
-def load(checkpoint: str, data: str) -> tuple[Any, Any]:
-    """The model, in evaluation mode on the GPU if there is one, and its task with `data` as its data directory.
+def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
+    """The model, in evaluation mode on the GPU if there is one, and its task with `data` as its data directory, or the
+    one that it was fine-tuned on.
 
     Raises: InputError for a checkpoint that is missing, cannot be read or was not fine-tuned, and for data without
     dictionaries, or with another dictionary or other labels than the checkpoint was trained with.
@@ -50,7 +51,7 @@ def load(checkpoint: str, data: str) -> tuple[Any, Any]:
     if not Path(checkpoint).is_file():
         raise InputError(f"no such checkpoint: {checkpoint}")
     state = peek(checkpoint)
-    overrides = {"data": data, "cpu": not torch.cuda.is_available()}
+    overrides = {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {})
     task_name = (state.get("cfg") or {}).get("task", {}).get("_name")
     if not str(task_name).endswith("sentence_prediction"):
         raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
@@ -59,7 +60,7 @@ def load(checkpoint: str, data: str) -> tuple[Any, Any]:
     check_dictionary(state, task, checkpoint)
     trained = our_state(state).get("labels", [])
     if trained and trained != task.labels:
-        raise InputError(f"{checkpoint} was trained with the labels {trained}, {data} has {task.labels}, in this order")
+        raise InputError(f"{checkpoint} was trained with the labels {trained}, {task.cfg.data} has {task.labels}")
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=full)
     except (RuntimeError, KeyError) as error:
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m lln_fairseq.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
-    parser.add_argument("data", help="a binarised data directory with input0, and label where there are labels")
+    parser.add_argument("data", nargs="?", help="a binarised data directory (default: that of the fine-tuning)")
     parser.add_argument("--split", default="valid", help="train, valid, valid1, test ... (default: valid)")
     parser.add_argument("--json", type=Path, help="also write the score to this file")
     parser.add_argument("--predict", type=Path, help="write a label for every row to this file, e.g. SST-2.tsv")
@@ -146,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         model, task = load(args.checkpoint, args.data)
         outputs = run(model, task, args.split)
         if outputs.targets is None and (args.json or not args.predict):
-            raise InputError(f"split '{args.split}' of {args.data} has no labels to score: use --predict OUT.tsv")
+            raise InputError(f"split '{args.split}' of {task.cfg.data} has no labels to score: use --predict OUT.tsv")
         if args.predict:
             write_predictions(args.predict, predictions(task, outputs, args.scale))
             print(f"{args.split}: {len(outputs.logits)} predictions in {args.predict}")

@@ -1,5 +1,6 @@
 """Settings that contradict each other or the machine, found before the first update."""
 
+import logging
 import os
 from typing import Any
 
@@ -7,15 +8,17 @@ import torch
 
 from lln_fairseq.errors import InputError
 
+logger = logging.getLogger(__name__)
+
 LAST = "checkpoint_last.pt"
 
 
 def check_run(cfg: Any) -> None:
-    """Checks a complete fairseq configuration of any task.
+    """Checks a complete fairseq configuration of any task, and splits its global batch over the devices.
 
     Raises: InputError for the first contradiction.
     """
-    for check in (check_restore_file, check_precision, check_global_batch):
+    for check in (check_restore_file, check_precision, split_global_batch):
         check(cfg)
 
 
@@ -63,16 +66,29 @@ def check_precision(cfg: Any) -> None:
         )
 
 
-def check_global_batch(cfg: Any) -> None:
-    """batch_size x update_freq x workers must be the batch that the recipe states in task.global_batch."""
-    wanted = cfg.task.get("global_batch") if hasattr(cfg.task, "get") else getattr(cfg.task, "global_batch", None)
+def split_global_batch(cfg: Any) -> None:
+    """Sets dataset.batch_size and optimization.update_freq such that one update sees task.global_batch sequences.
+
+    batch_size is then the number of sequences that fit on a device: it is kept, or lowered where the share of a device
+    is smaller, and update_freq follows. An update_freq that is given, other than 1, must give that product as it is.
+
+    Raises: InputError where the global batch cannot be split in this way.
+    """
+    wanted = getattr(cfg.task, "global_batch", None)
     if not wanted:
         return
     size, workers = cfg.dataset.batch_size, cfg.distributed_training.distributed_world_size
-    for frequency in cfg.optimization.update_freq:
+    given = list(cfg.optimization.update_freq)
+    if size is not None and given == [1] and wanted % workers == 0:
+        share = wanted // workers
+        size = min(size, share)
+        given = [max(share // size, 1)]
+    for frequency in given:
         if size is None or size * frequency * workers != wanted:
             raise InputError(
                 f"task.global_batch is {wanted} sequences an update, but dataset.batch_size {size} x "
                 f"optimization.update_freq {frequency} x {workers} workers is "
                 f"{'unknown' if size is None else size * frequency * workers}: change the split, or the recipe"
             )
+    cfg.dataset.batch_size, cfg.optimization.update_freq = size, given
+    logger.info(f"{wanted} sequences an update = {size} a device x update_freq {given} x {workers} workers")

@@ -11,8 +11,8 @@ class HostOptions:
     global_batch: Optional[int] = field(
         default=None,
         metadata={
-            "help": "sequences an update on all devices together; an error unless batch size x update freq x devices "
-            "is this number"
+            "help": "sequences an update on all devices together; batch size (what fits on a device) is kept or "
+            "lowered and update freq set to match, and what cannot match is an error"
         },
     )
     log_interval: int = II("common.log_interval")

@@ -11,7 +11,7 @@ from fairseq.file_io import PathManager
 from omegaconf import OmegaConf
 
 from lln_fairseq.errors import InputError, TrainingError
-from lln_fairseq.run_checks import check_precision
+from lln_fairseq.run_checks import check_precision, split_global_batch
 from tests.fairseq_runs import (
     CLASSIFICATION,
     MASKED_LM,
@@ -202,10 +202,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch):
     [
         (("--fp16",), "fp16 needs a GPU"),
         (("--distributed-world-size", 3), "3 workers, but this machine has 0 GPUs"),
-        (
-            ("--global-batch", 64),
-            "task.global_batch is 64 .*batch_size 8 x optimization.update_freq 1 x 1 workers is 8",
-        ),
+        (("--global-batch", 64, "--update-freq", 2), r"batch_size 8 x optimization.update_freq 2 x 1 workers is 16"),
         (("--finetune-from-model", "nowhere.pt"), "nowhere.pt: no such checkpoint"),
     ],
 )
@@ -221,10 +218,38 @@ def test_half_precision_that_hydra_would_ignore(kind):
         check_precision(OmegaConf.create({"common": common | {f"memory_efficient_{kind}": True}}))
 
 
-def test_a_global_batch_that_is_met(corpus, tmp_path, monkeypatch):
-    log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN,
-                "--global-batch", 16, "--update-freq", 2)  # fmt: skip
-    assert log["train"]
+GLOBAL_BATCHES = [  # global batch, batch size, update freq, workers -> batch size and update freq, or None: refused
+    ((256, 16, 1, 1), (16, 16)),
+    ((256, 16, 1, 8), (16, 2)),
+    ((32, 32, 1, 8), (4, 1)),
+    ((32, 8, 4, 1), (8, 4)),
+    ((32, 8, 2, 1), None),
+    ((32, 12, 1, 1), None),
+    ((32, 32, 1, 3), None),
+    ((32, None, 1, 1), None),
+    ((None, 8, 3, 5), (8, 3)),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), GLOBAL_BATCHES)
+def test_the_split_of_a_global_batch_over_devices(given, expected):
+    total, size, frequency, workers = given
+    cfg = OmegaConf.create({"task": {"global_batch": total}, "dataset": {"batch_size": size},
+                            "optimization": {"update_freq": [frequency]},
+                            "distributed_training": {"distributed_world_size": workers}})  # fmt: skip
+    if expected is None:
+        with pytest.raises(InputError, match=r"task\.global_batch is 32 .* change the split"):
+            split_global_batch(cfg)
+    else:
+        split_global_batch(cfg)
+        assert (cfg.dataset.batch_size, list(cfg.optimization.update_freq)) == (expected[0], [expected[1]])
+
+
+def test_an_update_sees_the_global_batch(corpus, tmp_path, monkeypatch):
+    for size in (4, 16, 32):
+        log = train(monkeypatch, tmp_path / f"{size}.log", corpus, tmp_path / f"{size}", *MASKED_LM, *LLN,
+                    "--global-batch", 16, "--batch-size", size, "--max-update", 2)  # fmt: skip
+        assert max(float(row["bsz"]) for row in log["train"]) == 16
 
 
 @pytest.mark.parametrize("symbols", [WORDS[:50], WORDS[::-1]])
