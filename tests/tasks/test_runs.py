@@ -245,7 +245,8 @@ def test_the_split_of_a_global_batch_over_devices(given, expected):
         assert (cfg.dataset.batch_size, list(cfg.optimization.update_freq)) == (expected[0], [expected[1]])
 
 
-def test_an_update_sees_the_global_batch(corpus, tmp_path, monkeypatch):
+def test_an_update_sees_the_global_batch(tmp_path, monkeypatch):
+    corpus = make_corpus(tmp_path / "corpus", sizes=(("train", 150), ("valid", 11)))
     for size in (4, 16, 32):
         log = train(monkeypatch, tmp_path / f"{size}.log", corpus, tmp_path / f"{size}", *MASKED_LM, *LLN,
                     "--global-batch", 16, "--batch-size", size, "--max-update", 2)  # fmt: skip
