@@ -5,12 +5,13 @@
     load_checkpoint             asked-for files that do not exist were ignored
     Trainer.load_checkpoint     whatever goes wrong became "please ensure that the architectures match"
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
-    call_main                   more workers than devices ended in a bare assertion
+    call_main                   more workers than devices ended in a bare assertion; --bf16 meant a TPU
 
 Each patch does what the host does and adds to it; `apply` may be called again.
 """
 
 import functools
+import importlib.util
 import logging
 import os
 import shutil
@@ -26,8 +27,6 @@ from fairseq.trainer import Trainer
 
 from lln_fairseq import checkpoint, run_checks
 from lln_fairseq.errors import InputError, TrainingError
-
-SMALLEST_CHECKPOINT = 1 << 10  # bytes; below it there is no point in asking for free space
 
 
 def apply() -> None:
@@ -123,6 +122,8 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
 
 def _call_main(original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
     run_checks.check_devices(cfg)
+    if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
+        cfg.common.tpu = False
     return original(cfg, main, *args, **kwargs)
 
 

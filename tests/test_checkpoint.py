@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,18 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
         with pytest.raises(InputError, match=r"cannot load .*evil\.pt"):
             peek(tmp_path / "evil.pt")
     assert "must not run" not in capsys.readouterr().out
+
+
+def test_without_our_list_such_checkpoints_do_not_load(tmp_path):
+    torch.save({"args": argparse.Namespace(arch="roberta_base")}, tmp_path / "a.pt")
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            torch.load(tmp_path / "a.pt")
+    finally:
+        torch.serialization.add_safe_globals(allowed)
+    assert torch.load(tmp_path / "a.pt")["args"].arch == "roberta_base"
 
 
 def test_what_several_workers_send_each_other_loads(tmp_path):

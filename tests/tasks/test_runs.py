@@ -245,6 +245,13 @@ def test_the_split_of_a_global_batch_over_devices(given, expected):
         assert (cfg.dataset.batch_size, list(cfg.optimization.update_freq)) == (expected[0], [expected[1]])
 
 
+def test_bf16_on_the_command_line_needs_no_tpu(corpus, tmp_path, monkeypatch):
+    log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--bf16")
+    assert len(log["train"]) >= 3
+    saved = parameters(tmp_path / "a" / "checkpoint_last.pt").values()  # as float32
+    assert all(torch.equal(value, value.bfloat16().float()) for value in saved)
+
+
 def test_an_update_sees_the_global_batch(tmp_path, monkeypatch):
     corpus = make_corpus(tmp_path / "corpus", sizes=(("train", 150), ("valid", 11)))
     for size in (4, 16, 32):
