@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
+from torch.multiprocessing import ProcessRaisedException
 
 from lln_fairseq import checkpoint, run_checks
 from lln_fairseq.errors import InputError, TrainingError
@@ -124,7 +126,12 @@ def _call_main(original: Callable, cfg: Any, main: Callable, *args: Any, **kwarg
     run_checks.check_devices(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
-    return original(cfg, main, *args, **kwargs)
+    try:
+        return original(cfg, main, *args, **kwargs)
+    except ProcessRaisedException as error:  # a worker's, with all of its traceback
+        if found := re.search(r"^lln_fairseq\.errors\.\w+: (.*)", str(error), re.MULTILINE):
+            raise InputError(found[1]) from None
+        raise
 
 
 def _step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import torch
+from fairseq.file_io import PathManager
 
 from lln_fairseq.errors import InputError
 
@@ -38,11 +39,11 @@ def check_restore_file(cfg: Any) -> None:
     """fairseq trains from scratch if the file is missing, and again from it after every interruption."""
     restore, save_dir = cfg.checkpoint.restore_file, cfg.checkpoint.save_dir
     last, pretrained = os.path.join(save_dir, LAST), cfg.checkpoint.finetune_from_model
-    if pretrained and not os.path.isfile(last) and not os.path.isfile(pretrained):
+    if pretrained and not os.path.isfile(last) and not PathManager.exists(pretrained):
         raise InputError(f"--finetune-from-model {pretrained}: no such checkpoint")
     if restore == LAST:
         return
-    if not os.path.isfile(restore):
+    if not PathManager.isfile(restore):
         raise InputError(f"--restore-file {restore}: no such file; to continue a run give its --save-dir alone")
     elsewhere = os.path.dirname(os.path.abspath(restore)) != os.path.abspath(save_dir)
     if elsewhere and os.path.isfile(last):

@@ -17,3 +17,4 @@ class HostOptions:
     )
     log_interval: int = II("common.log_interval")
     tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")
+    no_save_optimizer_state: bool = II("checkpoint.no_save_optimizer_state")

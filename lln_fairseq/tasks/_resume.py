@@ -52,7 +52,8 @@ class ExactResume:
         state: dict[str, Any] = {"overflows": self.overflows}
         if scaler := self.scaler:
             state["scaler"] = {name: getattr(scaler, name) for name in SCALER_STATE}
-            state["masters"] = [master.detach().cpu() for master in self._masters()]
+            if not self.cfg.no_save_optimizer_state:
+                state["masters"] = [master.detach().cpu() for master in self._masters()]
         # fairseq looks its tasks' state up by class name, and checkpoint.py by ours
         data = {"dictionary": dictionary_hash(self.source_dictionary), "labels": getattr(self, "labels", [])}
         return {type(self).__name__: state, OUR_STATE: data}

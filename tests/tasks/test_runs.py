@@ -9,7 +9,9 @@ import pytest
 import torch
 from fairseq.file_io import PathManager
 from omegaconf import OmegaConf
+from torch.multiprocessing import ProcessRaisedException
 
+from lln_fairseq import host_patches
 from lln_fairseq.errors import InputError, TrainingError
 from lln_fairseq.run_checks import check_precision, split_global_batch
 from tests.fairseq_runs import (
@@ -243,6 +245,18 @@ def test_the_split_of_a_global_batch_over_devices(given, expected):
     else:
         split_global_batch(cfg)
         assert (cfg.dataset.batch_size, list(cfg.optimization.update_freq)) == (expected[0], [expected[1]])
+
+
+def test_an_error_in_a_worker_is_one_line_too():
+    def spawn(cfg, main):
+        raise ProcessRaisedException(
+            "-- Process 1 --\nTraceback ...\nlln_fairseq.errors.InputError: no such file: x\n", 1, 2
+        )
+
+    cfg = OmegaConf.create({"common": {"bf16": False, "tpu": False}, "distributed_training":
+                            {"distributed_world_size": 1, "distributed_init_method": None}})  # fmt: skip
+    with pytest.raises(InputError, match=r"^no such file: x$"):
+        host_patches._call_main(spawn, cfg, None)
 
 
 def test_bf16_on_the_command_line_needs_no_tpu(corpus, tmp_path, monkeypatch):

@@ -1,11 +1,15 @@
 """What a run leaves for TensorBoard."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from fairseq.logging.progress_bar import _tensorboard_writers
 from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.analysis.layer_scalars import NAMES
@@ -34,6 +38,15 @@ def test_scalars_of_every_layer_at_the_log_interval(attention, names, corpus, tm
     assert {tag for tag in curves if tag.startswith("attention/")} == tags
     assert all(curves[tag].steps == [2, 4, 6] for tag in tags)
     assert curves["train_inner/loss"].steps == [2, 4, 6]
+    (file,) = (tmp_path / "tb" / "attention").iterdir()
+    (event,) = (value for event in EventFileLoader(str(file)).Load() for value in event.summary.value
+                if value.tag == CONFIG_SUMMARY_TAG)  # fmt: skip
+    layout = Layout.FromString(event.tensor.string_val[0])
+    panels = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    everything = [tag.split("/", 1)[1] for tag in curves] + ["inverse_loss_scale"]
+    for title, patterns in panels.items():
+        found = [tag for tag in everything if any(re.match(pattern, tag) for pattern in patterns)]
+        assert found or attention == "softmax", title
 
 
 def test_logging_changes_nothing(corpus, tmp_path, monkeypatch):
