@@ -13,13 +13,14 @@ def _register_with_fairseq() -> None:
     level, handlers = root.level, root.handlers[:]
     # fairseq asks for tensorboardX on import, for a task that has nothing to do with this.
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.ERROR)
-    from lln_fairseq import checkpoint, errors, models, tasks  # noqa: F401  the last two register on import
+    from lln_fairseq import checkpoint, criterions, errors, host_patches, models, tasks  # noqa: F401  some register
 
     # Importing fairseq makes the root logger print everything that any library has to say; the caller's choice stands.
     root.setLevel(level)
     root.handlers[:] = handlers
     errors.show_input_errors_in_one_line()
     checkpoint.allow_fairseq_checkpoints()
+    host_patches.apply()
 
 
 if importlib.util.find_spec("fairseq") is not None:

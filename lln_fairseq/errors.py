@@ -18,6 +18,10 @@ class InputError(CompactHydraException, ValueError):
     """Bad input: Hydra prints it without a traceback because of its base class, fairseq-train because of our hook."""
 
 
+class TrainingError(InputError, FloatingPointError):
+    """A training that cannot go on: NaN, infinite gradients, the minimum loss scale."""
+
+
 @contextlib.contextmanager
 def input_errors() -> Iterator[None]:
     """Turns the ValueErrors and missing files of building and loading into InputErrors."""

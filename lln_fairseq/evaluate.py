@@ -1,91 +1,165 @@
-"""Scores a fine-tuned checkpoint on every row:  python -m lln_fairseq.evaluate CHECKPOINT DATA --split test"""
+"""Scores a fine-tuned checkpoint on every row of a split, and writes its predictions in GLUE's submission format.
+
+python -m lln_fairseq.evaluate CHECKPOINT DATA --split test --predict SST-2.tsv
+"""
 
 import argparse
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq import checkpoint_utils, utils
+from fairseq import checkpoint_utils, tasks, utils
+from torch import Tensor
 
 import lln_fairseq  # noqa: F401  registers the models and tasks
+from lln_fairseq.checkpoint import check_dictionary, our_state, peek
+from lln_fairseq.criterions.scores import Counts, pearson, spearman
 from lln_fairseq.errors import InputError
+
+SHOWN = {  # the metrics in the order in which they are printed, and how
+    "accuracy": "accuracy {:.2%}",
+    "majority": "majority class {:.2%}",
+    "f1": "F1 of class 1 {:.2%}",
+    "mcc": "Matthews correlation {:.4f}",
+    "pearson": "Pearson {:.4f}",
+    "spearman": "Spearman {:.4f}",
+    "loss": "loss {:.3f}",
+}
 
 
 @dataclass
-class Score:
-    """What a classifier did on a split; loss in bits per row, accuracy in [0, 1]."""
+class Outputs:
+    """What a model says about a split, in the order of its rows. Targets: None where the split has no labels."""
 
     split: str
-    rows: int
-    accuracy: float
-    loss: float
-    majority: float  # share of the most frequent class: what always guessing it would reach
+    logits: Tensor  # (rows, classes) float32, or (rows, 1) for a regression
+    targets: Tensor | None  # (rows,) class numbers or scores
 
 
-def load(checkpoint: str, data: str) -> tuple[Any, Any]:
-    """The model, in evaluation mode on the GPU if there is one, and its task with `data` as its data directory.
+def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
+    """The model, in evaluation mode on the GPU if there is one, and its task with `data` as its data directory, or the
+    one that it was fine-tuned on.
 
-    Raises: InputError for a checkpoint that is missing or cannot be read, or data without dictionaries.
+    Raises: InputError for a checkpoint that is missing, cannot be read or was not fine-tuned, and for data without
+    dictionaries, or with another dictionary or other labels than the checkpoint was trained with.
     """
     if not Path(checkpoint).is_file():
         raise InputError(f"no such checkpoint: {checkpoint}")
-    overrides = {"data": data, "cpu": not torch.cuda.is_available()}
+    state = peek(checkpoint)
+    overrides = {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {})
+    task_name = (state.get("cfg") or {}).get("task", {}).get("_name")
+    if not str(task_name).endswith("sentence_prediction"):
+        raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
+    full = checkpoint_utils.load_checkpoint_to_cpu(checkpoint, overrides)
+    task = tasks.setup_task(full["cfg"].task, from_checkpoint=True)
+    check_dictionary(state, task, checkpoint)
+    trained = our_state(state).get("labels", [])
+    if trained and trained != task.labels:
+        raise InputError(f"{checkpoint} was trained with the labels {trained}, {task.cfg.data} has {task.labels}")
     try:
-        (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([checkpoint], arg_overrides=overrides)
-    except (RuntimeError, EOFError, KeyError) as error:
+        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=full)
+    except (RuntimeError, KeyError) as error:
         raise InputError(f"cannot load {checkpoint}: {str(error).splitlines()[0]}") from error
-    if not hasattr(task, "label_dictionary"):
-        raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task.cfg._name}")
     model.eval()
     return (model.cuda() if torch.cuda.is_available() else model), task
 
 
 @torch.no_grad()
-def evaluate(model: Any, task: Any, split: str, batch_size: int = 64) -> Score:
-    """Scores every row of a split of a classification task."""
+def run(model: Any, task: Any, split: str, batch_size: int = 64) -> Outputs:
+    """The model's outputs for every row of a split.
+
+    Raises: InputError for a split that does not exist.
+    """
     task.load_dataset(split)
     dataset = task.dataset(split)
     batches = task.get_batch_iterator(dataset, max_sentences=batch_size, max_positions=task.max_positions())
-    correct, loss, classes = 0, 0.0, torch.zeros(task.cfg.num_classes, dtype=torch.long)
+    rows, logits, targets = [], [], []
     for sample in batches.next_epoch_itr(shuffle=False):
         if next(model.parameters()).is_cuda:
             sample = utils.move_to_cuda(sample)
-        logits, _ = model(
+        out, _ = model(
             **sample["net_input"], features_only=True, classification_head_name=task.cfg.classification_head_name
         )
-        target = sample["target"].view(-1)
-        correct += (logits.argmax(dim=-1) == target).sum().item()
-        loss += F.cross_entropy(logits.float(), target, reduction="sum").item() / math.log(2)
-        classes += target.cpu().bincount(minlength=task.cfg.num_classes)
-    rows = int(classes.sum())
-    if rows != len(dataset):
-        raise RuntimeError(f"scored {rows} of {len(dataset)} rows of split '{split}'")
-    return Score(split, rows, correct / rows, loss / rows, classes.max().item() / rows)
+        rows.append(sample["id"].cpu())
+        logits.append(out.float().cpu())
+        targets.append(sample["target"].view(-1).cpu() if "target" in sample else None)
+    order = torch.cat(rows).argsort()
+    if not torch.equal(torch.cat(rows)[order], torch.arange(len(dataset))):
+        raise RuntimeError(f"scored {len(order)} of {len(dataset)} rows of split '{split}'")
+    labelled = targets[0] is not None
+    return Outputs(split, torch.cat(logits)[order], torch.cat(targets)[order] if labelled else None)
+
+
+def score(task: Any, outputs: Outputs) -> dict[str, Any]:
+    """{"split", "rows", "loss", and the metrics}.
+
+    Classification: accuracy, majority (the share of the most frequent class: what always guessing it would reach), mcc
+    and, with two classes, f1. Regression: pearson and spearman.
+
+    All but the loss (bits a row; mean squared error of a regression) lie in [0, 1] or [-1, 1].
+    """
+    logits, targets = outputs.logits, outputs.targets
+    base = {"split": outputs.split, "rows": len(logits)}
+    if task.cfg.regression_target:
+        scores, targets = logits.view(-1), targets.float()
+        found = {"loss": F.mse_loss(scores, targets).item()}
+        return base | found | {"pearson": pearson(scores, targets), "spearman": spearman(scores, targets)}
+    counts = Counts.of(logits.argmax(dim=-1), targets, task.cfg.num_classes)
+    found = {
+        "accuracy": counts.accuracy,
+        "loss": F.cross_entropy(logits, targets).item() / math.log(2),
+        "majority": counts.majority,
+        "mcc": counts.mcc,
+    }
+    return base | found | ({"f1": counts.f1} if task.cfg.num_classes == 2 else {})
+
+
+def predictions(task: Any, outputs: Outputs, scale: float = 5.0) -> list[str]:
+    """One label a row by its name in label/dict.txt; of a regression the score times `scale`, within [0, scale]."""
+    if task.cfg.regression_target:
+        return [f"{value:.3f}" for value in (scale * outputs.logits.view(-1)).clamp(0, scale).tolist()]
+    return [task.labels[number] for number in outputs.logits.argmax(dim=-1).tolist()]
+
+
+def write_predictions(path: Path, values: list[str]) -> None:
+    """A tab-separated file with the columns index and prediction, as gluebenchmark.com wants it."""
+    lines = ["index\tprediction", *(f"{row}\t{value}" for row, value in enumerate(values))]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lln_fairseq.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lln_fairseq.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
-    parser.add_argument("data", help="a binarised data directory with input0 and label")
-    parser.add_argument("--split", default="valid", help="train, valid, test ... (default: valid)")
+    parser.add_argument("data", nargs="?", help="a binarised data directory (default: that of the fine-tuning)")
+    parser.add_argument("--split", default="valid", help="train, valid, valid1, test ... (default: valid)")
     parser.add_argument("--json", type=Path, help="also write the score to this file")
+    parser.add_argument("--predict", type=Path, help="write a label for every row to this file, e.g. SST-2.tsv")
+    parser.add_argument("--scale", type=float, default=5.0, help="of predicted scores (default: 5, that of STS-B)")
     args = parser.parse_args(argv)
     try:
-        score = evaluate(*load(args.checkpoint, args.data), args.split)
-    except InputError as error:
+        model, task = load(args.checkpoint, args.data)
+        outputs = run(model, task, args.split)
+        if outputs.targets is None and (args.json or not args.predict):
+            raise InputError(f"split '{args.split}' of {task.cfg.data} has no labels to score: use --predict OUT.tsv")
+        if args.predict:
+            write_predictions(args.predict, predictions(task, outputs, args.scale))
+            print(f"{args.split}: {len(outputs.logits)} predictions in {args.predict}")
+        if outputs.targets is not None:
+            found = score(task, outputs)
+            shown = ", ".join(text.format(found[name]) for name, text in SHOWN.items() if name in found)
+            print(f"{args.split}: {found['rows']} rows, {shown}")
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=2) + "\n")
+    except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(
-        f"{score.split}: accuracy {100 * score.accuracy:.2f} % of {score.rows} rows "
-        f"(majority class {100 * score.majority:.2f} %), loss {score.loss:.3f} bits"
-    )
-    if args.json:
-        args.json.write_text(json.dumps(asdict(score), indent=2) + "\n")
     return 0
 
 

@@ -1,13 +1,26 @@
 """The YAML files say what the dataclasses and presets say."""
 
+import copy
 import dataclasses
+import functools
+import itertools
 from pathlib import Path
 
 import pytest
 import yaml
+from fairseq import models, tasks
+from fairseq.dataclass.initialize import add_defaults, hydra_init
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
 
+from data_prep.glue_tasks import GLUE_TASKS
 from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.criterions.scores import metrics_of
 from lln_fairseq.models.lln_roberta import PRESETS, RobertaConfig
+from lln_fairseq.run_checks import split_global_batch
+from tests.fairseq_runs import make_classification, make_corpus
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -41,3 +54,96 @@ def test_the_model_file_holds_the_options_with_their_defaults():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_files_name_their_preset(preset):
     assert load("model", preset)["_name"] == f"lln_roberta_{preset}"
+
+
+# fairseq's recipe (README.glue.md of its RoBERTa): learning rate, batch, updates, warm-up.
+GLUE_RECIPES = {
+    "MNLI": (1e-5, 32, 123873, 7432),
+    "QNLI": (1e-5, 32, 33112, 1986),
+    "QQP": (1e-5, 32, 113272, 28318),
+    "RTE": (2e-5, 16, 2036, 122),
+    "SST-2": (1e-5, 32, 20935, 1256),
+    "MRPC": (1e-5, 16, 2296, 137),
+    "CoLA": (1e-5, 16, 5336, 320),
+    "STS-B": (2e-5, 16, 3598, 214),
+}
+FILES = {name.lower().replace("-", ""): name for name in GLUE_TASKS}  # sst2: SST-2
+DEVICES = {"cpu": 1, "gpu1": 1, "gpu8": 8, "slurm": 16}
+
+
+@pytest.fixture(scope="module")
+def composed():
+    """compose(stage, *overrides) -> what fairseq-hydra-train hands to its training."""
+    GlobalHydra.instance().clear()
+    for stage in ("pretrain", "finetune"):
+        hydra_init(stage)
+
+    @functools.cache
+    def make(stage, *overrides):
+        config = compose(stage, list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+        with open_dict(config):
+            del config["hydra"]
+        add_defaults(config)
+        return OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+
+    with initialize_config_dir(str(CONFIGS), version_base="1.1"):
+        yield lambda *args: copy.deepcopy(make(*args))
+
+
+def test_every_glue_task_has_its_file():
+    assert names("glue") == {*FILES, "demo"}
+    assert names("run") == set(DEVICES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_glue_files_agree_with_the_table_of_tasks_and_the_recipe(file, composed):
+    task, config = GLUE_TASKS[FILES[file]], composed("finetune", f"glue={file}")
+    rate, batch, updates, warmup = GLUE_RECIPES[task.name]
+    assert config.task.data == f"data-bin/glue/{task.name}"
+    assert config.task.num_classes == task.num_classes
+    assert config.task.regression_target == config.criterion.regression_target == (not task.labels)
+    assert config.optimization.lr == [rate]
+    assert config.task.global_batch == batch
+    assert config.lr_scheduler.total_num_update == updates
+    assert config.lr_scheduler.warmup_updates == warmup
+    assert config.dataset.valid_subset.split(",") == [split for split in task.files if split.startswith("valid")]
+    chosen_by = {"pearson_spearman": "pearson"}.get(name := config.checkpoint.best_checkpoint_metric, name)
+    assert chosen_by in metrics_of(task.metric)
+    assert config.checkpoint.save_dir == f"runs/{file}_lln_diag"
+
+
+COMBINATIONS = [
+    *((("pretrain", f"corpus={corpus}", f"run={run}")) for corpus, run in itertools.product(names("corpus"), DEVICES)),
+    *((("finetune", f"glue={glue}", f"run={run}")) for glue, run in itertools.product(names("glue"), DEVICES)),
+]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
+def test_the_devices_change_nothing_but_the_split_of_the_batch(combination, composed):
+    run = combination[-1].removeprefix("run=")
+    config, other = composed(*combination), composed(*combination[:-1], "run=gpu1")
+    config.distributed_training.distributed_world_size = DEVICES[run]
+    wanted = config.task.global_batch
+    split_global_batch(config)
+    if wanted:
+        total = config.dataset.batch_size * config.optimization.update_freq[0] * DEVICES[run]
+        assert total == wanted
+    for part in ("task", "criterion", "model", "optimizer", "lr_scheduler", "checkpoint"):
+        assert config[part] == other[part]
+    for key in ("lr", "max_update", "max_epoch", "clip_norm"):
+        assert config.optimization[key] == other.optimization[key]
+    assert not config.common.fp16 or run != "cpu"
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTION_REGISTRY))
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_every_attention_builds_at_every_small_size(stage, attention, composed, tmp_path):
+    data = {"pretrain": make_corpus, "finetune": make_classification}[stage](tmp_path, sizes=())
+    for model in PRESETS:
+        config = composed(stage, f"attention={attention}", f"model={model}", f"task.data={data}",
+                          *(["corpus=demo"] if stage == "pretrain" else ["glue=demo"]))  # fmt: skip
+        assert config.model.attention == attention
+        if model in ("tiny", "small"):
+            built = models.build_model(config.model, tasks.setup_task(config.task))
+            assert len(built.encoder.sentence_encoder.layers) == PRESETS[model][0]

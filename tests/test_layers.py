@@ -13,8 +13,9 @@ ALLOWED = {
     "ops": {"ops"},
     "attention": {"attention", "ops"},
     "modules": {"modules", "attention"},
-    "models": {"models", "modules", "attention", "errors"},
-    "tasks": {"tasks", "models", "modules", "attention", "errors", "checkpoint"},
+    "models": {"models", "modules", "attention", "errors", "checkpoint"},
+    "criterions": {"criterions", "errors"},
+    "tasks": {"tasks", "models", "modules", "attention", "errors", "checkpoint", "analysis"},
     "analysis": {"analysis", "attention", "ops", "errors"},
 }
 HOST_FREE = ("ops", "attention")  # used without fairseq too

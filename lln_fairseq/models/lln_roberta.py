@@ -13,6 +13,7 @@ from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.checkpoint import adapt
 from lln_fairseq.errors import input_errors
 from lln_fairseq.models.options import attention_fields, attention_options
 from lln_fairseq.modules.encoder import LLNRobertaEncoder
@@ -102,6 +103,11 @@ class LLNRobertaModel(RobertaModel):
                 cfg, task.source_dictionary, cfg.attention, attention_options(cfg.attention, cfg)
             )
         return cls(cfg, encoder)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """Lets checkpoints of stock RoBERTa, of other lengths and of other attentions load."""
+        super().upgrade_state_dict_named(state_dict, name)
+        adapt(state_dict, self)
 
 
 def complete_config(cfg: DictConfig) -> DictConfig:

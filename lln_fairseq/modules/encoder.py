@@ -8,7 +8,7 @@ from fairseq.models.transformer import TransformerConfig, TransformerEncoder
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
-from torch import Tensor, nn
+from torch import nn
 
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
 
@@ -40,6 +40,12 @@ class LLNTransformerEncoder(TransformerEncoder):
         self.attention_name, self.attention_options = attention, options
         super().__init__(args, dictionary, embed_tokens)
 
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        out = super().forward(*args, **kwargs)
+        # fairseq's NanDetector hooks every module and wants a tensor among the values of a dictionary; these are lists,
+        # and the search for the origin of a NaN would end in a bare StopIteration.
+        return {**out, "features": out["encoder_out"][0]}
+
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         cfg = TransformerConfig.from_namespace(cfg)
         layer = LLNEncoderLayer(cfg, self.attention_name, self.attention_options)
@@ -59,9 +65,3 @@ class LLNRobertaEncoder(RobertaEncoder):
         encoder = LLNTransformerEncoder(args, dictionary, embed_tokens, self.attention_name, self.attention_options)
         encoder.apply(init_bert_params)
         return encoder
-
-    def extract_features(self, src_tokens: Tensor, return_all_hiddens: bool = False, **kwargs: Any) -> tuple:
-        features, extra = super().extract_features(src_tokens, return_all_hiddens, **kwargs)
-        # fairseq's NanDetector hooks every module and wants a tensor in a dictionary that it is given; without one the
-        # search for the origin of a NaN ends in a bare StopIteration.
-        return features, {"features": features, **extra}

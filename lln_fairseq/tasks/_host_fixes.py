@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.errors import InputError
+from lln_fairseq.tasks._resume import ExactResume
+from lln_fairseq.tasks._scalars import TensorBoardScalars
 
 
-class HostFixes:
+class HostFixes(TensorBoardScalars, ExactResume):
     """Goes in front of a fairseq task."""
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,33 +1,52 @@
 """Masked language modelling: fairseq's task with its silent failures mended."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from fairseq import utils
-from fairseq.data import BaseWrapperDataset, PrependTokenDataset, TruncateDataset, data_utils
+from fairseq.data import BaseWrapperDataset, PrependTokenDataset, TokenBlockDataset, data_utils
+from fairseq.data.shorten_dataset import maybe_shorten_dataset
 from fairseq.tasks import register_task
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
 from lln_fairseq.errors import InputError
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
+from lln_fairseq.tasks._lines import SplitLines
+from lln_fairseq.tasks._options import HostOptions
 
 
-@register_task("lln_masked_lm", dataclass=MaskedLMConfig)
+@dataclass
+class LLNMaskedLMConfig(HostOptions, MaskedLMConfig):
+    """fairseq's options and ours."""
+
+
+@register_task("lln_masked_lm", dataclass=LLNMaskedLMConfig)
 class LLNMaskedLMTask(HostFixes, MaskedLMTask):
-    """`sample_break_mode` eos, one line of text a sample, works here; fairseq's own fails with numpy 2."""
+    """No sample is longer than tokens_per_sample and no token is lost, in every sample_break_mode (eos included, which
+    fairseq itself cannot do with numpy 2): a longer line continues in the next sample. shorten_method cuts it instead.
+    """
 
     @classmethod
-    def setup_task(cls, cfg: MaskedLMConfig, **kwargs: Any) -> "LLNMaskedLMTask":
+    def setup_task(cls, cfg: LLNMaskedLMConfig, **kwargs: Any) -> "LLNMaskedLMTask":
+        """Raises InputError for data without dictionary and for options that fairseq has but cannot do."""
         for directory in utils.split_paths(cfg.data):
             require_files(directory, "dict.txt")
+        if cfg.mask_whole_words:
+            raise InputError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
         return super().setup_task(cfg, **kwargs)
 
     def _load_dataset_split(self, split: str, epoch: int, combine: bool) -> BaseWrapperDataset:
-        if str(self.cfg.sample_break_mode) != "eos":
-            return super()._load_dataset_split(split, epoch, combine)
-        paths = utils.split_paths(self.cfg.data)
+        """The samples of a split, each with <s> in front and at most tokens_per_sample long with it."""
+        cfg, dictionary, limit = self.cfg, self.source_dictionary, self.cfg.tokens_per_sample - 1
+        paths = utils.split_paths(cfg.data)
         prefix = f"{paths[(epoch - 1) % len(paths)]}/{split}"
-        lines = data_utils.load_indexed_dataset(prefix, self.source_dictionary, combine=combine)
+        lines = data_utils.load_indexed_dataset(prefix, dictionary, combine=combine)
         if lines is None:
             raise InputError(f"cannot load split '{split}': {prefix}.idx is missing")
-        # The data set already has one line an item, with its end-of-sentence symbol; a longer one loses its end.
-        return PrependTokenDataset(TruncateDataset(lines, self.cfg.tokens_per_sample - 1), self.source_dictionary.bos())
+        lines = maybe_shorten_dataset(lines, split, cfg.shorten_data_split_list, cfg.shorten_method, limit, cfg.seed)
+        lines = SplitLines(lines, limit)
+        mode = str(cfg.sample_break_mode)
+        if mode != "eos":  # lines as they are
+            pad, eos = dictionary.pad(), dictionary.eos()
+            lines = TokenBlockDataset(lines, lines.sizes, limit, pad=pad, eos=eos, break_mode=mode)
+        return PrependTokenDataset(lines, dictionary.bos())

@@ -1,18 +1,50 @@
 """Classification and regression of sentences and pairs: fairseq's task with its silent failures mended."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
+from lln_fairseq.errors import InputError
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
+from lln_fairseq.tasks._options import HostOptions
+
+NOT_LABELS = ("<mask>", "madeupword")  # what fairseq's tools add to every dictionary
 
 
-@register_task("lln_sentence_prediction", dataclass=SentencePredictionConfig)
+@dataclass
+class LLNSentencePredictionConfig(HostOptions, SentencePredictionConfig):
+    """fairseq's options and ours."""
+
+
+@register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
 class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
     @classmethod
-    def setup_task(cls, cfg: SentencePredictionConfig, **kwargs: Any) -> "LLNSentencePredictionTask":
+    def setup_task(cls, cfg: LLNSentencePredictionConfig, **kwargs: Any) -> "LLNSentencePredictionTask":
+        """Raises InputError for data without dictionaries, or with another number of labels than num_classes."""
         require_files(cfg.data, "input0/dict.txt")
-        if not cfg.regression_target:
-            require_files(cfg.data, "label/dict.txt")
-        return super().setup_task(cfg, **kwargs)
+        if cfg.num_classes < 1:
+            raise InputError("the number of classes is missing: --num-classes (task.num_classes)")
+        if cfg.regression_target:
+            return super().setup_task(cfg, **kwargs)
+        require_files(cfg.data, "label/dict.txt")
+        task = super().setup_task(cfg, **kwargs)
+        if len(task.labels) != cfg.num_classes:
+            raise InputError(
+                f"num_classes is {cfg.num_classes}, but {cfg.data}/label/dict.txt has {len(task.labels)} labels: "
+                f"{', '.join(task.labels[:8])}"
+            )
+        return task
+
+    @property
+    def labels(self) -> list[str]:
+        """The label of every class, in the order of label/dict.txt; empty for a regression.
+
+        data_prep writes that file in the order of its table of tasks. fairseq-preprocess orders labels by frequency,
+        so that "1" may be class 0: a class number means nothing without this list.
+        """
+        if self.cfg.regression_target:
+            return []
+        symbols = self.label_dictionary.symbols[self.label_dictionary.nspecial :]
+        return [symbol for symbol in symbols if not symbol.startswith(NOT_LABELS)]

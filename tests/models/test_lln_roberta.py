@@ -101,6 +101,7 @@ def test_both_command_lines_build_the_same_model(corpus, tmp_path):
                "--save-dir", tmp_path / "a", "--weight-decay", 0.01, "--adam-betas", "(0.9,0.98)",
                "--adam-eps", 1e-6)  # fmt: skip
     theirs = hydra(f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'b'}", "task.tokens_per_sample=64",
+                   "task.sample_break_mode=none",
                    "model.encoder_layers=2", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
                    "model.encoder_attention_heads=2", "model.lln_diag_scope=batch", "model.lln_diag_block_size=24",
                    "dataset.batch_size=8", "common.seed=3", "common.log_format=json", "common.log_interval=1",

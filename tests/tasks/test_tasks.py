@@ -1,7 +1,6 @@
 """What our tasks mend, each beside the host's own behaviour."""
 
 import pytest
-import torch
 from fairseq.data import data_utils
 from fairseq.tasks import setup_task
 from omegaconf import OmegaConf
@@ -41,16 +40,58 @@ def test_no_row_is_dropped(name, scored, tmp_path):
     assert sum(len(batch["target"]) for batch in batches(make_classifier(name, data), "valid")) == scored
 
 
-def test_one_line_a_sample(corpus):
-    masked_lm = make_masked_lm(corpus, "eos", skip_masking=True)
-    lines = data_utils.load_indexed_dataset(str(corpus / "valid"), masked_lm.source_dictionary)
+def samples_of(task, split):
+    """The samples in the order of the data, without padding."""
     samples = {}
-    for batch in batches(masked_lm, "valid"):
+    for batch in batches(task, split):
         for number, tokens in zip(batch["id"].tolist(), batch["net_input"]["src_tokens"], strict=True):
-            samples[number] = tokens[tokens != masked_lm.source_dictionary.pad()]
-    assert sorted(samples) == list(range(len(lines)))
-    for number, line in enumerate(lines):
-        assert torch.equal(samples[number], torch.cat((torch.tensor([0]), line[:31])))
+            samples[number] = tokens[tokens != task.source_dictionary.pad()].tolist()
+    return [samples[number] for number in range(len(samples))]
+
+
+def test_one_line_a_sample_and_the_tail_of_a_long_one_in_the_next(corpus):
+    masked_lm = make_masked_lm(corpus, "eos", skip_masking=True)
+    expected = []
+    for line in data_utils.load_indexed_dataset(str(corpus / "valid"), masked_lm.source_dictionary):
+        pieces = [piece.tolist() for piece in line.split(31)]
+        if len(pieces) > 1 and len(pieces[-1]) == 1:  # never alone: complete_doc takes it for the end of a document
+            pieces[-1].insert(0, pieces[-2].pop())
+        expected += [[0, *piece] for piece in pieces]
+    assert any(len(sample) == 32 for sample in expected)
+    assert samples_of(masked_lm, "valid") == expected
+
+
+@pytest.mark.parametrize("mode", ["none", "complete", "complete_doc", "eos"])
+def test_no_token_is_lost_and_no_sample_is_too_long(mode, tmp_path):
+    data = make_corpus(tmp_path, sizes=(("valid", 50),))
+    task = make_masked_lm(data, mode, skip_masking=True)
+    samples = samples_of(task, "valid")
+    lines = data_utils.load_indexed_dataset(str(data / "valid"), task.source_dictionary)
+    assert max(lines.sizes) > 32
+    assert max(map(len, samples)) <= 32
+    assert [token for sample in samples for token in sample[1:]] == [token for line in lines for token in line.tolist()]
+
+
+def test_the_host_makes_samples_that_are_too_long(tmp_path):
+    data = make_corpus(tmp_path, sizes=(("valid", 50),))
+    options = dict(tokens_per_sample=32, sample_break_mode="complete", shorten_method="truncate")
+    host = make_task("masked_lm", data, **options)
+    host.load_dataset("valid")
+    assert host.dataset("valid").sizes[0].max() == 33  # one more than the positions
+    ours = make_task("lln_masked_lm", data, **options)
+    ours.load_dataset("valid")
+    assert ours.dataset("valid").sizes[0].max() == 32
+
+
+def test_whole_word_masking_is_refused(corpus):
+    with pytest.raises(InputError, match="mask_whole_words"):
+        make_masked_lm(corpus, "none", mask_whole_words=True)
+
+
+def test_another_number_of_classes_than_labels_is_refused(tmp_path):
+    data = make_classification(tmp_path, sizes=(("valid", 5),))
+    with pytest.raises(InputError, match=r"num_classes is 3, but .*label/dict\.txt has 2 labels: 0, 1"):
+        make_task("lln_sentence_prediction", data, num_classes=3, regression_target=False)
 
 
 def test_a_missing_split_is_named(corpus):

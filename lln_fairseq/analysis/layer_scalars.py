@@ -1,0 +1,65 @@
+"""The six numbers that say how concentrated a layer's attention is, read off while it runs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln_fairseq.attention import Attention
+from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table, interpolate, standard_deviation
+
+# In the order of the vectors below. τ_lln, α and β are NaN for an attention without them.
+NAMES = ("sigma_q", "sigma_k", "tau_sm", "tau_lln", "alpha", "beta")
+
+
+def layer_scalars(
+    q: Tensor,
+    k: Tensor,
+    key_padding_mask: Tensor | None = None,
+    temperatures: tuple[Tensor, Tensor] | None = None,
+    constants: str = "calibrated",
+) -> Tensor:
+    """(6,) float32 in the order of NAMES: means over sequences and heads of q, k (B, H, N, D), without gradient.
+
+    τ_sm = 1/(σ_q σ_k)   the temperature of softmax attention, eq. 5
+    τ_lln = 1/σ_lln      the same for LLN attention with α, β = `temperatures`, each (B, H), eq. 11: σ_lln² is the
+                         log-variance that belongs to σ̃² = α²σ_q² + β²σ_k², by the calibrated table read backwards or
+                         by the paper's line a σ̃² + b. Moment matching makes τ_lln equal to τ_sm.
+    """
+    with torch.no_grad():
+        sigma_q, sigma_k = (standard_deviation(x, key_padding_mask) for x in (q, k))
+        if temperatures is None:
+            rest = [torch.full_like(sigma_q, torch.nan)] * 3
+        else:
+            alpha, beta = temperatures
+            sigma_tilde2 = (alpha * sigma_q).square() + (beta * sigma_k).square()
+            if constants == "paper":
+                variance = (PAPER_A * sigma_tilde2 + PAPER_B).clamp_min(0)
+            else:
+                log_s, log_sigma2 = calibration_table(q.shape[-1], q.device)
+                variance = interpolate(sigma_tilde2.log(), log_sigma2, log_s).exp()
+            rest = [variance.rsqrt(), alpha, beta]
+        values = torch.stack([sigma_q, sigma_k, 1 / (sigma_q * sigma_k), *rest])
+        return values.mean(dim=(1, 2)).float()
+
+
+@contextmanager
+def observe(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Within it every call of an attention of the model adds its `layer_scalars` to the list, in the order of calls."""
+    seen: list[Tensor] = []
+
+    def look(module: Attention, inputs: tuple[Any, ...]) -> None:
+        q, k, _, mask = inputs
+        matched = getattr(module, "temperatures", None)
+        constants = getattr(module.config, "constants", "calibrated")
+        with torch.no_grad():
+            seen.append(layer_scalars(q, k, mask, matched(q, k, mask) if matched else None, constants))
+
+    hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, Attention)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,173 @@
+"""The places where fairseq has no hook for what its user must know: every patch of the host is in this file.
+
+    PathManager.copy            a kill while a checkpoint is copied left half a checkpoint_last.pt
+    torch_persistent_save       a full disk ended in three tracebacks
+    load_checkpoint             asked-for files that do not exist were ignored
+    Trainer.load_checkpoint     whatever goes wrong became "please ensure that the architectures match"
+    Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
+    call_main                   more workers than devices ended in a bare assertion; --bf16 meant a TPU
+
+Each patch does what the host does and adds to it; `apply` may be called again.
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
+from fairseq.trainer import Trainer
+from torch.multiprocessing import ProcessRaisedException
+
+from lln_fairseq import checkpoint, run_checks
+from lln_fairseq.errors import InputError, TrainingError
+
+
+def apply() -> None:
+    """Puts the patches in place, once."""
+    if hasattr(PathManager.copy, "__wrapped__"):
+        return
+    PathManager.copy = staticmethod(functools.wraps(PathManager.copy)(atomic_copy))
+    _wrap(checkpoint_utils, "torch_persistent_save", _save)
+    _wrap(checkpoint_utils, "load_checkpoint", _begin)
+    _wrap(Trainer, "load_checkpoint", _load)
+    _wrap(Trainer, "train_step", _step)
+    _wrap(distributed_utils, "call_main", _call_main)
+
+
+def _wrap(owner: Any, name: str, around: Callable) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+    """Copies a file such that `dst_path` is the old or the new one, whole, whatever kills the program.
+
+    Raises: InputError where the file system refuses, for example because it is full; `dst_path` is then as before.
+    """
+    part = f"{dst_path}.tmp"
+    if os.path.exists(dst_path) and not overwrite:
+        return False
+    try:
+        shutil.copyfile(src_path, part)
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, dst_path)
+    except OSError as error:
+        _remove(part)
+        raise _cannot_save(dst_path, error.strerror) from error
+    return True
+
+
+def _save(original: Callable, obj: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+    log = checkpoint_utils.logger
+    quiet, log.disabled = log.disabled, True  # three tracebacks of the same full disk
+    try:
+        return original(obj, filename, *args, **kwargs)
+    except (OSError, RuntimeError) as error:
+        if isinstance(filename, str):
+            _remove(f"{filename}.tmp")
+            reason = getattr(error, "strerror", None) or _root_cause(error)
+            raise _cannot_save(filename, reason) from error
+        raise
+    finally:
+        log.disabled = quiet
+
+
+def _cannot_save(path: str, reason: str | None) -> InputError:
+    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free / 1e9
+    return InputError(
+        f"cannot save {path}: {reason} ({free:.1f} GB free); the last checkpoint that was saved is whole: make room "
+        "and give the same command again to go on from it"
+    )
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).splitlines()[0]
+
+
+def _remove(path: str) -> None:
+    if os.path.exists(path):
+        os.remove(path)
+
+
+def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any:
+    # fairseq-train calls this first of all with a complete trainer: here the whole configuration is known.
+    run_checks.check_run(trainer.cfg)
+    return original(cfg, trainer, **kwargs)
+
+
+def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwargs: Any) -> Any:
+    with checkpoint.loading(trainer.get_model(), trainer.task, filename):
+        try:
+            return original(trainer, filename, *args, **kwargs)
+        except Exception as error:
+            if isinstance(error.__context__, InputError):
+                raise error.__context__ from None
+            raise
+
+
+def _call_main(original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
+    run_checks.check_devices(cfg)
+    if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
+        cfg.common.tpu = False
+    try:
+        return original(cfg, main, *args, **kwargs)
+    except ProcessRaisedException as error:  # a worker's, with all of its traceback
+        if found := re.search(r"^lln_fairseq\.errors\.\w+: (.*)", str(error), re.MULTILINE):
+            raise InputError(found[1]) from None
+        raise
+
+
+def _step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    with _warnings_of("fairseq.nan_detector") as found:
+        try:
+            return original(trainer, *args, **kwargs)
+        except FloatingPointError as error:
+            if isinstance(error, InputError):
+                raise
+            raise TrainingError(_explain(trainer, error, found)) from error
+
+
+@contextmanager
+def _warnings_of(name: str) -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def _explain(trainer: Trainer, error: FloatingPointError, found: list[str]) -> str:
+    cause = str(error).splitlines()[0]
+    where = f" First seen: {found[0]}." if found else ""
+    if not found:
+        bad = [name for name, p in trainer.get_model().named_parameters() if not torch.isfinite(p).all()]
+        where = f" Not finite: parameter {bad[0]}." if bad else " Every module's output is finite in a second try."
+    scales = getattr(trainer.task, "loss_scales", ())
+    history = f" Last loss scales: {', '.join(f'{scale:g}' for scale in scales)}." if scales else ""
+    return (
+        f"update {trainer.get_num_updates() + 1}: {cause}{where}{history} The state is in "
+        f"{trainer.cfg.checkpoint.save_dir}/crash.pt. Try, from the last good checkpoint: a lower learning rate or a "
+        "longer warm-up, --clip-norm 1, a larger batch"
+        + (", bf16 instead of fp16 (common.bf16=true common.fp16=false)." if trainer.cfg.common.fp16 else ".")
+    )

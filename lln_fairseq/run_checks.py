@@ -1,0 +1,95 @@
+"""Settings that contradict each other or the machine, found before the first update."""
+
+import logging
+import os
+from typing import Any
+
+import torch
+from fairseq.file_io import PathManager
+
+from lln_fairseq.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+LAST = "checkpoint_last.pt"
+
+
+def check_run(cfg: Any) -> None:
+    """Checks a complete fairseq configuration of any task, and splits its global batch over the devices.
+
+    Raises: InputError for the first contradiction.
+    """
+    for check in (check_restore_file, check_precision, split_global_batch):
+        check(cfg)
+
+
+def check_devices(cfg: Any) -> None:
+    """More workers than devices; workers that somebody else starts (torchrun, slurm, by hand) are not ours to count."""
+    distributed = cfg.distributed_training
+    workers, devices = distributed.distributed_world_size, torch.cuda.device_count()
+    started = distributed.distributed_init_method or {"WORLD_SIZE", "SLURM_JOB_ID"} & set(os.environ)
+    if workers > max(devices, 1) and not started:
+        raise InputError(
+            f"{workers} workers, but this machine has {devices} GPUs: set --distributed-world-size "
+            "(distributed_training.distributed_world_size) to at most that"
+        )
+
+
+def check_restore_file(cfg: Any) -> None:
+    """fairseq trains from scratch if the file is missing, and again from it after every interruption."""
+    restore, save_dir = cfg.checkpoint.restore_file, cfg.checkpoint.save_dir
+    last, pretrained = os.path.join(save_dir, LAST), cfg.checkpoint.finetune_from_model
+    if pretrained and not os.path.isfile(last) and not PathManager.exists(pretrained):
+        raise InputError(f"--finetune-from-model {pretrained}: no such checkpoint")
+    if restore == LAST:
+        return
+    if not PathManager.isfile(restore):
+        raise InputError(f"--restore-file {restore}: no such file; to continue a run give its --save-dir alone")
+    elsewhere = os.path.dirname(os.path.abspath(restore)) != os.path.abspath(save_dir)
+    if elsewhere and os.path.isfile(last):
+        raise InputError(
+            f"{last} exists, and --restore-file {restore} would start again and replace it: give "
+            "--finetune-from-model instead, which continues from it, or another --save-dir"
+        )
+
+
+def check_precision(cfg: Any) -> None:
+    """Half precision that fairseq would ignore or that the device cannot do."""
+    common = cfg.common
+    for kind in ("fp16", "bf16"):
+        if common[f"memory_efficient_{kind}"] and not common[kind]:
+            raise InputError(f"memory_efficient_{kind} without {kind} trains in float32: set common.{kind}=true too")
+    on_cpu = common.cpu or not torch.cuda.is_available()
+    flat = not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    if common.fp16 and on_cpu and flat:
+        raise InputError(
+            "fp16 needs a GPU, and there is none or --cpu is set: leave fp16 out (common.fp16=false or run=cpu)"
+        )
+
+
+def split_global_batch(cfg: Any) -> None:
+    """Sets dataset.batch_size and optimization.update_freq such that one update sees task.global_batch sequences.
+
+    batch_size is then the number of sequences that fit on a device: it is kept, or lowered where the share of a device
+    is smaller, and update_freq follows. An update_freq that is given, other than 1, must give that product as it is.
+
+    Raises: InputError where the global batch cannot be split in this way.
+    """
+    wanted = getattr(cfg.task, "global_batch", None)
+    if not wanted:
+        return
+    size, workers = cfg.dataset.batch_size, cfg.distributed_training.distributed_world_size
+    given = list(cfg.optimization.update_freq)
+    if size is not None and given == [1] and wanted % workers == 0:
+        share = wanted // workers
+        size = min(size, share)
+        given = [max(share // size, 1)]
+    for frequency in given:
+        if size is None or size * frequency * workers != wanted:
+            raise InputError(
+                f"task.global_batch is {wanted} sequences an update, but dataset.batch_size {size} x "
+                f"optimization.update_freq {frequency} x {workers} workers is "
+                f"{'unknown' if size is None else size * frequency * workers}: change the split, or the recipe"
+            )
+    cfg.dataset.batch_size, cfg.optimization.update_freq = size, given
+    logger.info(f"{wanted} sequences an update = {size} a device x update_freq {given} x {workers} workers")

@@ -1,0 +1,20 @@
+"""Options that all of our tasks have beside those of fairseq's."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from omegaconf import II
+
+
+@dataclass
+class HostOptions:
+    global_batch: Optional[int] = field(
+        default=None,
+        metadata={
+            "help": "sequences an update on all devices together; batch size (what fits on a device) is kept or "
+            "lowered and update freq set to match, and what cannot match is an error"
+        },
+    )
+    log_interval: int = II("common.log_interval")
+    tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")
+    no_save_optimizer_state: bool = II("checkpoint.no_save_optimizer_state")

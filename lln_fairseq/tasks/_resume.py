@@ -1,0 +1,80 @@
+"""What a checkpoint needs beside what fairseq puts into it, so that a run goes on as if it had not been interrupted.
+
+overflows            the number of updates that fp16 had to skip so far
+scaler               where the loss scaler is in its window; fairseq keeps the loss scale alone
+masters              the float32 parameters of --fp16; fairseq starts again from their float16 copies
+dictionary           the hash of the dictionary, so that data with another one is refused
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln_fairseq.checkpoint import OUR_STATE, dictionary_hash
+
+SCALER_STATE = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
+
+
+class ExactResume:
+    """Goes in front of a fairseq task; watches the optimizer, which fairseq shows to a task in train_step alone."""
+
+    overflows = 0
+    _optimizer: Any = None
+    _pending: dict[str, Any] | None = None  # a checkpoint's state, until there is an optimizer to put it into
+    _last_overflow = -1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss_scales: deque[float] = deque(maxlen=8)  # of the last updates, for the message when they run out
+
+    def train_step(self, sample: Any, model: Any, criterion: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tuple:
+        self._optimizer = optimizer
+        if self._pending is not None:
+            self._restore(self._pending)
+            self._pending = None
+        if scaler := self.scaler:
+            if scaler._last_overflow_iter > self._last_overflow:
+                self.overflows, self._last_overflow = self.overflows + 1, scaler._last_overflow_iter
+            if not self.loss_scales or self.loss_scales[-1] != scaler.loss_scale:
+                self.loss_scales.append(scaler.loss_scale)
+        return super().train_step(sample, model, criterion, optimizer, *args, **kwargs)
+
+    @property
+    def scaler(self) -> Any:
+        """fairseq's DynamicLossScaler in an fp16 run, else None (amp and bf16 have another or none)."""
+        scaler = getattr(self._optimizer, "scaler", None)
+        return scaler if hasattr(scaler, "_last_overflow_iter") else None
+
+    def get_checkpoint_dict(self) -> dict[str, Any]:
+        """Called by fairseq when it saves; becomes part of the checkpoint's extra_state."""
+        state: dict[str, Any] = {"overflows": self.overflows}
+        if scaler := self.scaler:
+            state["scaler"] = {name: getattr(scaler, name) for name in SCALER_STATE}
+            if not self.cfg.no_save_optimizer_state:
+                state["masters"] = [master.detach().cpu() for master in self._masters()]
+        # fairseq looks its tasks' state up by class name, and checkpoint.py by ours
+        data = {"dictionary": dictionary_hash(self.source_dictionary), "labels": getattr(self, "labels", [])}
+        return {type(self).__name__: state, OUR_STATE: data}
+
+    def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
+        """Called by fairseq when it resumes a run; not when it fine-tunes."""
+        self._pending, self.overflows = state, state.get("overflows", 0)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if not self.scaler or "scaler" not in state:
+            return
+        for name, value in state["scaler"].items():
+            setattr(self.scaler, name, value)
+        self._last_overflow = self.scaler._last_overflow_iter
+        masters, saved = self._masters(), state.get("masters", [])
+        if [master.shape for master in masters] == [master.shape for master in saved]:
+            with torch.no_grad():
+                for master, value in zip(masters, saved, strict=True):
+                    master.copy_(value)
+
+    def _masters(self) -> list[Tensor]:
+        """--fp16's float32 parameters, one a device or one a parameter; none with --memory-efficient-fp16."""
+        masters = getattr(self._optimizer, "fp32_params", None)
+        return list(masters.values()) if isinstance(masters, dict) else list(masters) if masters is not None else []

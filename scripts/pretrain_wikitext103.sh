@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Pre-trains RoBERTa on WikiText-103 with the paper's recipe; the same command goes on after an interruption.
+#   scripts/pretrain_wikitext103.sh [HYDRA OVERRIDES]
+#   scripts/pretrain_wikitext103.sh attention=lln_diag model=base run=gpu8 dataset.batch_size=32
+# The checkpoints are in runs/pretrain_lln_diag (checkpoint.save_dir). The data: python -m data_prep.wikitext103 --help
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/training.sh"
+help_if_asked "$@"
+train pretrain corpus=wikitext103 "$@"

@@ -1,0 +1,56 @@
+"""The scalars of a layer against their definitions."""
+
+import pytest
+import torch
+
+from lln_fairseq.analysis.layer_scalars import NAMES, layer_scalars, observe
+from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, match_moments
+from tests.helpers import random_padding, random_qkv
+
+
+def scalars(*args, **kwargs):
+    return dict(zip(NAMES, layer_scalars(*args, **kwargs).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("constants", ["calibrated", "paper"])
+@pytest.mark.parametrize("scale", [1.0, 1.4])
+def test_moment_matching_makes_the_temperatures_equal(constants, scale):
+    q, k, _ = random_qkv(scale=scale, dim=64)
+    mask = random_padding(2, 97)
+    matched = match_moments(q, k, mask, constants=constants)
+    found = scalars(q, k, mask, matched, constants)
+    assert found["tau_lln"] == pytest.approx(found["tau_sm"], rel=1e-3)
+    assert found["tau_sm"] == pytest.approx(1 / scale**2, rel=0.05)
+    assert found["sigma_q"] == pytest.approx(scale, rel=0.05)
+    assert found["alpha"] == pytest.approx(matched[0].mean().item(), rel=1e-6)
+
+
+def test_padding_does_not_count():
+    q, k, _ = random_qkv()
+    mask = random_padding(2, 97)
+    before = scalars(q, k, mask)
+    q.transpose(1, 2)[mask], k.transpose(1, 2)[mask] = 1e4, 1e4
+    assert scalars(q, k, mask)["tau_sm"] == pytest.approx(before["tau_sm"])
+
+
+def test_fixed_temperatures_by_the_papers_line():
+    q, k, _ = random_qkv(scale=1.0)
+    alpha = beta = torch.full((2, 3), 2.0)
+    found = scalars(q, k, None, (alpha, beta), "paper")
+    sigma_tilde2 = 4 * (found["sigma_q"] ** 2 + found["sigma_k"] ** 2)
+    assert found["tau_lln"] == pytest.approx((PAPER_A * sigma_tilde2 + PAPER_B) ** -0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(ATTENTION_REGISTRY))
+def test_every_attention_can_be_observed_and_is_left_as_it_was(name):
+    attention = build_attention(name, num_heads=3, head_dim=32, max_positions=97).eval()
+    q, k, v = random_qkv()
+    model = torch.nn.Sequential(attention)
+    expected = attention(q, k, v, None)
+    with observe(model) as seen:
+        assert torch.equal(attention(q, k, v, None), expected)
+    attention(q, k, v, None)
+    assert len(seen) == 1
+    assert seen[0].shape == (len(NAMES),)
+    assert seen[0][:3].isfinite().all()

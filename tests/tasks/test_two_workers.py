@@ -1,0 +1,57 @@
+"""Two workers on one machine: the same metrics and scalars as one, and a resume."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fairseq.logging.progress_bar import _tensorboard_writers
+
+from lln_fairseq.analysis.events import read_curves
+from tests.fairseq_runs import CLASSIFICATION, TRAINING, make_classification, read_log, train
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = (*TRAINING, *CLASSIFICATION, "--criterion", "lln_sentence_prediction", "--user-dir", ROOT / "lln_fairseq",
+           "--arch", "lln_roberta_tiny", "--dropout", 0, "--attention-dropout", 0)  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(data, save_dir, *options):
+    command = [sys.executable, "-m", "fairseq_cli.train", data, *OPTIONS, "--save-dir", save_dir,
+               "--tensorboard-logdir", save_dir / "tb", *options]  # fmt: skip
+    return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def two_workers(data, save_dir, *options):
+    common = ("--distributed-world-size", 2, "--distributed-init-method", f"tcp://127.0.0.1:{free_port()}",
+              "--distributed-no-spawn", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp")  # fmt: skip
+    workers = [start(data, save_dir, *common, "--distributed-rank", rank, *options) for rank in range(2)]
+    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
+    return read_log(outputs[0])
+
+
+@pytest.mark.slow
+def test_two_workers_measure_what_one_does_and_resume(tmp_path, monkeypatch):
+    data = make_classification(tmp_path / "data")
+    two = two_workers(data, tmp_path / "two", "--batch-size", 4, "--global-batch", 8)
+    _tensorboard_writers.clear()  # fairseq keeps one for the life of a process
+    one = train(monkeypatch, tmp_path / "log", data, tmp_path / "one", *OPTIONS, "--global-batch", 8,
+                "--tensorboard-logdir", tmp_path / "one" / "tb")  # fmt: skip
+    for key in ("valid_loss", "valid_accuracy", "valid_f1", "valid_mcc"):
+        assert float(two["valid"][0][key]) == pytest.approx(float(one["valid"][0][key]), abs=0.02), key
+    ours, theirs = (read_curves(tmp_path / run / "tb") for run in ("two", "one"))
+    tags = [tag for tag in theirs if tag.startswith("attention/")]
+    assert len(tags) == 12
+    for tag in tags:
+        assert ours[tag].values == pytest.approx(theirs[tag].values, rel=0.06), tag  # other batches
+    again = two_workers(data, tmp_path / "two", "--batch-size", 4, "--global-batch", 8, "--max-update", 5)
+    assert next(int(row["num_updates"]) for row in again["train"] if "train_inner" not in row) == 4

@@ -1,0 +1,117 @@
+"""Evaluation and prediction of fine-tuned checkpoints."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lln_fairseq.evaluate import main
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    MASKED_LM,
+    WORDS,
+    binarize,
+    make_classification,
+    make_corpus,
+    make_dictionary,
+    sentences,
+    train,
+)
+
+LLN = ("--user-dir", Path(__file__).parents[1] / "lln_fairseq", "--arch", "lln_roberta_tiny")
+OURS = (*CLASSIFICATION, *LLN, "--criterion", "lln_sentence_prediction")
+SIZES = (("train", 60), ("valid", 61))
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    data = make_classification(tmp_path / "data", sizes=SIZES)
+    log = train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *OURS, "--lr", 0.003, "--max-update", 8)
+    return data, tmp_path / "run" / "checkpoint_last.pt", log
+
+
+def evaluate(capsys, *arguments):
+    code = main(list(map(str, arguments)))
+    return code, *capsys.readouterr()
+
+
+def test_every_row_is_scored_and_predicted(tuned, tmp_path, capsys):
+    data, checkpoint, log = tuned
+    out, tsv = tmp_path / "valid.json", tmp_path / "valid.tsv"
+    code, said, _ = evaluate(capsys, checkpoint, data, "--json", out, "--predict", tsv)
+    assert code == 0
+    found, trained = json.loads(out.read_text()), log["valid"][-1]
+    assert found["rows"] == 61
+    for name in ("accuracy", "f1", "mcc"):
+        assert 100 * found[name] == pytest.approx(float(trained[f"valid_{name}"]), abs=0.01)
+    assert re.search(r"valid: 61 rows, accuracy \d+\.\d\d%, majority class .*F1 of class 1.*Matthews", said)
+    header, *rows = (line.split("\t") for line in tsv.read_text().splitlines())
+    assert header == ["index", "prediction"]
+    assert [row for row, _ in rows] == list(map(str, range(61)))
+    labels = [str(int("w1 " in line)) for line in sentences(61, 1)]
+    hits = sum(label == prediction for label, (_, prediction) in zip(labels, rows, strict=True))
+    assert hits / 61 == pytest.approx(found["accuracy"])
+
+
+def test_predictions_have_the_names_of_the_labels_whatever_their_order(tmp_path, monkeypatch, capsys):
+    data = make_classification(tmp_path / "data", sizes=SIZES)
+    shutil.rmtree(data / "label")
+    labels = make_dictionary(data / "label" / "dict.txt", ["yes", "no"])  # by frequency, as fairseq-preprocess does
+    for split, rows in SIZES:
+        binarize(["yes"] * rows, labels, data / "label" / split)
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *OURS, "--lr", 0.003, "--max-update", 8)
+    shutil.rmtree(data / "label")
+    make_dictionary(data / "label" / "dict.txt", ["yes", "no"])  # a test set has no labels
+    checkpoint, tsv = tmp_path / "run" / "checkpoint_last.pt", tmp_path / "out.tsv"
+    assert evaluate(capsys, checkpoint, data, "--predict", tsv)[0] == 0
+    assert {line.split("\t")[1] for line in tsv.read_text().splitlines()[1:]} == {"yes"}
+    code, _, error = evaluate(capsys, checkpoint, data)
+    assert (code, error.count("\n")) == (1, 1)
+    assert "has no labels to score" in error
+    make_dictionary(data / "label" / "dict.txt", ["no", "yes"])
+    code, _, error = evaluate(capsys, checkpoint, data)
+    assert code == 1
+    assert "was trained with the labels ['yes', 'no']" in error
+
+
+def test_a_regression_has_correlations_and_scores(tmp_path, monkeypatch, capsys):
+    data = make_classification(tmp_path / "data", sizes=SIZES)
+    for split, rows in SIZES:
+        (data / "label" / f"{split}.label").write_text("".join(f"{row % 7 / 6}\n" for row in range(rows)))
+    log = train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *OURS, "--regression-target",
+                "--num-classes", 1)  # fmt: skip
+    out, tsv = tmp_path / "valid.json", tmp_path / "valid.tsv"
+    code, said, _ = evaluate(capsys, tmp_path / "run" / "checkpoint_last.pt", data, "--json", out, "--predict", tsv)
+    assert code == 0
+    assert "Pearson" in said
+    found, trained = json.loads(out.read_text()), log["valid"][-1]
+    for name in ("pearson", "spearman"):
+        assert 100 * found[name] == pytest.approx(float(trained[f"valid_{name}"]), abs=0.02)
+    scores = [float(line.split("\t")[1]) for line in tsv.read_text().splitlines()[1:]]
+    assert len(scores) == 61
+    assert 0 <= min(scores) <= max(scores) <= 5
+
+
+def test_what_cannot_be_evaluated_is_said_in_one_line(tuned, tmp_path, monkeypatch, capsys):
+    data, checkpoint, _ = tuned
+    corpus = make_corpus(tmp_path / "corpus")
+    train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "p", *MASKED_LM, *LLN, "--max-update", 1)
+    other = shutil.copytree(data, tmp_path / "other")
+    make_dictionary(other / "input0" / "dict.txt", WORDS[::-1])
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    cases = [
+        (tmp_path / "nowhere.pt", data, "no such checkpoint"),
+        (tmp_path / "text.pt", data, "cannot load"),
+        (tmp_path / "p" / "checkpoint_last.pt", data, "was not fine-tuned: .*lln_masked_lm"),
+        (checkpoint, tmp_path, "is not a binarised data directory"),
+        (checkpoint, other, "the dictionary of .*other is not the one"),
+        ((checkpoint, "--split", "nope"), data, "cannot load split 'nope'"),
+    ]
+    for path, directory, message in cases:
+        path, *options = path if isinstance(path, tuple) else (path,)
+        code, _said, error = evaluate(capsys, path, directory, *options)
+        assert code == 1
+        assert re.search(message, error), error
+        assert error.startswith("error: ")

@@ -1,0 +1,71 @@
+"""The scripts that train: from a killed pre-training to the table, as a user types it."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from lln_fairseq.analysis.events import read_curves
+from tests.fairseq_runs import make_classification, make_corpus
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+FINETUNING = ("finetune_mnli", "finetune_qnli", "finetune_qqp", "finetune_sst2")
+SMALL = ("corpus=demo", "model=tiny", "run=cpu", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
+         "dataset.validate_interval_updates=0", "common.log_interval=2")  # fmt: skip
+
+
+def script(directory, name, *arguments):
+    return subprocess.Popen(["bash", SCRIPTS / name, *map(str, arguments)], cwd=directory, text=True,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+
+def finished(process, code=0):
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.mark.slow
+def test_pre_train_kill_resume_fine_tune_score(tmp_path):
+    make_corpus(tmp_path / "data" / "lm", sizes=(("train", 400), ("valid", 11)))
+    make_classification(tmp_path / "data" / "task")
+    pretrain = ("pretrain_wikitext103.sh", *SMALL, "task.data=data/lm", "optimization.max_update=24",
+                "checkpoint.save_interval_updates=4", "task.max_positions=64")[:-1]  # fmt: skip
+    last = tmp_path / "runs" / "pretrain_lln_diag" / "checkpoint_last.pt"
+    first = script(tmp_path, *pretrain)
+    while not last.exists():
+        assert first.poll() is None, first.communicate()[0]
+        time.sleep(0.02)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert "Loaded checkpoint runs/pretrain_lln_diag/checkpoint_last.pt" in finished(script(tmp_path, *pretrain))
+    curves = read_curves(tmp_path / "runs" / "pretrain_lln_diag" / "tensorboard")
+    assert curves["train_inner/loss"].steps == curves["attention/tau_lln/layer_01"].steps == list(range(2, 25, 2))
+
+    best = "runs/pretrain_lln_diag/checkpoint_best.pt"
+    tune = ("glue_all.sh", best, "--seeds", "7", "--tasks", "sst2", *SMALL[1:5], "task.data=data/task",
+            "optimization.max_update=4", "task.max_positions=128")  # fmt: skip
+    output = finished(script(tmp_path, *tune))
+    assert "valid: 11 rows, accuracy" in output
+    assert output.splitlines()[-1].startswith("pretrain_lln_diag")
+    out = tmp_path / "runs" / "pretrain_lln_diag" / "glue" / "sst2" / "seed7"
+    assert json.loads((out / "valid.json").read_text())["rows"] == 11
+    assert "sst2, seed 7: done before" in finished(script(tmp_path, *tune))
+
+
+@pytest.mark.parametrize("name", ["pretrain_wikitext103", "glue_all", "tensorboard", *FINETUNING])
+def test_help_says_how(name, tmp_path):
+    output = finished(script(tmp_path, f"{name}.sh", "--help"))
+    assert f"scripts/{name}.sh" in output
+    assert "set -euo" not in output
+
+
+@pytest.mark.parametrize("name", [*FINETUNING, "glue_all"])
+def test_a_missing_checkpoint_is_said_in_one_line(name, tmp_path):
+    assert finished(script(tmp_path, f"{name}.sh"), 1).startswith("error: which checkpoint?")
+    assert finished(script(tmp_path, f"{name}.sh", "no.pt", "run=cpu"), 1) == "error: no such checkpoint: no.pt\n"
