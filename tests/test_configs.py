@@ -114,8 +114,11 @@ def test_glue_files_agree_with_the_table_of_tasks_and_the_recipe(file, composed)
 
 
 COMBINATIONS = [
-    *((("pretrain", f"corpus={corpus}", f"run={run}")) for corpus, run in itertools.product(names("corpus"), DEVICES)),
-    *((("finetune", f"glue={glue}", f"run={run}")) for glue, run in itertools.product(names("glue"), DEVICES)),
+    *(
+        (("pretrain", f"corpus={corpus}", f"run={run}"))
+        for corpus, run in itertools.product(sorted(names("corpus")), DEVICES)
+    ),
+    *((("finetune", f"glue={glue}", f"run={run}")) for glue, run in itertools.product(sorted(names("glue")), DEVICES)),
 ]
 
 
