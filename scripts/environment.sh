@@ -1,6 +1,6 @@
 # Sourced by the other scripts: puts a Python with everything installed in front of the PATH.
-#   use_environment            .venv of the project, made and filled on first use
-#   use_environment --no-venv  the environment that is active
+#   use_environment "$@"       .venv of the project, made and filled on first use; with --no-venv among the arguments the
+#                              environment that is active. The other arguments are left in the array `arguments`.
 # Installs again only when requirements.txt, setup.py or the Python changes. LLN_INSTALL_SECONDS says how long it took.
 
 fail() { echo "error: $*" >&2; exit 1; }
@@ -18,8 +18,12 @@ find_python() {
 }
 
 use_environment() {
-    local python start=$SECONDS stamp wanted
-    if [ "${1:-}" = --no-venv ]; then
+    local argument venv="" python start=$SECONDS stamp wanted
+    arguments=()
+    for argument in "$@"; do
+        if [ "$argument" = --no-venv ]; then venv=none; else arguments+=("$argument"); fi
+    done
+    if [ "$venv" = none ]; then
         python=$(command -v python3 || command -v python) || fail "no python on the PATH"
         supported "$python" || fail "Python 3.11 or 3.12 is needed, $python is $("$python" --version 2>&1)"
         stamp=$("$python" -c 'import sys; print(sys.prefix)')/.lln-fairseq-installed

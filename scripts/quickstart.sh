@@ -5,9 +5,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 
-venv="" arguments=()
-for argument in "$@"; do
-    if [ "$argument" = --no-venv ]; then venv=--no-venv; else arguments+=("$argument"); fi
-done
-use_environment $venv
+use_environment "$@"
 exec python -m scripts.quickstart ${arguments[@]+"${arguments[@]}"}

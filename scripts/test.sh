@@ -4,11 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 
-venv="" arguments=()
-for argument in "$@"; do
-    if [ "$argument" = --no-venv ]; then venv=--no-venv; else arguments+=("$argument"); fi
-done
-use_environment $venv
+use_environment "$@"
 ruff check .
 ruff format --check .
 # One thread a process: the tests run on all cores already, and OpenMP threads that wait for each other are slow.
