@@ -5,6 +5,7 @@ the backward pass: q, k, v, and per head the logsumexp L (D) and the state S (D 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lln_fairseq.ops._memory import Scratch, head_groups
+from lln_fairseq.ops._memory import Scratch, fresh_result, head_groups
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,21 @@ class MixtureFunction(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture
     ) -> Tensor:
         run = _Run(q, mask, mix)
-        out = _empty_result(q)
-        heads, dim = q.shape[0] * q.shape[1], q.shape[3]
-        log_sums = torch.empty(heads, 1, dim, dtype=run.scratch.dtype, device=q.device)
-        states = torch.empty(heads, dim, dim, dtype=run.scratch.dtype, device=q.device)
+        out = fresh_result(q)
+        log_sums = torch.empty(run.heads, 1, q.shape[3], dtype=run.scratch.dtype, device=q.device)
+        states = torch.empty(run.heads, q.shape[3], q.shape[3], dtype=run.scratch.dtype, device=q.device)
+        inputs, results = _flat(q, k, v), _flat(out)
+        per_head = (*run.factors(alpha, beta), log_sums, states)
         for group in run.groups:
-            q_, k_, v_ = run.load(group, q=q, k=k, v=v)
-            (out_,) = run.targets(group, out)
+            loaded, cut = run.load(run.cut(group, inputs)), run.cut(group, results)
+            (out_,) = targets = run.targets(cut)
             if mix.lln_weight:
-                _lln_forward(run, group, q_, k_, v_, run.per_head(alpha, group), run.per_head(beta, group), out_,
-                             log_sums[group], states[group])  # fmt: skip
+                _lln_forward(run, group, *loaded, *run.cut(group, per_head), out_)
             else:
                 out_.zero_()
             if mix.diag_weight:
-                _BlockDiag(run, group).forward(q_, k_, v_, out_)
-            run.store(group, [out_], [out])
+                _BlockDiag(run, group).forward(*loaded, out_)
+            run.store(targets, cut)
         ctx.save_for_backward(q, k, v, alpha, beta, mask, log_sums, states)
         ctx.mix = mix
         return out
@@ -58,61 +59,65 @@ class MixtureFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, alpha, beta, mask, log_sums, states = ctx.saved_tensors
         run = _Run(q, mask, ctx.mix)
-        grads = [_empty_result(x) for x in (q, k, v)]
+        grads = [fresh_result(x) for x in (q, k, v)]
         dalpha, dbeta = (
-            torch.zeros(alpha.numel(), 1, 1, dtype=run.scratch.dtype, device=q.device) if needed else None
+            torch.zeros(run.heads, 1, 1, dtype=run.scratch.dtype, device=q.device) if needed else None
             for needed in ctx.needs_input_grad[3:5]
         )
+        inputs, results = _flat(q, k, v, grad), _flat(*grads)
+        per_head = (*run.factors(alpha, beta), log_sums, states)
         for group in run.groups:
-            loaded = run.load(group, q=q, k=k, v=v, grad=grad)
-            targets = run.targets(group, *grads)
+            loaded, cut = run.load(run.cut(group, inputs)), run.cut(group, results)
+            targets = run.targets(cut)
             if ctx.mix.lln_weight:
-                _lln_backward(run, group, *loaded, run.per_head(alpha, group), run.per_head(beta, group),
-                              log_sums[group], states[group], *targets, dalpha, dbeta)  # fmt: skip
+                _lln_backward(run, group, *loaded, *run.cut(group, per_head), *targets, dalpha, dbeta)
             else:
                 for target in targets:
                     target.zero_()
             if ctx.mix.diag_weight:
                 _BlockDiag(run, group).backward(*loaded, *targets)
-            run.store(group, targets, grads)
+            run.store(targets, cut)
         to_alpha = (None if x is None else x.view(alpha.shape).to(alpha.dtype) for x in (dalpha, dbeta))
         return *grads, *to_alpha, None, None
 
 
-def _empty_result(x: Tensor) -> Tensor:
-    """A tensor like x, in x's own layout if batch and heads are one dimension in it, as in fairseq's (T, B, C)."""
-    result = torch.empty_like(x)
-    one_dimension = x.shape[0] == 1 or result.stride(0) == x.shape[1] * result.stride(1)
-    return result if one_dimension else torch.empty_like(x, memory_format=torch.contiguous_format)
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    """Batch and heads as one dimension."""
+    return [x.flatten(0, 1) for x in tensors]
 
 
 class _Run:
     """What one call needs: the groups of heads, their scratch memory, and padding per head."""
 
     def __init__(self, q: Tensor, mask: Tensor | None, mix: Mixture) -> None:
-        batch, heads, self.n, dim = q.shape
-        self.mix, self.block = mix, max(1, min(mix.block_size, self.n)) if mix.diag_weight else 1
-        length = -(-self.n // self.block) * self.block
+        batch, heads, n, dim = q.shape
+        self.mix, self.heads = mix, batch * heads
+        self.block = max(1, min(mix.block_size, n)) if mix.diag_weight else 1
+        length = -(-n // self.block) * self.block
         self.scratch = Scratch(q, length)
-        self.groups = list(head_groups(batch * heads, length * max(dim, self.block), q))
+        self.groups = list(head_groups(self.heads, length * max(dim, self.block), q))
         self.padding = None
-        if mask is not None or length != self.n:
-            padding = q.new_zeros(batch, self.n, dtype=torch.bool) if mask is None else mask
-            padding = torch.nn.functional.pad(padding, (0, length - self.n), value=True)
+        if mask is not None or length != n:
+            padding = q.new_zeros(batch, n, dtype=torch.bool) if mask is None else mask
+            padding = torch.nn.functional.pad(padding, (0, length - n), value=True)
             self.padding = padding.repeat_interleave(heads, dim=0)
 
-    def per_head(self, x: Tensor, group: slice) -> Tensor:
-        return x.flatten()[group, None, None].to(self.scratch.dtype)
+    def factors(self, *factors: Tensor) -> list[Tensor]:
+        """α, β (B, H) as factors of (B·H, N, D)."""
+        return [x.reshape(-1, 1, 1).to(self.scratch.dtype) for x in factors]
 
-    def load(self, group: slice, **tensors: Tensor) -> list[Tensor]:
-        return [self.scratch.load(name, x.flatten(0, 1)[group]) for name, x in tensors.items()]
+    def cut(self, group: slice, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors if len(self.groups) == 1 else [x[group] for x in tensors]
 
-    def targets(self, group: slice, *tensors: Tensor) -> list[Tensor]:
-        return [self.scratch.target(f"target{i}", x.flatten(0, 1)[group]) for i, x in enumerate(tensors)]
+    def load(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        return [self.scratch.load(f"input{i}", x) for i, x in enumerate(pieces)]
 
-    def store(self, group: slice, results: list[Tensor], tensors: list[Tensor]) -> None:
-        for result, x in zip(results, tensors, strict=True):
-            self.scratch.store(result, x.flatten(0, 1)[group])
+    def targets(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        return [self.scratch.target(f"result{i}", x) for i, x in enumerate(pieces)]
+
+    def store(self, results: list[Tensor], pieces: Sequence[Tensor]) -> None:
+        for result, x in zip(results, pieces, strict=True):
+            self.scratch.store(result, x)
 
 
 def _features(run: _Run, q: Tensor, alpha: Tensor, log_sum: Tensor) -> Tensor:
@@ -121,21 +126,32 @@ def _features(run: _Run, q: Tensor, alpha: Tensor, log_sum: Tensor) -> Tensor:
     return torch.softmax(x, dim=-1, out=run.scratch("a", *q.shape))
 
 
+def _weights(run: _Run, group: slice, k: Tensor, beta: Tensor, shift: Tensor) -> Tensor:
+    """exp(β k - shift), 0 for padded keys."""
+    w = torch.addcmul(-shift, k, beta, out=run.scratch("x", *k.shape)).exp_()
+    return w if run.padding is None else w.masked_fill_(run.padding[group, :, None], 0.0)
+
+
+def _largest(run: _Run, group: slice, k: Tensor, beta: Tensor) -> Tensor:
+    """max_j β k_j over the keys that are not padded; 0 where there is none, which makes W = 0, S = 0 and out = 0."""
+    if run.padding is None and bool((beta >= 0).all()):
+        return beta * k.amax(dim=1, keepdim=True)
+    x = torch.mul(k, beta, out=run.scratch("x", *k.shape))
+    if run.padding is not None:
+        x.masked_fill_(run.padding[group, :, None], -math.inf)
+    return x.amax(dim=1, keepdim=True).nan_to_num_(neginf=0.0)
+
+
 def _lln_forward(
-    run: _Run, group: slice, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, out: Tensor,
-    log_sum: Tensor, state: Tensor,
+    run: _Run, group: slice, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor,
+    log_sum: Tensor, state: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     """out = weight · A (Wᵀ v); fills L = logsumexp_j(β k_j) and S = weight · Wᵀ v."""
-    w = torch.mul(k, beta, out=run.scratch("x", *k.shape))
-    if run.padding is not None:
-        w.masked_fill_(run.padding[group, :, None], -math.inf)
-    # A sequence without a real key has the maximum -inf; 0 there makes W = 0, so S = 0 and out = 0.
-    top = w.amax(dim=1, keepdim=True).nan_to_num_(neginf=0.0)
-    w.sub_(top).exp_()
+    top = _largest(run, group, k, beta)
+    w = _weights(run, group, k, beta, top)
     # With a real key the sum is at least 1, its largest term: the clamp concerns the empty sequence alone.
     total = w.sum(dim=1, keepdim=True).clamp_min_(1.0)
-    torch.bmm(w.mT, v, out=state)
-    state.div_(total.mT).mul_(run.mix.lln_weight)
+    torch.bmm(w.mT, v, out=state).mul_(run.mix.lln_weight / total.mT)
     torch.add(top, total.log_(), out=log_sum)
     torch.bmm(_features(run, q, alpha, log_sum), state, out=out)
 
@@ -144,25 +160,31 @@ def _lln_backward(
     run: _Run, group: slice, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, alpha: Tensor, beta: Tensor,
     log_sum: Tensor, state: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dalpha: Tensor | None, dbeta: Tensor | None,
 ) -> None:  # fmt: skip
-    """dA = do Sᵀ, dx = A (dA - Σ_d A dA), dS = Aᵀ do, dv = W dS, dy = W (v dSᵀ - g); the logsumexp terms cancel."""
+    """dA = do Sᵀ, dx = A (dA - Σ_d A dA), dS = Aᵀ do, dv = W dS, dy = W (v dSᵀ - g); the logsumexp terms cancel.
+
+    g_d = Σ_i A_id Σ_d' A_id' dA_id' = Σ_i A_id dA_id - Σ_i dx_id = (S dSᵀ)_dd - Σ_i dx_id.
+    """
     a = _features(run, q, alpha, log_sum)
-    dx = torch.bmm(grad, state.mT, out=dq).mul_(a)
-    delta = dx.sum(dim=-1, keepdim=True)
-    dx.addcmul_(a, delta, value=-1)
-    dstate = torch.bmm(a.mT, grad).mul_(run.mix.lln_weight)
-    g = torch.bmm(a.mT, delta).mT
+    dx = _softmax_backward(torch.bmm(grad, state.mT, out=dq), a)
+    dstate = torch.bmm(a.mT, grad)
+    g = torch.sub((state * dstate).sum(dim=-1)[:, None], dx.sum(dim=1, keepdim=True))
     if dalpha is not None:
         dalpha[group] = torch.mul(q, dx, out=a).sum(dim=(1, 2), keepdim=True)
     dx.mul_(alpha)
 
-    w = torch.addcmul(-log_sum, k, beta, out=run.scratch("x", *k.shape)).exp_()
-    if run.padding is not None:
-        w.masked_fill_(run.padding[group, :, None], 0.0)
-    torch.bmm(w, dstate, out=dv)
+    w = _weights(run, group, k, beta, log_sum)
+    torch.bmm(w, dstate.mul_(run.mix.lln_weight), out=dv)
+    if dbeta is None:  # dk = β dy, and it is cheaper to multiply the small factors
+        dstate, g = dstate.mul_(beta), g.mul_(beta)
     dy = torch.bmm(v, dstate.mT, out=dk).sub_(g).mul_(w)
     if dbeta is not None:
         dbeta[group] = torch.mul(k, dy, out=w).sum(dim=(1, 2), keepdim=True)
-    dy.mul_(beta)
+        dy.mul_(beta)
+
+
+def _softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
+    """P (dP - Σ P dP), the derivative of a softmax over the last dimension, in one pass and in the memory of dP."""
+    return torch.ops.aten._softmax_backward_data.out(grad, p, -1, p.dtype, grad_input=grad)
 
 
 class _BlockDiag:
@@ -194,8 +216,7 @@ class _BlockDiag:
             kept = self._kept(p)
             dp.mul_(kept)
             dv.baddbmm_(kept.mul_(p).mT, grad, alpha=weight)
-        ds = dp.mul_(p)  # the derivative of the softmax, P (dP - Σ P dP)
-        ds.addcmul_(p, ds.sum(dim=-1, keepdim=True), value=-1)
+        ds = _softmax_backward(dp, p)
         dq.baddbmm_(ds, k, alpha=scale)
         dk.baddbmm_(ds.mT, q, alpha=scale)
 
