@@ -20,6 +20,8 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "lln_diag-scale": ("lln_diag", dict(mix="scale")),
     "nystrom-7": ("nystrom", dict(landmarks=7)),
     "nystrom-conv": ("nystrom", dict(landmarks=13, conv_kernel=33)),
+    "linformer-none": ("linformer", dict(projected_length=20, sharing="none")),
+    "linformer-key-value": ("linformer", dict(sharing="key_value")),
 }
 every_mechanism = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -142,6 +144,8 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="nystrom", landmarks=0), "at least 1"),
         (dict(name="nystrom", iterations=0), "at least 1"),
         (dict(name="nystrom", conv_kernel=8), "must be odd"),
+        (dict(name="linformer", projected_length=0), "at least 1"),
+        (dict(name="linformer", sharing="layer"), "choose from none, headwise, key_value"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_attention(**arguments, **size)
