@@ -31,7 +31,8 @@ class Attention(nn.Module):
     """
 
     # What a mechanism rules out is declared here and tested for, see tests/attention/test_contract.py.
-    stochastic_rows = True  # rows of the attention matrix sum to 1
+    has_matrix = True  # forward(q, k, v) = P v for one matrix P
+    stochastic_rows = True  # and its rows sum to 1
     batch_independent = True  # a sequence gives the same output whatever its batch mates are
 
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:

@@ -78,3 +78,12 @@ def normalised(scores: Tensor, key_padding_mask: Tensor | None = None) -> Tensor
     zero = scores.sum(dim=-1, keepdim=True) == 0
     scores = torch.where(zero & real, 1.0, scores)
     return torch.nan_to_num(scores / scores.sum(dim=-1, keepdim=True), nan=0.0)
+
+
+def band_matrix(weights: Tensor, length: int) -> Tensor:
+    """T_ij = w_{j - i + W // 2} (H, N, N): a convolution over the tokens by weights (H, W), W odd, as a matrix."""
+    width = weights.shape[-1]
+    index = torch.arange(length, device=weights.device)
+    offset = index[None, :] - index[:, None] + width // 2
+    inside = (offset >= 0) & (offset < width)
+    return weights[:, offset.clamp(0, width - 1)] * inside
