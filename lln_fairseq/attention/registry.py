@@ -57,6 +57,9 @@ class Attention(nn.Module):
         """
         return None
 
+    def place(self, layer: int, layers: int) -> None:
+        """An encoder says that this is layer `layer` of `layers`, the first one 0: for what depends on the depth."""
+
     @property
     def active_dropout(self) -> float:
         """The dropout probability of this call: 0 in evaluation."""
