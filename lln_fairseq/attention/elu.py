@@ -25,6 +25,9 @@ class EluAttention(Attention):
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return reference.kernel_matrix(self.features(q), self.features(k), key_padding_mask)
 
+    def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.features(q), self.features(k)
+
     @staticmethod
     def features(x: Tensor) -> Tensor:
         # elu(x) + 1 = e^x for x < 0: written so, small values keep their digits instead of rounding to 0.

@@ -47,6 +47,15 @@ class Attention(nn.Module):
         """P (B, H, N, N) with forward(q, k, v) = P v, without dropout, on a path independent of forward's."""
         raise NotImplementedError
 
+    def feature_maps(
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """φ(Q), φ(K) (B, H, N, F) of a linear mechanism: its P is φ(Q) φ(K)ᵀ with every row divided by its sum.
+
+        None where P has no such form with F independent of N. Exact instruments at any length follow from it.
+        """
+        return None
+
     @property
     def active_dropout(self) -> float:
         """The dropout probability of this call: 0 in evaluation."""
