@@ -12,11 +12,11 @@ import functools
 import importlib.util
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, dropout_seed, per_head
 from lln_fairseq.ops._memory import compute_dtype
+from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.lln_pytorch import Mixture, MixtureFunction
 
 BACKENDS = ("auto", "torch", "triton")
@@ -88,10 +88,7 @@ def lln_features(
     x, y = (
         per_head(a, q, name)[..., None, None] * z.to(dtype) for a, z, name in ((alpha, q, "alpha"), (beta, k, "beta"))
     )
-    if key_padding_mask is not None:
-        y = y.masked_fill(key_padding_mask[:, None, :, None], -torch.inf)
-    log_sum = y.logsumexp(dim=-2, keepdim=True).nan_to_num(neginf=0.0)
-    return (x + log_sum).softmax(dim=-1), (y - log_sum).exp()
+    return balanced_features(x, y, key_padding_mask)
 
 
 def choose_kernels(backend: str, q: Tensor, block_size: int | None = None) -> ModuleType | None:
