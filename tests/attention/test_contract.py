@@ -25,6 +25,8 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "longformer-5": ("longformer", dict(one_sided_window=5)),
     "longformer-64": ("longformer", dict(one_sided_window=64)),
     "skyformer-9": ("skyformer", dict(landmarks=9)),
+    "reformer-5": ("reformer", dict(chunk_size=5)),
+    "reformer-16": ("reformer", dict(chunk_size=16, hashes=1)),
 }
 every_mechanism = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -153,6 +155,8 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="skyformer", landmarks=0), "at least 1"),
         (dict(name="skyformer", iterations=0), "at least 1"),
         (dict(name="skyformer", gamma=0.0), "gamma must be positive"),
+        (dict(name="reformer", chunk_size=0), "at least 1"),
+        (dict(name="reformer", hashes=0), "at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_attention(**arguments, **size)
