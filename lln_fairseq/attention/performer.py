@@ -46,8 +46,8 @@ class PerformerAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         out = random_feature_attention(q, k, v, self.omega(q.dtype), key_padding_mask)
-        # After the computation and with gradients only: activation checkpointing runs a forward once without and once
-        # with gradients, and both must see the same features.
+        # After the computation and with gradients only: fairseq's activation checkpointing runs a forward once without
+        # and once with gradients, and both must see the same features.
         if self.training and torch.is_grad_enabled():
             self._count()
         return out
