@@ -6,9 +6,11 @@ without a real token has NaN. Entropy and variance also take some rows of a matr
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from lln_fairseq.ops import reference
@@ -118,7 +120,10 @@ def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "cali
 
 
 def _gap(matrices: Tensor, device: torch.device, tokens: Tensor) -> Tensor:
-    second = [_second_modulus(matrix) for matrix in matrices.cpu().reshape(-1, *matrices.shape[-2:]).numpy()]
+    flat = matrices.cpu().reshape(-1, *matrices.shape[-2:]).numpy()
+    # A matrix a thread: the threads of a BLAS gain nothing at this size, and where cores are short they lose a lot.
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        second = list(pool.map(_second_modulus, flat))
     gap = 1 - torch.tensor(second, dtype=torch.float64, device=device).view(matrices.shape[:-2])
     return gap.masked_fill(tokens == 0, torch.nan)
 

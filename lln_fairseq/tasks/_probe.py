@@ -5,8 +5,6 @@ import os
 import time
 from typing import Any
 
-import numpy as np
-from fairseq import utils
 from torch import nn
 
 from lln_fairseq.errors import input_errors
@@ -64,9 +62,6 @@ class AttentionProbe:
         dataset = self.dataset(split)
         if split != "train":
             dataset.set_epoch(1)
-        numbers = np.linspace(0, len(dataset) - 1, min(self.cfg.probe_sequences, len(dataset))).astype(int)
-        batch = dataset.collater([dataset[number] for number in numbers.tolist()])
-        if (device := next(model.parameters()).device).type == "cuda":
-            batch = utils.move_to_cuda(batch, device)
-        logger.info(f"the probe's batch: {len(numbers)} sequences of split '{split}'")
-        return probe.Probe(batch["net_input"], SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, RUN)))
+        (batch,) = probe.spread_batches(dataset, 1, self.cfg.probe_sequences, model)
+        logger.info(f"the probe's batch: {len(batch['src_tokens'])} sequences of split '{split}'")
+        return probe.Probe(batch, SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, RUN)))
