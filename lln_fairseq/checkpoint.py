@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from fairseq import checkpoint_utils, tasks
 from fairseq.distributed.utils import _TensorPlaceholder
 from omegaconf import DictConfig, ListConfig
 from omegaconf.base import ContainerMetadata, Metadata
@@ -74,8 +75,10 @@ def loading(model: nn.Module, task: Any, path: str) -> Iterator[None]:
 def peek(path: str) -> dict[str, Any]:
     """A checkpoint with its tensors left on the disk (those of the format before torch 1.6 are read).
 
-    Raises: InputError for a file that is no checkpoint, damaged, or that holds classes which are not allowed.
+    Raises: InputError for a file that is missing, no checkpoint, damaged, or that holds classes which are not allowed.
     """
+    if not os.path.isfile(path):
+        raise InputError(f"no such checkpoint: {path}")
     try:
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -85,6 +88,26 @@ def peek(path: str) -> dict[str, Any]:
             return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
         raise InputError(f"cannot load {path}: {str(error).splitlines()[0] or type(error).__name__}") from error
+
+
+def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
+    """The model of a checkpoint, in evaluation mode on the GPU if there is one, and its task with `data` as its data
+    directory, or the one of the training.
+
+    Raises: InputError for a checkpoint that is missing or cannot be read, and for data without dictionaries or with
+    another dictionary than the checkpoint's.
+    """
+    state = peek(checkpoint)
+    overrides = {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {})
+    full = checkpoint_utils.load_checkpoint_to_cpu(checkpoint, overrides)
+    task = tasks.setup_task(full["cfg"].task, from_checkpoint=True)
+    check_dictionary(state, task, checkpoint)
+    try:
+        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=full)
+    except (RuntimeError, KeyError) as error:
+        raise InputError(f"cannot load {checkpoint}: {str(error).splitlines()[0]}") from error
+    model.eval()
+    return (model.cuda() if torch.cuda.is_available() else model), task
 
 
 def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:

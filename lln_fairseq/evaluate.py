@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq import checkpoint_utils, tasks, utils
+from fairseq import utils
 from torch import Tensor
 
 import lln_fairseq  # noqa: F401  registers the models and tasks
-from lln_fairseq.checkpoint import check_dictionary, our_state, peek
+from lln_fairseq.checkpoint import load_model, our_state, peek
 from lln_fairseq.criterions.scores import Counts, pearson, spearman
 from lln_fairseq.errors import InputError
 
@@ -48,25 +48,15 @@ def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     Raises: InputError for a checkpoint that is missing, cannot be read or was not fine-tuned, and for data without
     dictionaries, or with another dictionary or other labels than the checkpoint was trained with.
     """
-    if not Path(checkpoint).is_file():
-        raise InputError(f"no such checkpoint: {checkpoint}")
     state = peek(checkpoint)
-    overrides = {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {})
     task_name = (state.get("cfg") or {}).get("task", {}).get("_name")
     if not str(task_name).endswith("sentence_prediction"):
         raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
-    full = checkpoint_utils.load_checkpoint_to_cpu(checkpoint, overrides)
-    task = tasks.setup_task(full["cfg"].task, from_checkpoint=True)
-    check_dictionary(state, task, checkpoint)
+    model, task = load_model(checkpoint, data)
     trained = our_state(state).get("labels", [])
     if trained and trained != task.labels:
         raise InputError(f"{checkpoint} was trained with the labels {trained}, {task.cfg.data} has {task.labels}")
-    try:
-        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=full)
-    except (RuntimeError, KeyError) as error:
-        raise InputError(f"cannot load {checkpoint}: {str(error).splitlines()[0]}") from error
-    model.eval()
-    return (model.cuda() if torch.cuda.is_available() else model), task
+    return model, task
 
 
 @torch.no_grad()

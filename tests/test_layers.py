@@ -16,7 +16,7 @@ ALLOWED = {
     "models": {"models", "modules", "attention", "errors", "checkpoint"},
     "criterions": {"criterions", "errors"},
     "tasks": {"tasks", "models", "modules", "attention", "errors", "checkpoint", "analysis"},
-    "analysis": {"analysis", "attention", "ops", "errors"},
+    "analysis": {"analysis", "attention", "ops", "errors", "checkpoint"},
 }
 HOST_FREE = ("ops", "attention")  # used without fairseq too
 

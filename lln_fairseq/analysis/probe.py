@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -98,14 +99,17 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def ablated(model: nn.Module, skip: bool = True, mlp: bool = True) -> Iterator[None]:
     """Within it the layers work without skip connections, without MLPs, or without both; layer norms stay."""
-    layers = encoder_layers(model)
+    layers = [vars(layer) for layer in encoder_layers(model)]
+    before = [attributes.get("forward") for attributes in layers]  # a wrapper's, with checkpoint_activations
     try:
-        for layer in layers:
-            layer.forward = functools.partial(_forward, layer, skip=skip, mlp=mlp)
+        for layer, attributes in zip(encoder_layers(model), layers, strict=True):
+            attributes["forward"] = functools.partial(_forward, layer, skip=skip, mlp=mlp)
         yield
     finally:
-        for layer in layers:
-            del layer.forward
+        for attributes, forward in zip(layers, before, strict=True):
+            del attributes["forward"]
+            if forward is not None:
+                attributes["forward"] = forward
 
 
 def _forward(
@@ -126,6 +130,15 @@ def _forward(
         if not layer.normalize_before:
             x = norm(x)
     return x
+
+
+def spread_batches(dataset: Any, batches: int, size: int, model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Batches of fairseq's `net_input` on the model's device: batches · size samples (or all), evenly spaced."""
+    device = next(model.parameters()).device
+    numbers = np.linspace(0, len(dataset) - 1, min(batches * size, len(dataset))).astype(int).tolist()
+    for start in range(0, len(numbers), size):
+        net_input = dataset.collater([dataset[number] for number in numbers[start : start + size]])["net_input"]
+        yield {key: value.to(device) for key, value in net_input.items()}
 
 
 class Probe:

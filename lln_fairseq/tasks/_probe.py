@@ -5,10 +5,9 @@ import os
 import time
 from typing import Any
 
-import numpy as np
-import torch
-from fairseq import utils
+from torch import nn
 
+from lln_fairseq.errors import input_errors
 from lln_fairseq.tasks._scalars import is_first_worker
 
 logger = logging.getLogger(__name__)
@@ -42,26 +41,27 @@ class AttentionProbe:
         while hasattr(model, "module"):  # what fairseq wraps around a model for several workers
             model = model.module
         if self._probe is None:
-            self._probe = self._make_probe(next(model.parameters()).device)
+            self._probe = self._make_probe(model)
         seconds = self._probe(model, update)
         self._probed += seconds
         share = self._probed / (time.perf_counter() - self._begin)
         so_far = f"; probes took {share:.1%} of the training so far" if update else ""
         logger.info(f"probe at update {update}: {seconds:.2f} s{so_far}")
 
-    def _make_probe(self, device: torch.device) -> Any:
+    def _make_probe(self, model: nn.Module) -> Any:
+        """Raises: InputError for a model of fairseq's own."""
         from torch.utils.tensorboard import SummaryWriter
 
-        from lln_fairseq.analysis.probe import Probe  # imports scipy, which a training without probe does not need
+        from lln_fairseq.analysis import probe  # imports scipy, which a training without probe does not need
 
+        with input_errors():
+            probe.encoder_layers(model)
         # A validation set if one is loaded. fairseq masks it as in epoch 1 in every validation, so the batch is the
         # same in every run with this data and seed, resumed or not.
         split = next((name for name in self.datasets if name != "train"), "train")
         dataset = self.dataset(split)
         if split != "train":
             dataset.set_epoch(1)
-        numbers = np.linspace(0, len(dataset) - 1, min(self.cfg.probe_sequences, len(dataset))).astype(int)
-        batch = dataset.collater([dataset[number] for number in numbers.tolist()])
-        batch = utils.move_to_cuda(batch, device) if device.type == "cuda" else batch
-        logger.info(f"the probe's batch: {len(numbers)} sequences of split '{split}'")
-        return Probe(batch["net_input"], SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, RUN)))
+        (batch,) = probe.spread_batches(dataset, 1, self.cfg.probe_sequences, model)
+        logger.info(f"the probe's batch: {len(batch['src_tokens'])} sequences of split '{split}'")
+        return probe.Probe(batch, SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, RUN)))
