@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lln_fairseq.attention.linear_relu import FeatureAttention
+from lln_fairseq.attention.kernel_features import KernelFeatureAttention
 from lln_fairseq.attention.registry import register_attention
 
 
@@ -14,7 +14,10 @@ class LinearQuadraticConfig:
 
 
 @register_attention("linear_quadratic", LinearQuadraticConfig)
-class LinearQuadraticAttention(FeatureAttention):
-    """φ(x) = x², feature by feature (the exact features of κ(s) = s² would be all D² products)."""
+class LinearQuadraticAttention(KernelFeatureAttention):
+    """φ(x) = x² feature by feature: P depends neither on the scale of q and k nor on a temperature.
+
+    The exact features of `quadratic`, κ(s) = s², would be all D² products.
+    """
 
     features = staticmethod(torch.square)
