@@ -102,8 +102,8 @@ def write_run(directory, alpha, accuracy=None, updates=(10, 20, 30)):
 
 def test_figures_of_runs(tmp_path, capsys):
     write_run(tmp_path / "fixed", alpha=4.0, accuracy=70.0)
-    write_run(tmp_path / "matched", alpha=2.0, accuracy=80.0)
-    runs = [f"α = 4={tmp_path / 'fixed'}", str(tmp_path / "matched" / "tensorboard"), f"matched={tmp_path / 'matched'}"]
+    write_run(tmp_path / "a=b", alpha=2.0, accuracy=80.0)
+    runs = [f"α = 4={tmp_path / 'fixed'}", str(tmp_path / "a=b" / "tensorboard"), f"matched={tmp_path / 'a=b'}"]
     assert paper_figures.main(["--only", *OF_RUNS, "--out", str(tmp_path), "--run", *runs]) == 0
     for name in OF_RUNS:
         assert (tmp_path / f"figure_{name}.png").read_bytes().startswith(b"\x89PNG")
