@@ -32,8 +32,9 @@ FIGURES: dict[str, Callable[[Settings], Sheet]] = {
 
 
 def labelled_run(text: str) -> tuple[str, dict]:
-    """LABEL=DIR, or DIR, which is then its own label."""
-    label, _, directory = text.rpartition("=")
+    """LABEL=DIR, or DIR, which is then its own label; both may contain a "="."""
+    splits = [("", text), *((text[:i], text[i + 1 :]) for i, letter in enumerate(text) if letter == "=")]
+    label, directory = next((split for split in splits if Path(split[1]).is_dir()), splits[-1])
     path = Path(directory)
     inner = path / "tensorboard"
     curves = read_curves(inner if inner.is_dir() else path)

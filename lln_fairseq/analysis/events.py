@@ -1,5 +1,6 @@
 """Reads back the scalars that a training run wrote for TensorBoard."""
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +19,15 @@ def read_curves(directory: Path | str) -> dict[str, Curve]:
     files; where they overlap, the later one counts.
     """
     curves: dict[str, dict[int, float]] = {}
-    for file in sorted(Path(directory).rglob("events.out.tfevents.*")):
+    for file in sorted(Path(directory).rglob("events.out.tfevents.*"), key=_age):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0})
         events.Reload()
         for tag in events.Tags()["scalars"]:
             points = curves.setdefault(f"{file.parent.relative_to(directory)}/{tag}", {})
             points.update((event.step, event.value) for event in events.Scalars(tag))
     return {tag: Curve(*map(list, zip(*sorted(points.items()), strict=True))) for tag, points in curves.items()}
+
+
+def _age(file: Path) -> list[int]:
+    """The numbers of events.out.tfevents.SECONDS.HOST.PID.COUNTER: as text, counter 10 would come before 9."""
+    return [int(number) for number in re.findall(r"\d+", file.name)]

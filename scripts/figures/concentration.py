@@ -32,6 +32,9 @@ KERNELS = (
 
 
 def figure_2(settings: Settings) -> Sheet:
+    """Matched LLN follows softmax, and concentrates more at low temperature: at the same variance, its ln P has a
+    heavier right tail than a Gaussian's (Figure 7). The other kernels do not follow the temperature at all.
+    """
     tokens, heads, points = (64, 2, 4) if settings.fast else (512, 2, 13)
     inputs, temperatures = Inputs(tokens, heads), spread(*TEMPERATURES, points)
     size = f"Gaussian q, k, N = {tokens}, D = {HEAD_DIM}"

@@ -19,7 +19,7 @@ LLN = (
 
 
 def figure_5(settings: Settings) -> Sheet:
-    tokens, heads, points = (128, 2, 4) if settings.fast else (1024, 4, 13)
+    tokens, heads, points = (512, 4, 4) if settings.fast else (1024, 4, 13)
     inputs, grid = Inputs(tokens, heads), spread(0.05, 8.0, points)
     x = "$s = σ_q^2 σ_k^2$"
     sheet = Sheet(

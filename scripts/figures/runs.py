@@ -52,8 +52,11 @@ def figure_8(settings: Settings) -> Sheet:
 
 def figure_10(settings: Settings) -> Sheet:
     """Accuracy by α (mean over layers and updates: the fixed value, or what matching gave), and inverse loss scale."""
-    runs = _having(settings, lambda curves: _layers(curves, "attention/alpha") and {ACCURACY, LOSS_SCALE} & curves.keys(),
-                   "α together with an accuracy on valid or fp16's loss scale")  # fmt: skip
+    runs = _having(
+        settings,
+        lambda curves: _layers(curves, "attention/alpha") and {ACCURACY, LOSS_SCALE} & curves.keys(),
+        "α together with an accuracy on valid (a sentence classification) or fp16's loss scale",
+    )
     scored = {label: curves[ACCURACY] for label, curves in runs.items() if ACCURACY in curves}
     scaled = {label: curves[LOSS_SCALE] for label, curves in runs.items() if LOSS_SCALE in curves}
     panels = [Panel("(a) accuracy by α", "α, mean over layers", "best accuracy on valid [%]")] if scored else []
@@ -78,11 +81,13 @@ def _by_layer(settings: Settings, columns: tuple[tuple[str, str, str], ...], wha
     sheet = Sheet(panels, columns=len(columns))
     for row, (label, curves) in enumerate(runs.items()):
         for column, (name, *_) in enumerate(columns):
-            layers = _layers(curves, name)
-            colours = matplotlib.colormaps["viridis"].resampled(max(len(layers), 2))
+            panel, layers = row * len(columns) + column, _layers(curves, name)
+            if row:
+                sheet.axes[panel].sharey(sheet.axes[column])
             for number, curve in layers.items():
-                colour = colours(list(layers).index(number))
-                sheet.line(row * len(columns) + column, f"layer {number}", *curve, color=colour)
+                # The light end of the colour map is hard to see on white.
+                colour = matplotlib.colormaps["viridis"](0.85 * number / max(*layers, 1))
+                sheet.line(panel, f"layer {number}", *curve, color=colour)
             first, last = (sum(c.values[i] for c in layers.values()) / len(layers) for i in (0, -1))
             sheet.note(f"{label}: {name}, mean over layers, {first:.3f} at first, {last:.3f} at last")
         sheet.legend((row + 1) * len(columns) - 1, ncol=1 if len(layers) <= 6 else 2)

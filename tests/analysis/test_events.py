@@ -16,5 +16,14 @@ def test_curves_of_an_interrupted_run_are_joined(tmp_path):
     }
 
 
+def test_files_of_one_second_are_joined_in_their_order(tmp_path):
+    for counter, value in ((9, 1.0), (10, 2.0)):
+        with SummaryWriter(tmp_path / str(counter)) as writer:
+            writer.add_scalar("loss", value, 1)
+        (file,) = (tmp_path / str(counter)).iterdir()
+        file.rename(tmp_path / f"events.out.tfevents.1700000000.host.1.{counter}")
+    assert read_curves(tmp_path) == {"./loss": Curve([1], [2.0])}
+
+
 def test_an_empty_directory_has_no_curves(tmp_path):
     assert read_curves(tmp_path) == {}

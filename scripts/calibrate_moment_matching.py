@@ -1,0 +1,102 @@
+"""Regenerates lln_fairseq/ops/moment_matching_tables.json, and shows how well moment matching does with it.
+
+    python -m scripts.calibrate_moment_matching            # simulate, compare, write the tables
+    python -m scripts.calibrate_moment_matching --check    # simulate and compare only; exit code 1 if a table is off
+
+First, for each head dimension, the largest difference of log σ̃² from the shipped table. Then, on other random inputs,
+the log-variance of LLN attention over that of softmax attention by s = σ_q² σ_k², with our tables and with the paper's
+straight line: 1 is right.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from lln_fairseq.ops.moment_matching import (
+    PAPER_A,
+    PAPER_B,
+    TABLES_FILE,
+    interpolate,
+    log_variance_lln,
+    log_variance_softmax,
+    simulate_table,
+)
+
+HEAD_DIMS = (16, 32, 64, 128)
+DIGITS = 5  # of log s and log σ̃² in the file
+SEED = 1  # of the inputs on which the fit is judged; the tables are simulated with seed 0
+S_SHOWN = (0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+# Tokens and heads of a simulation, and the difference from the shipped tables that it may have. The shipped ones are of
+# the full size: what differs then is rounding, by version of torch and number of threads. The fast one has sampling
+# error.
+FULL = {"tokens": 1024, "heads": 48}, 1e-4
+FAST = {"tokens": 256, "heads": 8}, 0.05
+
+Table = list[list[float]]
+
+
+def deviation(table: Table, shipped: Table) -> float:
+    """The largest difference of log s or log σ̃²; infinite for tables of different lengths."""
+    if [len(x) for x in table] != [len(x) for x in shipped]:
+        return math.inf
+    return (torch.tensor(table, dtype=torch.float64) - torch.tensor(shipped, dtype=torch.float64)).abs().max().item()
+
+
+def fit(dim: int, table: Table, tokens: int, heads: int) -> list[tuple[float, float]]:
+    """LLN's log-variance over softmax's at every s of S_SHOWN: by the table, and by the paper's constants."""
+    generator = torch.Generator().manual_seed(SEED)
+    x, y = torch.randn(2, heads, tokens, dim, generator=generator)
+    log_s, log_sigma2 = torch.tensor(table)
+    rows = []
+    for s in S_SHOWN:
+        ours = interpolate(torch.tensor(math.log(s)), log_s, log_sigma2).exp().item()
+        softmax = log_variance_softmax(x, y, s)
+        rows.append(tuple(log_variance_lln(x, y, sigma2) / softmax for sigma2 in (ours, (s - PAPER_B) / PAPER_A)))
+    return rows
+
+
+def report(fits: dict[int, list[tuple[float, float]]]) -> str:
+    """The fits side by side."""
+    lines = ["variance of ln P, LLN over softmax", f"{'':>8}" + "".join(f"{f'D = {dim}':>18}" for dim in fits)]
+    lines.append(f"{'s':>8}" + f"{'ours':>9}{'paper':>9}" * len(fits))
+    for row, s in enumerate(S_SHOWN):
+        lines.append(f"{s:>8g}" + "".join(f"{value:>9.3f}" for rows in fits.values() for value in rows[row]))
+    worst = [max(abs(row[column] - 1) for row in rows) for rows in fits.values() for column in (0, 1)]
+    return "\n".join([*lines, f"{'worst':>8}" + "".join(f"{value:>9.1%}" for value in worst)])
+
+
+def write(tables: dict[int, Table], path: Path) -> None:
+    """One line for each head dimension."""
+    lines = (f' "{dim}": {json.dumps(table)}' for dim, table in tables.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.calibrate_moment_matching", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--out", type=Path, default=TABLES_FILE, help="write the tables here (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="compare with the shipped tables, write nothing")
+    parser.add_argument("--fast", action="store_true", help="check a small simulation of D = 32")
+    args = parser.parse_args(argv)
+    dims, (size, tolerance) = ((32,), FAST) if args.fast else (HEAD_DIMS, FULL)
+    shipped, tables, off = json.loads(TABLES_FILE.read_text()), {}, []
+    for dim in dims:
+        tables[dim] = [[round(value, DIGITS) for value in column] for column in simulate_table(dim, **size)]
+        difference = deviation(tables[dim], shipped[str(dim)])
+        off += [dim] if difference > tolerance else []
+        print(f"D = {dim}: at most {difference:.1e} from the shipped table, {tolerance:g} allowed", flush=True)
+    print(report({dim: fit(dim, table, tokens=size["tokens"], heads=8) for dim, table in tables.items()}))
+    if args.check or args.fast:
+        return 1 if off else 0
+    write(tables, args.out)
+    print(f"written: {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
