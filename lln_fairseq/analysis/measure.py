@@ -47,14 +47,13 @@ def sequences(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tens
         row = 0 if attention.batch_independent else number
         inputs = (q[part], k[part], None if key_padding_mask is None else key_padding_mask[part])
         real = slice(None) if key_padding_mask is None else ~key_padding_mask[number]
-        features = attention.feature_maps(*inputs)
+        features, P = attention.feature_maps(*inputs), None
+        is_short = q.shape[2] <= MAX_TOKENS
         if features is not None:
             features = tuple(x[row][:, real] for x in features)
-        P = None
-        if attention.stochastic_rows and q.shape[2] <= MAX_TOKENS:
+            P = _rows(*features, None if is_short else ROWS)
+        elif attention.stochastic_rows and is_short:
             P = attention.attention_matrix(*inputs)[row][:, real][:, :, real]
-        elif features is not None:
-            P = _some_rows(*features)
         yield Measured(q.shape[1], P, features)
 
 
@@ -78,7 +77,8 @@ def measure(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor
     return torch.stack([instruments(measured) for measured in sequences(attention, q, k, key_padding_mask)])
 
 
-def _some_rows(phi_q: Tensor, phi_k: Tensor) -> Tensor:
-    """ROWS evenly spaced rows of the matrix of given features, (H, ROWS, n)."""
-    index = torch.linspace(0, phi_q.shape[-2] - 1, min(ROWS, phi_q.shape[-2]), device=phi_q.device).long()
-    return reference.kernel_matrix(phi_q[None, :, index], phi_k[None])[0]
+def _rows(phi_q: Tensor, phi_k: Tensor, number: int | None) -> Tensor:
+    """So many evenly spaced rows of the matrix of given features (H, n, F), or all: (H, number, n)."""
+    if number is not None and number < phi_q.shape[-2]:
+        phi_q = phi_q[:, torch.linspace(0, phi_q.shape[-2] - 1, number).long()]
+    return reference.kernel_matrix(phi_q[None], phi_k[None])[0]

@@ -33,7 +33,7 @@ NORMALISATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "lln": lambda q, k: reference.lln_matrix(distinct(q), k, *match_moments(q, k)),
 }
 
-SELF_ATTENTION_A1 = {"ones": 0.8, "identity": 2.0}  # a1 by X, large enough for the lemmas at any n
+SELF_ATTENTION_A1 = {"ones": 0.8, "identity": 2.0}  # a1 by X, large enough for softmax at any n
 
 
 class Counts(NamedTuple):
@@ -115,8 +115,9 @@ def self_attention(
     pass as long as b <= 0.1, while row j with its own entry dominant passes it for at least a quarter of the sign
     vectors; m = max(⌈ln(n/δ)⌉, 15). With X all ones row j's own score is (1 + a)² ln n against (1 + a) ln n elsewhere:
     n^{(1+a)²} against n · n^{1+a}. With the identity it is a² ln n more than that of others: n^{a²} against n, hence
-    a1 > 1. LLN cannot separate with X all ones at any α, β: each query is then the same number in every feature, and
-    cancels as a factor of its row.
+    a1 > 1; linear attention gives row j a share of about a²/(c² n), which a1 = 2 makes harmless from n = 700 on only.
+    LLN cannot separate with X all ones at any α, β: each query is then the same number in every feature, and cancels
+    as a factor of its row.
     Raises: ValueError if n is no multiple of d - 2 or for an unknown `mixing`.
     """
     if mixing not in SELF_ATTENTION_A1:
