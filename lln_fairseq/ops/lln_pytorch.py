@@ -191,9 +191,9 @@ class _BlockDiag:
     """weight · softmax(q kᵀ / √D) v inside blocks, for one group of heads; results are added to what is there."""
 
     def __init__(self, run: _Run, group: slice) -> None:
-        self.scratch, self.mix, self.block = run.scratch, run.mix, run.block
+        self.scratch, self.keep, self.block = run.scratch, 1 - run.mix.dropout_p, run.block
         self.padding = None if run.padding is None else run.padding[group].reshape(-1, 1, run.block)
-        self.generator = None
+        self.generator, self.weight = None, run.mix.diag_weight / self.keep  # what is kept counts for what is not
         if run.mix.dropout_p > 0:  # the same numbers in forward and backward: a seed for every group
             self.generator = torch.Generator(run.scratch.device).manual_seed(run.mix.seed + group.start)
 
@@ -202,20 +202,20 @@ class _BlockDiag:
         p = self._probabilities(q, k)
         if self.generator is not None:
             p.mul_(self._kept(p))
-        out.baddbmm_(p, v, alpha=self.mix.diag_weight)
+        out.baddbmm_(p, v, alpha=self.weight)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         q, k, v, grad, dq, dk, dv = (self._blocks(x) for x in (q, k, v, grad, dq, dk, dv))
-        weight, scale = self.mix.diag_weight, self.mix.diag_weight / math.sqrt(q.shape[-1])
+        scale = self.weight / math.sqrt(q.shape[-1])
         p = self._probabilities(q, k)
         # The buffer of the scores is free once their softmax is taken.
         dp = torch.bmm(grad, v.mT, out=self.scratch("scores", *p.shape))
         if self.generator is None:
-            dv.baddbmm_(p.mT, grad, alpha=weight)
+            dv.baddbmm_(p.mT, grad, alpha=self.weight)
         else:
             kept = self._kept(p)
             dp.mul_(kept)
-            dv.baddbmm_(kept.mul_(p).mT, grad, alpha=weight)
+            dv.baddbmm_(kept.mul_(p).mT, grad, alpha=self.weight)
         ds = _softmax_backward(dp, p)
         dq.baddbmm_(ds, k, alpha=scale)
         dk.baddbmm_(ds.mT, q, alpha=scale)
@@ -234,6 +234,5 @@ class _BlockDiag:
         return p if self.padding is None else p.masked_fill_(self.padding, 0.0)
 
     def _kept(self, p: Tensor) -> Tensor:
-        """0 for dropped weights, 1 / (1 - dropout_p) for the others."""
-        keep = 1 - self.mix.dropout_p
-        return self.scratch("kept", *p.shape).bernoulli_(keep, generator=self.generator).div_(keep)
+        """0 for dropped weights, 1 for the others."""
+        return self.scratch("kept", *p.shape).bernoulli_(self.keep, generator=self.generator)
