@@ -191,11 +191,14 @@ class _BlockDiag:
     """weight · softmax(q kᵀ / √D) v inside blocks, for one group of heads; results are added to what is there."""
 
     def __init__(self, run: _Run, group: slice) -> None:
-        self.scratch, self.keep, self.block = run.scratch, 1 - run.mix.dropout_p, run.block
+        self.scratch, self.block = run.scratch, run.block
+        # Of the 2^16 values of 16 bits, those that mean keep: p is right to 1e-5.
+        self.kept_values = min(max(round((1 - run.mix.dropout_p) * 2**16), 1), 2**16 - 1)
         self.padding = None if run.padding is None else run.padding[group].reshape(-1, 1, run.block)
-        self.generator, self.weight = None, run.mix.diag_weight / self.keep  # what is kept counts for what is not
+        self.generator, self.weight = None, run.mix.diag_weight
         if run.mix.dropout_p > 0:  # the same numbers in forward and backward: a seed for every group
             self.generator = torch.Generator(run.scratch.device).manual_seed(run.mix.seed + group.start)
+            self.weight *= 2**16 / self.kept_values
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         q, k, v, out = (self._blocks(x) for x in (q, k, v, out))
@@ -234,5 +237,8 @@ class _BlockDiag:
         return p if self.padding is None else p.masked_fill_(self.padding, 0.0)
 
     def _kept(self, p: Tensor) -> Tensor:
-        """0 for dropped weights, 1 for the others."""
-        return self.scratch("kept", *p.shape).bernoulli_(self.keep, generator=self.generator)
+        """0 for dropped weights, 1 for the others, by 16 random bits each: several times faster than bernoulli_."""
+        words = -(-p.numel() // 4)
+        bits = self.scratch("bits", words * 8 // p.itemsize).view(torch.int64)
+        bits = bits.random_(-(2**63), None, generator=self.generator).view(torch.int16)[: p.numel()]
+        return torch.lt(bits.view(p.shape), self.kept_values - 2**15, out=self.scratch("kept", *p.shape))
