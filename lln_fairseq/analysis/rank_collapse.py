@@ -40,7 +40,10 @@ def composite_norm(X: Tensor) -> Tensor:
 
 
 def relative_residual(X: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """‖res(X)‖ / ‖X‖ in the composite norm, (...): 0 if all tokens are the same vector."""
+    """‖res(X)‖ / ‖X‖ in the composite norm, (...): 0 if all tokens are the same vector.
+
+    About 1 if the tokens have no mean in common; a little more is possible, since the mean minimises other norms.
+    """
     X = X.to(compute_dtype(X.dtype))
     if key_padding_mask is not None:
         X = X.masked_fill(_rows(key_padding_mask, X), 0.0)
