@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import fairseq.dataclass.utils
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
@@ -33,6 +35,25 @@ def input_errors() -> Iterator[None]:
         raise InputError(f"no such file: {error.filename or error}") from error
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+@contextlib.contextmanager
+def one_line_instead_of_a_traceback() -> Iterator[None]:
+    """Around a whole training: Ctrl-C ends it with one line and exit code 130.
+
+    Under Hydra an InputError too ends it here, with its message and exit code 1: Hydra prints lines around it that do
+    not help. HYDRA_FULL_ERROR=1 shows everything.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+    except InputError as error:
+        if not GlobalHydra.instance().is_initialized() or os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def show_input_errors_in_one_line() -> None:

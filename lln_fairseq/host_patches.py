@@ -5,7 +5,7 @@
     load_checkpoint             asked-for files that do not exist were ignored
     Trainer.load_checkpoint     whatever goes wrong became "please ensure that the architectures match"
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
-    call_main                   more workers than devices ended in a bare assertion; --bf16 meant a TPU
+    call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU
 
 Each patch does what the host does and adds to it; `apply` may be called again.
 """
@@ -28,7 +28,7 @@ from fairseq.trainer import Trainer
 from torch.multiprocessing import ProcessRaisedException
 
 from lln_fairseq import checkpoint, run_checks
-from lln_fairseq.errors import InputError, TrainingError
+from lln_fairseq.errors import InputError, TrainingError, one_line_instead_of_a_traceback
 
 
 def apply() -> None:
@@ -122,6 +122,7 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
             raise
 
 
+@one_line_instead_of_a_traceback()
 def _call_main(original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
     run_checks.check_devices(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
