@@ -5,7 +5,6 @@ import collections
 import hashlib
 import logging
 import os
-import pickle
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from omegaconf.base import ContainerMetadata, Metadata
 from omegaconf.nodes import AnyNode
 from torch import Tensor, nn
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import InputError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +82,8 @@ def peek(path: str) -> dict[str, Any]:
             if "mmap" not in str(error):
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
-        raise InputError(f"cannot load {path}: {str(error).splitlines()[0] or type(error).__name__}") from error
+    except Exception as error:  # an unpickler may end in any way on bytes that are no pickle
+        raise InputError(f"cannot load {path}: {first_line(error)}") from error
 
 
 def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 import lln_fairseq  # noqa: F401  registers the models and tasks
 from lln_fairseq.checkpoint import check_dictionary, our_state, peek
 from lln_fairseq.criterions.scores import Counts, pearson, spearman
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import InputError, first_line
 
 SHOWN = {  # the metrics in the order in which they are printed, and how
     "accuracy": "accuracy {:.2%}",
@@ -64,7 +64,7 @@ def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=full)
     except (RuntimeError, KeyError) as error:
-        raise InputError(f"cannot load {checkpoint}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"cannot load {checkpoint}: {first_line(error)}") from error
     model.eval()
     return (model.cuda() if torch.cuda.is_available() else model), task
 

@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch):
     ("options", "message"),
     [
         (("--fp16",), "fp16 needs a GPU"),
-        (("--distributed-world-size", 3), "3 workers, but this machine has 0 GPUs"),
+        (("--distributed-world-size", 3), "3 workers here, but this machine has 0 GPUs"),
         (("--global-batch", 64, "--update-freq", 2), r"batch_size 8 x optimization.update_freq 2 x 1 workers is 16"),
         (("--finetune-from-model", "nowhere.pt"), "nowhere.pt: no such checkpoint"),
     ],
