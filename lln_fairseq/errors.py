@@ -17,7 +17,6 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lln_fairseq.attention.registry import did_you_mean
 
-
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -38,7 +38,9 @@ def check_devices(cfg: Any) -> None:
     if all(name in os.environ for name in TORCHRUN):
         started = int(os.environ["WORLD_SIZE"])
         if started > workers == 1:
-            raise InputError(f"torchrun started {started} workers, and each would train alone: set {option} to {started}")
+            raise InputError(
+                f"torchrun started {started} workers, and each would train alone: set {option} to {started}"
+            )
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         limit = f"set torchrun's --nproc-per-node to at most {devices}" if devices else "start one without torchrun"
     if workers > 1 and here > devices:
