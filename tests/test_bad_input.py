@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from lln_fairseq.errors import InputError, one_line_instead_of_a_traceback
 from lln_fairseq.run_checks import TORCHRUN, check_devices
-from tests.fairseq_runs import MASKED_LM, make_corpus, train
-
-LLN = ("--user-dir", Path(__file__).parents[1] / "lln_fairseq", "--arch", "lln_roberta_tiny")
+from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 
 @pytest.fixture(scope="module")

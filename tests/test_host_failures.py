@@ -44,11 +44,9 @@ from lln_fairseq import checkpoint, evaluate
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import InputError, TrainingError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
-from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, make_corpus, train
 
 ROOT = Path(__file__).parents[1]
-USER_DIR = ("--user-dir", ROOT / "lln_fairseq")
-LLN = (*USER_DIR, "--arch", "lln_roberta_tiny")
 HOST = (*USER_DIR, "--arch", "roberta", "--task", "masked_lm", "--required-batch-size-multiple", 1)
 FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8, "--min-loss-scale", 0.5)
 

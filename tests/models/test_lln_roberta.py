@@ -14,10 +14,18 @@ from omegaconf import OmegaConf
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.errors import InputError
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
-from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, TRAINING, make_classification, make_corpus, read_log, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    MASKED_LM,
+    TRAINING,
+    make_classification,
+    make_corpus,
+    read_log,
+    train,
+)
 
 ROOT = Path(__file__).parents[2]
-LLN = ("--user-dir", ROOT / "lln_fairseq", "--arch", "lln_roberta_tiny")
 
 
 @pytest.fixture(scope="module")
