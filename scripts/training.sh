@@ -24,6 +24,7 @@ finetune() {
     local task=$1 checkpoint=${2:-} seed=1 out split override
     [ -n "$checkpoint" ] || fail "which checkpoint? for example runs/pretrain_lln_diag/checkpoint_best.pt (see --help)"
     [ -f "$checkpoint" ] || fail "no such checkpoint: $checkpoint"
+    [ -f "$ROOT/configs/glue/$task.yaml" ] || fail "no such task: $task (known: $(cd "$ROOT/configs/glue" && echo *.yaml))"
     shift 2
     if [ "${1:-}" = --seed ]; then seed=${2:?--seed needs a number}; shift 2; fi
     out=$(dirname "$checkpoint")/glue/$task/seed$seed

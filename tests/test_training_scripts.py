@@ -76,6 +76,12 @@ def test_all_tasks_into_one_directory_are_refused(tmp_path):
     assert output.startswith("error: checkpoint.save_dir is not for glue_all.sh")
 
 
+def test_an_unknown_task_is_named(tmp_path):
+    (tmp_path / "any.pt").touch()
+    output = finished(script(tmp_path, "glue_all.sh", "any.pt", "--tasks", "sst3", "run=cpu"), 1)
+    assert output.startswith("error: no such task: sst3 (known: cola.yaml demo.yaml ")
+
+
 def test_the_directory_of_the_overrides_is_the_one_that_counts(tmp_path):
     (tmp_path / "any.pt").touch()
     (tmp_path / "mine").mkdir()
