@@ -5,7 +5,6 @@ import collections
 import hashlib
 import logging
 import os
-import pickle
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from omegaconf.base import ContainerMetadata, Metadata
 from omegaconf.nodes import AnyNode
 from torch import Tensor, nn
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import InputError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +85,8 @@ def peek(path: str) -> dict[str, Any]:
             if "mmap" not in str(error):
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
-        raise InputError(f"cannot load {path}: {str(error).splitlines()[0] or type(error).__name__}") from error
+    except Exception as error:  # an unpickler may end in any way on bytes that are no pickle
+        raise InputError(f"cannot load {path}: {first_line(error)}") from error
 
 
 def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
@@ -105,7 +104,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=full)
     except (RuntimeError, KeyError) as error:
-        raise InputError(f"cannot load {checkpoint}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"cannot load {checkpoint}: {first_line(error)}") from error
     model.eval()
     return (model.cuda() if torch.cuda.is_available() else model), task
 

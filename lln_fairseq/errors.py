@@ -1,17 +1,23 @@
 """One line for what the user can mend, a traceback for what we must."""
 
 import contextlib
+import errno
 import functools
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import fairseq.dataclass.utils
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lln_fairseq.attention.registry import did_you_mean
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class InputError(CompactHydraException, ValueError):
@@ -20,6 +26,11 @@ class InputError(CompactHydraException, ValueError):
 
 class TrainingError(InputError, FloatingPointError):
     """A training that cannot go on: NaN, infinite gradients, the minimum loss scale."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its name where it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @contextlib.contextmanager
@@ -33,6 +44,37 @@ def input_errors() -> Iterator[None]:
         raise InputError(f"no such file: {error.filename or error}") from error
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+@contextlib.contextmanager
+def one_line_instead_of_a_traceback() -> Iterator[None]:
+    """Around a whole training: Ctrl-C ends it with one line and exit code 130, a file that cannot be read or
+    written, or a full disk, as an InputError.
+
+    Under Hydra an InputError too ends it here, with its message and exit code 1: Hydra prints lines around it that do
+    not help. HYDRA_FULL_ERROR=1 shows everything.
+    """
+    try:
+        with _disk_errors():
+            yield
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+    except InputError as error:
+        if not GlobalHydra.instance().is_initialized() or os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not error.filename and error.errno not in FULL_DISK:
+            raise
+        raise InputError(f"{error.filename or 'cannot write the logs'}: {error.strerror}") from error
 
 
 def show_input_errors_in_one_line() -> None:
@@ -60,9 +102,18 @@ def show_input_errors_in_one_line() -> None:
 
     sys.excepthook = hook
 
+    previous_of_threads = threading.excepthook
+
+    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
+        # TensorBoard's thread meets a full disk first; the training hears of it and says so
+        if not (isinstance(args.exc_value, OSError) and args.exc_value.errno in FULL_DISK):
+            previous_of_threads(args)
+
+    threading.excepthook = hook_of_threads
+
 
 def _explain(error: OmegaConfBaseException, schema: Any) -> str:
     key = error.full_key or error.key
     if isinstance(error, ConfigKeyError):
         return f"unknown option '{key}'{did_you_mean(str(key), schema.__dataclass_fields__)}"
-    return f"option '{key}': {str(error).splitlines()[0]}"
+    return f"option '{key}': {first_line(error)}"

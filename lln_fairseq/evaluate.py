@@ -147,6 +147,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{args.split}: {found['rows']} rows, {shown}")
             if args.json:
                 args.json.write_text(json.dumps(found, indent=2) + "\n")
+    except KeyboardInterrupt:
+        return 130
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

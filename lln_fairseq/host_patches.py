@@ -2,10 +2,10 @@
 
     PathManager.copy            a kill while a checkpoint is copied left half a checkpoint_last.pt
     torch_persistent_save       a full disk ended in three tracebacks
-    load_checkpoint             asked-for files that do not exist were ignored
-    Trainer.load_checkpoint     whatever goes wrong became "please ensure that the architectures match"
+    load_checkpoint             asked-for files that do not exist were ignored, other batches "to be reported"
+    Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
-    call_main                   more workers than devices ended in a bare assertion; --bf16 meant a TPU
+    call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU
 
 Each patch does what the host does and adds to it; `apply` may be called again.
 """
@@ -28,7 +28,7 @@ from fairseq.trainer import Trainer
 from torch.multiprocessing import ProcessRaisedException
 
 from lln_fairseq import checkpoint, run_checks
-from lln_fairseq.errors import InputError, TrainingError
+from lln_fairseq.errors import InputError, TrainingError, first_line, one_line_instead_of_a_traceback
 
 
 def apply() -> None:
@@ -88,9 +88,9 @@ def _save(original: Callable, obj: Any, filename: str, *args: Any, **kwargs: Any
 
 
 def _cannot_save(path: str, reason: str | None) -> InputError:
-    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free / 1e9
+    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free / 1e6
     return InputError(
-        f"cannot save {path}: {reason} ({free:.1f} GB free); the last checkpoint that was saved is whole: make room "
+        f"cannot save {path}: {reason} ({free:.0f} MB free); the last checkpoint that was saved is whole: make room "
         "and give the same command again to go on from it"
     )
 
@@ -98,7 +98,7 @@ def _cannot_save(path: str, reason: str | None) -> InputError:
 def _root_cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
-    return str(error).splitlines()[0]
+    return first_line(error)
 
 
 def _remove(path: str) -> None:
@@ -109,7 +109,15 @@ def _remove(path: str) -> None:
 def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any:
     # fairseq-train calls this first of all with a complete trainer: here the whole configuration is known.
     run_checks.check_run(trainer.cfg)
-    return original(cfg, trainer, **kwargs)
+    try:
+        return original(cfg, trainer, **kwargs)
+    except RuntimeError as error:
+        if "dataloader mismatch" not in str(error):
+            raise
+        raise InputError(
+            f"{cfg.save_dir} holds a run with other batches: give the batch size, max tokens and data that it had, "
+            "another --save-dir (checkpoint.save_dir), or --reset-dataloader to begin its epoch again"
+        ) from error
 
 
 def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwargs: Any) -> Any:
@@ -117,11 +125,19 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
         try:
             return original(trainer, filename, *args, **kwargs)
         except Exception as error:
-            if isinstance(error.__context__, InputError):
-                raise error.__context__ from None
-            raise
+            cause = error.__context__
+            if isinstance(cause, InputError):
+                raise cause from None
+            if type(error) is not Exception and "does not match" not in str(error):
+                raise
+            reason = (str(cause or error).splitlines() or [""])[:2][-1].strip(" \t.")
+            raise InputError(
+                f"{filename} does not fit this run: {reason}. Give the options that it was made with, or another "
+                "--save-dir (checkpoint.save_dir) if it is another run's"
+            ) from error
 
 
+@one_line_instead_of_a_traceback()
 def _call_main(original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
     run_checks.check_devices(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
@@ -158,7 +174,7 @@ def _warnings_of(name: str) -> Iterator[list[str]]:
 
 
 def _explain(trainer: Trainer, error: FloatingPointError, found: list[str]) -> str:
-    cause = str(error).splitlines()[0]
+    cause = first_line(error)
     where = f" First seen: {found[0]}." if found else ""
     if not found:
         bad = [name for name, p in trainer.get_model().named_parameters() if not torch.isfinite(p).all()]

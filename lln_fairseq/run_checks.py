@@ -12,6 +12,7 @@ from lln_fairseq.errors import InputError
 logger = logging.getLogger(__name__)
 
 LAST = "checkpoint_last.pt"
+TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # by these fairseq sees that torchrun started it
 
 
 def check_run(cfg: Any) -> None:
@@ -24,22 +25,33 @@ def check_run(cfg: Any) -> None:
 
 
 def check_devices(cfg: Any) -> None:
-    """More workers than devices; workers that somebody else starts (torchrun, slurm, by hand) are not ours to count."""
-    distributed = cfg.distributed_training
-    workers, devices = distributed.distributed_world_size, torch.cuda.device_count()
-    started = distributed.distributed_init_method or {"WORLD_SIZE", "SLURM_JOB_ID"} & set(os.environ)
-    if workers > max(devices, 1) and not started:
-        raise InputError(
-            f"{workers} workers, but this machine has {devices} GPUs: set --distributed-world-size "
-            "(distributed_training.distributed_world_size) to at most that"
-        )
+    """Refuses more workers than devices, and workers of torchrun that would each train alone.
+
+    Workers that slurm or somebody by hand starts are not ours to count.
+    """
+    distributed, devices = cfg.distributed_training, torch.cuda.device_count()
+    if distributed.distributed_init_method or "SLURM_JOB_ID" in os.environ:
+        return
+    workers = here = distributed.distributed_world_size
+    option = "--distributed-world-size (distributed_training.distributed_world_size)"
+    limit = f"set {option} to at most {max(devices, 1)}"
+    if all(name in os.environ for name in TORCHRUN):
+        started = int(os.environ["WORLD_SIZE"])
+        if started > workers == 1:
+            raise InputError(
+                f"torchrun started {started} workers, and each would train alone: set {option} to {started}"
+            )
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        limit = f"set torchrun's --nproc-per-node to at most {devices}" if devices else "start one without torchrun"
+    if workers > 1 and here > devices:
+        raise InputError(f"{here} workers here, but this machine has {devices} GPUs: {limit}")
 
 
 def check_restore_file(cfg: Any) -> None:
     """fairseq trains from scratch if the file is missing, and again from it after every interruption."""
     restore, save_dir = cfg.checkpoint.restore_file, cfg.checkpoint.save_dir
     last, pretrained = os.path.join(save_dir, LAST), cfg.checkpoint.finetune_from_model
-    if pretrained and not os.path.isfile(last) and not PathManager.exists(pretrained):
+    if pretrained and not os.path.isfile(last) and not PathManager.isfile(pretrained):
         raise InputError(f"--finetune-from-model {pretrained}: no such checkpoint")
     if restore == LAST:
         return

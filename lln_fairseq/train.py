@@ -1,18 +1,21 @@
-"""fairseq-hydra-train with this package registered from the start.
+"""fairseq-hydra-train with this package as its user directory, wherever it is started.
 
-    python -m lln_fairseq.train --config-dir configs --config-name pretrain run=gpu8
-
-fairseq-hydra-train does the same. It imports the user directory only after it has started its workers, so that a
-mistake in their number ends in a traceback there, and in one line here.
+python -m lln_fairseq.train --config-dir configs --config-name pretrain run=gpu8
 """
 
 import os
+import warnings
 from pathlib import Path
 
 import lln_fairseq  # noqa: F401  registers models, tasks and criterions
 
+# Hydra's advice to the authors of fairseq's command line
+NOT_FOR_USERS = (r"\s*The version_base parameter is not specified", r"\s*'\w+' is validated against ConfigStore schema")
+
 
 def main() -> None:
+    for message in NOT_FOR_USERS:
+        warnings.filterwarnings("ignore", message)
     from fairseq_cli.hydra_train import cli_main
 
     # fairseq refuses a user directory that is another copy of a package that is imported

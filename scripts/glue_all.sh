@@ -15,6 +15,9 @@ while :; do
         *) break ;;
     esac
 done
+case " $*" in
+    *" checkpoint.save_dir="*) fail "checkpoint.save_dir is not for glue_all.sh: every task and seed has its own directory" ;;
+esac
 for task in $tasks; do
     for seed in $seeds; do finetune "$task" "$checkpoint" --seed "$seed" "$@"; done
 done

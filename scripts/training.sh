@@ -18,14 +18,19 @@ train() {
 }
 
 # finetune TASK CHECKPOINT [--seed N] OVERRIDES: trains, then scores the best checkpoint on every labelled split.
-# Everything goes to CHECKPOINT's directory, glue/TASK/seedN; what is finished is not done again.
+# Everything goes to CHECKPOINT's directory, glue/TASK/seedN, unless the overrides name a checkpoint.save_dir; what is
+# finished is not done again.
 finetune() {
-    local task=$1 checkpoint=${2:-} seed=1 out split
+    local task=$1 checkpoint=${2:-} seed=1 out split override
     [ -n "$checkpoint" ] || fail "which checkpoint? for example runs/pretrain_lln_diag/checkpoint_best.pt (see --help)"
     [ -f "$checkpoint" ] || fail "no such checkpoint: $checkpoint"
+    [ -f "$ROOT/configs/glue/$task.yaml" ] || fail "no such task: $task (known: $(cd "$ROOT/configs/glue" && echo *.yaml))"
     shift 2
     if [ "${1:-}" = --seed ]; then seed=${2:?--seed needs a number}; shift 2; fi
     out=$(dirname "$checkpoint")/glue/$task/seed$seed
+    for override in "$@"; do
+        case "$override" in checkpoint.save_dir=*) out=${override#*=} ;; esac
+    done
     if [ -f "$out/valid.json" ]; then echo "$task, seed $seed: done before, see $out"; return; fi
     train finetune "glue=$task" "common.seed=$seed" "checkpoint.finetune_from_model=$checkpoint" \
         "checkpoint.save_dir=$out" "$@"

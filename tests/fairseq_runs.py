@@ -5,11 +5,14 @@ import logging
 import random
 import re
 import sys
+from pathlib import Path
 
 import fairseq_cli.train
 from fairseq.data import Dictionary, indexed_dataset
 
 WORDS = [f"w{i}" for i in range(60)]
+USER_DIR = ("--user-dir", Path(__file__).parents[1] / "lln_fairseq")
+LLN = (*USER_DIR, "--arch", "lln_roberta_tiny")
 
 
 def make_dictionary(path, symbols):
@@ -36,20 +39,22 @@ def sentences(count, seed):
     return [" ".join(generator.choices(WORDS, k=generator.randint(3, 40))) for _ in range(count)]
 
 
-def make_corpus(directory, sizes=(("train", 60), ("valid", 11))):
-    dictionary = make_dictionary(directory / "dict.txt", WORDS)
+def make_corpus(directory, sizes=(("train", 60), ("valid", 11)), words=WORDS):
+    dictionary = make_dictionary(directory / "dict.txt", words)
     for seed, (split, count) in enumerate(sizes):
         binarize(sentences(count, seed), dictionary, directory / split)
     return directory
 
 
-def make_classification(directory, sizes=(("train", 60), ("valid", 11))):
+def make_classification(directory, sizes=(("train", 60), ("valid", 11)), names=("0", "1"), class_of=None):
+    """The class of a sentence, class_of(row, sentence), is 1 where it contains w1 unless another rule is given."""
+    class_of = class_of or (lambda row, line: "w1 " in line)
     words = make_dictionary(directory / "input0" / "dict.txt", WORDS)
-    labels = make_dictionary(directory / "label" / "dict.txt", ["0", "1"])
+    labels = make_dictionary(directory / "label" / "dict.txt", names)
     for seed, (split, count) in enumerate(sizes):
         lines = sentences(count, seed)
         binarize(lines, words, directory / "input0" / split)
-        binarize([str(int("w1 " in line)) for line in lines], labels, directory / "label" / split)
+        binarize([names[class_of(row, line)] for row, line in enumerate(lines)], labels, directory / "label" / split)
     return directory
 
 

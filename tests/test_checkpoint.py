@@ -3,7 +3,6 @@
 import argparse
 import logging
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from omegaconf import DictConfig
 
 from lln_fairseq.checkpoint import peek, resize_positions
 from lln_fairseq.errors import InputError
-from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, train
 
-LLN = ("--user-dir", Path(__file__).parents[1] / "lln_fairseq", "--arch", "lln_roberta_tiny")
 ENCODER = "encoder.sentence_encoder."
 
 

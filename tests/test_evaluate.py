@@ -3,24 +3,13 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from lln_fairseq.evaluate import main
-from tests.fairseq_runs import (
-    CLASSIFICATION,
-    MASKED_LM,
-    WORDS,
-    binarize,
-    make_classification,
-    make_corpus,
-    make_dictionary,
-    sentences,
-    train,
-)
+from tests import fairseq_runs
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, make_dictionary, train
 
-LLN = ("--user-dir", Path(__file__).parents[1] / "lln_fairseq", "--arch", "lln_roberta_tiny")
 OURS = (*CLASSIFICATION, *LLN, "--criterion", "lln_sentence_prediction")
 SIZES = (("train", 60), ("valid", 61))
 
@@ -50,20 +39,17 @@ def test_every_row_is_scored_and_predicted(tuned, tmp_path, capsys):
     header, *rows = (line.split("\t") for line in tsv.read_text().splitlines())
     assert header == ["index", "prediction"]
     assert [row for row, _ in rows] == list(map(str, range(61)))
-    labels = [str(int("w1 " in line)) for line in sentences(61, 1)]
+    labels = [str(int("w1 " in line)) for line in fairseq_runs.sentences(61, 1)]
     hits = sum(label == prediction for label, (_, prediction) in zip(labels, rows, strict=True))
     assert hits / 61 == pytest.approx(found["accuracy"])
 
 
 def test_predictions_have_the_names_of_the_labels_whatever_their_order(tmp_path, monkeypatch, capsys):
-    data = make_classification(tmp_path / "data", sizes=SIZES)
-    shutil.rmtree(data / "label")
-    labels = make_dictionary(data / "label" / "dict.txt", ["yes", "no"])  # by frequency, as fairseq-preprocess does
-    for split, rows in SIZES:
-        binarize(["yes"] * rows, labels, data / "label" / split)
+    names = ["yes", "no"]  # by frequency, as fairseq-preprocess does
+    data = make_classification(tmp_path / "data", sizes=SIZES, names=names, class_of=lambda row, line: 0)
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *OURS, "--lr", 0.003, "--max-update", 8)
     shutil.rmtree(data / "label")
-    make_dictionary(data / "label" / "dict.txt", ["yes", "no"])  # a test set has no labels
+    make_dictionary(data / "label" / "dict.txt", names)  # a test set has no labels
     checkpoint, tsv = tmp_path / "run" / "checkpoint_last.pt", tmp_path / "out.tsv"
     assert evaluate(capsys, checkpoint, data, "--predict", tsv)[0] == 0
     assert {line.split("\t")[1] for line in tsv.read_text().splitlines()[1:]} == {"yes"}
@@ -99,7 +85,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(tuned, tmp_path, monkeypat
     corpus = make_corpus(tmp_path / "corpus")
     train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "p", *MASKED_LM, *LLN, "--max-update", 1)
     other = shutil.copytree(data, tmp_path / "other")
-    make_dictionary(other / "input0" / "dict.txt", WORDS[::-1])
+    make_dictionary(other / "input0" / "dict.txt", fairseq_runs.WORDS[::-1])
     (tmp_path / "text.pt").write_text("no checkpoint")
     cases = [
         (tmp_path / "nowhere.pt", data, "no such checkpoint"),

@@ -69,3 +69,22 @@ def test_help_says_how(name, tmp_path):
 def test_a_missing_checkpoint_is_said_in_one_line(name, tmp_path):
     assert finished(script(tmp_path, f"{name}.sh"), 1).startswith("error: which checkpoint?")
     assert finished(script(tmp_path, f"{name}.sh", "no.pt", "run=cpu"), 1) == "error: no such checkpoint: no.pt\n"
+
+
+def test_all_tasks_into_one_directory_are_refused(tmp_path):
+    output = finished(script(tmp_path, "glue_all.sh", "any.pt", "run=cpu", "checkpoint.save_dir=one"), 1)
+    assert output.startswith("error: checkpoint.save_dir is not for glue_all.sh")
+
+
+def test_an_unknown_task_is_named(tmp_path):
+    (tmp_path / "any.pt").touch()
+    output = finished(script(tmp_path, "glue_all.sh", "any.pt", "--tasks", "sst3", "run=cpu"), 1)
+    assert output.startswith("error: no such task: sst3 (known: cola.yaml demo.yaml ")
+
+
+def test_the_directory_of_the_overrides_is_the_one_that_counts(tmp_path):
+    (tmp_path / "any.pt").touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "valid.json").touch()
+    output = finished(script(tmp_path, "finetune_sst2.sh", "any.pt", "run=cpu", "checkpoint.save_dir=mine"))
+    assert output == "sst2, seed 1: done before, see mine\n"

@@ -8,6 +8,7 @@ from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
+from fairseq.models.roberta.hub_interface import RobertaHubInterface
 from fairseq.models.roberta.model import RobertaModel, base_architecture
 from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP
 from omegaconf import DictConfig, OmegaConf
@@ -87,6 +88,11 @@ class LLNRobertaModel(RobertaModel):
     @classmethod
     def hub_models(cls) -> dict[str, str]:
         return {}
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, bpe: str | None = None, **kwargs: Any) -> RobertaHubInterface:
+        """fairseq's, which without `bpe` downloads that of GPT-2, even where everything that it needs is local."""
+        return super().from_pretrained(*args, bpe=bpe, **kwargs)
 
     @staticmethod
     def add_args(parser: Any) -> None:

@@ -21,8 +21,8 @@ class HostFixes(AttentionProbe, TensorBoardScalars, ExactResume):
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().load_dataset(split, *args, **kwargs)
-        except (FileNotFoundError, AssertionError) as error:
-            if not str(error):  # another assertion of fairseq's
+        except (FileNotFoundError, AssertionError, ValueError) as error:
+            if isinstance(error, InputError) or not str(error):  # another assertion of fairseq's
                 raise
             raise InputError(f"cannot load split '{split}' of {self.cfg.data}: {error}") from error
 

@@ -9,7 +9,7 @@ from fairseq.data.shorten_dataset import maybe_shorten_dataset
 from fairseq.tasks import register_task
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._lines import SplitLines
 from lln_fairseq.tasks._options import HostOptions
@@ -33,7 +33,10 @@ class LLNMaskedLMTask(HostFixes, MaskedLMTask):
             require_files(directory, "dict.txt")
         if cfg.mask_whole_words:
             raise InputError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
-        return super().setup_task(cfg, **kwargs)
+        if cfg.tokens_per_sample < 3:  # <s>, and a line of at least two tokens, see SplitLines
+            raise InputError(f"tokens_per_sample is {cfg.tokens_per_sample}, and must be at least 3")
+        with input_errors():
+            return super().setup_task(cfg, **kwargs)
 
     def _load_dataset_split(self, split: str, epoch: int, combine: bool) -> BaseWrapperDataset:
         """The samples of a split, each with <s> in front and at most tokens_per_sample long with it."""

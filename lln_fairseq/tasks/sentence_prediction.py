@@ -6,7 +6,7 @@ from typing import Any
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._options import HostOptions
 
@@ -26,11 +26,11 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
         require_files(cfg.data, "input0/dict.txt")
         if cfg.num_classes < 1:
             raise InputError("the number of classes is missing: --num-classes (task.num_classes)")
-        if cfg.regression_target:
-            return super().setup_task(cfg, **kwargs)
-        require_files(cfg.data, "label/dict.txt")
-        task = super().setup_task(cfg, **kwargs)
-        if len(task.labels) != cfg.num_classes:
+        if not cfg.regression_target:
+            require_files(cfg.data, "label/dict.txt")
+        with input_errors():
+            task = super().setup_task(cfg, **kwargs)
+        if not cfg.regression_target and len(task.labels) != cfg.num_classes:
             raise InputError(
                 f"num_classes is {cfg.num_classes}, but {cfg.data}/label/dict.txt has {len(task.labels)} labels: "
                 f"{', '.join(task.labels[:8])}"

@@ -14,10 +14,18 @@ from omegaconf import OmegaConf
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.errors import InputError
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
-from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, TRAINING, make_classification, make_corpus, read_log, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    MASKED_LM,
+    TRAINING,
+    make_classification,
+    make_corpus,
+    read_log,
+    train,
+)
 
 ROOT = Path(__file__).parents[2]
-LLN = ("--user-dir", ROOT / "lln_fairseq", "--arch", "lln_roberta_tiny")
 
 
 @pytest.fixture(scope="module")
@@ -178,12 +186,13 @@ def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path, corpus):
         (["+model.lln_diag_blocksize=3"], "unknown option 'lln_diag_blocksize'; did you mean 'lln_diag_block_size'"),
         (["model.encoder_attention_heads=5"], "embedding dimension 128 is not divisible by 5"),
         (["model.lln_diag_block_size=0"], "block_size must be at least 1, got 0"),
+        (["run=gpu8"], "^error: 8 workers here, but this machine has \\d GPUs"),
         (["task.data=nowhere"], "nowhere is not a binarised data directory: nowhere/dict.txt is missing"),
     ],
 )
 def test_bad_input_of_hydra(overrides, message, corpus, tmp_path):
     failed = hydra(f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'save'}", *overrides)
     assert failed.returncode == 1
-    assert re.search(message, failed.stderr, re.DOTALL), failed.stderr
+    assert re.search(message, failed.stderr, re.DOTALL | re.MULTILINE), failed.stderr
     assert "Traceback" not in failed.stderr
     assert not list(tmp_path.rglob("*.pt"))

@@ -14,19 +14,8 @@ from torch.multiprocessing import ProcessRaisedException
 from lln_fairseq import host_patches
 from lln_fairseq.errors import InputError, TrainingError
 from lln_fairseq.run_checks import check_precision, split_global_batch
-from tests.fairseq_runs import (
-    CLASSIFICATION,
-    MASKED_LM,
-    WORDS,
-    binarize,
-    make_classification,
-    make_corpus,
-    make_dictionary,
-    sentences,
-    train,
-)
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 
-LLN = ("--user-dir", Path(__file__).parents[2] / "lln_fairseq", "--arch", "lln_roberta_tiny")
 SCORED = ("--criterion", "lln_sentence_prediction")
 FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8)
 
@@ -103,12 +92,8 @@ def test_metrics_of_validation(task_data, tmp_path, monkeypatch):
 
 
 def test_word_labels_have_an_f1_too(tmp_path, monkeypatch):
-    data = make_classification(tmp_path / "data")
     words = ["contradiction", "entailment"]
-    shutil.rmtree(data / "label")
-    labels = make_dictionary(data / "label" / "dict.txt", words)
-    for split, count in (("train", 60), ("valid", 11)):
-        binarize([words[row % 2] for row in range(count)], labels, data / "label" / split)
+    data = make_classification(tmp_path / "data", names=words, class_of=lambda row, line: row % 2)
     options = (*CLASSIFICATION, *LLN)
     with pytest.raises(ValueError, match="invalid literal for int"):
         train(monkeypatch, tmp_path / "a.log", data, tmp_path / "a", *options, "--report-acc-and-f1")
@@ -203,7 +188,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch):
     ("options", "message"),
     [
         (("--fp16",), "fp16 needs a GPU"),
-        (("--distributed-world-size", 3), "3 workers, but this machine has 0 GPUs"),
+        (("--distributed-world-size", 3), "3 workers here, but this machine has 0 GPUs"),
         (("--global-batch", 64, "--update-freq", 2), r"batch_size 8 x optimization.update_freq 2 x 1 workers is 16"),
         (("--finetune-from-model", "nowhere.pt"), "nowhere.pt: no such checkpoint"),
     ],
@@ -277,10 +262,7 @@ def test_an_update_sees_the_global_batch(tmp_path, monkeypatch):
 @pytest.mark.parametrize("symbols", [WORDS[:50], WORDS[::-1]])
 def test_data_with_another_dictionary_is_refused(symbols, corpus, tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "p", *MASKED_LM, *LLN)
-    other = tmp_path / "other"
-    dictionary = make_dictionary(other / "dict.txt", symbols)
-    for split in ("train", "valid"):
-        binarize(sentences(20, 0), dictionary, other / split)
+    other = make_corpus(tmp_path / "other", words=symbols)
     with pytest.raises(
         InputError, match=r"the dictionary of .*other is not the one that .*checkpoint_last.pt was made"
     ):

@@ -1,7 +1,6 @@
 """What a run leaves for TensorBoard."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.analysis.layer_scalars import NAMES
-from tests.fairseq_runs import MASKED_LM, make_corpus, train
-
-LLN = ("--user-dir", Path(__file__).parents[2] / "lln_fairseq", "--arch", "lln_roberta_tiny")
+from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 
 @pytest.fixture(scope="module")
