@@ -24,6 +24,7 @@ setup(
         "tiktoken>=0.8",
         "tensorboard>=2.15",
         "matplotlib>=3.8",
+        "scipy>=1.11",
         "tqdm>=4.66",
     ],
     extras_require={"test": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff==0.17.5"]},

@@ -17,11 +17,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_example_of_a_new_attention(monkeypatch):
     monkeypatch.setattr("lln_fairseq.attention.registry.ATTENTION_REGISTRY", registry := {})
-    code = re.search(r"for example `relu.py`:\n\n((?:    .*\n|\n)+)", README)[1]
+    code = re.search(r"for example `shifted_relu.py`:\n\n((?:    .*\n|\n)+)", README)[1]
     exec(textwrap.dedent(code), {"__name__": "example"})
-    monkeypatch.setitem(ATTENTION_REGISTRY, "relu", registry["relu"])
+    monkeypatch.setitem(ATTENTION_REGISTRY, "shifted_relu", registry["shifted_relu"])
     monkeypatch.setattr("lln_fairseq.attention.registry.ATTENTION_REGISTRY", ATTENTION_REGISTRY)
-    attention = build_attention("relu", num_heads=2, head_dim=8, max_positions=9, shift=0.1)
+    attention = build_attention("shifted_relu", num_heads=2, head_dim=8, max_positions=9, shift=0.1)
     q, k, v = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64)
     torch.testing.assert_close(attention(q, k, v), attention.attention_matrix(q, k) @ v)
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln_fairseq.analysis.concentration import lln_log_variance
 from lln_fairseq.attention import Attention
-from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table, interpolate, standard_deviation
+from lln_fairseq.ops.moment_matching import standard_deviation
 
 # In the order of the vectors below. τ_lln, α and β are NaN for an attention without them.
 NAMES = ("sigma_q", "sigma_k", "tau_sm", "tau_lln", "alpha", "beta")
@@ -24,9 +25,7 @@ def layer_scalars(
     """(6,) float32 in the order of NAMES: means over sequences and heads of q, k (B, H, N, D), without gradient.
 
     τ_sm = 1/(σ_q σ_k)   the temperature of softmax attention, eq. 5
-    τ_lln = 1/σ_lln      the same for LLN attention with α, β = `temperatures`, each (B, H), eq. 11: σ_lln² is the
-                         log-variance that belongs to σ̃² = α²σ_q² + β²σ_k², by the calibrated table read backwards or
-                         by the paper's line a σ̃² + b. Moment matching makes τ_lln equal to τ_sm.
+    τ_lln = 1/σ_lln      the same for LLN attention with α, β = `temperatures`, each (B, H), eq. 11 (concentration.py)
     """
     with torch.no_grad():
         sigma_q, sigma_k = (standard_deviation(x, key_padding_mask) for x in (q, k))
@@ -35,12 +34,7 @@ def layer_scalars(
         else:
             alpha, beta = temperatures
             sigma_tilde2 = (alpha * sigma_q).square() + (beta * sigma_k).square()
-            if constants == "paper":
-                variance = (PAPER_A * sigma_tilde2 + PAPER_B).clamp_min(0)
-            else:
-                log_s, log_sigma2 = calibration_table(q.shape[-1], q.device)
-                variance = interpolate(sigma_tilde2.log(), log_sigma2, log_s).exp()
-            rest = [variance.rsqrt(), alpha, beta]
+            rest = [lln_log_variance(sigma_tilde2, q.shape[-1], constants).rsqrt(), alpha, beta]
         values = torch.stack([sigma_q, sigma_k, 1 / (sigma_q * sigma_k), *rest])
         return values.mean(dim=(1, 2)).float()
 

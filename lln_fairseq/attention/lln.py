@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.lln import lln_attention
+from lln_fairseq.ops.lln import lln_attention, lln_features
 from lln_fairseq.ops.moment_matching import CONSTANTS, SCOPES, match_moments
 
 
@@ -51,3 +51,6 @@ class LLNAttention(MomentMatched):
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return reference.lln_matrix(q, k, *self.temperatures(q, k, key_padding_mask), key_padding_mask)
+
+    def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return lln_features(q, k, *self.temperatures(q, k, key_padding_mask), key_padding_mask)

@@ -34,8 +34,8 @@ class LLNDiagAttention(MomentMatched):
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         self.block_size = check_block_size(config.block_size, head_dim)
-        # A learned mix weighs the features of the output, so rows of one attention matrix cannot express it.
-        self.stochastic_rows = config.mix == "average"
+        # A learned mix weighs the features of the output, so one attention matrix cannot express it.
+        self.has_matrix = self.stochastic_rows = config.mix == "average"
         for name in {"average": (), "ratio": ("ratio",), "scale": ("ratio", "diag_scale")}[config.mix]:
             self.register_parameter(name, nn.Parameter(torch.full((num_heads, 1, head_dim), 0.5)))
 

@@ -31,7 +31,8 @@ class Attention(nn.Module):
     """
 
     # What a mechanism rules out is declared here and tested for, see tests/attention/test_contract.py.
-    stochastic_rows = True  # rows of the attention matrix sum to 1
+    has_matrix = True  # forward(q, k, v) = P v for one matrix P
+    stochastic_rows = True  # and its rows sum to 1
     batch_independent = True  # a sequence gives the same output whatever its batch mates are
 
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
@@ -46,6 +47,18 @@ class Attention(nn.Module):
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """P (B, H, N, N) with forward(q, k, v) = P v, without dropout, on a path independent of forward's."""
         raise NotImplementedError
+
+    def feature_maps(
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """φ(Q), φ(K) (B, H, N, F) of a linear mechanism: its P is φ(Q) φ(K)ᵀ with every row divided by its sum.
+
+        None where P has no such form with F independent of N. Exact instruments at any length follow from it.
+        """
+        return None
+
+    def place(self, layer: int, layers: int) -> None:
+        """An encoder says that this is layer `layer` of `layers`, the first one 0: for what depends on the depth."""
 
     @property
     def active_dropout(self) -> float:

@@ -10,6 +10,7 @@ from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import nn
 
+from lln_fairseq.attention import Attention
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
 
 
@@ -39,6 +40,9 @@ class LLNTransformerEncoder(TransformerEncoder):
                  options: dict[str, Any]) -> None:  # fmt: skip
         self.attention_name, self.attention_options = attention, options
         super().__init__(args, dictionary, embed_tokens)
+        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        for layer, module in enumerate(attentions):
+            module.place(layer, len(attentions))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         out = super().forward(*args, **kwargs)

@@ -22,3 +22,30 @@ def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, key_padding_mask: 
     normaliser = phi_q @ phi_k.sum(dim=-2).unsqueeze(-1)
     out = phi_q @ (phi_k.mT @ values)
     return (out / normaliser.masked_fill(normaliser == 0, 1.0)).to(v.dtype)
+
+
+def log_linear_attention(
+    log_phi_q: Tensor, log_phi_k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None
+) -> Tensor:
+    """`linear_attention` for positive features given by their logarithms, of any magnitude."""
+    return linear_attention(*balanced_features(log_phi_q, log_phi_k, key_padding_mask), v, key_padding_mask)
+
+
+def balanced_features(
+    log_phi_q: Tensor, log_phi_k: Tensor, key_padding_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Features in [0, 1] with the attention matrix of those given by their logarithms x, y (B, H, N, F).
+
+    With L_f = logsumexp_j y_jf over the keys that are not padded:
+
+        A_if = softmax_f(x_if + L_f)    each row a distribution over the features
+        W_jf = exp(y_jf - L_f)          each column a distribution over the tokens, 0 for padded keys
+
+    P = A Wᵀ, as in LLN attention: the factor e^L cancels feature by feature, the rest query by query, so nothing
+    overflows and no row of P loses all its digits. For the same reason L needs no gradient once rows are normalised.
+    """
+    if key_padding_mask is not None:
+        log_phi_k = log_phi_k.masked_fill(key_padding_mask[:, None, :, None], float("-inf"))
+    log_sums = log_phi_k.detach().logsumexp(dim=-2, keepdim=True)
+    log_sums = log_sums.masked_fill(log_sums == float("-inf"), 0.0)  # no real key: W = 0
+    return (log_phi_q + log_sums).softmax(dim=-1), (log_phi_k - log_sums).exp()

@@ -15,6 +15,8 @@ from types import ModuleType
 from torch import Tensor
 
 from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, dropout_seed, per_head
+from lln_fairseq.ops._memory import compute_dtype
+from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.lln_pytorch import Mixture, MixtureFunction
 
 BACKENDS = ("auto", "torch", "triton")
@@ -73,6 +75,20 @@ def lln_diag_attention(
         return kernels.lln_diag_attention(q, k, v, alpha, beta, key_padding_mask, block_size, dropout_p)
     mix = Mixture(0.5, 0.5, block_size, dropout_p, dropout_seed(dropout_p))
     return _pytorch(q, k, v, alpha, beta, key_padding_mask, mix)
+
+
+def lln_features(
+    q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, key_padding_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A and W of the formula above, each (B, H, N, D) in float32 or float64: P = A Wᵀ.
+
+    W is 0 at padded keys, and all 0 for a sequence without a real key. Arguments as for `lln_attention`.
+    """
+    dtype = compute_dtype(q.dtype)
+    x, y = (
+        per_head(a, q, name)[..., None, None] * z.to(dtype) for a, z, name in ((alpha, q, "alpha"), (beta, k, "beta"))
+    )
+    return balanced_features(x, y, key_padding_mask)
 
 
 def choose_kernels(backend: str, q: Tensor, block_size: int | None = None) -> ModuleType | None:

@@ -67,3 +67,23 @@ def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None 
     if key_padding_mask is not None:
         scores = scores.masked_fill(key_padding_mask[:, None, None, :], 0.0)
     return torch.nan_to_num(scores / scores.sum(dim=-1, keepdim=True), nan=0.0)
+
+
+def normalised(scores: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """P_ij = s_ij / Σ_l s_il for scores s >= 0; a row of zeros is uniform over the real keys."""
+    if key_padding_mask is None:
+        key_padding_mask = torch.zeros(scores.shape[0], scores.shape[-1], dtype=torch.bool, device=scores.device)
+    real = ~key_padding_mask[:, None, None, :]
+    scores = torch.where(real, scores, 0.0)
+    zero = scores.sum(dim=-1, keepdim=True) == 0
+    scores = torch.where(zero & real, 1.0, scores)
+    return torch.nan_to_num(scores / scores.sum(dim=-1, keepdim=True), nan=0.0)
+
+
+def band_matrix(weights: Tensor, length: int) -> Tensor:
+    """T_ij = w_{j - i + W // 2} (H, N, N): a convolution over the tokens by weights (H, W), W odd, as a matrix."""
+    width = weights.shape[-1]
+    index = torch.arange(length, device=weights.device)
+    offset = index[None, :] - index[:, None] + width // 2
+    inside = (offset >= 0) & (offset < width)
+    return weights[:, offset.clamp(0, width - 1)] * inside

@@ -18,6 +18,12 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "lln_diag-7": ("lln_diag", dict(block_size=7)),
     "lln_diag-ratio": ("lln_diag", dict(mix="ratio")),
     "lln_diag-scale": ("lln_diag", dict(mix="scale")),
+    "transnormer_t1-local": ("transnormer_t1", dict(local_layers=1)),
+    "transnormer_t2-local-diag": ("transnormer_t2", dict(local_layers=1, block_size=7)),
+    "nystrom-7": ("nystrom", dict(landmarks=7)),
+    "nystrom-conv": ("nystrom", dict(landmarks=13, conv_kernel=33)),
+    "linformer-none": ("linformer", dict(projected_length=20, sharing="none")),
+    "linformer-key-value": ("linformer", dict(sharing="key_value")),
 }
 every_mechanism = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -34,7 +40,7 @@ def build(variant, dropout=0.0):
 @pytest.mark.parametrize("length", [1, 63, 97, 130])
 def test_forward_is_the_matrix_times_v(variant, length):
     attention = build(variant)
-    if not attention.stochastic_rows:
+    if not attention.has_matrix:
         with pytest.raises(ValueError, match="no single attention matrix"):
             attention.attention_matrix(*random_qkv(length=length)[:2])
         return
@@ -42,6 +48,8 @@ def test_forward_is_the_matrix_times_v(variant, length):
     mask = random_padding(2, length, full_row=True)
     matrix = attention.double().attention_matrix(q.double(), k.double(), mask)
     assert relative_rms(attention.float()(q, k, v, mask), matrix @ v.double()) <= FLOAT32_FORWARD
+    if not attention.stochastic_rows:
+        return
     rows = torch.ones(2, HEADS, length, dtype=torch.float64)
     rows[mask.all(dim=1)] = 0
     if "diag" not in variant:  # there a block may be all padding
@@ -49,6 +57,14 @@ def test_forward_is_the_matrix_times_v(variant, length):
     assert (matrix.sum(dim=-1) <= 1 + 1e-9).all()
     no_padding = attention.double().attention_matrix(q.double(), k.double())
     torch.testing.assert_close(no_padding.sum(dim=-1), torch.ones_like(rows))
+
+
+@every_mechanism
+def test_rows_sum_to_1_where_it_is_declared(variant):
+    attention = build(variant)
+    if attention.has_matrix:
+        sums = attention.double().attention_matrix(*random_qkv(length=130, dtype=torch.float64)[:2]).sum(dim=-1)
+        assert torch.allclose(sums, torch.ones_like(sums)) == attention.stochastic_rows
 
 
 @every_mechanism
@@ -127,6 +143,13 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="lln", alpha=-1.0, beta=1.0), "positive"),
         (dict(name="lln_diag", block_size=0), "at least 1"),
         (dict(name="block_diag", block_size=-3), "at least 1"),
+        (dict(name="transnormer_t1", block_size=0), "at least 1"),
+        (dict(name="transnormer_t2", local_layers=-1), "must not be negative"),
+        (dict(name="nystrom", landmarks=0), "at least 1"),
+        (dict(name="nystrom", iterations=0), "at least 1"),
+        (dict(name="nystrom", conv_kernel=8), "must be odd"),
+        (dict(name="linformer", projected_length=0), "at least 1"),
+        (dict(name="linformer", sharing="layer"), "choose from none, headwise, key_value"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_attention(**arguments, **size)

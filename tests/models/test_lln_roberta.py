@@ -67,6 +67,14 @@ def test_every_attention_trains_and_loads_again(attention, corpus, tmp_path, mon
     assert type(mechanism) is ATTENTION_REGISTRY[attention].cls
 
 
+def test_every_attention_is_told_its_depth(corpus, tmp_path, monkeypatch):
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--attention", "transnormer_t1",
+          "--encoder-layers", 5, "--checkpoint-activations")  # fmt: skip
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "a" / "checkpoint_last.pt")])
+    layers = model.encoder.sentence_encoder.layers
+    assert [layer.self_attn.attention.is_local for layer in layers] == [True, True, False, False, False]
+
+
 def test_logits_are_the_same_alone_padded_and_with_longer_mates(task_data, tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *CLASSIFICATION, *LLN,
           "--lln-diag-block-size", 8)  # fmt: skip

@@ -1,0 +1,148 @@
+"""How concentrated attention is: entropy, spectral gap, variance and temperature (arXiv 2311.13541, sections 3, A.4).
+
+Shapes: P (..., N, N), each row a distribution over the keys; q, k (B, H, N, D). key_padding_mask is bool (B, N) with
+True = padded, for tensors that begin with B: rows and columns of padding are left out everywhere, and a sequence
+without a real token has NaN. Entropy and variance also take some rows of a matrix, (..., R, N), without a mask.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lln_fairseq.ops import reference
+from lln_fairseq.ops._memory import compute_dtype
+from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table, interpolate, standard_deviation
+
+
+def entropy(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """H(P) = -1/N Σ_ij P_ij log2 P_ij, the mean entropy of the rows in bits (eq. 7), of shape (...).
+
+    log2 N for the uniform P, 0 for the identity; for softmax it grows with the temperature (Theorem 3.2).
+    """
+    rows = torch.special.entr(_without_padding(P, key_padding_mask)).sum(dim=-1) / math.log(2)
+    return rows.sum(dim=-1) / _tokens(P, key_padding_mask)
+
+
+def variance(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """1/N Σ_i 1/N Σ_j (P_ij - mean of row i)², the mean variance of the rows (eq. 21), of shape (...).
+
+    Rows of a stochastic P all have the mean 1/N, so this is the variance of its entries too. For softmax it falls with
+    the temperature (Theorem 3.4).
+    """
+    P = _without_padding(P, key_padding_mask)
+    columns = _tokens(P, key_padding_mask, dim=-1)
+    deviations = P - (P.sum(dim=-1) / columns[..., None])[..., None]
+    squares = _without_padding(deviations, key_padding_mask).square().sum(dim=(-2, -1))
+    return squares / columns / _tokens(P, key_padding_mask)
+
+
+def spectral_gap(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """1 - |λ2|, λ2 the eigenvalue of the second largest modulus (section 3.2.2), float64 of shape (...).
+
+    1 for the uniform P (and for N = 1), 0 for the identity. All eigenvalues are computed, in float64 on the CPU, where
+    such matrices belong: about N³ · 10 operations each. Linear mechanisms have `linear_spectral_gap`.
+    """
+    return _gap(_without_padding(P, key_padding_mask).double(), P.device, _tokens(P, key_padding_mask))
+
+
+def linear_spectral_gap(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """`spectral_gap` of P = diag(1/z) φ(Q) φ(K)ᵀ with z its row sums, exact at any length, float64 of shape (B, H).
+
+    XY and YX have the same non-zero eigenvalues, so those of P (N x N, rank F at most) are those of the F x F matrix
+    φ(K)ᵀ diag(1/z) φ(Q): O(N F² + F³) operations instead of O(N³).
+
+    Args: phi_q, phi_k: features (B, H, N, F) as `Attention.feature_maps` gives them, with positive row sums z (a row
+    without one is 0, as in `ops.linear_attention`).
+    """
+    tokens = _tokens(phi_q, key_padding_mask)
+    if key_padding_mask is not None:
+        padded = key_padding_mask[:, None, :, None]
+        phi_q, phi_k = phi_q.masked_fill(padded, 0.0), phi_k.masked_fill(padded, 0.0)
+    phi_q, phi_k = phi_q.double(), phi_k.double()
+    if phi_q.shape[-1] >= phi_q.shape[-2]:  # no smaller than P itself
+        return _gap(reference.kernel_matrix(phi_q, phi_k), phi_q.device, tokens)
+    normaliser = phi_q @ phi_k.sum(dim=-2).unsqueeze(-1)
+    rows = phi_q / normaliser.masked_fill(normaliser == 0, 1.0)
+    return _gap(phi_k.mT @ rows, phi_q.device, tokens)
+
+
+def principal_variance(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """The largest variance of the rows of P along a direction: σ_max(P̄)², P̄ = P - 1 μᵀ, μ the mean row (A.4.2).
+
+    As in the proof of Theorem 3.3 the sum over the rows is not divided by N. The theorem says that it equals |λ2|².
+    What its proof shows is that the variance along the *eigenvector* v̄ of P̄ that belongs to λ2, ‖P̄ v̄‖² / ‖v̄‖², is
+    |λ2|². That eigenvector is the principal component only where P̄ is normal, for example where P is symmetric;
+    otherwise |λ2|² is less than this, since a spectral radius is at most the spectral norm. Attention matrices are not
+    normal.
+    """
+    P, tokens = _without_padding(P, key_padding_mask).double(), _tokens(P, key_padding_mask)
+    mean = P.sum(dim=-2) / tokens.clamp_min(1)[..., None]
+    centred = _without_padding(P - mean[..., None, :], key_padding_mask)
+    return torch.linalg.matrix_norm(centred, ord=2).square().masked_fill(tokens == 0, torch.nan)
+
+
+def softmax_temperature(q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """τ_sm = 1/(σ_q σ_k), the temperature of softmax attention (eq. 5), (B, H)."""
+    sigma_q, sigma_k = (standard_deviation(x, key_padding_mask) for x in (q, k))
+    return 1 / (sigma_q * sigma_k)
+
+
+def lln_temperature(
+    q: Tensor,
+    k: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    key_padding_mask: Tensor | None = None,
+    constants: str = "calibrated",
+) -> Tensor:
+    """τ_lln = 1/σ_lln, the temperature of LLN attention with α, β of shape (B, H) (eq. 11), (B, H).
+
+    Moment matching makes it equal to `softmax_temperature`.
+    """
+    sigma_q, sigma_k = (standard_deviation(x, key_padding_mask) for x in (q, k))
+    sigma_tilde2 = (alpha * sigma_q).square() + (beta * sigma_k).square()
+    return lln_log_variance(sigma_tilde2, q.shape[-1], constants).rsqrt()
+
+
+def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "calibrated") -> Tensor:
+    """σ_lln², the s for which moment matching would choose this σ̃² = α²σ_q² + β²σ_k².
+
+    By the calibrated table read backwards, or by the paper's line a σ̃² + b (eq. 34), at least 0.
+    """
+    if constants == "paper":
+        return (PAPER_A * sigma_tilde2 + PAPER_B).clamp_min(0)
+    log_s, log_sigma2 = calibration_table(head_dim, sigma_tilde2.device)
+    return interpolate(sigma_tilde2.log(), log_sigma2, log_s).exp()
+
+
+def _gap(matrix: Tensor, device: torch.device, tokens: Tensor) -> Tensor:
+    if not matrix.isfinite().all():
+        raise ValueError("the attention matrix is not finite")
+    # numpy's LAPACK: the one in torch's builds does not converge for matrices as simple as the uniform one of N = 64.
+    moduli = torch.from_numpy(np.abs(np.linalg.eigvals(matrix.cpu().numpy()))).sort(dim=-1, descending=True).values
+    second = moduli[..., 1] if moduli.shape[-1] > 1 else torch.zeros_like(moduli[..., 0])
+    return (1 - second.to(device)).masked_fill(tokens == 0, torch.nan)
+
+
+def _without_padding(P: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """P in float32 or float64, with 0 in the rows and columns of padding."""
+    P = P.to(compute_dtype(P.dtype))
+    if key_padding_mask is None:
+        return P
+    padded = _over_heads(key_padding_mask, P)
+    return P.masked_fill(padded[..., :, None] | padded[..., None, :], 0.0)
+
+
+def _tokens(P: Tensor, key_padding_mask: Tensor | None, dim: int = -2) -> Tensor:
+    """How many rows (columns: dim -1) of each matrix are real, (...)."""
+    dtype = compute_dtype(P.dtype)
+    if key_padding_mask is None:
+        return torch.full(P.shape[:-2], P.shape[dim], dtype=dtype, device=P.device)
+    return (~_over_heads(key_padding_mask, P)).sum(dim=-1).to(dtype).expand(P.shape[:-2])
+
+
+def _over_heads(key_padding_mask: Tensor, P: Tensor) -> Tensor:
+    """(B, N) -> (B, 1 ..., N), which broadcasts to P.shape[:-1]."""
+    return key_padding_mask.unflatten(0, (-1, *[1] * (P.dim() - 3)))

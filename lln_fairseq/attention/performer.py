@@ -1,0 +1,89 @@
+"""Performer: softmax attention by positive orthogonal random features (Choromanski et al. 2020, arXiv 2009.14794)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops import reference
+from lln_fairseq.ops.linear_attention import balanced_features, log_linear_attention
+
+
+@dataclass
+class PerformerConfig:
+    num_features: int = option(256, "random features of a head")
+    redraw_every: int = option(1000, "new features after so many training forwards; 0: the first ones stay")
+
+
+@register_attention("performer", PerformerConfig)
+class PerformerAttention(Attention):
+    """φ_m(x) = exp(ω_m·x' - |x'|²/2) / √M with x' = x / D^¼: E <φ(q), φ(k)> = exp(q·k / √D) (Lemma 1).
+
+    The features are given by their logarithms, so that nothing overflows and no epsilon is needed. It has no attention
+    matrix, so attention dropout does not apply.
+
+    The features change with training alone and are saved with the parameters. What is drawn next depends on a seed,
+    taken from torch's global generator on construction, and on the forwards so far; both are saved too: a resumed run
+    draws what an uninterrupted one would have drawn, and so do all workers. A model in half precision rounds ω, the
+    same ω for queries and keys: other directions by a part in a thousand, not another kernel.
+    """
+
+    config: PerformerConfig
+
+    def __init__(
+        self, config: PerformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
+    ) -> None:
+        super().__init__(config, num_heads, head_dim, max_positions, dropout)
+        if config.num_features < 1:
+            raise ValueError(f"num_features must be at least 1, got {config.num_features}")
+        if config.redraw_every < 0:
+            raise ValueError(f"redraw_every must not be negative, got {config.redraw_every}")
+        # Python numbers: reading them off a buffer would make a GPU wait in every forward.
+        self.seed, self.forwards = int(torch.randint(2**31 - 1, ())), 0
+        self.register_buffer("projection", self._draw())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        out = log_linear_attention(*self.log_features(q, k), v, key_padding_mask)
+        # After the computation and with gradients only: activation checkpointing runs a forward once without and once
+        # with gradients, and both must see the same features.
+        if self.training and torch.is_grad_enabled():
+            self._count()
+        return out
+
+    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        return reference.kernel_matrix(*self.feature_maps(q, k, key_padding_mask), key_padding_mask)
+
+    def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Features (B, H, N, M) with the same P as φ, scaled per query and per feature so that they stay in range."""
+        return balanced_features(*self.log_features(q, k), key_padding_mask)
+
+    def log_features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """log φ(q), log φ(k) (B, H, N, M) in float32 or float64, up to a number for each query, which cancels in P."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q, k = q.to(dtype), k.to(dtype)
+        omega = self.projection.to(dtype).mT * self.head_dim**-0.25  # a copy: redrawing leaves the graph alone
+        norms = k.square().sum(dim=-1, keepdim=True) * (0.5 * self.head_dim**-0.5)
+        return q @ omega, k @ omega - norms
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.seed, self.forwards])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.seed, self.forwards = state.tolist()
+
+    def _count(self) -> None:
+        self.forwards += 1
+        if self.config.redraw_every and self.forwards % self.config.redraw_every == 0:
+            self.projection.copy_(self._draw())
+
+    def _draw(self) -> Tensor:
+        """(M, D): each row standard normal (so the kernel is unbiased), rows of a block of D orthogonal."""
+        generator = torch.Generator().manual_seed(self.seed + self.forwards)
+        m, dim = self.config.num_features, self.head_dim
+        blocks = torch.randn(-(-m // dim), dim, dim, generator=generator, dtype=torch.float64)
+        directions, r = torch.linalg.qr(blocks)
+        # With the signs of R's diagonal the directions are uniformly distributed.
+        directions = (directions * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.flatten(0, 1)[:m]
+        lengths = torch.randn(m, dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+        return (directions * lengths).float()

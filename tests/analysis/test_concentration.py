@@ -1,0 +1,181 @@
+"""The instruments of concentration against closed forms, definitions and the theorems of the paper."""
+
+import math
+
+import pytest
+import torch
+
+from lln_fairseq.analysis import (
+    entropy,
+    linear_spectral_gap,
+    lln_temperature,
+    principal_variance,
+    softmax_temperature,
+    spectral_gap,
+    variance,
+)
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
+from lln_fairseq.ops.moment_matching import match_moments
+from lln_fairseq.ops.reference import block_diag_matrix, lln_matrix, softmax_matrix
+from tests.helpers import random_padding, random_qkv
+
+OF_A_MATRIX = [entropy, variance, spectral_gap, principal_variance]
+
+
+def softmax_at(temperature, seed=0, dim=64, length=80):
+    q, k, _ = random_qkv(length=length, dim=dim, dtype=torch.float64, seed=seed)
+    return softmax_matrix(q, k / temperature)
+
+
+@pytest.mark.parametrize("n", [1, 2, 64])
+def test_the_uniform_matrix(n):
+    P = torch.full((2, 3, n, n), 1 / n)
+    torch.testing.assert_close(entropy(P), torch.full((2, 3), math.log2(n)))
+    torch.testing.assert_close(spectral_gap(P), torch.ones(2, 3, dtype=torch.float64))
+    torch.testing.assert_close(variance(P), torch.zeros(2, 3))
+
+
+def test_the_identity():
+    P = torch.eye(50, dtype=torch.float64)
+    assert entropy(P) == spectral_gap(P) == 0
+    assert variance(P) == pytest.approx(1 / 50 - 1 / 50**2)
+    assert principal_variance(P) == pytest.approx(1)
+
+
+def test_a_chain_with_known_eigenvalues():
+    for a, b in [(0.3, 0.2), (0.9, 0.8)]:  # eigenvalues 1 and 1 - a - b, once negative
+        P = torch.tensor([[1 - a, a], [b, 1 - b]], dtype=torch.float64)
+        assert spectral_gap(P) == pytest.approx(1 - abs(1 - a - b))
+    turn = torch.tensor([[0.0, 1, 0], [0, 0, 1], [1, 0, 0]])  # three eigenvalues of modulus 1, two of them complex
+    assert spectral_gap(turn) == pytest.approx(0, abs=1e-12)
+    assert entropy(turn) == 0
+
+
+def test_blocks_do_not_mix():
+    q, k, _ = random_qkv(length=64)
+    assert spectral_gap(block_diag_matrix(q.double(), k.double(), 16)).abs().max() < 1e-12
+
+
+def test_entropy_and_variance_are_monotone_in_the_temperature():
+    """Theorems 3.2 and 3.4"""
+    temperatures = [0.05, 0.2, 0.5, 1, 2, 5, 20]
+    matrices = [softmax_at(t) for t in temperatures]
+    for instrument, sign in ((entropy, 1), (variance, -1)):
+        steps = torch.stack([instrument(P) for P in matrices]).diff(dim=0) * sign
+        assert (steps > 0).all()
+    assert (entropy(matrices[-1]) > 0.999 * math.log2(80)).all()
+
+
+def test_variance_of_the_rows_is_that_of_the_entries():
+    P = softmax_at(0.5)
+    torch.testing.assert_close(variance(P), P.var(dim=(-2, -1), correction=0))
+
+
+def test_theorem_3_3_where_its_premise_holds():
+    """λ2² is the variance along the principal component if P̄ is normal: here a symmetric P, doubly stochastic."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.rand(31, generator=generator, dtype=torch.float64)
+    row = (row + row.flip(0).roll(1)) / 2  # c_j = c_-j, so the circulant matrix is symmetric
+    P = torch.stack([row.roll(i) for i in range(31)]) / row.sum()
+    assert torch.equal(P, P.mT)
+    assert principal_variance(P) == pytest.approx((1 - spectral_gap(P)).item() ** 2, rel=1e-10)
+
+
+def test_theorem_3_3_where_its_premise_fails():
+    """What its proof shows holds for every P: the variance along the eigenvector of λ2 is |λ2|². That eigenvector is
+    not the principal component of an attention matrix, and the variance along the component is larger."""
+    P = softmax_at(0.3)[0, 0]
+    centred = P - P.mean(dim=0)
+    values, vectors = torch.linalg.eig(centred)
+    second = values.abs().argmax()
+    v = vectors[:, second]
+    lambda2 = 1 - spectral_gap(P)
+    along = (centred.to(v.dtype) @ v).abs().square().sum() / v.abs().square().sum()
+    torch.testing.assert_close(along, lambda2.square())
+    assert principal_variance(P) > 1.5 * lambda2.square()
+    nilpotent = torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0]])  # λ2 = 0: the theorem would have no variance at all
+    assert spectral_gap(nilpotent) == pytest.approx(1, abs=1e-7)
+    assert principal_variance(nilpotent) > 0.9
+
+
+def test_a_bias_to_one_column_widens_the_gap_at_any_entropy():
+    """Section 3.2.2: entropy alone cannot tell a biased matrix from a concentrated one."""
+    onto_one = torch.zeros(40, 40)
+    onto_one[:, 7] = 1
+    assert entropy(onto_one) == entropy(torch.eye(40)) == 0
+    assert spectral_gap(onto_one) == 1
+    assert principal_variance(onto_one) == 0
+
+
+@pytest.mark.parametrize("instrument", OF_A_MATRIX)
+def test_padding_does_not_count(instrument):
+    lengths = (23, 64, 0)
+    mask = torch.arange(64) >= torch.tensor(lengths)[:, None]
+    q, k, _ = random_qkv(batch=3, length=64, dtype=torch.float64)
+    P = softmax_matrix(q, k, mask)
+    found = instrument(P, mask)
+    assert found.shape == (3, 3)
+    for row, length in enumerate(lengths[:2]):
+        torch.testing.assert_close(found[row], instrument(P[row, :, :length, :length]))
+    assert found[2].isnan().all()
+    torch.testing.assert_close(instrument(P[:, 0], mask), found[:, 0], equal_nan=True)
+
+
+def test_half_precision_is_measured_in_float32():
+    P = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)).softmax(dim=-1).half()
+    assert entropy(P).dtype == torch.float32
+    assert entropy(P) == pytest.approx(entropy(P.double()).item(), rel=1e-5)
+
+
+LINEAR = [name for name, entry in ATTENTION_REGISTRY.items() if entry.cls.feature_maps is not Attention.feature_maps]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("length", [1, 20, 150])
+def test_features_give_the_matrix_and_its_exact_gap(name, length):
+    """Every mechanism with `feature_maps`; sequences shorter and longer than it has features."""
+    torch.manual_seed(0)
+    attention = build_attention(name, num_heads=3, head_dim=32, max_positions=200).double().eval()
+    q, k, _ = random_qkv(length=length, dtype=torch.float64, scale=1.5)
+    mask = random_padding(2, length, full_row=True)
+    for padding in (None, mask):
+        phi_q, phi_k = attention.feature_maps(q, k, padding)
+        P = attention.attention_matrix(q, k, padding)
+        kernel = phi_q @ phi_k.mT
+        if padding is not None:
+            kernel = kernel.masked_fill(padding[:, None, None, :], 0.0)
+        torch.testing.assert_close((kernel / kernel.sum(dim=-1, keepdim=True)).nan_to_num(), P)
+        found = linear_spectral_gap(phi_q, phi_k, padding)
+        torch.testing.assert_close(found, spectral_gap(P, padding), rtol=0, atol=1e-8, equal_nan=True)
+
+
+def test_the_other_mechanisms_say_that_they_have_no_features():
+    q, k, _ = random_qkv()
+    assert {"lln", "elu"} <= set(LINEAR)
+    for name in set(ATTENTION_REGISTRY) - set(LINEAR):
+        attention = build_attention(name, num_heads=3, head_dim=32, max_positions=97)
+        assert attention.feature_maps(q, k) is None
+
+
+def test_the_exact_gap_of_lln_at_extreme_inputs():
+    """The stable form: exponents of several hundreds neither overflow nor change the result."""
+    attention = build_attention("lln", num_heads=3, head_dim=32, max_positions=200, alpha=8.0, beta=8.0)
+    q, k, _ = random_qkv(length=130, dtype=torch.float64, scale=30.0)
+    found = linear_spectral_gap(*attention.feature_maps(q, k))
+    torch.testing.assert_close(found, spectral_gap(lln_matrix(q, k, 8.0, 8.0)), rtol=0, atol=1e-8)
+
+
+def test_temperatures():
+    q, k, _ = random_qkv(length=200, dim=64, scale=1.3)
+    mask = random_padding(2, 200)
+    tau = softmax_temperature(q, k, mask)
+    assert tau.shape == (2, 3)
+    torch.testing.assert_close(tau, torch.full_like(tau, 1 / 1.3**2), rtol=0.1, atol=0)
+    for constants in ("calibrated", "paper"):
+        matched = match_moments(q, k, mask, constants=constants)
+        torch.testing.assert_close(lln_temperature(q, k, *matched, mask, constants), tau, rtol=1e-4, atol=0)
+
+
+def test_a_matrix_that_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        spectral_gap(torch.full((4, 4), torch.nan))

@@ -1,0 +1,67 @@
+"""ReLU and the square, as kernels of the score and as feature maps, against their definitions."""
+
+import pytest
+import torch
+
+from lln_fairseq.attention import build_attention
+from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
+
+# κ(q, k) of all pairs, as the paper writes it.
+KERNELS = {
+    "relu": lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k).clamp(min=0),
+    "quadratic": lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k) ** 2,
+    "linear_relu": lambda q, k: torch.einsum("bhid,bhjd->bhij", q.clamp(min=0), k.clamp(min=0)),
+    "linear_quadratic": lambda q, k: torch.einsum("bhid,bhjd->bhij", q**2, k**2),
+}
+every_kernel = pytest.mark.parametrize("name", KERNELS)
+
+
+def build(name, **options):
+    return build_attention(name, num_heads=3, head_dim=32, max_positions=100, **options)
+
+
+@every_kernel
+def test_is_the_definition_forward_and_backward(name):
+    mask = random_padding(2, 97)
+    inputs = [x.requires_grad_() for x in random_qkv()]
+    q, k, v = exact = [x.detach().double().requires_grad_() for x in inputs]
+    kernel = KERNELS[name](q, k) * ~mask[:, None, None, :]
+    expected = kernel / kernel.sum(dim=-1, keepdim=True) @ v
+    out = build(name)(*inputs, mask)
+    assert relative_rms(out, expected) <= FLOAT32_FORWARD
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(grad)
+    expected.backward(grad.double())
+    for x, y in zip(inputs, exact, strict=True):
+        assert relative_rms(x.grad, y.grad) <= FLOAT32_GRADIENT
+
+
+@every_kernel
+def test_is_indifferent_to_the_temperature(name):
+    q, k, v = (x.double() for x in random_qkv())
+    attention = build(name)
+    torch.testing.assert_close(attention(30 * q, 0.2 * k, v), attention(q, k, v))
+
+
+def test_relu_without_a_positive_score_is_the_mean_of_the_real_values():
+    q, k, v = random_qkv(length=9)
+    mask = random_padding(2, 9)
+    k[:] = -q[:, :, :1]
+    q[:] = q[:, :, :1]
+    attention = build("relu")
+    for i, length in enumerate((~mask).sum(dim=1)):
+        mean = v[i, :, :length].mean(dim=1, keepdim=True).expand(3, 9, 32)
+        torch.testing.assert_close(attention(q, k, v, mask)[i], mean)
+    matrix = attention.attention_matrix(q, k, mask)
+    torch.testing.assert_close(matrix @ v, attention(q, k, v, mask))
+
+
+@pytest.mark.parametrize("name", ["relu", "quadratic"])
+def test_dropout_leaves_the_expected_output(name):
+    q, k, v = random_qkv(batch=1, heads=3, length=20)
+    attention = build(name, dropout=0.3)
+    torch.manual_seed(0)
+    outs = torch.stack([attention(q, k, v) for _ in range(1000)])
+    error = (outs.mean(dim=0) - attention.eval()(q, k, v)).abs() / (outs.std(dim=0) / 1000**0.5)
+    assert error.max() <= 5
+    assert outs.std(dim=0).min() > 0
