@@ -14,7 +14,7 @@ def per_head(x: float | Tensor, like: Tensor) -> Tensor:
 
 
 def _softmax_over_keys(scores: Tensor, key_padding_mask: Tensor | None, allowed: Tensor | None = None) -> Tensor:
-    """Row softmax of scores (B, H, N, N) over the keys that are neither padded nor outside `allowed` (N, N)."""
+    """Row softmax of scores (B, H, N, N) over the keys that are neither padded nor outside `allowed` (..., N, N)."""
     banned = torch.zeros_like(scores, dtype=torch.bool)
     if key_padding_mask is not None:
         banned = banned | key_padding_mask[:, None, None, :]
@@ -36,9 +36,11 @@ def lln_matrix(
     return _softmax_over_keys(log_kernel, key_padding_mask)
 
 
-def softmax_matrix(q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """P = softmax(q kᵀ / √D) (paper, eq. 1)."""
-    return _softmax_over_keys(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, key_padding_mask)
+def softmax_matrix(
+    q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, allowed: Tensor | None = None
+) -> Tensor:
+    """P = softmax(q kᵀ / √D) (paper, eq. 1), over the pairs in `allowed`, bool, if given."""
+    return _softmax_over_keys(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, key_padding_mask, allowed)
 
 
 def block_diag_matrix(q: Tensor, k: Tensor, block_size: int, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -24,6 +24,8 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "nystrom-conv": ("nystrom", dict(landmarks=13, conv_kernel=33)),
     "linformer-none": ("linformer", dict(projected_length=20, sharing="none")),
     "linformer-key-value": ("linformer", dict(sharing="key_value")),
+    "longformer-5": ("longformer", dict(one_sided_window=5)),
+    "longformer-64": ("longformer", dict(one_sided_window=64)),
 }
 every_mechanism = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -150,6 +152,7 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="nystrom", conv_kernel=8), "must be odd"),
         (dict(name="linformer", projected_length=0), "at least 1"),
         (dict(name="linformer", sharing="layer"), "choose from none, headwise, key_value"),
+        (dict(name="longformer", one_sided_window=0), "at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_attention(**arguments, **size)
