@@ -1,10 +1,14 @@
 """What the benchmarks share: one call's time, interleaved repeats, memory in a child process, figures on log axes."""
 
+import contextlib
+import ctypes
+import gc
 import multiprocessing
 import resource
+import signal
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +17,7 @@ import torch
 from torch import Tensor
 
 MIN_REPEATS = 3  # of what takes longer than the limit
-MEMORY_SHARE = 0.9  # of what is free, which a child may take before it is out of memory
+MEMORY_SHARE = 0.9  # of what is free: a process that takes more is out of memory
 _STATUS, _CLEAR, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -88,8 +92,10 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     sender.close()
     try:
         result, problem = receiver.recv()
-    except EOFError:  # it was killed
-        result, problem = None, OutOfMemory()
+    except EOFError:
+        process.join()
+        killed = process.exitcode == -signal.SIGKILL  # as Linux does when there is no memory left
+        result, problem = None, OutOfMemory() if killed else RuntimeError(f"exit code {process.exitcode}")
     process.join()
     if problem is not None:
         raise problem
@@ -98,17 +104,33 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _child(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
     try:
-        if _MACHINE.exists():  # Linux: fail instead of being killed, with others
-            limit = 1024 * (_kibibytes("VmData") + int(MEMORY_SHARE * _kibibytes("MemAvailable", _MACHINE)))
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-        sender.send((function(*arguments), None))
+        with limited_memory():
+            sender.send((function(*arguments), None))
     except BaseException as error:
         failed = f"{function.__name__} failed: {type(error).__name__}: {error}"
         sender.send((None, OutOfMemory() if is_out_of_memory(error) else RuntimeError(failed)))
 
 
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Lets this process fail with an exception, where Linux would kill it or another, when memory runs out."""
+    if not _MACHINE.exists():
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = 1024 * (_kibibytes("VmData") + int(MEMORY_SHARE * _kibibytes("MemAvailable", _MACHINE)))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 def resident_peak_of(run: Callable[[], object]) -> int:
     """Bytes by which the resident set of this process grew at its peak while it ran (Linux)."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)  # pages that the allocator kept would be used again and not counted
     _CLEAR.write_text("5")  # the peak starts again from here
     before = _kibibytes("VmRSS")
     run()
