@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmark_model_training import SOFTMAX
 from scripts.measure import Spread, draw_by_length
 
-SOFTMAX = "softmax"
+DEFAULT = "lln_diag"
 TIME, MEMORY = "time [ms/iteration]", "peak memory [GB]"
 
 # Table 2 of arXiv 2311.13541: RoBERTa-base, batch 1, "a commodity GPU". None: out of memory.
@@ -121,4 +122,5 @@ def draw(path: Path, settings: dict[str, Any], rows: Sequence[Row]) -> None:
         return [(row.length, row.memory / 1e9) for row in mine if row.memory]
 
     panels = [TIME, MEMORY] if any(row.memory for row in rows) else [TIME]
-    draw_by_length(path, title(settings), panels, list(dict.fromkeys(row.attention for row in rows)), points)
+    names = list(dict.fromkeys(row.attention for row in rows))
+    draw_by_length(path, title(settings), panels, names, points, bold=(SOFTMAX, DEFAULT))

@@ -7,8 +7,9 @@ import multiprocessing
 import resource
 import signal
 import statistics
+import textwrap
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -151,29 +152,40 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
-def draw_by_length(path: Path, title: str, panels: Sequence[str], names: Iterable[str],
-                   points: Callable[[str, str], list[tuple[int, float]]]) -> None:  # fmt: skip
+def draw_by_length(
+    path: Path,
+    title: str,
+    panels: Sequence[str],
+    names: Sequence[str],
+    points: Callable[[str, str], list[tuple[int, float]]],
+    bold: Sequence[str] = (),
+) -> None:
     """A panel for each axis label, a line for each name; `points(name, panel)` gives (length, value)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.5), constrained_layout=True)
-    for axis, panel in zip(axes, panels, strict=True):
+    size = (5 * len(panels) + 1.5, 4.8)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, constrained_layout=True, squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        lengths = set()
         for number, name in enumerate(names):
             if line := points(name, panel):
-                axis.loglog(*zip(*line, strict=True), label=name, **_style(number))
+                lengths.update(length for length, _ in line)
+                axis.loglog(*zip(*line, strict=True), label=name, **_style(number, name in bold))
         axis.set(xlabel="sequence length N [tokens]", ylabel=panel)
-        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted(lengths), list(map(str, sorted(lengths))))
+        axis.set_xticks([], minor=True)
         axis.grid(True, which="major", alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    figure.suptitle(title)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
+    figure.suptitle(textwrap.fill(title, 30 * len(panels) + 10), fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _style(number: int) -> dict[str, Any]:
+def _style(number: int, bold: bool) -> dict[str, Any]:
     """Ten colours, then the same with other lines and markers."""
-    turn = number // 10 % 3
-    return {"color": f"C{number % 10}", "marker": "os^"[turn], "linestyle": ("-", "--", ":")[turn], "markersize": 4}
+    turn, width = number // 10 % 3, 3.0 if bold else 1.2
+    lines = {"marker": "os^"[turn], "linestyle": ("-", "--", ":")[turn], "markersize": 4, "linewidth": width}
+    return {"color": f"C{number % 10}", **lines}

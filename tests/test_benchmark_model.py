@@ -6,11 +6,14 @@ import signal
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.presets import PRESETS
 from scripts import benchmark_model as benchmark
+from scripts import benchmark_model_training
 from scripts.benchmark_model_report import Row, table
+from scripts.benchmark_model_training import Adam, Training, build
 from scripts.measure import OutOfMemory, Spread, in_child
 from scripts.plain_roberta import PlainRoberta
 
@@ -29,7 +32,11 @@ def test_smoke_run_covers_every_attention_and_adds_to_what_is_there(tmp_path, ca
     assert benchmark.main([*common, "--no-time", "--attentions", "lln_diag", "softmax_matrix"]) == 0
     assert benchmark.main([*common, "--no-memory", "--png", str(tmp_path / "t.png")]) == 0
     rows = {(row["attention"], row["length"]): row for row in json.loads(out.read_text())["rows"]}
-    assert rows.keys() == {(name, length) for name in (*ATTENTION_REGISTRY, benchmark.MATRIX) for length in (64, 128)}
+    assert rows.keys() == {
+        (name, length)
+        for name in (*ATTENTION_REGISTRY, benchmark.MATRIX, *benchmark.PAPER_ROWS)
+        for length in (64, 128)
+    }
     assert all(row["time"][0] > 0 and not row["oom"] for row in rows.values())
     assert {name for (name, _), row in rows.items() if row["memory"]} == {"lln_diag", "softmax_matrix"}
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
@@ -44,7 +51,7 @@ def test_what_is_out_of_memory_is_said_and_the_rest_measured(monkeypatch):
             raise OutOfMemory
         return 10**9
 
-    add = benchmark.Training.add
+    add = Training.add
 
     def full(self, name):
         if name == "lln":
@@ -52,7 +59,7 @@ def test_what_is_out_of_memory_is_said_and_the_rest_measured(monkeypatch):
         add(self, name)
 
     monkeypatch.setattr(benchmark, "peak_memory", peak)
-    monkeypatch.setattr(benchmark.Training, "add", full)
+    monkeypatch.setattr(Training, "add", full)
     rows = [Row(name, 64) for name in ("softmax", "lln", "elu")]
     benchmark.measure(rows, 64, arguments())
     assert [row.oom for row in rows] == [True, True, False]
@@ -83,10 +90,10 @@ def test_the_paper_is_shown_beside(capsys):
 
 
 def test_both_softmax_rows_compute_the_same(monkeypatch):
-    training = benchmark.Training(arguments("--dropout", "0"), 64)
+    training = Training(arguments("--dropout", "0"), 64)
     logits = []
     training.model.register_forward_hook(lambda module, args, out: logits.append(out[0]))
-    monkeypatch.setattr(benchmark.Adam, "step", lambda self: None)
+    monkeypatch.setattr(Adam, "step", lambda self: None)
     for name in ("softmax", benchmark.MATRIX):
         training.add(name)
         training.iteration(name)
@@ -94,12 +101,17 @@ def test_both_softmax_rows_compute_the_same(monkeypatch):
     assert not torch.equal(logits[0], logits[1])
 
 
+def test_a_row_may_state_options():
+    module = build("lln_diag:block_size=16,mix=ratio", num_heads=2, head_dim=8, max_positions=64)
+    assert (module.config.block_size, module.config.mix) == (16, "ratio")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_an_iteration_lowers_the_loss(dtype, monkeypatch):
-    training = benchmark.Training(arguments("--dtype", dtype, "--dropout", "0", "--vocabulary", "50"), 64)
+    training = Training(arguments("--dtype", dtype, "--dropout", "0", "--vocabulary", "50"), 64)
     training.add("linformer")  # which has parameters of its own
-    losses, cross_entropy = [], benchmark.F.cross_entropy
-    monkeypatch.setattr(benchmark.F, "cross_entropy", lambda *args: losses.append(loss := cross_entropy(*args)) or loss)
+    losses, cross_entropy = [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *args: losses.append(loss := cross_entropy(*args)) or loss)
     modules, adam = training.attentions["linformer"]
     before = [parameter.detach().clone() for parameter in modules.parameters()]
     for optimizer in (training.adam, adam):
@@ -113,7 +125,7 @@ def test_an_iteration_lowers_the_loss(dtype, monkeypatch):
 
 def test_the_plain_model_is_fairseqs():
     args = arguments("--dropout", "0", "--attentions", "lln_diag")
-    training = benchmark.Training(args, 64)
+    training = Training(args, 64)
     training.add("lln_diag")
     training.iteration("lln_diag")  # puts the attention in place
     attention = build_attention("lln_diag", num_heads=2, head_dim=64, max_positions=64)
@@ -126,8 +138,9 @@ def test_the_plain_model_is_fairseqs():
 
 
 def test_it_runs_without_fairseq(monkeypatch):
-    monkeypatch.setattr(benchmark, "has_fairseq", lambda: False)
-    training = benchmark.Training(arguments(), 64)
+    for module in (benchmark, benchmark_model_training):
+        monkeypatch.setattr(module, "has_fairseq", lambda: False)
+    training = Training(arguments(), 64)
     assert isinstance(training.model, PlainRoberta)
     for name in ("elu", "transnormer_t1"):
         training.add(name)
@@ -137,7 +150,8 @@ def test_it_runs_without_fairseq(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--attentions", "lnn"], "invalid choice: 'lnn'"), (["--add"], "--add needs --json"),
+    [(["--attentions", "lnn"], "unknown attention 'lnn'; did you mean 'lln'"),
+     (["--attentions", "nystrom:conv=3"], "has no option 'conv'"), (["--add"], "--add needs --json"),
      (["--lengths", "0"], "must be at least 1")],
 )  # fmt: skip
 def test_bad_arguments_end_in_one_line(words, message, capsys):
