@@ -19,7 +19,7 @@ def check_run(cfg: Any) -> None:
 
     Raises: InputError for the first contradiction.
     """
-    for check in (check_restore_file, check_precision, split_global_batch):
+    for check in (check_restore_file, check_precision, check_probe, split_global_batch):
         check(cfg)
 
 
@@ -65,6 +65,18 @@ def check_precision(cfg: Any) -> None:
         raise InputError(
             "fp16 needs a GPU, and there is none or --cpu is set: leave fp16 out (common.fp16=false or run=cpu)"
         )
+
+
+def check_probe(cfg: Any) -> None:
+    """A probe with nowhere to write, or of a model of which no worker has all parameters."""
+    if not getattr(cfg.task, "probe_interval", 0):
+        return
+    if cfg.task.probe_interval < 0 or cfg.task.probe_sequences < 1:
+        raise InputError("task.probe_interval must be 0 (never) or more, and task.probe_sequences at least 1")
+    if not cfg.common.tensorboard_logdir:
+        raise InputError("--probe-interval writes to TensorBoard: give --tensorboard-logdir DIRECTORY too")
+    if cfg.distributed_training.ddp_backend == "fully_sharded":
+        raise InputError("--probe-interval does not work with --ddp-backend fully_sharded, which splits the parameters")
 
 
 def split_global_batch(cfg: Any) -> None:

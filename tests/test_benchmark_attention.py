@@ -9,7 +9,8 @@ from scripts import benchmark_attention as benchmark
 
 
 def test_smoke_run_covers_every_attention(tmp_path, capsys):
-    assert benchmark.main(["--smoke", "--json", str(tmp_path / "b.json"), "--png", str(tmp_path / "b.png")]) == 0
+    outputs = ["--json", str(tmp_path / "b.json"), "--png", str(tmp_path / "b.png")]
+    assert benchmark.main(["--smoke", "--no-memory", *outputs]) == 0  # memory takes a process for each of them
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert {row["attention"] for row in rows} == {*ATTENTION_REGISTRY, "sdpa"}
     assert all(row["forward"] > 0 and row["both"] > 0 for row in rows)
@@ -24,6 +25,21 @@ def test_the_gate_refuses_a_wrong_attention(monkeypatch):
     monkeypatch.setattr(cls, "forward", lambda self, q, k, v, mask=None: v)
     with pytest.raises(RuntimeError, match="lln is off by"):
         benchmark.check("lln", args)
+
+
+def test_memory_is_measured_in_a_child(tmp_path):
+    sizes = ["--attentions", "lln", "--lengths", "1024", "--heads", "2", "--repeats", "1"]
+    assert benchmark.main([*sizes, "--json", str(tmp_path / "b.json")]) == 0
+    assert all(row["memory"] > 0 for row in json.loads((tmp_path / "b.json").read_text())["rows"])
+
+
+def test_the_gate_knows_what_has_no_matrix(monkeypatch):
+    args = Namespace(lengths=[64], tokens=0, batch=1, heads=2, head_dim=8, device="cpu", dtype="float32")
+    benchmark.check("transnormer_t1", args)
+    cls = ATTENTION_REGISTRY["transnormer_t1"].cls
+    monkeypatch.setattr(cls, "forward", lambda self, q, k, v, mask=None: v.float() + (v.dtype == torch.float64))
+    with pytest.raises(RuntimeError, match="transnormer_t1 is off by"):
+        benchmark.check("transnormer_t1", args)
 
 
 def test_growth_exponent():

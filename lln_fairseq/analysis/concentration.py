@@ -117,13 +117,19 @@ def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "cali
     return interpolate(sigma_tilde2.log(), log_sigma2, log_s).exp()
 
 
-def _gap(matrix: Tensor, device: torch.device, tokens: Tensor) -> Tensor:
-    if not matrix.isfinite().all():
-        raise ValueError("the attention matrix is not finite")
+def _gap(matrices: Tensor, device: torch.device, tokens: Tensor) -> Tensor:
+    second = [_second_modulus(matrix) for matrix in matrices.cpu().reshape(-1, *matrices.shape[-2:]).numpy()]
+    gap = 1 - torch.tensor(second, dtype=torch.float64, device=device).view(matrices.shape[:-2])
+    return gap.masked_fill(tokens == 0, torch.nan)
+
+
+def _second_modulus(matrix: np.ndarray) -> float:
+    """|λ2|; NaN for a matrix that is not finite."""
+    if not np.isfinite(matrix).all():
+        return math.nan
     # numpy's LAPACK: the one in torch's builds does not converge for matrices as simple as the uniform one of N = 64.
-    moduli = torch.from_numpy(np.abs(np.linalg.eigvals(matrix.cpu().numpy()))).sort(dim=-1, descending=True).values
-    second = moduli[..., 1] if moduli.shape[-1] > 1 else torch.zeros_like(moduli[..., 0])
-    return (1 - second.to(device)).masked_fill(tokens == 0, torch.nan)
+    moduli = np.sort(np.abs(np.linalg.eigvals(matrix)))
+    return moduli[-2] if len(moduli) > 1 else 0.0
 
 
 def _without_padding(P: Tensor, key_padding_mask: Tensor | None) -> Tensor:

@@ -39,6 +39,14 @@ def layer_scalars(
         return values.mean(dim=(1, 2)).float()
 
 
+@torch.no_grad()
+def of_attention(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """`layer_scalars` with the α and β of this mechanism, if it has them."""
+    matched = getattr(attention, "temperatures", None)
+    temperatures = matched(q, k, key_padding_mask) if matched else None
+    return layer_scalars(q, k, key_padding_mask, temperatures, getattr(attention.config, "constants", "calibrated"))
+
+
 @contextmanager
 def observe(model: nn.Module) -> Iterator[list[Tensor]]:
     """Within it every call of an attention of the model adds its `layer_scalars` to the list, in the order of calls."""
@@ -46,10 +54,7 @@ def observe(model: nn.Module) -> Iterator[list[Tensor]]:
 
     def look(module: Attention, inputs: tuple[Any, ...]) -> None:
         q, k, _, mask = inputs
-        matched = getattr(module, "temperatures", None)
-        constants = getattr(module.config, "constants", "calibrated")
-        with torch.no_grad():
-            seen.append(layer_scalars(q, k, mask, matched(q, k, mask) if matched else None, constants))
+        seen.append(of_attention(module, q, k, mask))
 
     hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, Attention)]
     try:

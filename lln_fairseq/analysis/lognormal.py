@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy.special import ndtri
 from torch import Tensor
 
 
@@ -79,7 +79,7 @@ def qq(values: Tensor | np.ndarray, points: int = 99) -> tuple[np.ndarray, np.nd
     Give ln P (`log_entries`) or queries, flattened. On a straight line of slope σ through (0, μ) they are Gaussian.
     """
     probabilities = (np.arange(points) + 0.5) / points
-    return stats.norm.ppf(probabilities), np.quantile(np.asarray(values, dtype=np.float64), probabilities)
+    return ndtri(probabilities), np.quantile(np.asarray(values, dtype=np.float64), probabilities)
 
 
 def log_entries(P: Tensor, key_padding_mask: Tensor | None = None) -> np.ndarray:

@@ -54,7 +54,7 @@ def numerical_rank(X: Tensor, tolerance: float = 1e-3) -> Tensor:
 
 
 def collapse_bound(residual_norm: float, beta: float, head_dim: int, layers: int, heads: int = 1) -> float:
-    """log10 of (4 H β / √D)^{(3^L - 1)/2} ‖res X‖^{3^L} (Theorem 2.2, and its corollary for H heads): the most that ‖res SAN(X)‖ can be.
+    """log10 of (4 H β / √D)^{(3^L - 1)/2} ‖res X‖^{3^L}, the most that ‖res SAN(X)‖ can be (Theorem 2.2).
 
     SAN(X) is L layers of H heads of softmax attention without skip connections, MLPs or layer norms; β is at least
     ‖W_QK‖₁ ‖W_h‖_{1,∞} in every head of every layer, see `weight_factor`. A logarithm, since 3^12 is half a million.

@@ -25,8 +25,8 @@ class LinformerAttention(Attention):
 
     Token j is weighed by column j, so a model has its longest sentence built in, and needs its E and F trained there.
     Padded keys and values count as 0: a short sentence sees the first columns. Attention dropout applies to the weights
-    of the projected keys. E and F start as in Theorem 1, from N(0, 1/k). The paper's layerwise sharing is out of reach
-    of one attention.
+    of the projected keys. E and F start from N(0, 1/k), the random projections of Theorem 1. The paper's layerwise
+    sharing is out of reach of one attention.
     """
 
     config: LinformerConfig

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.linear_attention import balanced_features, log_linear_attention
+from lln_fairseq.ops.linear_attention import balanced_features
+from lln_fairseq.ops.random_features import random_feature_attention
 
 
 @dataclass
@@ -44,9 +45,9 @@ class PerformerAttention(Attention):
         self.register_buffer("projection", self._draw())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        out = log_linear_attention(*self.log_features(q, k), v, key_padding_mask)
-        # After the computation and with gradients only: activation checkpointing runs a forward once without and once
-        # with gradients, and both must see the same features.
+        out = random_feature_attention(q, k, v, self.omega(q.dtype), key_padding_mask)
+        # After the computation and with gradients only: fairseq's activation checkpointing runs a forward once without
+        # and once with gradients, and both must see the same features.
         if self.training and torch.is_grad_enabled():
             self._count()
         return out
@@ -56,15 +57,14 @@ class PerformerAttention(Attention):
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Features (B, H, N, M) with the same P as φ, scaled per query and per feature so that they stay in range."""
-        return balanced_features(*self.log_features(q, k), key_padding_mask)
+        omega = self.omega(q.dtype)
+        q, k = q.to(omega.dtype), k.to(omega.dtype)
+        norms = k.square().sum(dim=-1, keepdim=True) / (2 * self.head_dim**0.5)
+        return balanced_features(q @ omega, k @ omega - norms, key_padding_mask)
 
-    def log_features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """log φ(q), log φ(k) (B, H, N, M) in float32 or float64, up to a number for each query, which cancels in P."""
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        q, k = q.to(dtype), k.to(dtype)
-        omega = self.projection.to(dtype).mT * self.head_dim**-0.25  # a copy: redrawing leaves the graph alone
-        norms = k.square().sum(dim=-1, keepdim=True) * (0.5 * self.head_dim**-0.5)
-        return q @ omega, k @ omega - norms
+    def omega(self, dtype: torch.dtype) -> Tensor:
+        """ω / D^¼ (D, M) in float32 or float64; a copy, so that drawing anew leaves the graph alone."""
+        return self.projection.to(torch.promote_types(dtype, torch.float32)).mT * self.head_dim**-0.25
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.seed, self.forwards])

@@ -29,6 +29,13 @@ def head_groups(heads: int, elements_per_head: int, like: Tensor) -> Iterator[sl
         yield slice(start, min(start + size, heads))
 
 
+def empty_result(x: Tensor) -> Tensor:
+    """A tensor like x, in x's own layout if batch and heads are one dimension in it, as in fairseq's (T, B, C)."""
+    result = torch.empty_like(x)
+    one_dimension = x.shape[0] == 1 or result.stride(0) == x.shape[1] * result.stride(1)
+    return result if one_dimension else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 _THREAD = threading.local()
 
 

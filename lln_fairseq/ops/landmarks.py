@@ -47,7 +47,7 @@ class Landmarks:
 
 
 def iterative_pinv(a: Tensor, iterations: int) -> Tensor:
-    """The Moore-Penrose inverse of a (..., M, M), row-stochastic, by products alone (arXiv 2102.03902, eq. 11 to 13).
+    """The Moore-Penrose inverse of a (..., M, M), non-negative, by products alone (arXiv 2102.03902, Algorithm 1).
 
     Z_0 = aᵀ / (‖a‖_1 ‖a‖_∞),  Z_{j+1} = ¼ Z_j (13 I - a Z_j (15 I - a Z_j (7 I - a Z_j))).
 

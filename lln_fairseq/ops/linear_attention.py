@@ -24,13 +24,6 @@ def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, key_padding_mask: 
     return (out / normaliser.masked_fill(normaliser == 0, 1.0)).to(v.dtype)
 
 
-def log_linear_attention(
-    log_phi_q: Tensor, log_phi_k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None
-) -> Tensor:
-    """`linear_attention` for positive features given by their logarithms, of any magnitude."""
-    return linear_attention(*balanced_features(log_phi_q, log_phi_k, key_padding_mask), v, key_padding_mask)
-
-
 def balanced_features(
     log_phi_q: Tensor, log_phi_k: Tensor, key_padding_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

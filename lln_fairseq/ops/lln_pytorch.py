@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lln_fairseq.ops._memory import Scratch, head_groups
+from lln_fairseq.ops._memory import Scratch, empty_result, head_groups
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MixtureFunction(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture
     ) -> Tensor:
         run = _Run(q, mask, mix)
-        out = _empty_result(q)
+        out = empty_result(q)
         heads, dim = q.shape[0] * q.shape[1], q.shape[3]
         log_sums = torch.empty(heads, 1, dim, dtype=run.scratch.dtype, device=q.device)
         states = torch.empty(heads, dim, dim, dtype=run.scratch.dtype, device=q.device)
@@ -58,7 +58,7 @@ class MixtureFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, alpha, beta, mask, log_sums, states = ctx.saved_tensors
         run = _Run(q, mask, ctx.mix)
-        grads = [_empty_result(x) for x in (q, k, v)]
+        grads = [empty_result(x) for x in (q, k, v)]
         dalpha, dbeta = (
             torch.zeros(alpha.numel(), 1, 1, dtype=run.scratch.dtype, device=q.device) if needed else None
             for needed in ctx.needs_input_grad[3:5]
@@ -77,13 +77,6 @@ class MixtureFunction(torch.autograd.Function):
             run.store(group, targets, grads)
         to_alpha = (None if x is None else x.view(alpha.shape).to(alpha.dtype) for x in (dalpha, dbeta))
         return *grads, *to_alpha, None, None
-
-
-def _empty_result(x: Tensor) -> Tensor:
-    """A tensor like x, in x's own layout if batch and heads are one dimension in it, as in fairseq's (T, B, C)."""
-    result = torch.empty_like(x)
-    one_dimension = x.shape[0] == 1 or result.stride(0) == x.shape[1] * result.stride(1)
-    return result if one_dimension else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 class _Run:

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.errors import InputError
+from lln_fairseq.tasks._probe import AttentionProbe
 from lln_fairseq.tasks._resume import ExactResume
 from lln_fairseq.tasks._scalars import TensorBoardScalars
 
 
-class HostFixes(TensorBoardScalars, ExactResume):
+class HostFixes(AttentionProbe, TensorBoardScalars, ExactResume):
     """Goes in front of a fairseq task."""
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,14 @@ class HostOptions:
             "lowered and update freq set to match, and what cannot match is an error"
         },
     )
+    probe_interval: int = field(
+        default=0,
+        metadata={
+            "help": "updates between two measurements of every layer's attention matrices on a fixed batch, written to "
+            "TensorBoard: entropy, spectral gap, temperature, log-normal fit, residual; 0 = never"
+        },
+    )
+    probe_sequences: int = field(default=4, metadata={"help": "sequences in the probe's batch"})
     log_interval: int = II("common.log_interval")
     tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")
     no_save_optimizer_state: bool = II("checkpoint.no_save_optimizer_state")

@@ -22,6 +22,8 @@ LAYOUT = {
         "loss (figure 8a)": ["Multiline", ["^loss$"]],
         "inverse loss scale of fp16 (figures 8b, 10b)": ["Multiline", ["^inverse_loss_scale$"]],
         "temperature (figure 1)": ["Multiline", ["^tau_sm/.*", "^tau_lln/.*"]],
+        "entropy in bits (figure 1), with probe_interval": ["Multiline", ["^entropy/.*"]],
+        "spectral gap (figure 1), with probe_interval": ["Multiline", ["^spectral_gap/.*"]],
         "alpha (figure 9)": ["Multiline", ["^alpha/.*"]],
         "beta (figure 9)": ["Multiline", ["^beta/.*"]],
         "standard deviation of queries and keys": ["Multiline", ["^sigma_q/.*", "^sigma_k/.*"]],
@@ -63,7 +65,7 @@ class TensorBoardScalars:
             metrics.log_scalar("overflows", self.overflows, weight=0, priority=710, round=0)
             metrics.log_derived("inverse_loss_scale", _inverse_loss_scale, priority=705)
         found = [log for log in logging_outputs if SCALARS in log]
-        if found and _is_first_worker():
+        if found and is_first_worker():
             count = sum(float(log[COUNT]) for log in found)
             self._write((sum(log[SCALARS] for log in found) / count).tolist(), self._update + 1)
 
@@ -85,5 +87,5 @@ def _inverse_loss_scale(meters: Any) -> float:
     return 1 / meters["loss_scale"].val if "loss_scale" in meters else 0.0
 
 
-def _is_first_worker() -> bool:
+def is_first_worker() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -26,6 +26,9 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "linformer-key-value": ("linformer", dict(sharing="key_value")),
     "longformer-5": ("longformer", dict(one_sided_window=5)),
     "longformer-64": ("longformer", dict(one_sided_window=64)),
+    "skyformer-9": ("skyformer", dict(landmarks=9)),
+    "reformer-5": ("reformer", dict(chunk_size=5)),
+    "reformer-16": ("reformer", dict(chunk_size=16, hashes=1)),
 }
 every_mechanism = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -153,6 +156,11 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="linformer", projected_length=0), "at least 1"),
         (dict(name="linformer", sharing="layer"), "choose from none, headwise, key_value"),
         (dict(name="longformer", one_sided_window=0), "at least 1"),
+        (dict(name="skyformer", landmarks=0), "at least 1"),
+        (dict(name="skyformer", iterations=0), "at least 1"),
+        (dict(name="skyformer", gamma=0.0), "gamma must be positive"),
+        (dict(name="reformer", chunk_size=0), "at least 1"),
+        (dict(name="reformer", hashes=0), "at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_attention(**arguments, **size)

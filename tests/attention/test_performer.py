@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.ops import reference
-from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
+from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, poison_empty, random_padding, random_qkv, relative_rms
 
 
 def build(seed=0, dim=32, **options):
@@ -25,17 +25,32 @@ def naive(attention, q, k, v, mask):
     return reference.kernel_matrix(phi_q, phi_k, mask) @ v
 
 
-def test_is_the_papers_formula_forward_and_backward():
-    attention, mask = build(), random_padding(2, 97, full_row=True)
-    inputs = [x.requires_grad_() for x in random_qkv()]
+@pytest.mark.parametrize("length", [97, 1025])  # one group of heads and several
+def test_is_the_papers_formula_forward_and_backward(length, monkeypatch):
+    attention, mask = build(), random_padding(2, length, full_row=True)
+    inputs = [x.requires_grad_() for x in random_qkv(length=length)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    out, expected = attention(*inputs, mask), naive(attention, *exact, mask)
+    expected = naive(attention, *exact, mask)
+    poison_empty(monkeypatch)
+    out = attention(*inputs, mask)
     assert relative_rms(out, expected) <= FLOAT32_FORWARD
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     out.backward(grad)
     expected.backward(grad.double())
     for x, y in zip(inputs, exact, strict=True):
         assert relative_rms(x.grad, y.grad) <= FLOAT32_GRADIENT
+
+
+def test_fairseqs_memory_layout_is_kept_and_changes_nothing():
+    attention, expected = build(), []
+    for layout in (lambda x: x, lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)):  # (T, B, C)
+        inputs = [layout(x).requires_grad_() for x in random_qkv(length=20)]
+        out = attention(*inputs)
+        out.backward(layout(torch.ones_like(out)))
+        assert all(x.stride() == out.stride() for x in (*inputs, *(x.grad for x in inputs)))
+        expected.append([out, *(x.grad for x in inputs)])
+    for x, y in zip(*expected, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_the_kernel_is_unbiased():

@@ -75,6 +75,18 @@ def test_every_attention_is_told_its_depth(corpus, tmp_path, monkeypatch):
     assert [layer.self_attn.attention.is_local for layer in layers] == [True, True, False, False, False]
 
 
+def test_random_features_go_on_where_they_were(corpus, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *LLN, "--attention", "performer", "--performer-redraw-every", 2)
+    whole = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options, "--max-update", 6)
+    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *options, "--max-update", 3)
+    resumed = train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "b", *options, "--max-update", 6)
+    whole, resumed = (
+        {row["num_updates"]: (row["loss"], row["gnorm"]) for row in log["train"]} for log in (whole, resumed)
+    )
+    assert list(resumed) == ["4", "5", "6"]
+    assert resumed == {update: whole[update] for update in resumed}
+
+
 def test_logits_are_the_same_alone_padded_and_with_longer_mates(task_data, tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *CLASSIFICATION, *LLN,
           "--lln-diag-block-size", 8)  # fmt: skip

@@ -32,7 +32,7 @@ def run(monkeypatch, corpus, folder, *options):
 
 @pytest.mark.parametrize(("attention", "names"), [("lln_diag", NAMES), ("softmax", NAMES[:3])])
 def test_scalars_of_every_layer_at_the_log_interval(attention, names, corpus, tmp_path, monkeypatch):
-    options = ("--attention", attention, "--log-interval", 2, "--update-freq", 2, "--dropout", 0)
+    options = ("--attention", attention, "--log-interval", 2, "--update-freq", 2, "--dropout", 0, "--probe-interval", 6)
     curves = run(monkeypatch, corpus, tmp_path, *options)
     tags = {f"attention/{name}/layer_{layer:02d}" for name in names for layer in range(2)}
     assert {tag for tag in curves if tag.startswith("attention/")} == tags

@@ -14,7 +14,7 @@ from tests.fairseq_runs import CLASSIFICATION, TRAINING, make_classification, re
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = (*TRAINING, *CLASSIFICATION, "--criterion", "lln_sentence_prediction", "--user-dir", ROOT / "lln_fairseq",
-           "--arch", "lln_roberta_tiny", "--dropout", 0, "--attention-dropout", 0)  # fmt: skip
+           "--arch", "lln_roberta_tiny", "--dropout", 0, "--attention-dropout", 0, "--probe-interval", 3)  # fmt: skip
 
 
 def free_port():
@@ -53,5 +53,9 @@ def test_two_workers_measure_what_one_does_and_resume(tmp_path, monkeypatch):
     assert len(tags) == 12
     for tag in tags:
         assert ours[tag].values == pytest.approx(theirs[tag].values, rel=0.06), tag  # other batches
+    assert len(list((tmp_path / "two" / "tb" / "probe").iterdir())) == 1  # the first worker's alone
+    for tag in ("probe/entropy/layer_01", "probe/residual/layer_01"):
+        assert ours[tag].steps == theirs[tag].steps == [0, 3]
+        assert ours[tag].values[0] == pytest.approx(theirs[tag].values[0], rel=1e-6)
     again = two_workers(data, tmp_path / "two", "--batch-size", 4, "--global-batch", 8, "--max-update", 5)
     assert next(int(row["num_updates"]) for row in again["train"] if "train_inner" not in row) == 4

@@ -1,0 +1,1 @@
+"""One file for each kind of figure; `scripts.paper_figures` has the table of them."""

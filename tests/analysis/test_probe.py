@@ -1,0 +1,122 @@
+"""What is read from a model is what it does, and the model is left as it was."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+from omegaconf import OmegaConf
+from torch.utils.tensorboard import SummaryWriter
+
+from lln_fairseq.analysis import layer_scalars, measure
+from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.analysis.probe import Probe, ablated, record
+from lln_fairseq.analysis.rank_collapse import relative_residual
+from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.models.lln_roberta import LLNRobertaModel
+from tests.fairseq_runs import WORDS
+
+SIZE = dict(encoder_layers=3, encoder_embed_dim=32, encoder_ffn_embed_dim=64, encoder_attention_heads=2)
+
+
+def make_model(attention="lln_diag", **options):
+    dictionary = Dictionary()
+    for word in WORDS:
+        dictionary.add_symbol(word)
+    torch.manual_seed(0)
+    task = SimpleNamespace(source_dictionary=dictionary, max_positions=lambda: 64)
+    model = LLNRobertaModel.build_model(OmegaConf.create(SIZE | {"attention": attention} | options), task)
+    tokens = torch.randint(4, len(dictionary), (2, 50))
+    tokens[1, 30:] = dictionary.pad()
+    return model, {"src_tokens": tokens, "src_lengths": torch.tensor([50, 30])}
+
+
+def features(model, batch):
+    model.eval()
+    with torch.no_grad():
+        return model(**batch, features_only=True)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"encoder_normalize_before": True}, {"checkpoint_activations": True}])
+def test_the_record_is_what_the_model_computes(options):
+    model, batch = make_model(**options)
+    layers = record(model, batch)
+    assert len(layers) == 3
+    for layer, following in itertools.pairwise(layers):
+        assert torch.equal(layer.after, following.before)
+    if not options.get("encoder_normalize_before"):
+        assert torch.equal(layers[-1].after, features(model, batch))
+    first, module = layers[0], model.encoder.sentence_encoder.layers[0]
+    x = first.before if not options.get("encoder_normalize_before") else module.self_attn_layer_norm(first.before)
+    expected = module.self_attn.q_proj(x).unflatten(-1, (2, 16)).transpose(1, 2)
+    torch.testing.assert_close(first.q, expected.detach())
+    assert torch.equal(first.key_padding_mask, batch["src_tokens"] == 1)
+
+
+def test_recording_leaves_the_model_and_the_random_generator_as_they_were():
+    model, batch = make_model(encoder_layerdrop=0.5, dropout=0.5)
+    model.train()
+    frozen = model.encoder.sentence_encoder.layers[1].self_attn.eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    record(model, batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert not frozen.training
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(TypeError):  # after an error too
+        record(model, {"no_such_input": 1})
+    assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_ablations(before):
+    model, batch = make_model(encoder_normalize_before=before, encoder_layers=6)
+    expected = features(model, batch)
+    with ablated(model):
+        torch.testing.assert_close(features(model, batch), expected)
+    residuals = {}
+    for skip in (True, False):
+        for mlp in (True, False):
+            with ablated(model, skip, mlp):
+                layers = record(model, batch)
+                residuals[skip, mlp] = relative_residual(layers[-1].after, layers[-1].key_padding_mask).mean()
+    torch.testing.assert_close(features(model, batch), expected)
+    assert len({round(value.item(), 6) for value in residuals.values()}) == 4
+    # At initialisation attention is nearly uniform: without skip connections all tokens become one vector.
+    assert residuals[True, True] > 0.3
+    assert residuals[False, False] < residuals[True, True] / 10
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTION_REGISTRY))
+def test_the_probe_writes_the_instruments_of_every_layer(attention, tmp_path):
+    model, batch = make_model(attention)
+    with SummaryWriter(tmp_path / "probe") as writer:
+        probe = Probe(batch, writer)
+        probe(model, 5)
+        probe(model.half().bfloat16(), 10)
+    curves = read_curves(tmp_path)
+    expected = {"probe/seconds"}
+    for n, layer in enumerate(model.encoder.sentence_encoder.layers):  # they may differ by depth
+        mechanism = layer.self_attn.attention
+        names = {*layer_scalars.NAMES[:3], "residual"}
+        names |= set(measure.NAMES) if mechanism.stochastic_rows else set()
+        names |= set(layer_scalars.NAMES) if hasattr(mechanism, "temperatures") else set()
+        expected |= {f"probe/{name}/layer_{n:02d}" for name in names}
+    assert set(curves) == expected
+    for tag, curve in curves.items():
+        assert curve.steps == [5, 10]
+        if tag != "probe/seconds":
+            assert curve.values[0] == pytest.approx(curve.values[1], rel=0.1, abs=0.02), tag
+    (layer, *_) = record(model.float(), batch)
+    expected = measure.measure(layer.attention, layer.q, layer.k, layer.key_padding_mask).mean(dim=(0, 2))
+    if layer.attention.stochastic_rows:
+        assert curves["probe/entropy/layer_00"].values[1] == pytest.approx(expected[0].item(), rel=1e-2)
+
+
+def test_a_model_without_our_attention_is_refused():
+    with pytest.raises(ValueError, match="no attention of this package"):
+        record(torch.nn.Linear(2, 2), {})

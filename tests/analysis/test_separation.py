@@ -1,0 +1,96 @@
+"""The paper's claim at its default parameters, LLN beside it, and where the constructions must fail."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from lln_fairseq.analysis import separation
+from lln_fairseq.analysis.separation import cross_attention, self_attention, softmax_regression
+from lln_fairseq.ops import moment_matching
+
+IDENTITY = {"mixing": "identity"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_table():
+    """The calibrated table of head dimension 12 from a smaller simulation than the default."""
+    with pytest.MonkeyPatch.context() as patch:
+        small = functools.partial(moment_matching.simulate_table, tokens=256, heads=2)
+        patch.setattr(moment_matching, "simulate_table", small)
+        moment_matching.calibration_table.cache_clear()
+        yield
+    moment_matching.calibration_table.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "lln_separates"),
+    [
+        (softmax_regression, {}, True),
+        (self_attention, {}, False),
+        (self_attention, IDENTITY, True),
+        (cross_attention, {}, True),
+    ],
+)
+def test_softmax_separates_where_linear_attention_is_zero(experiment, options, lln_separates):
+    result = experiment(**options)
+    assert result.draws == 100
+    assert result.claim >= 95
+    assert result.counts["softmax"].separates >= 95
+    assert result.counts["linear"].separates <= 2
+    # LLN concentrates wherever queries differ between features, see `self_attention` for where they do not.
+    assert (result.counts["lln"].separates >= 95) == lln_separates
+    assert (result.counts["lln"].positive_on_d1 == 0) == (not lln_separates)
+    assert all(counts.zero_on_d0 >= 98 for counts in result.counts.values())
+
+
+def test_success_follows_the_number_of_sign_vectors():
+    # One sign vector in two passes on D1 of softmax regression, one in four for cross-attention.
+    draws = 400
+    for experiment, share in ((softmax_regression, 1 / 2), (cross_attention, 1 / 4)):
+        for m in (1, 3):
+            expected = 1 - (1 - share) ** m
+            error = math.sqrt(expected * (1 - expected) / draws)
+            found = experiment(m=m, draws=draws, n=220).counts["softmax"].separates / draws
+            assert abs(found - expected) < 4 * error, (experiment.__name__, m)
+
+
+def test_no_attention_separates_when_the_token_does_not_dominate():
+    assert cross_attention(n=220, a1=0.5).counts["softmax"].separates == 0
+    assert self_attention(n=200, a1=0.2).counts["softmax"].separates == 0
+
+
+def test_a_wide_mean_row_passes_the_threshold():
+    # b = 1/2: b/(d-2) Σ y exceeds the margin for many sign vectors, on D0 too.
+    assert self_attention(n=200, c=0.5).counts["softmax"].zero_on_d0 < 50
+
+
+def test_scores_are_the_papers(monkeypatch):
+    seen = {}
+
+    def record(q, k):
+        seen.setdefault("scores", []).append(q @ k.mT / math.sqrt(q.shape[-1]))
+        return torch.full((1, 1, 1, k.shape[-2]), 1 / k.shape[-2], dtype=q.dtype)
+
+    monkeypatch.setattr(separation, "NORMALISATIONS", dict.fromkeys(("softmax", "linear", "lln"), record))
+    n, a1 = 40, 0.8
+    self_attention(n=n, a1=a1)
+    own = seen["scores"][1][0, 0] / math.log(n)
+    assert own[0, 0].item() == pytest.approx((1 + a1) ** 2)
+    assert own[0, 1].item() == own[1, 0].item() == pytest.approx(1 + a1)
+    assert own[1, 2].item() == pytest.approx(1)
+    seen.clear()
+    cross_attention(n=44, a1=3.0)
+    cross = seen["scores"][1][0, 0] / math.log(44)
+    assert cross[0, 0].item() == pytest.approx(4)
+    torch.testing.assert_close(cross[1:], torch.ones_like(cross[1:]))
+
+
+def test_wrong_parameters_are_refused():
+    with pytest.raises(ValueError, match="n = 101 tokens are not a multiple of 10"):
+        self_attention(n=101)
+    with pytest.raises(ValueError, match="not a multiple of 11"):
+        cross_attention(n=100)
+    with pytest.raises(ValueError, match="choose from ones, identity"):
+        self_attention(mixing="random")
