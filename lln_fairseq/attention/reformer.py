@@ -62,11 +62,10 @@ class ReformerAttention(Attention):
         chunks, m = keys.shape[2], self.config.chunk_size
         scores = queries.unflatten(2, (chunks, m)) @ _rows(k, keys.flatten(2)).unflatten(2, keys.shape[2:]).mT
         scores = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~met[:, :, :, None], float("-inf"))
-        log_sum = scores.logsumexp(dim=-1, keepdim=True)
-        weights = F.dropout((scores - log_sum).exp().to(v.dtype), self.active_dropout)
+        weights = F.dropout(scores.softmax(dim=-1).to(v.dtype), self.active_dropout)
         out = weights @ _rows(v, keys.flatten(2)).unflatten(2, keys.shape[2:])
         back = order.argsort(dim=-1)[:, :, : q.shape[2]]
-        return _rows(out.flatten(2, 3), back), log_sum.flatten(2).gather(2, back)
+        return _rows(out.flatten(2, 3), back), scores.logsumexp(dim=-1).flatten(2).gather(2, back)
 
     def buckets(self, x: Tensor, rotation: Tensor, padding: Tensor) -> Tensor:
         """The hash of each token, (B, H, N), in as many directions as its sentence uses; padding comes after all."""

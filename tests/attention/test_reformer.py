@@ -80,3 +80,13 @@ def test_the_seed_is_saved_and_training_draws_anew():
     build(chunk_size=8, max_positions=2000).load_state_dict(one.state_dict())  # another number of directions
     one.train()
     assert not torch.equal(one(q, k, v), one(q, k, v))
+
+
+def test_dropout_drops_attention_weights_and_keeps_their_mean():
+    q, k, v = random_qkv(batch=1, length=12, dtype=torch.float64)
+    attention = build(chunk_size=4, hashes=2).train()  # 12 keys are all met: the mean is softmax attention
+    attention.dropout = 0.3
+    draws = attention(*(x.expand(1000, -1, -1, -1) for x in (q, k, v)))
+    expected = (reference.softmax_matrix(q, k) @ v)[0]
+    assert relative_rms(draws[0], expected) > 0.1
+    assert relative_rms(draws.mean(dim=0), expected) < 0.05
