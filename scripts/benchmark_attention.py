@@ -8,12 +8,10 @@ GPU, on a CPU as the resident-set peak of a child process.
 """
 
 import argparse
+import functools
 import json
 import math
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from scripts.measure import OutOfMemory, Spread, draw_by_length, in_child, interleaved, relative_rms, resident_peak_of
 
 SDPA = "sdpa"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Largest relative RMS difference from the float64 form that may be timed.
 GATE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
 GATE_LENGTH = 200
-MIN_REPEATS = 3  # of what takes longer than --seconds
+PANELS = {"forward [ms]": "forward", "forward + backward [ms]": "both", "peak memory [tensors of q]": "memory"}
 
 
 @dataclass
@@ -43,6 +42,10 @@ class Row:
     both: float
     both_range: tuple[float, float]
     memory: float | None
+
+    @classmethod
+    def of(cls, attention: str, length: int, forward: Spread, both: Spread, memory: float | None) -> "Row":
+        return cls(attention, length, forward.median, forward[1:], both.median, both[1:], memory)
 
 
 def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -72,7 +75,7 @@ def check(name: str, args: argparse.Namespace) -> None:
         exact, (q_, k_, v_) = attention.double(), (x.double() for x in (q, k, v))
         expected = exact.attention_matrix(q_, k_) @ v_ if exact.has_matrix else exact(q_, k_, v_)
         out = attention.to(q.dtype)(q, k, v).double()
-    error = ((out - expected).square().mean() / expected.square().mean()).sqrt().item()
+    error = relative_rms(out, expected)
     if not error <= GATE[args.dtype]:
         raise RuntimeError(
             f"{name} is off by {error:.1e} (relative RMS) from the float64 form, {GATE[args.dtype]} may be timed"
@@ -90,56 +93,29 @@ def run_both(attention: Callable, tensors: list[Tensor], grad: Tensor) -> None:
     attention(*tensors).backward(grad)
 
 
-def milliseconds(run: Callable[[], None], device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
 def time_length(length: int, names: list[str], args: argparse.Namespace) -> list[Row]:
     tensors, grad = inputs(args, length)
     attentions = {name: attention_function(name, args) for name in names}
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
-    for repeat in range(args.repeats + 1):
-        for name, attention in attentions.items():
-            if repeat > MIN_REPEATS and sum(times[name][1]) > 1e3 * args.seconds:
-                continue
-            forward = milliseconds(lambda a=attention: run_forward(a, tensors), args.device)
-            both = milliseconds(lambda a=attention: run_both(a, tensors, grad), args.device)
-            if repeat:  # the first one warms up
-                times[name][0].append(forward)
-                times[name][1].append(both)
+    runs = {}
+    for name, attention in attentions.items():
+        runs[name, "forward"] = functools.partial(run_forward, attention, tensors)
+        runs[name, "both"] = functools.partial(run_both, attention, tensors, grad)
+    times = interleaved(runs, args.device, args.repeats, args.seconds)
     rows = []
-    for name, (forward, both) in times.items():
+    for name in names:
         memory = None if args.no_memory else peak_memory(name, length, args)
-        rows.append(Row(name, length, statistics.median(forward), (min(forward), max(forward)),
-                        statistics.median(both), (min(both), max(both)), memory))  # fmt: skip
+        forward, both = (Spread.of(times[name, part]) for part in ("forward", "both"))
+        rows.append(Row.of(name, length, forward, both, memory))
     return rows
 
 
 def peak_memory(name: str, length: int, args: argparse.Namespace) -> float | None:
     """Peak of forward + backward above what the inputs take, the results included, in units of one q."""
     if args.device == "cpu":
-        sizes = ["--lengths", length, "--heads", args.heads, "--head-dim", args.head_dim, "--batch", args.batch]
-        command = [
-            sys.executable,
-            "-m",
-            "scripts.benchmark_attention",
-            "--memory-of",
-            name,
-            "--dtype",
-            args.dtype,
-            *sizes,
-        ]
-        child = subprocess.run([*map(str, command), "--tokens", str(args.tokens)], capture_output=True, text=True)
-        return float(child.stdout) if child.returncode == 0 else None
+        try:
+            return in_child(resident_peak, name, length, args)
+        except OutOfMemory:
+            return None
     tensors, grad = inputs(args, length)
     attention = attention_function(name, args)
     torch.cuda.reset_peak_memory_stats()
@@ -148,20 +124,13 @@ def peak_memory(name: str, length: int, args: argparse.Namespace) -> float | Non
     return (torch.cuda.max_memory_allocated() - before) / (tensors[0].numel() * tensors[0].element_size())
 
 
-def resident_peak(name: str, args: argparse.Namespace) -> float:
+def resident_peak(name: str, length: int, args: argparse.Namespace) -> float:
     """The child's part: the resident-set peak (VmHWM) above the resident set just before the call."""
-    status, length = Path("/proc/self/status"), args.lengths[0]
-
-    def kibibytes(key: str) -> int:
-        return int(next(line for line in status.read_text().splitlines() if line.startswith(key)).split()[1])
-
     attention = attention_function(name, args)
     run_both(attention, *inputs(args, 64))  # loads what is loaded on first use
     tensors, grad = inputs(args, length)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = kibibytes("VmRSS")
-    run_both(attention, tensors, grad)
-    return 1024 * (kibibytes("VmHWM") - before) / (tensors[0].numel() * tensors[0].element_size())
+    peak = resident_peak_of(lambda: run_both(attention, tensors, grad))
+    return peak / (tensors[0].numel() * tensors[0].element_size())
 
 
 def growth(rows: list[Row], name: str, start: int = 2048) -> float | None:
@@ -178,15 +147,12 @@ def table(rows: list[Row], names: list[str]) -> str:
     widths = (24, 9, 26, 9, 8)
     lines = [f"{'attention':<12}{'N':>8}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))]
 
-    def cell(median: float, spread: tuple[float, float]) -> str:
-        return f"{median:.2f} ({spread[0]:.2f}-{spread[1]:.2f})"
-
     for row in rows:
         base = baseline[row.length]
         cells = (
-            cell(row.forward, row.forward_range),
+            Spread(row.forward, *row.forward_range).text(),
             f"{base.forward / row.forward:.2f}x",
-            cell(row.both, row.both_range),
+            Spread(row.both, *row.both_range).text(),
             f"{base.both / row.both:.2f}x",
             "-" if row.memory is None else f"{row.memory:.1f}",
         )
@@ -200,29 +166,11 @@ def table(rows: list[Row], names: list[str]) -> str:
 
 
 def draw(rows: list[Row], names: list[str], path: Path, title: str) -> None:
-    import matplotlib
+    def points(name: str, panel: str) -> list[tuple[int, float]]:
+        mine = [(row.length, getattr(row, PANELS[panel])) for row in rows if row.attention == name]
+        return [(length, value) for length, value in mine if value is not None]
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), constrained_layout=True)
-    panels = (
-        ("forward", "forward [ms]"),
-        ("both", "forward + backward [ms]"),
-        ("memory", "peak memory [tensors of q]"),
-    )
-    for axis, (key, label) in zip(axes, panels, strict=True):
-        for name in names:
-            points = [(r.length, getattr(r, key)) for r in rows if r.attention == name and getattr(r, key) is not None]
-            if points:
-                axis.loglog(*zip(*points, strict=True), "o-", markersize=4, label=name)
-        axis.set(xlabel="sequence length N [tokens]", ylabel=label)
-        axis.set_xscale("log", base=2)
-        axis.grid(True, which="major", alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    draw_by_length(path, title, list(PANELS), names, points)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -244,7 +192,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--png", type=Path, help="draw them here, on logarithmic axes")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one repeat: does everything work?")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if min(args.lengths) < 1 or args.repeats < 1:
         parser.error("lengths and repeats must be at least 1")
@@ -257,9 +204,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if args.memory_of:
-        print(resident_peak(args.memory_of, args))
-        return 0
     names = [SDPA, *args.attentions]
     for name in names:
         check(name, args)

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lln_fairseq.ops import lln, lln_triton
+from scripts import measure
 
 PASSES = {"lln_diag": (6, 15), "lln": (4, 11)}  # tensors moved forward, and forward + backward
 
@@ -37,12 +38,7 @@ def milliseconds(function: Callable[[], object], repeats: int = 20, cache: Tenso
     for _ in range(repeats):
         if cache is not None:
             cache.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(measure.milliseconds(function, "cuda"))
     return statistics.median(times)
 
 
@@ -81,10 +77,6 @@ def torch_path(block_size: int | None) -> Callable[..., Tensor]:
     if block_size is None:
         return functools.partial(lln.lln_attention, backend="torch")
     return functools.partial(lln.lln_diag_attention, block_size=block_size, backend="torch")
-
-
-def relative_rms(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
 def both(function: Callable[..., Tensor], tensors: list[Tensor], do: Tensor) -> Callable[[], object]:
@@ -131,7 +123,7 @@ def report(name: str, block_size: int | None, args: argparse.Namespace, bandwidt
         expected = oracle(*leaves, *factors)
         expected = [expected.detach(), *torch.autograd.grad(expected, leaves, one[3])]
         found = [ours(q, k, v), *both(ours, [q, k, v], do)()]
-        error = max(relative_rms(x[:1, :1], y) for x, y in zip(found, expected, strict=True))
+        error = max(measure.relative_rms(x[:1, :1], y) for x, y in zip(found, expected, strict=True))
         good &= error < (2e-2 if args.dtype == "bfloat16" else 3e-3)
         del expected, found, leaves, one
 

@@ -13,7 +13,7 @@ ALLOWED = {
     "ops": {"ops"},
     "attention": {"attention", "ops"},
     "modules": {"modules", "attention"},
-    "models": {"models", "modules", "attention", "errors", "checkpoint"},
+    "models": {"models", "modules", "attention", "errors", "checkpoint", "presets"},
     "criterions": {"criterions", "errors"},
     "tasks": {"tasks", "models", "modules", "attention", "errors", "checkpoint", "analysis"},
     "analysis": {"analysis", "attention", "ops", "errors", "checkpoint"},

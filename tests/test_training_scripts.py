@@ -58,7 +58,7 @@ def test_pre_train_kill_resume_fine_tune_score(tmp_path):
     assert "sst2, seed 7: done before" in finished(script(tmp_path, *tune))
 
 
-@pytest.mark.parametrize("name", ["pretrain_wikitext103", "glue_all", "tensorboard", *FINETUNING])
+@pytest.mark.parametrize("name", ["pretrain_wikitext103", "glue_all", "tensorboard", "compare_attentions", *FINETUNING])
 def test_help_says_how(name, tmp_path):
     output = finished(script(tmp_path, f"{name}.sh", "--help"))
     assert f"scripts/{name}.sh" in output

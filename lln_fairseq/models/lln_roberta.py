@@ -18,17 +18,10 @@ from lln_fairseq.checkpoint import adapt
 from lln_fairseq.errors import input_errors
 from lln_fairseq.models.options import attention_fields, attention_options
 from lln_fairseq.modules.encoder import LLNRobertaEncoder
+from lln_fairseq.presets import PRESETS
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 SIZE_FIELDS = ("encoder_layers", "encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_attention_heads")
-
-# Layers, embedding, feed-forward, heads. base and large are RoBERTa's own.
-PRESETS = {
-    "tiny": (2, 128, 512, 2),
-    "small": (4, 256, 1024, 4),
-    "base": (12, 768, 3072, 12),
-    "large": (24, 1024, 4096, 16),
-}
 DEFAULT_PRESET = "base"
 
 

@@ -1,0 +1,9 @@
+"""The sizes of the models, for everything that builds one, with fairseq or without."""
+
+# Layers, embedding, feed-forward, heads. base and large are RoBERTa's own.
+PRESETS = {
+    "tiny": (2, 128, 512, 2),
+    "small": (4, 256, 1024, 4),
+    "base": (12, 768, 3072, 12),
+    "large": (24, 1024, 4096, 16),
+}

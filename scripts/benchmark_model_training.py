@@ -1,0 +1,147 @@
+"""What scripts/benchmark_model.py measures: training iterations of one RoBERTa whose attention is exchanged."""
+
+import argparse
+import importlib.util
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lln_fairseq.attention import Attention, build_attention
+from lln_fairseq.presets import PRESETS
+from scripts.plain_roberta import PlainRoberta
+
+SOFTMAX = "softmax"
+MATRIX = "softmax_matrix"
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+FIRST_WORD = 4  # after fairseq's four special tokens
+MASKED = 0.15
+LOSS_SCALE = 128.0  # of float16
+
+
+class MatrixSoftmax(nn.Module):
+    """Softmax attention by way of its N x N matrix: torch's own reference implementation."""
+
+    def __init__(self, softmax: nn.Module) -> None:
+        super().__init__()
+        self.softmax = softmax
+
+    def forward(self, *args: Tensor | None) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.softmax(*args)
+
+
+class Adam:
+    """Adam as in the recipe. Parameters in half precision have one flat float32 copy, as fairseq's --fp16 keeps it."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.half = parameters if parameters and parameters[0].dtype == torch.float16 else []
+        self.masters = parameters
+        if self.half:
+            self.masters = [nn.Parameter(torch.cat([p.detach().float().flatten() for p in parameters]))]
+        options = {"betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01, "fused": True}
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-5, **options) if parameters else None
+
+    def step(self) -> None:
+        if self.optimizer is None:
+            return
+        if self.half:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.half]
+            self.masters[0].grad = torch.cat([g.flatten() for g in gradients]).float().div_(LOSS_SCALE)
+        self.optimizer.step()
+        if self.half:
+            parts = self.masters[0].detach().split([p.numel() for p in self.half])
+            for parameter, part in zip(self.half, parts, strict=True):
+                parameter.data.copy_(part.view_as(parameter))
+
+    def zero_grad(self) -> None:
+        for parameter in (*self.masters, *self.half):
+            parameter.grad = None
+
+
+class Training:
+    """One model whose attention is exchanged, its optimizer and a batch."""
+
+    def __init__(self, args: argparse.Namespace, length: int) -> None:
+        torch.manual_seed(0)
+        self.args, self.length, place = args, length, {"device": args.device, "dtype": DTYPES[args.dtype]}
+        self.model = build_model(args, length).to(**place).train()
+        self.layers = self.model.encoder.sentence_encoder.layers
+        self.attentions: dict[str, tuple[nn.ModuleList, Adam]] = {}
+        self.adam = Adam(list(self.model.parameters()))
+        words = torch.randint(FIRST_WORD, args.vocabulary, (args.batch, length))
+        self.masked = (torch.rand(words.shape) < MASKED).index_fill_(1, torch.tensor([0]), True).to(args.device)
+        self.words = words.to(args.device)
+
+    def add(self, name: str) -> None:
+        args, modules = self.args, []
+        _, dim, _, heads = PRESETS[args.preset]
+        for layer in range(len(self.layers)):
+            module = build(SOFTMAX if name == MATRIX else name, num_heads=heads, head_dim=dim // heads,
+                           max_positions=self.length, dropout=args.attention_dropout)  # fmt: skip
+            module.place(layer, len(self.layers))
+            modules.append(MatrixSoftmax(module) if name == MATRIX else module)
+        modules = nn.ModuleList(modules).to(device=args.device, dtype=DTYPES[args.dtype]).train()
+        self.attentions[name] = modules, Adam(list(modules.parameters()))
+
+    def iteration(self, name: str) -> None:
+        modules, adam = self.attentions[name]
+        for layer, module in zip(self.layers, modules, strict=True):
+            layer.self_attn.attention = module
+        for optimizer in (self.adam, adam):
+            optimizer.zero_grad()
+        logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
+        loss = F.cross_entropy(logits.float(), self.words[self.masked])
+        (loss * (LOSS_SCALE if self.args.dtype == "float16" else 1.0)).backward()
+        for optimizer in (self.adam, adam):
+            optimizer.step()
+
+
+def build(row: str, **sizes: Any) -> Attention:
+    """The attention of a row: NAME, or NAME:OPTION=VALUE,OPTION=VALUE"""
+    name, _, given = row.partition(":")
+    options = dict(option.split("=", 1) for option in given.split(",") if option)
+    return build_attention(name, **sizes, **{key: _value(text) for key, text in options.items()})
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)  # a number, true, false, null
+    except ValueError:
+        return text
+
+
+def build_model(args: argparse.Namespace, length: int) -> nn.Module:
+    """RoBERTa with an empty place for the attention: ours where fairseq is installed, else the same in plain torch."""
+    nothing = nn.Identity()
+    if not has_fairseq():
+        return PlainRoberta(PRESETS[args.preset], args.vocabulary, length, nothing, args.dropout)
+    from fairseq.data import Dictionary
+    from omegaconf import OmegaConf
+
+    from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel
+
+    dictionary = Dictionary()
+    for word in range(args.vocabulary - len(dictionary)):
+        dictionary.add_symbol(str(word))
+    sizes = dict(zip(SIZE_FIELDS, PRESETS[args.preset], strict=True))
+    config = OmegaConf.create({**sizes, "attention": SOFTMAX, "max_positions": length, "dropout": args.dropout})
+    model = LLNRobertaModel.build_model(config, SimpleNamespace(source_dictionary=dictionary))
+    for layer in model.encoder.sentence_encoder.layers:
+        layer.self_attn.attention = nothing
+    return model
+
+
+def has_fairseq() -> bool:
+    return importlib.util.find_spec("fairseq") is not None
+
+
+def train_a_little(name: str, length: int, args: argparse.Namespace) -> None:
+    training = Training(args, length)
+    training.add(name)
+    for _ in range(2):  # the optimizer's state is there from the second one on
+        training.iteration(name)

@@ -1,0 +1,157 @@
+"""Table 2 at the smallest size, and the parts of it that can be wrong."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.presets import PRESETS
+from scripts import benchmark_model as benchmark
+from scripts import benchmark_model_training
+from scripts.benchmark_model_report import Row, table
+from scripts.benchmark_model_training import Adam, Training, build
+from scripts.measure import OutOfMemory, Spread, in_child
+from scripts.plain_roberta import PlainRoberta
+
+
+def kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arguments(*words):
+    return benchmark.parse(["--device", "cpu", "--threads", "1", "--smoke", *words])
+
+
+def test_smoke_run_covers_every_attention_and_adds_to_what_is_there(tmp_path, capsys):
+    out = tmp_path / "t.json"
+    common = ["--smoke", "--device", "cpu", "--threads", "1", "--json", str(out), "--add"]
+    assert benchmark.main([*common, "--no-time", "--attentions", "lln_diag", "softmax_matrix"]) == 0
+    assert benchmark.main([*common, "--no-memory", "--png", str(tmp_path / "t.png")]) == 0
+    rows = {(row["attention"], row["length"]): row for row in json.loads(out.read_text())["rows"]}
+    names = (*ATTENTION_REGISTRY, benchmark.MATRIX, *benchmark.PAPER_ROWS)
+    assert rows.keys() == {(name, 96) for name in names}
+    assert all(row["time"][0] > 0 and not row["oom"] for row in rows.values())
+    assert {name for (name, _), row in rows.items() if row["memory"]} == {"lln_diag", "softmax_matrix"}
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert "times as fast as softmax" in capsys.readouterr().out
+    assert benchmark.main([*common, "--dropout", "0"]) == 1
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_what_is_out_of_memory_is_said_and_the_rest_measured(monkeypatch):
+    def peak(name, length, args):
+        if name == "softmax":
+            raise OutOfMemory
+        return 10**9
+
+    add = Training.add
+
+    def full(self, name):
+        if name == "lln":
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate ...")
+        add(self, name)
+
+    monkeypatch.setattr(benchmark, "peak_memory", peak)
+    monkeypatch.setattr(Training, "add", full)
+    rows = [Row(name, 64) for name in ("softmax", "lln", "elu")]
+    benchmark.measure(rows, 64, arguments())
+    assert [row.oom for row in rows] == [True, True, False]
+    lines = {line.split()[0]: line.split()[1:] for line in table(benchmark.settings(arguments()), rows).splitlines()
+             if line}  # fmt: skip
+    assert lines["softmax"] == lines["lln"] == ["OOM"]
+    assert lines["elu"] == ["1.000"]
+
+
+def test_a_child_without_memory_is_told_from_one_with_an_error():
+    assert in_child(len, "ab") == 2
+    with pytest.raises(OutOfMemory):
+        in_child(bytearray, 2**45)
+    with pytest.raises(OutOfMemory):
+        in_child(kill_oneself)
+    with pytest.raises(RuntimeError, match="len failed: TypeError"):
+        in_child(len, 1)
+
+
+def test_the_paper_is_shown_beside(capsys):
+    rows = [Row("softmax", 1024, Spread(4.0, 3.0, 5.0)), Row("lln_diag", 1024, Spread(2.0, 1.0, 3.0)),
+            Row("softmax", 8192, oom=True)]  # fmt: skip
+    lines = table(benchmark.settings(arguments()), rows).splitlines()
+    assert any(line.split() == ["lln_diag", "2.0", "(1.0-3.0)"] for line in lines)
+    assert any(line.split() == ["lln_diag", "2.00"] for line in lines)
+    assert any(line.split() == ["LLN+Diag", "1.3", "6.9"] for line in lines)
+    assert any(line.split() == ["softmax", "5.5", "OOM"] for line in lines)
+
+
+def test_both_softmax_rows_compute_the_same(monkeypatch):
+    training = Training(arguments("--dropout", "0"), 64)
+    logits = []
+    training.model.register_forward_hook(lambda module, args, out: logits.append(out[0]))
+    monkeypatch.setattr(Adam, "step", lambda self: None)
+    for name in ("softmax", benchmark.MATRIX):
+        training.add(name)
+        training.iteration(name)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(logits[0], logits[1])
+
+
+def test_a_row_may_state_options():
+    module = build("lln_diag:block_size=16,mix=ratio", num_heads=2, head_dim=8, max_positions=64)
+    assert (module.config.block_size, module.config.mix) == (16, "ratio")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_iteration_lowers_the_loss(dtype, monkeypatch):
+    training = Training(arguments("--dtype", dtype, "--dropout", "0", "--vocabulary", "50"), 64)
+    training.add("linformer")  # which has parameters of its own
+    losses, cross_entropy = [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *args: losses.append(loss := cross_entropy(*args)) or loss)
+    modules, adam = training.attentions["linformer"]
+    before = [parameter.detach().clone() for parameter in modules.parameters()]
+    for optimizer in (training.adam, adam):
+        optimizer.optimizer.param_groups[0]["lr"] = 1e-3
+    for _ in range(8):
+        training.iteration("linformer")
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(p.dtype == benchmark.DTYPES[dtype] for p in training.model.parameters())
+    assert not any(map(torch.equal, before, modules.parameters()))
+
+
+def test_the_plain_model_is_fairseqs():
+    args = arguments("--dropout", "0", "--attentions", "lln_diag")
+    training = Training(args, 64)
+    training.add("lln_diag")
+    training.iteration("lln_diag")  # puts the attention in place
+    attention = build_attention("lln_diag", num_heads=2, head_dim=64, max_positions=64)
+    plain = PlainRoberta(PRESETS["tiny"], args.vocabulary, 64, attention)
+    state = {key: value for key, value in training.model.state_dict().items() if "version" not in key}
+    plain.load_state_dict(state)
+    given = {"src_tokens": training.words, "masked_tokens": training.masked}
+    with torch.no_grad():
+        torch.testing.assert_close(plain(**given)[0], training.model(**given)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_it_runs_without_fairseq(monkeypatch):
+    for module in (benchmark, benchmark_model_training):
+        monkeypatch.setattr(module, "has_fairseq", lambda: False)
+    training = Training(arguments(), 64)
+    assert isinstance(training.model, PlainRoberta)
+    for name in ("elu", "transnormer_t1"):
+        training.add(name)
+        training.iteration(name)
+    assert "plain torch" in benchmark.settings(arguments())["model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--attentions", "lnn"], "unknown attention 'lnn'; did you mean 'lln'"),
+     (["--attentions", "nystrom:conv=3"], "has no option 'conv'"), (["--add"], "--add needs --json"),
+     (["--lengths", "0"], "must be at least 1")],
+)  # fmt: skip
+def test_bad_arguments_end_in_one_line(words, message, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--device", "cpu", *words])
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,55 @@
+"""Steps run once, say what went wrong, and can be stopped from another thread."""
+
+import json
+import sys
+import threading
+import time
+
+import pytest
+
+from scripts.steps import StepFailed, Steps
+
+APPEND = "import sys; open(sys.argv[1], 'a').write('x'); print('written')"
+
+
+def python(code, *arguments):
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def test_a_step_that_ended_well_is_not_run_again(tmp_path):
+    file = tmp_path / "file"
+    for _ in range(2):
+        Steps(tmp_path / "out").run("one step", python(APPEND, file))
+    assert file.read_text() == "x"
+    assert json.loads((tmp_path / "out" / "times.json").read_text()).keys() == {"one step"}
+    assert (tmp_path / "out" / "logs" / "one_step.log").read_text() == "written\n"
+
+
+def test_a_step_that_failed_shows_its_last_line_and_is_run_again(tmp_path):
+    code = APPEND + "; import os; sys.exit('no more memory' if os.environ['GOES'] == 'badly' else 0)"
+    with pytest.raises(StepFailed, match=r"one failed \(exit code 1\): no more memory\n.* in .*one\.log"):
+        Steps(tmp_path).run("one", python(code, tmp_path / "file"), environment={"GOES": "badly"})
+    Steps(tmp_path).run("one", python(code, tmp_path / "file"), environment={"GOES": "well"})
+    assert (tmp_path / "file").read_text() == "xx"
+
+
+def test_stop_ends_what_runs_and_lets_nothing_start(tmp_path):
+    steps, raised = Steps(tmp_path), []
+
+    def run():
+        try:
+            steps.run("long", python("import time; print('here', flush=True); time.sleep(60)"))
+        except StepFailed as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not steps._running:
+        time.sleep(0.01)
+    steps.stop()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert "long failed (exit code -15)" in raised[0]
+    with pytest.raises(StepFailed, match="stopped"):
+        steps.run("next", python("print()"))
+    assert not steps.times
