@@ -12,7 +12,7 @@ from lln_fairseq.ops.block_diag import block_diag_attention
 
 @dataclass
 class BlockDiagConfig:
-    block_size: int | None = option(None, "tokens in a block; default: the head dimension")
+    block_size: int | None = option(None, "tokens in a block; default: the head dimension", at_least=1)
 
 
 @register_attention("block_diag", BlockDiagConfig)

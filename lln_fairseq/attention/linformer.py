@@ -13,7 +13,7 @@ SHARING = ("none", "headwise", "key_value")
 
 @dataclass
 class LinformerConfig:
-    projected_length: int = option(256, "k, the projected keys of a sentence; at most the longest sentence")
+    projected_length: int = option(256, "k, the projected keys of a sentence; at most the longest sentence", at_least=1)
     sharing: str = option(
         "headwise", "E, F of every head, of a layer (headwise), or one E = F of a layer (key_value)", SHARING
     )
@@ -36,8 +36,6 @@ class LinformerAttention(Attention):
         self, config: LinformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        if config.projected_length < 1:
-            raise ValueError(f"projected_length must be at least 1, got {config.projected_length}")
         rows = min(config.projected_length, max_positions)
         shape = (num_heads if config.sharing == "none" else 1, rows, max_positions)
         self.key_projection = nn.Parameter(torch.randn(shape) * rows**-0.5)

@@ -17,7 +17,7 @@ MIXES = ("average", "ratio", "scale")
 
 @dataclass
 class LLNDiagConfig(LLNConfig):
-    block_size: int | None = option(None, "tokens in a block; default: the head dimension")
+    block_size: int | None = option(None, "tokens in a block; default: the head dimension", at_least=1)
     mix: str = option(
         "average", "½ LLN + ½ Diag, or learned per head and feature: r, 1-r (ratio) or r, p (scale)", MIXES
     )

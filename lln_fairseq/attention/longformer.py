@@ -13,7 +13,7 @@ from lln_fairseq.ops.softmax import softmax_attention
 
 @dataclass
 class LongformerConfig:
-    one_sided_window: int = option(256, "tokens attended on each side; half of the paper's window of 512")
+    one_sided_window: int = option(256, "tokens attended on each side; half of the paper's window of 512", at_least=1)
 
 
 @register_attention("longformer", LongformerConfig)
@@ -27,13 +27,6 @@ class LongformerAttention(Attention):
     """
 
     config: LongformerConfig
-
-    def __init__(
-        self, config: LongformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
-    ) -> None:
-        super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        if config.one_sided_window < 1:
-            raise ValueError(f"one_sided_window must be at least 1, got {config.one_sided_window}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         length = q.shape[2]

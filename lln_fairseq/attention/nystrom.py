@@ -15,9 +15,13 @@ from lln_fairseq.ops.softmax import softmax_attention
 
 @dataclass
 class NystromConfig:
-    landmarks: int = option(64, "segment means of queries and keys; shorter sentences get exact softmax attention")
-    iterations: int = option(6, "steps of the iterative pseudo-inverse")
-    conv_kernel: int = option(0, "odd width of the depthwise convolution of the values, 33 in the paper; 0: none")
+    landmarks: int = option(
+        64, "segment means of queries and keys; shorter sentences get exact softmax attention", at_least=1
+    )
+    iterations: int = option(6, "steps of the iterative pseudo-inverse", at_least=1)
+    conv_kernel: int = option(
+        0, "odd width of the depthwise convolution of the values, 33 in the paper; 0: none", at_least=0
+    )
 
 
 @register_attention("nystrom", NystromConfig)
@@ -38,11 +42,8 @@ class NystromAttention(Attention):
         self, config: NystromConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        for name in ("landmarks", "iterations"):
-            if (value := getattr(config, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         width = config.conv_kernel
-        if width < 0 or (width and width % 2 == 0):
+        if width and width % 2 == 0:
             raise ValueError(f"conv_kernel must be odd, or 0 for none, got {width}")
         self.conv = nn.Conv2d(num_heads, num_heads, (width, 1), groups=num_heads, bias=False) if width else None
 

@@ -13,8 +13,8 @@ from lln_fairseq.ops.random_features import random_feature_attention
 
 @dataclass
 class PerformerConfig:
-    num_features: int = option(256, "random features of a head")
-    redraw_every: int = option(1000, "new features after so many training forwards; 0: the first ones stay")
+    num_features: int = option(256, "random features of a head", at_least=1)
+    redraw_every: int = option(1000, "new features after so many training forwards; 0: the first ones stay", at_least=0)
 
 
 @register_attention("performer", PerformerConfig)
@@ -36,10 +36,6 @@ class PerformerAttention(Attention):
         self, config: PerformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        if config.num_features < 1:
-            raise ValueError(f"num_features must be at least 1, got {config.num_features}")
-        if config.redraw_every < 0:
-            raise ValueError(f"redraw_every must not be negative, got {config.redraw_every}")
         # Python numbers: reading them off a buffer would make a GPU wait in every forward.
         self.seed, self.forwards = int(torch.randint(2**31 - 1, ())), 0
         self.register_buffer("projection", self._draw())

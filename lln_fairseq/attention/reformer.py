@@ -11,8 +11,8 @@ from lln_fairseq.attention.registry import Attention, option, register_attention
 
 @dataclass
 class ReformerConfig:
-    chunk_size: int = option(64, "m, the queries of a chunk, which meet 3 m keys")
-    hashes: int = option(4, "rounds of hashing")
+    chunk_size: int = option(64, "m, the queries of a chunk, which meet 3 m keys", at_least=1)
+    hashes: int = option(4, "rounds of hashing", at_least=1)
 
 
 @register_attention("reformer", ReformerConfig)
@@ -37,9 +37,6 @@ class ReformerAttention(Attention):
         self, config: ReformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        for name in ("chunk_size", "hashes"):
-            if (value := getattr(config, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         self.seed = int(torch.randint(2**31 - 1, ()))
         # The seed is saved in its place: a model for other lengths has another number of directions.
         self.register_buffer("rotations", self._draw(), persistent=False)

@@ -93,9 +93,9 @@ def register_attention(name: str, config: type) -> Callable[[_T], _T]:
     return register
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with a help text and, for strings, the values it may have."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None, at_least: int | None = None) -> Any:
+    """A dataclass field with a help text and the values it may have: a list for strings, the lowest for numbers."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "at_least": at_least})
 
 
 def build_attention(
@@ -115,6 +115,9 @@ def build_attention(
         choices = fields[key].metadata.get("choices")
         if choices and value not in choices:
             raise ValueError(f"option '{key}' of attention '{name}' is '{value}', choose from {', '.join(choices)}")
+        lowest = fields[key].metadata.get("at_least")
+        if lowest is not None and value is not None and value < lowest:
+            raise ValueError(f"attention '{name}': {key} must be at least {lowest}, got {value}")
     config = config_class(**options)
     return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
 

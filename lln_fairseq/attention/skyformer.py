@@ -11,9 +11,9 @@ from lln_fairseq.ops.landmarks import iterative_pinv
 
 @dataclass
 class SkyformerConfig:
-    landmarks: int = option(64, "tokens sampled of the queries, and as many of the keys")
+    landmarks: int = option(64, "tokens sampled of the queries, and as many of the keys", at_least=1)
     gamma: float = option(0.1, "γ, added to the diagonal of the landmarks' kernel matrix")
-    iterations: int = option(6, "steps of the iterative inverse")
+    iterations: int = option(6, "steps of the iterative inverse", at_least=1)
 
 
 @register_attention("skyformer", SkyformerConfig)
@@ -36,9 +36,6 @@ class SkyformerAttention(Attention):
         self, config: SkyformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        for name in ("landmarks", "iterations"):
-            if (value := getattr(config, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         if config.gamma <= 0:
             raise ValueError(f"gamma must be positive, got {config.gamma}")
 

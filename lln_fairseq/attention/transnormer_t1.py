@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
-from lln_fairseq.ops._checks import check_block_size
 from lln_fairseq.ops.transnormer import block_relu_attention, norm_attention
 
 
 @dataclass
 class TransNormerConfig:
-    block_size: int = option(64, "tokens in a block of the local layers")
-    local_layers: int | None = option(None, "layers with local attention, the first ones; default: half of them")
+    block_size: int = option(64, "tokens in a block of the local layers", at_least=1)
+    local_layers: int | None = option(
+        None, "layers with local attention, the first ones; default: half of them", at_least=0
+    )
 
 
 class TransNormerAttention(Attention):
@@ -36,9 +37,6 @@ class TransNormerAttention(Attention):
         self, config: TransNormerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        check_block_size(config.block_size, head_dim)
-        if config.local_layers is not None and config.local_layers < 0:
-            raise ValueError(f"local_layers must not be negative, got {config.local_layers}")
         self.place(0, 1)
 
     def place(self, layer: int, layers: int) -> None:

@@ -149,7 +149,7 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="lln_diag", block_size=0), "at least 1"),
         (dict(name="block_diag", block_size=-3), "at least 1"),
         (dict(name="transnormer_t1", block_size=0), "at least 1"),
-        (dict(name="transnormer_t2", local_layers=-1), "must not be negative"),
+        (dict(name="transnormer_t2", local_layers=-1), "at least 0"),
         (dict(name="nystrom", landmarks=0), "at least 1"),
         (dict(name="nystrom", iterations=0), "at least 1"),
         (dict(name="nystrom", conv_kernel=8), "must be odd"),
@@ -161,6 +161,8 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="skyformer", gamma=0.0), "gamma must be positive"),
         (dict(name="reformer", chunk_size=0), "at least 1"),
         (dict(name="reformer", hashes=0), "at least 1"),
+        (dict(name="performer", num_features=0), "num_features must be at least 1, got 0"),
+        (dict(name="performer", redraw_every=-1), "at least 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_attention(**arguments, **size)

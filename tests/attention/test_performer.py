@@ -132,9 +132,3 @@ def test_half_precision_rounds_the_features_and_nothing_else():
     assert torch.equal(half(*inputs), single(*inputs))
     assert half.projection.dtype == torch.float16
     assert single.projection.dtype == torch.float32
-
-
-@pytest.mark.parametrize(("option", "value"), [("num_features", 0), ("redraw_every", -1)])
-def test_senseless_options_are_refused(option, value):
-    with pytest.raises(ValueError, match=f"{option} must.*{value}"):
-        build(**{option: value})
