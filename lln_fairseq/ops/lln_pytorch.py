@@ -134,7 +134,8 @@ def _weights(run: _Run, group: slice, k: Tensor, beta: Tensor, shift: Tensor) ->
 
 def _largest(run: _Run, group: slice, k: Tensor, beta: Tensor) -> Tensor:
     """max_j β k_j over the keys that are not padded; 0 where there is none, which makes W = 0, S = 0 and out = 0."""
-    if run.padding is None and bool((beta >= 0).all()):
+    # A CPU alone may look at values: other devices would wait for it.
+    if run.padding is None and not k.is_cuda and bool((beta >= 0).all()):
         return beta * k.amax(dim=1, keepdim=True)
     x = torch.mul(k, beta, out=run.scratch("x", *k.shape))
     if run.padding is not None:

@@ -77,6 +77,18 @@ def test_gradients_equal_the_oracle(function, oracle, length, dim, monkeypatch):
 
 
 @PAIRS
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("factors", [(1.3, 0.7), (0.0, 0.0), (-1.2, 0.5), (0.5, -2.0)])
+def test_gradients_of_inputs_alone_equal_the_oracle(function, oracle, factors, padded):
+    q, k, v = random_qkv(length=97)
+    mask, weight = random_padding(2, 97) if padded else None, torch.randn(q.shape)
+    expected = gradients(lambda *x: oracle(*x, *factors, mask), [x.double() for x in (q, k, v)], weight.double())
+    actual = gradients(lambda *x: function(*x, *factors, mask), (q, k, v), weight)
+    for name, a, e in zip("qkv", actual, expected, strict=True):
+        assert relative_rms(a, e) <= FLOAT32_GRADIENT, name
+
+
+@PAIRS
 def test_gradcheck(function, oracle):
     q, k, v = random_qkv(batch=1, heads=2, length=7, dim=4, dtype=torch.float64)
     alpha, beta = torch.tensor([1.3, 0.7], dtype=torch.float64), torch.tensor(0.9, dtype=torch.float64)
