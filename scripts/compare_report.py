@@ -119,7 +119,6 @@ def _loss(axes: plt.Axes, row: Row, color: str) -> None:
         if not steps:
             continue
         values = [[dict(zip(*curve, strict=True))[step] for curve in curves.values()] for step in steps]
-        wide = {} if label is None else {"linewidth": 1.8, "markersize": 4}
-        axes.plot(steps, list(map(statistics.fmean, values)), style, color=color, label=label,
-                  **({"linewidth": 0.6, "alpha": 0.6} | wide))  # fmt: skip
+        look = {"linewidth": 0.6, "alpha": 0.6} if label is None else {"linewidth": 1.8, "markersize": 4}
+        axes.plot(steps, list(map(statistics.fmean, values)), style, color=color, label=label, **look)
         axes.fill_between(steps, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, linewidth=0)

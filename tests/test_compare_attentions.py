@@ -63,6 +63,13 @@ def test_each_of_several_runs_has_its_share_of_the_machine(monkeypatch):
     assert compare.environment(3, 4) == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "7"}
 
 
+def test_what_has_labels_is_scored(tmp_path):
+    (tmp_path / "label").mkdir()
+    for name in ("train.label", "valid.label", "test.idx"):
+        (tmp_path / "label" / name).touch()
+    assert compare.labelled_splits(tmp_path) == ["valid", "test"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
