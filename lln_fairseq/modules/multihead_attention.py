@@ -53,8 +53,9 @@ class LLNMultiheadAttention(MultiheadAttention):
         return self.out_proj(out), None
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """(T, B, H · D) -> (B, H, T, D) as a view"""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3)
+        """(T, B, H · D) -> (B, H, T, D): a view on a GPU; on a CPU one copy is cheaper than many strided reads"""
+        heads = x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3)
+        return heads if heads.is_cuda else heads.contiguous()
 
     @staticmethod
     def _refuse(query: Tensor, key: Tensor | None, value: Tensor | None, need_weights: bool,
