@@ -1,7 +1,7 @@
 """Redraws the figures of arXiv 2311.13541 and of the separation experiments: OUT/figure_N.png, the numbers in .csv.
 
     python -m scripts.paper_figures                                   # what simulation gives
-    python -m scripts.paper_figures --only 2 5 --out figures
+    python -m scripts.paper_figures --only 2 5 --out my_figures
     python -m scripts.paper_figures --only 1 8 9 10 --run lln=runs/pretrain_lln_diag softmax=runs/pretrain_softmax
 
 Figures 2, 5, 6, 7 and the separation figures are simulated. Figures 1, 8, 9 and 10 are read from runs, given by their
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), metavar="FIGURE",
                         help=f"of {', '.join(FIGURES)}")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="directory (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/figures"), help="directory (default: %(default)s)")
     parser.add_argument("--run", nargs="+", action="extend", type=labelled_run, default=[], metavar="LABEL=DIR")
     parser.add_argument("--fast", action="store_true", help="tiny sizes: does everything work?")
     args = parser.parse_args(argv)
