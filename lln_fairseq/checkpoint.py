@@ -86,7 +86,7 @@ def peek(path: str) -> dict[str, Any]:
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler may end in any way on bytes that are no pickle
-        raise InputError(f"cannot load {path}: {first_line(error)}") from error
+        raise InputError(f"cannot load {path}, which is damaged or no checkpoint: {first_line(error)}") from error
 
 
 def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
@@ -97,6 +97,8 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     another dictionary than the checkpoint's.
     """
     state = peek(checkpoint)
+    if "model" not in state or not {"cfg", "args"} & state.keys():
+        raise InputError(f"{checkpoint} is not a checkpoint of fairseq: it has no model or no configuration")
     overrides = {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {})
     full = checkpoint_utils.load_checkpoint_to_cpu(checkpoint, overrides)
     task = tasks.setup_task(full["cfg"].task, from_checkpoint=True)

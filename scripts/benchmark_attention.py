@@ -193,6 +193,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="draw them here, on logarithmic axes")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one repeat: does everything work?")
     args = parser.parse_args(argv)
+    for path in (args.json, args.png):
+        if path and not path.parent.is_dir():
+            parser.error(f"no such directory: {path.parent}")
     if min(args.lengths) < 1 or args.repeats < 1:
         parser.error("lengths and repeats must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -196,8 +196,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-") or "=" not in word]:
         parser.error(f"neither an option nor a Hydra override: {' '.join(unknown)}")
-    args.overrides, args.attentions = rest, args.attentions.split(",")
-    if min(args.jobs, args.updates or 1, args.finetune_updates or 1) < 1:
+    # A name or a seed that is given twice is one run.
+    args.attentions, args.seeds = list(dict.fromkeys(args.attentions.split(","))), list(dict.fromkeys(args.seeds))
+    args.overrides, counts = rest, (args.jobs, args.updates, args.finetune_updates)
+    if min(count for count in counts if count is not None) < 1:
         parser.error("--jobs, --updates and --finetune-updates must be at least 1")
     for name in args.attentions:
         if name not in ATTENTION_REGISTRY:

@@ -108,7 +108,7 @@ def draw(path: Path, rows: Sequence[Row]) -> Path:
     right.set(ylabel="score [%]", title="fine-tuning: median and range over seeds, dashed: majority class")
     right.set_xticks(range(len(columns)), columns)
     right.grid(True, axis="y", alpha=0.3)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, format="png", dpi=120)
     plt.close(figure)
     return path
 

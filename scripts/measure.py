@@ -180,7 +180,7 @@ def draw_by_length(
         axis.grid(True, which="major", alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
     figure.suptitle(textwrap.fill(title, 30 * len(panels) + 10), fontsize=10)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, format="png", dpi=120)
     plt.close(figure)
 
 

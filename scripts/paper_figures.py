@@ -53,7 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fast", action="store_true", help="tiny sizes: does everything work?")
     args = parser.parse_args(argv)
     settings, drawn = Settings(args.fast, dict(args.run)), 0
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}")
     for name in args.only:
         try:
             sheet = FIGURES[name](settings)

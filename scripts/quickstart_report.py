@@ -48,7 +48,7 @@ def draw(out: Path, pretrained: dict[str, str | None]) -> Path:
         axes[2].set(title="fp16 stability", xlabel="update", ylabel="inverse loss scale")
         axes[2].legend()
     path = out / "curves.png"
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, format="png", dpi=120)
     plt.close(figure)
     return path
 

@@ -77,6 +77,7 @@ def test_what_has_labels_is_scored(tmp_path):
         (["--seed", "x"], "invalid int value: 'x'"),
         (["--out", "a", "softmax"], "neither an option nor a Hydra override: softmax"),
         (["--jobs", "0"], "must be at least 1"),
+        (["--updates", "0"], "must be at least 1"),
     ],
 )
 def test_bad_arguments_end_in_one_line(arguments, message, capsys):

@@ -33,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--png", type=Path, help="draw them to this file")
     args = parser.parse_args(argv)
     try:
+        for path in (args.json, args.png):
+            if path and not path.parent.is_dir():
+                raise InputError(f"no such directory: {path.parent}")
         with input_errors():
             found = analyse(args.checkpoint, args.data, args.split, args.batches, args.batch_size)
         print(f"{args.checkpoint}, split '{args.split}': {report.as_text(found)}")

@@ -173,7 +173,7 @@ def draw(report: Report, path: Path) -> None:
         if axis.lines:
             axis.legend()
     figure.suptitle(f"{report.sequences} sequences, {report.tokens} tokens; points: single heads")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, format="png", dpi=110)
 
 
 def _align(rows: list[list[str]]) -> list[str]:
