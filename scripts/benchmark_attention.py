@@ -21,7 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
-from scripts.measure import OutOfMemory, Spread, draw_by_length, in_child, interleaved, relative_rms, resident_peak_of
+from scripts.measure import (
+    OutOfMemory,
+    Spread,
+    check_outputs,
+    draw_by_length,
+    in_child,
+    interleaved,
+    relative_rms,
+    resident_peak_of,
+)
 
 SDPA = "sdpa"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -193,9 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="draw them here, on logarithmic axes")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one repeat: does everything work?")
     args = parser.parse_args(argv)
-    for path in (args.json, args.png):
-        if path and not path.parent.is_dir():
-            parser.error(f"no such directory: {path.parent}")
+    check_outputs(parser, args.json, args.png)
     if min(args.lengths) < 1 or args.repeats < 1:
         parser.error("lengths and repeats must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -27,6 +27,7 @@ from scripts.measure import (
     OutOfMemory,
     Spread,
     can_measure_resident_peak,
+    check_outputs,
     in_child,
     interleaved,
     is_out_of_memory,
@@ -129,9 +130,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="draw them here, on logarithmic axes")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one repeat: does everything work?")
     args = parser.parse_args(argv)
-    for path in (args.json, args.png):
-        if path and not path.parent.is_dir():
-            parser.error(f"no such directory: {path.parent}")
+    check_outputs(parser, args.json, args.png)
     if args.device == "cuda" and not cuda:
         parser.error("--device cuda, but torch finds no CUDA device")
     if min(*args.lengths, args.repeats, args.batch, args.threads) < 1:

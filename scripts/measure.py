@@ -1,5 +1,6 @@
 """What the benchmarks share: one call's time, interleaved repeats, memory in a child process, figures on log axes."""
 
+import argparse
 import contextlib
 import ctypes
 import gc
@@ -21,6 +22,13 @@ MIN_REPEATS = 3  # of what takes longer than the limit
 MEMORY_SHARE = 0.9  # of what is free: a process that takes more is out of memory
 _STATUS, _CLEAR, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 _Key = TypeVar("_Key", bound=Hashable)
+
+
+def check_outputs(parser: argparse.ArgumentParser, *paths: Path | None) -> None:
+    """Ends with a message if a file cannot be put where it is wanted: better before measuring than after."""
+    for path in paths:
+        if path and not path.parent.is_dir():
+            parser.error(f"no such directory: {path.parent}")
 
 
 class Spread(NamedTuple):

@@ -149,7 +149,7 @@ def test_it_runs_without_fairseq(monkeypatch):
     ("words", "message"),
     [(["--attentions", "lnn"], "unknown attention 'lnn'; did you mean 'lln'"),
      (["--attentions", "nystrom:conv=3"], "has no option 'conv'"), (["--add"], "--add needs --json"),
-     (["--lengths", "0"], "must be at least 1")],
+     (["--lengths", "0"], "must be at least 1"), (["--png", "nowhere/x.png"], "no such directory: nowhere")],
 )  # fmt: skip
 def test_bad_arguments_end_in_one_line(words, message, capsys):
     with pytest.raises(SystemExit):

@@ -131,3 +131,10 @@ def test_what_is_missing_is_said_in_a_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         paper_figures.main(["--only", "11"])
     assert "invalid choice: '11'" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        paper_figures.main(["--only", "8", "--out", str(tmp_path / "file" / "figures")])
+    assert "Not a directory" in capsys.readouterr().err.splitlines()[-1]
