@@ -6,9 +6,10 @@ adds to the peak. One set of small buffers avoids both; on a CPU a thread keeps 
 
 import ctypes
 import functools
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -18,9 +19,8 @@ from torch import Tensor
 GROUP_BYTES = {"cpu": 4 << 20}
 GROUP_BYTES_ELSEWHERE = 256 << 20
 
-HUGE_PAGE = 2 << 20  # bytes, of x86-64 and of most ARM kernels
-MIN_HUGE_PAGES = 8  # smaller tensors come from memory that the allocator kept
-MADV_HUGEPAGE = 14
+GLIBC_KEEPS = 32 << 20  # bytes: at the most; larger blocks go back to the system as soon as they are freed
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,28 +38,23 @@ def head_groups(heads: int, elements_per_head: int, like: Tensor) -> Iterator[sl
 
 def fresh_result(x: Tensor) -> Tensor:
     """A tensor like x, in x's own layout if batch and heads are one dimension in it, as in fairseq's (T, B, C)."""
+    if x.device.type == "cpu" and x.nbytes > GLIBC_KEEPS:
+        _keep_freed_memory()
     result = torch.empty_like(x)
     one_dimension = x.shape[0] == 1 or result.stride(0) == x.shape[1] * result.stride(1)
-    result = result if one_dimension else torch.empty_like(x, memory_format=torch.contiguous_format)
-    _advise_huge_pages(result)
-    return result
+    return result if one_dimension else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """The C library's madvise, None where there are no huge pages to ask for."""
-    if not sys.platform.startswith("linux"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+def _keep_freed_memory() -> None:
+    """Lets this process keep what it frees, as on a GPU: new pages under every large tensor cost up to a fifth
 
-
-def _advise_huge_pages(x: Tensor) -> None:
-    """Asks for huge pages under a large CPU tensor: its page faults then cost half. Advice: nothing fails without."""
-    start, end = -(-x.data_ptr() // HUGE_PAGE), (x.data_ptr() + x.nbytes) // HUGE_PAGE
-    if x.device.type == "cpu" and end - start >= MIN_HUGE_PAGES and (madvise := _madvise()):
-        madvise(start * HUGE_PAGE, (end - start) * HUGE_PAGE, MADV_HUGEPAGE)
+    Does nothing where the C library is not glibc or the environment already tunes it by MALLOC_...
+    """
+    if sys.platform.startswith("linux") and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 _THREAD = threading.local()

@@ -2,8 +2,10 @@
 
 from torch import Tensor
 
+from lln_fairseq.ops._backends import choose_backend
 from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, dropout_seed
-from lln_fairseq.ops.lln_pytorch import Mixture, MixtureFunction
+from lln_fairseq.ops.lln import mixture
+from lln_fairseq.ops.lln_pytorch import Mixture
 
 
 def block_diag_attention(
@@ -28,5 +30,5 @@ def block_diag_attention(
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     mix = Mixture(0.0, 1.0, block_size, check_dropout(dropout_p), dropout_seed(dropout_p))
-    unused = q.new_zeros(q.shape[:2])
-    return MixtureFunction.apply(q, k, v, unused, unused, key_padding_mask, mix)
+    backend = choose_backend("auto" if q.device.type == "cpu" else "torch", q, block_size)
+    return mixture(backend, q, k, v, 0.0, 0.0, key_padding_mask, mix)

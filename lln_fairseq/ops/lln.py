@@ -8,19 +8,13 @@ which equals eq. 8 of the paper for every α and β: the columns of W are distri
 over the features. Nothing can overflow or be divided by zero, and the cost is linear in N.
 """
 
-import functools
-import importlib.util
-from types import ModuleType
-
 from torch import Tensor
 
+from lln_fairseq.ops._backends import choose_backend, kernels
 from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, dropout_seed, per_head
 from lln_fairseq.ops._memory import compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.lln_pytorch import Mixture, MixtureFunction
-
-BACKENDS = ("auto", "torch", "triton")
-TRITON_BLOCK_SIZES = range(16, 257)
 
 
 def lln_attention(
@@ -40,16 +34,17 @@ def lln_attention(
         q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
         alpha, beta: numbers or tensors that broadcast to (B, H); gradients flow to tensors that require them.
         key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
-        backend: "triton" for the fused kernels (CUDA, compute capability 8.0 or higher), "torch" for everything else,
-            "auto" for the kernels where they can run.
+        backend: "triton" for the fused kernels of a GPU (compute capability 8.0 or higher), "cpu" for those of a CPU
+            (float32, compiled at first use), "torch" for everything else, "auto" for the kernels where they can run.
 
     Returns: (B, H, N, D) in the dtype of q, and in its memory layout where batch and heads are one dimension in it.
     Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable once.
     """
     check_inputs(q, k, v, key_padding_mask)
-    if kernels := choose_kernels(backend, q):
-        return kernels.lln_attention(q, k, v, alpha, beta, key_padding_mask)
-    return _pytorch(q, k, v, alpha, beta, key_padding_mask, Mixture(1.0, 0.0))
+    backend = choose_backend(backend, q)
+    if backend == "triton":
+        return kernels(backend).lln_attention(q, k, v, alpha, beta, key_padding_mask)
+    return mixture(backend, q, k, v, alpha, beta, key_padding_mask, Mixture(1.0, 0.0))
 
 
 def lln_diag_attention(
@@ -71,10 +66,11 @@ def lln_diag_attention(
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     check_dropout(dropout_p)
-    if kernels := choose_kernels(backend, q, block_size):
-        return kernels.lln_diag_attention(q, k, v, alpha, beta, key_padding_mask, block_size, dropout_p)
+    backend = choose_backend(backend, q, block_size)
+    if backend == "triton":
+        return kernels(backend).lln_diag_attention(q, k, v, alpha, beta, key_padding_mask, block_size, dropout_p)
     mix = Mixture(0.5, 0.5, block_size, dropout_p, dropout_seed(dropout_p))
-    return _pytorch(q, k, v, alpha, beta, key_padding_mask, mix)
+    return mixture(backend, q, k, v, alpha, beta, key_padding_mask, mix)
 
 
 def lln_features(
@@ -91,35 +87,10 @@ def lln_features(
     return balanced_features(x, y, key_padding_mask)
 
 
-def choose_kernels(backend: str, q: Tensor, block_size: int | None = None) -> ModuleType | None:
-    """The module of the Triton kernels if they are to run on tensors like q, else None.
-
-    Raises: ValueError for an unknown backend, or with the reason if "triton" is asked for where it cannot run.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend '{backend}', choose from {', '.join(BACKENDS)}")
-    if backend == "torch" or (backend == "auto" and not q.is_cuda):
-        return None
-    if importlib.util.find_spec("triton") is None:
-        kernels, reason = None, "Triton is not installed."
-    else:
-        kernels = _kernels()
-        reason = kernels.is_supported(q)
-        if reason is None and block_size is not None and block_size not in TRITON_BLOCK_SIZES:
-            reason = f"The Triton kernels take blocks of 16 to 256 tokens, not {block_size}."
-    if backend == "triton" and reason:
-        raise ValueError(f"backend 'triton' cannot run here: {reason}")
-    return None if reason else kernels
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    from lln_fairseq.ops import lln_triton  # imports triton, which takes a moment and is not needed on a CPU
-
-    return lln_triton
-
-
-def _pytorch(
-    q: Tensor, k: Tensor, v: Tensor, alpha: float | Tensor, beta: float | Tensor, mask: Tensor | None, mix: Mixture
-) -> Tensor:
-    return MixtureFunction.apply(q, k, v, per_head(alpha, q, "alpha"), per_head(beta, q, "beta"), mask, mix)
+def mixture(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, alpha: float | Tensor, beta: float | Tensor, mask: Tensor | None,
+    mix: Mixture,
+) -> Tensor:  # fmt: skip
+    """The mixture by the backend "cpu" or "torch"."""
+    function = kernels("cpu").MixtureFunction if backend == "cpu" else MixtureFunction
+    return function.apply(q, k, v, per_head(alpha, q, "alpha"), per_head(beta, q, "beta"), mask, mix)

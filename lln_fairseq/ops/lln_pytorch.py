@@ -26,6 +26,11 @@ class Mixture:
     dropout_p: float = 0.0  # of the block-diagonal probabilities
     seed: int = 0
 
+    @property
+    def kept_values(self) -> int:
+        """Of the 2^16 values of 16 random bits, those that keep a probability: p is right to 1e-5."""
+        return min(max(round((1 - self.dropout_p) * 2**16), 1), 2**16 - 1)
+
 
 class MixtureFunction(torch.autograd.Function):
     """q, k, v (B, H, N, D), alpha and beta (B, H), mask bool (B, N) or None -> (B, H, N, D)."""
@@ -193,10 +198,8 @@ class _BlockDiag:
 
     def __init__(self, run: _Run, group: slice) -> None:
         self.scratch, self.block = run.scratch, run.block
-        # Of the 2^16 values of 16 bits, those that mean keep: p is right to 1e-5.
-        self.kept_values = min(max(round((1 - run.mix.dropout_p) * 2**16), 1), 2**16 - 1)
         self.padding = None if run.padding is None else run.padding[group].reshape(-1, 1, run.block)
-        self.generator, self.weight = None, run.mix.diag_weight
+        self.kept_values, self.generator, self.weight = run.mix.kept_values, None, run.mix.diag_weight
         if run.mix.dropout_p > 0:  # the same numbers in forward and backward: a seed for every group
             self.generator = torch.Generator(run.scratch.device).manual_seed(run.mix.seed + group.start)
             self.weight *= 2**16 / self.kept_values

@@ -11,6 +11,7 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HEAD_DIMS = (16, 32, 64, 128)
+BLOCK_SIZES = range(16, 257)
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 MAX_SPLITS = 128
 
@@ -67,18 +68,20 @@ def tiles_for(q: Tensor) -> Tiles:
     return TILES[arch, q.element_size(), 64 if q.shape[-1] <= 64 else 128]
 
 
-def is_supported(q: Tensor) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
     if q.dtype not in _DTYPES:
         return f"The Triton kernels take float16, bfloat16 and float32, not {q.dtype}."
     if q.shape[-1] not in HEAD_DIMS:
         return f"The Triton kernels take head dims {HEAD_DIMS}, not {q.shape[-1]}."
-    if q.device.type != "cuda":
-        return None if INTERPRETED and q.device.type == "cpu" else f"The Triton kernels need CUDA, not {q.device.type}."
+    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
+        return f"The Triton kernels need CUDA, not {q.device.type}."
     if not INTERPRETED and capability(q.device) < 80:
         return "The Triton kernels need compute capability 8.0: older tensor cores have no path in Triton."
     if not INTERPRETED and q.element_size() * q.shape[-1] == 512 and shared_memory(q.device) < 147456:
         return "float32 with head dim 128 needs 144 KB of shared memory, which this device does not have."
+    if block_size is not None and block_size not in BLOCK_SIZES:
+        return f"The Triton kernels take blocks of 16 to 256 tokens, not {block_size}."
     return None
 
 

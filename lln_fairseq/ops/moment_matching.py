@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops._backends import choose_backend, kernels
 from lln_fairseq.ops._memory import compute_dtype
-from lln_fairseq.ops.lln import choose_kernels
 
 SCOPES = ("head", "batch")
 CONSTANTS = ("calibrated", "paper")
@@ -48,7 +48,7 @@ def match_moments(
         scope: "head" = one pair per sequence and head: independent of batch mates, padding and workers; "batch" = one
             pair for the whole tensor, as the authors' code has it.
         constants: "calibrated" = the tables simulated for this head dimension; "paper" = the paper's straight line.
-        backend: as for `lln_attention`; the fused kernel computes scope "head" with calibrated constants.
+        backend: as for `lln_attention`; the fused kernels compute scope "head" with calibrated constants.
 
     Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), without gradient.
     Raises: ValueError for an unknown scope or unknown constants.
@@ -56,9 +56,9 @@ def match_moments(
     for value, known, name in ((scope, SCOPES, "scope"), (constants, CONSTANTS, "constants")):
         if value not in known:
             raise ValueError(f"unknown {name} '{value}', choose from {', '.join(known)}")
-    kernels = choose_kernels(backend, q) if (scope, constants) == ("head", "calibrated") else None
-    if kernels:
-        return kernels.match_moments(q, k, key_padding_mask, *calibration_table(q.shape[-1], q.device))
+    backend = choose_backend(backend, q) if (scope, constants) == ("head", "calibrated") else "torch"
+    if backend != "torch":
+        return kernels(backend).match_moments(q, k, key_padding_mask, *calibration_table(q.shape[-1], q.device))
     with torch.no_grad():
         sigma_q, sigma_k = (standard_deviation(x, key_padding_mask, scope) for x in (q, k))
         log_s = 2 * (sigma_q.log() + sigma_k.log())

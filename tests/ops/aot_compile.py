@@ -103,7 +103,7 @@ def main():
 
     driver.set_active(NamedDriver(args.arch))
     lln_triton_launch.capability = lambda device: args.arch
-    lln_triton_launch.is_supported = lambda q: None
+    lln_triton_launch.is_supported = lambda q, block_size=None: None
     compile_only = JITFunction.run
     seen = set()
 

@@ -1,0 +1,70 @@
+/* LLN and block-diagonal attention and moment matching on a CPU in float32.
+
+   A thread takes whole heads. What belongs to a tile of tokens stays in the cache of its core: q, k, v, the gradient
+   and the results are read and written once or twice, and nothing else of their size exists. Compiled by _compile.py
+   for one head dimension (-DD=64) and for the CPU at hand. */
+
+#include <omp.h>
+
+#include "problem.h"
+#include "lln.h"
+#include "block_diag.h"
+#include "moments.h"
+
+static void head_forward(const problem *p, int64_t head, scratch c) {
+    if (p->lln) sum_keys(p, head, c);
+    for (int64_t start = 0; start < p->tokens; start += p->tile) {
+        const span s = tile_of(p, head, start);
+        const float *q = load(&p->q, s, c.tile[0]);
+        float *out = target(&p->out, s, c.tile[4]);
+        if (p->lln) {
+            features(s, q, p->alpha[head], p->log_sums + head * D, c.tile[5]);
+            multiply(0, s.padded, D, D, c.tile[5], D, 1, p->states + head * D * D, 1, out);
+        } else {
+            memset(out, 0, s.padded * D * sizeof(float));
+        }
+        if (p->diag) block_forward(p, s, c, q, out);
+        store(&p->out, s, out);
+    }
+}
+
+static void head_backward(const problem *p, int64_t head, scratch c) {
+    float *dstate = c.state[0], *g = c.vector[0];
+    if (p->lln) {
+        queries_backward(p, head, c, dstate, g);
+        transpose(D, D, dstate, c.state[1]);
+        memset(c.vector[1], 0, D * sizeof(float));
+    }
+    p->dbeta[head] = 0;
+    for (int64_t start = 0; start < p->tokens; start += p->tile) {
+        const span s = tile_of(p, head, start);
+        const float *k = load(&p->k, s, c.tile[0]), *v = load(&p->v, s, c.tile[1]);
+        float *dk = target(&p->dk, s, c.tile[8]), *dv = target(&p->dv, s, c.tile[9]);
+        if (p->lln) {
+            p->dbeta[head] += keys_backward(p, head, s, c, g, k, v, dk, dv);
+        } else {
+            float *results[] = {target(&p->dq, s, c.tile[6]), dk, dv};
+            for (int i = 0; i < 3; i++) memset(results[i], 0, s.padded * D * sizeof(float));
+            store(&p->dq, s, results[0]);
+        }
+        if (p->diag) block_backward(p, s, c, k, v, dk, dv);
+        store(&p->dk, s, dk), store(&p->dv, s, dv);
+    }
+}
+
+/* ---- what Python calls ---- */
+
+typedef void head_function(const problem *, int64_t, scratch);
+
+static void every_head(const problem *p, head_function *function) {
+#pragma omp parallel num_threads(p->threads)
+    {
+        const scratch c = carve(p, omp_get_thread_num());
+#pragma omp for schedule(dynamic)
+        for (int64_t head = 0; head < p->batches * p->heads; head++) function(p, head, c);
+    }
+}
+
+void forward(const problem *p) { every_head(p, head_forward); }
+void backward(const problem *p) { every_head(p, head_backward); }
+void match_moments(const problem *p) { every_head(p, head_match_moments); }

@@ -1,0 +1,120 @@
+/* LLN attention: the formulas of lln_pytorch.py. */
+
+/* a = softmax_d(alpha q + L) */
+static void features(span s, const float *q, float alpha, const float *log_sum, float *a) {
+    for (int64_t i = 0; i < s.padded; i++, a += D) {
+        const float *x = q + i * D;
+#pragma omp simd
+        for (int d = 0; d < D; d++) a[d] = alpha * x[d] + log_sum[d];
+        softmax(D, NULL, a);
+    }
+}
+
+/* w = exp(beta k - shift), 0 where the key is padded; total += Σ_j w. */
+static void weights(span s, const float *k, float beta, const float *shift, const float *valid, float *w, float *total) {
+    for (int64_t j = 0; j < s.padded; j++, w += D) {
+        const float *x = k + j * D;
+        if (valid && !valid[j]) {
+            memset(w, 0, D * sizeof(float));
+            continue;
+        }
+#pragma omp simd
+        for (int d = 0; d < D; d++) {
+            w[d] = exponential(beta * x[d] - shift[d]);
+            total[d] += w[d];
+        }
+    }
+}
+
+/* Raises `top` to the largest beta k of the tile, and scales what was summed with the old one. */
+static void raise_top(span s, const float *k, float beta, const float *valid, float *top, float *total, float *state,
+                      float *factor) {
+    memcpy(factor, top, D * sizeof(float));
+    for (int64_t j = 0; j < s.padded; j++) {
+        const float *x = k + j * D;
+        if (valid && !valid[j]) continue;
+#pragma omp simd
+        for (int d = 0; d < D; d++) top[d] = beta * x[d] > top[d] ? beta * x[d] : top[d];
+    }
+    if (!memcmp(factor, top, D * sizeof(float))) return;
+#pragma omp simd
+    for (int d = 0; d < D; d++) total[d] *= factor[d] = exponential(factor[d] - top[d]);
+    for (int d = 0; d < D; d++)
+        for (int e = 0; e < D; e++) state[d * D + e] *= factor[d];
+}
+
+/* L = logsumexp_j(beta k_j) and S = weight * W' v, both 0 for a sequence without a real key. */
+static void sum_keys(const problem *p, int64_t head, scratch c) {
+    float *log_sum = p->log_sums + head * D, *state = p->states + head * D * D;
+    float *top = c.vector[0], *total = c.vector[1];
+    int any = 0;
+    memset(state, 0, D * D * sizeof(float));
+    for (int d = 0; d < D; d++) top[d] = -1e30f, total[d] = 0;
+    for (int64_t start = 0; start < p->tokens; start += p->tile) {
+        const span s = tile_of(p, head, start);
+        const float *valid = valid_of(p, s, c);
+        for (int64_t j = 0; j < s.padded && !any; j++) any = !valid || valid[j];
+        const float *k = load(&p->k, s, c.tile[0]), *v = load(&p->v, s, c.tile[1]);
+        raise_top(s, k, p->beta[head], valid, top, total, state, c.vector[2]);
+        weights(s, k, p->beta[head], top, valid, c.tile[2], total);
+        multiply(1, D, D, s.padded, c.tile[2], 1, D, v, 1, state);
+    }
+    for (int d = 0; d < D; d++) {
+        log_sum[d] = any ? top[d] + logf(total[d]) : 0;
+        for (int e = 0; e < D; e++) state[d * D + e] *= any ? p->lln / total[d] : 0;
+    }
+}
+
+/* dA = do S', dx = A (dA - Σ_d A dA), dq = alpha dx; fills dS = A' do and g = diag(S dS') - Σ_i dx_i. */
+static void queries_backward(const problem *p, int64_t head, scratch c, float *dstate, float *g) {
+    float *state = p->states + head * D * D, *turned = c.state[1], *a = c.tile[2], *dx = c.tile[3], dalpha = 0;
+    const float alpha = p->alpha[head];
+    transpose(D, D, state, turned);
+    memset(dstate, 0, D * D * sizeof(float));
+    memset(g, 0, D * sizeof(float));
+    for (int64_t start = 0; start < p->tokens; start += p->tile) {
+        const span s = tile_of(p, head, start);
+        const float *q = load(&p->q, s, c.tile[0]), *grad = load(&p->grad, s, c.tile[1]);
+        float *dq = target(&p->dq, s, c.tile[4]);
+        features(s, q, alpha, p->log_sums + head * D, a);
+        multiply(0, s.padded, D, D, grad, D, 1, turned, 1, dx);
+        multiply(1, D, D, s.padded, a, 1, D, grad, 1, dstate);
+        float part = 0;
+        for (int64_t i = 0; i < s.padded; i++) {
+            const float *x = q + i * D, *y = dx + i * D;
+            float *to = dq + i * D;
+            softmax_backward(D, a + i * D, dx + i * D);
+#pragma omp simd reduction(+ : part)
+            for (int d = 0; d < D; d++) {
+                g[d] -= y[d];
+                part += x[d] * y[d];
+                to[d] = alpha * y[d];
+            }
+        }
+        dalpha += part;
+        store(&p->dq, s, dq);
+    }
+    for (int d = 0; d < D; d++)
+        for (int e = 0; e < D; e++) g[d] += state[d * D + e] * dstate[d * D + e];
+    p->dalpha[head] = dalpha;
+}
+
+/* dv = W dS, dy = W (v dS' - g), dk = beta dy for a tile of keys; returns Σ k dy, its part of dbeta. */
+static float keys_backward(const problem *p, int64_t head, span s, scratch c, const float *g, const float *k,
+                           const float *v, float *dk, float *dv) {
+    float *dstate = c.state[0], *turned = c.state[1], *w = c.tile[2], *dy = c.tile[3], dbeta = 0;
+    weights(s, k, p->beta[head], p->log_sums + head * D, valid_of(p, s, c), w, c.vector[1]);
+    multiply(0, s.padded, D, D, w, D, 1, dstate, p->lln, dv);
+    multiply(0, s.padded, D, D, v, D, 1, turned, p->lln, dy);
+    for (int64_t j = 0; j < s.padded; j++) {
+        const float *x = k + j * D, *y = dy + j * D, *z = w + j * D;
+        float *to = dk + j * D;
+#pragma omp simd reduction(+ : dbeta)
+        for (int d = 0; d < D; d++) {
+            const float product = z[d] * (y[d] - g[d]);
+            dbeta += x[d] * product;
+            to[d] = p->beta[head] * product;
+        }
+    }
+    return dbeta;
+}

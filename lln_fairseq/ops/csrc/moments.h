@@ -1,0 +1,37 @@
+/* Moment matching: the formulas of moment_matching.py. */
+
+/* Population standard deviation of the real tokens and the features of a head, at least 1e-6. */
+static double deviation(const problem *p, const view *x, int64_t head, scratch c) {
+    double total = 0, square = 0, tokens = 0;
+    for (int64_t start = 0; start < p->tokens; start += p->tile) {
+        const span s = tile_of(p, head, start);
+        const float *valid = valid_of(p, s, c);
+        float sum[D] = {0}, squares[D] = {0};
+        for (int64_t i = 0; i < s.count; i++) {
+            const float *y = at(x, s) + i * x->token;
+            if (valid && !valid[i]) continue;
+            tokens++;
+#pragma omp simd
+            for (int d = 0; d < D; d++) sum[d] += y[d], squares[d] += y[d] * y[d];
+        }
+        for (int d = 0; d < D; d++) total += sum[d], square += squares[d];
+    }
+    const double count = tokens > 0 ? tokens * D : 1, mean = total / count, variance = square / count - mean * mean;
+    return sqrt(variance < 1e-12 ? 1e-12 : variance);
+}
+
+/* The piecewise linear function through the points of a table, its end segments continued. */
+static double interpolate(table t, double x) {
+    int64_t right = 1;
+    while (right < t.points - 1 && t.x[right] < x) right++;
+    const double slope = ((double)t.y[right] - t.y[right - 1]) / ((double)t.x[right] - t.x[right - 1]);
+    return t.y[right - 1] + slope * (x - t.x[right - 1]);
+}
+
+/* alpha = σ̃ / (√2 σ_q), beta = σ̃ / (√2 σ_k): moment_matching.py */
+static void head_match_moments(const problem *p, int64_t head, scratch c) {
+    const double sigma_q = deviation(p, &p->q, head, c), sigma_k = deviation(p, &p->k, head, c);
+    const double sigma = exp(interpolate(p->calibration, 2 * log(sigma_q * sigma_k)) / 2);
+    p->alpha[head] = sigma / (sqrt(2) * sigma_q);
+    p->beta[head] = sigma / (sqrt(2) * sigma_k);
+}

@@ -1,0 +1,56 @@
+/* What a call is about, the scratch memory of a thread, and the tiles of a head. */
+
+#include "tiles.h"
+
+typedef struct {
+    const float *x, *y;
+    int64_t points;
+} table;
+
+typedef struct { /* lln_cpu.py mirrors it */
+    int64_t batches, heads, tokens, tile, threads;
+    int64_t kept; /* of the 2^16 values of 16 random bits, those that keep a weight; 0 = no dropout */
+    uint64_t seed;
+    float lln, diag;                         /* weights of the two parts; a part of weight 0 is not computed */
+    const uint8_t *padding;                  /* (B, N), 1 = padded, or NULL */
+    float *alpha, *beta, *log_sums, *states; /* (B H), (B H), (B H, D), (B H, D, D) */
+    float *dalpha, *dbeta;                   /* (B H) */
+    float *scratch;                          /* threads x scratch_floats(tile) */
+    table calibration;                       /* of moment matching */
+    view q, k, v, out, grad, dq, dk, dv;
+} problem;
+
+enum { TILES = 10, SQUARES = 3, STATES = 2, VECTORS = 3 };
+typedef struct {
+    float *tile[TILES], *square[SQUARES], *state[STATES], *vector[VECTORS], *valid;
+} scratch;
+
+int64_t scratch_floats(int64_t tile) {
+    const int64_t n = multiple(tile);
+    return TILES * n * D + SQUARES * n * n + STATES * D * D + VECTORS * D + n;
+}
+
+static scratch carve(const problem *p, int thread) {
+    const int64_t n = multiple(p->tile);
+    float *next = p->scratch + thread * scratch_floats(p->tile);
+    scratch c;
+    for (int i = 0; i < TILES; i++, next += n * D) c.tile[i] = next;
+    for (int i = 0; i < SQUARES; i++, next += n * n) c.square[i] = next;
+    for (int i = 0; i < STATES; i++, next += D * D) c.state[i] = next;
+    for (int i = 0; i < VECTORS; i++, next += D) c.vector[i] = next;
+    c.valid = next;
+    return c;
+}
+
+static span tile_of(const problem *p, int64_t head, int64_t start) {
+    const int64_t rest = p->tokens - start, count = rest < p->tile ? rest : p->tile;
+    return (span){head / p->heads, head % p->heads, start, count, multiple(count)};
+}
+
+/* 1 for real tokens, 0 for padded ones and for rows beyond the end; NULL where all are real. */
+static const float *valid_of(const problem *p, span s, scratch c) {
+    const uint8_t *padding = p->padding ? p->padding + s.batch * p->tokens + s.start : NULL;
+    if (padding == NULL && s.count == s.padded) return NULL;
+    for (int64_t j = 0; j < s.padded; j++) c.valid[j] = j < s.count && !(padding && padding[j]);
+    return c.valid;
+}

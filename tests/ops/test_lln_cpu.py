@@ -1,0 +1,231 @@
+"""The C kernels of a CPU: against PyTorch in float64, in every layout, and where they cannot be compiled.
+
+test_lln.py, test_block_diag.py and the contract tests run on them too, wherever their inputs are float32.
+"""
+
+import logging
+import multiprocessing
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from lln_fairseq.ops import _compile, lln_cpu
+from lln_fairseq.ops._backends import choose_backend
+from lln_fairseq.ops._compile import CannotCompile, load_library
+from lln_fairseq.ops.lln import lln_attention, lln_diag_attention, mixture
+from lln_fairseq.ops.lln_pytorch import Mixture
+from lln_fairseq.ops.moment_matching import match_moments
+from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
+
+reason = lln_cpu.is_supported(torch.empty(1, 1, 1, 64))
+needs_compiler = pytest.mark.skipif(reason is not None, reason=str(reason))
+MIXTURES = [Mixture(1.0, 0.0), *(Mixture(0.5, 0.5, size) for size in (1, 5, 50, 64, 256)), Mixture(0.0, 1.0, 64)]
+
+
+def results(backend, mix, tensors, mask=None, dtype=torch.float32):
+    """The output and the gradients of q, k, v, α, β for an incoming gradient; those of α, β only with LLN."""
+    *inputs, grad = [x.detach().to(dtype) for x in tensors]
+    wanted = [x.requires_grad_() for x in inputs][: 5 if mix.lln_weight else 3]
+    out = mixture(backend, *inputs, mask, mix)
+    return out.detach(), *torch.autograd.grad(out, wanted, grad)
+
+
+def random_tensors(length, dim, batch=3, heads=2):
+    q, k, v = random_qkv(batch, heads, length, dim)
+    alpha, beta = 1 + torch.rand(2, batch, heads, generator=torch.Generator().manual_seed(1))
+    return q, k, v, alpha, beta, torch.randn(q.shape, generator=torch.Generator().manual_seed(2))
+
+
+def check(actual, expected):
+    names = ("out", "q", "k", "v", "alpha", "beta")
+    for name, a, e in zip(names, actual, expected, strict=False):
+        assert relative_rms(a, e) <= (FLOAT32_FORWARD if name == "out" else FLOAT32_GRADIENT), name
+
+
+@needs_compiler
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mix", MIXTURES, ids=lambda m: f"{m.lln_weight}-{m.diag_weight}-{m.block_size}")
+@pytest.mark.parametrize(("length", "dim"), [(3, 64), (64, 64), (130, 64), (300, 64), (97, 16), (97, 48), (97, 112)])
+def test_equals_pytorch_in_float64(length, dim, mix, padded):
+    tensors = random_tensors(length, dim)
+    mask = random_padding(3, length, full_row=True) if padded else None
+    check(results("cpu", mix, tensors, mask), results("torch", mix, tensors, mask, torch.float64))
+
+
+@needs_compiler
+@pytest.mark.parametrize("mix", MIXTURES[:3], ids=lambda m: str(m.block_size))
+def test_layouts_and_threads_change_no_bit(mix):
+    tensors = random_tensors(130, 32)
+    expected = results("cpu", mix, tensors)
+    q, k, v, alpha, beta, grad = tensors
+    layouts = {
+        "sequence first": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+        "features apart": lambda x: x.mT.contiguous().mT,
+        "part of a wider tensor": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]],
+    }
+    for layout in layouts.values():
+        changed = results("cpu", mix, (*map(layout, (q, k, v)), alpha, beta, layout(grad)))
+        assert all(map(torch.equal, changed, expected))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert all(map(torch.equal, results("cpu", mix, tensors), expected))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_gradients_with_dropout_are_those_of_the_same_draw():
+    """The output is linear in v, so <grad, out> = <v, dv>; along q it is compared with a difference quotient."""
+    q, k, v, _, _, grad = random_tensors(150, 32)
+    mix = Mixture(0.0, 1.0, 64, dropout_p=0.3, seed=5)
+
+    def value(q):
+        return (mixture("cpu", q, k, v, 0.0, 0.0, None, mix).double() * grad).sum().item()
+
+    _, dq, _, dv = results("cpu", mix, (q, k, v, torch.zeros(3, 2), torch.zeros(3, 2), grad))
+    assert (v.double() * dv).sum().item() == pytest.approx(value(q), rel=1e-4)
+    step = 1e-2 * torch.randn(q.shape, generator=torch.Generator().manual_seed(3))
+    assert (step * dq).sum().item() == pytest.approx((value(q + step) - value(q - step)) / 2, rel=2e-3)
+
+
+@needs_compiler
+def test_dropout_differs_between_heads_blocks_and_seeds():
+    q, k, _ = random_qkv(batch=2, heads=2, length=128, dim=64)
+    v = torch.eye(64).repeat(2, 1).expand_as(q)  # the output is then the matrices of the blocks
+    draws = [mixture("cpu", q, k, v, 0.0, 0.0, None, Mixture(0.0, 1.0, 64, 0.5, seed)) != 0 for seed in (1, 2, 2**40)]
+    blocks = torch.stack(draws).reshape(-1, 64 * 64).double()
+    assert blocks.mean().item() == pytest.approx(0.5, abs=0.01)
+    others = torch.corrcoef(blocks) - torch.eye(len(blocks))
+    assert others.abs().max() < 0.08  # 5 standard deviations of the correlation of 4096 independent draws
+
+
+@needs_compiler
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 30.0])
+def test_matched_moments_equal_pytorch_in_float64(scale, padded):
+    q, k, _ = random_qkv(length=130, dim=64, scale=scale)
+    mask = random_padding(2, 130, full_row=True) if padded else None
+    expected = match_moments((q + 3 * scale).double(), k.double(), mask, backend="torch")
+    for a, e in zip(match_moments(q + 3 * scale, k, mask, backend="cpu"), expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=0)
+
+
+@needs_compiler
+def test_nan_shows_in_its_head_unless_it_is_padding():
+    q, k, v = random_qkv(batch=1, heads=2, length=70)
+    mask = torch.arange(70)[None] >= 60
+    k[0, 0, 65] = torch.nan
+    assert lln_diag_attention(q, k, v, 2.0, 2.0, mask, backend="cpu").isfinite().all()
+    assert match_moments(q, k, mask, backend="cpu")[0].isfinite().all()
+    k[0, 0, 5] = torch.nan
+    out = lln_diag_attention(q, k, v, 2.0, 2.0, mask, backend="cpu")
+    assert out[0, 0].isnan().all()
+    assert out[0, 1].isfinite().all()
+    assert match_moments(q, k, mask, backend="cpu")[0].isnan().tolist() == [[True, False]]
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+@pytest.mark.parametrize("arch", ["x86-64", "haswell"])
+def test_narrower_vectors_give_the_same(arch, monkeypatch, tmp_path):
+    if arch == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AVX2")
+    flags = [f"-march={arch}" if flag.startswith("-march") else flag for flag in _compile.FLAGS]
+    monkeypatch.setattr(_compile, "FLAGS", flags)
+    monkeypatch.setenv("LLN_FAIRSEQ_CACHE", str(tmp_path))
+    monkeypatch.setattr(lln_cpu, "_library", lln_cpu._library.__wrapped__)
+    tensors, mix = random_tensors(130, 48), Mixture(0.5, 0.5, 48)
+    check(results("cpu", mix, tensors), results("torch", mix, tensors, None, torch.float64))
+
+
+def test_what_the_kernels_do_not_take(monkeypatch):
+    q = torch.empty(1, 1, 4, 64)
+    for other, message in ((q.double(), "float32"), (q.half(), "float32"), (q[..., :40], "not 40")):
+        assert message in lln_cpu.is_supported(other)
+        assert choose_backend("auto", other) == "torch"
+        with pytest.raises(ValueError, match=f"backend 'cpu' cannot run here: .*{message}"):
+            choose_backend("cpu", other)
+    assert "up to 256 tokens, not 257" in lln_cpu.is_supported(q, block_size=257)
+
+
+# ---- compiling ----
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLN_FAIRSEQ_CACHE", str(tmp_path / "cache"))
+    lln_cpu._library.cache_clear()
+    yield tmp_path / "cache"
+    lln_cpu._library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"CC": "false"}, "false ended with 1"),
+        ({"CC": "no-such-compiler"}, "no-such-compiler"),
+        ({"CC": "", "PATH": "/nowhere"}, "none of gcc, cc, clang is installed"),
+    ],
+)
+def test_without_a_compiler_pytorch_computes_and_says_so_once(environment, message, cache, monkeypatch, caplog):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    q, k, v = random_qkv(length=20)
+    with caplog.at_level(logging.WARNING):
+        out = lln_attention(q, k, v, 2.0, 2.0)
+        lln_attention(q, k, v, 2.0, 2.0)
+    (record,) = caplog.records
+    assert "runs in PyTorch" in record.getMessage()
+    assert message in record.getMessage()
+    assert torch.equal(out, lln_attention(q, k, v, 2.0, 2.0, backend="torch"))
+    with pytest.raises(ValueError, match="backend 'cpu' cannot run here: They could not be compiled"):
+        lln_attention(q, k, v, 2.0, 2.0, backend="cpu")
+    assert not list(cache.glob("*"))
+
+
+@needs_compiler
+def test_the_library_is_compiled_once_and_again_if_it_is_broken(cache, tmp_path, monkeypatch):
+    compiled = []
+    original = _compile._compile
+    monkeypatch.setattr(_compile, "_compile", lambda command: (compiled.append(command), original(command)))
+    load_library(lln_cpu.SOURCE, D=16)
+    load_library(lln_cpu.SOURCE, D=16)
+    assert len(compiled) == 1
+    (library,) = cache.iterdir()
+    broken = tmp_path / "other" / library.name
+    broken.parent.mkdir()
+    broken.write_bytes(library.read_bytes()[:100])
+    monkeypatch.setenv("LLN_FAIRSEQ_CACHE", str(broken.parent))
+    load_library(lln_cpu.SOURCE, D=16)
+    assert len(compiled) == 2
+    assert [path.name for path in broken.parent.iterdir()] == [library.name]
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LLN_FAIRSEQ_CACHE", str(tmp_path / "file" / "cache"))
+    assert load_library(lln_cpu.SOURCE, D=16).scratch_floats
+
+
+@needs_compiler
+def test_processes_that_compile_at_the_same_time(cache):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=load_library, args=(lln_cpu.SOURCE,), kwargs={"D": 16}) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len(list(cache.iterdir())) == 1
+
+
+@needs_compiler
+def test_what_the_compiler_says_is_passed_on(tmp_path, cache):
+    source = tmp_path / "wrong.c"
+    source.write_text("int f(void) { return nothing; }\n")
+    with pytest.raises(CannotCompile, match="nothing"):
+        load_library(source)
