@@ -1,4 +1,4 @@
-"""Working memory of the PyTorch path: heads are taken in groups that fit the cache, and scratch is reused.
+"""Memory for results and scratch; in PyTorch heads are taken in groups that fit the cache, and scratch is reused.
 
 A fresh 50 MB tensor costs about 18 ms of page faults on a CPU, more than most operations on it, and every one of them
 adds to the peak. One set of small buffers avoids both; on a CPU a thread keeps it from call to call.
@@ -47,9 +47,9 @@ def fresh_result(x: Tensor) -> Tensor:
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Lets this process keep what it frees, as on a GPU: new pages under every large tensor cost up to a fifth
+    """Lets this process keep what it frees, as on a GPU: new pages under large tensors are a sixth of a training step.
 
-    Does nothing where the C library is not glibc or the environment already tunes it by MALLOC_...
+    Does nothing where the C library is not glibc, or where the environment tunes it by MALLOC_...
     """
     if sys.platform.startswith("linux") and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
