@@ -33,6 +33,15 @@ class MomentMatched(Attention):
             raise ValueError(f"α and β must be positive, got alpha={fixed[0]}, beta={fixed[1]}")
         self.batch_independent = config.alpha is not None or config.scope == "head"
 
+    def factors(
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """α and β for the operations, None where they match them themselves, which takes less time."""
+        config = self.config
+        if (config.alpha, config.scope, config.constants) == (None, "head", "calibrated"):
+            return None, None
+        return self.temperatures(q, k, key_padding_mask)
+
     def temperatures(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """α and β, float32 of shape (B, H), without gradient."""
         config = self.config
@@ -47,7 +56,7 @@ class LLNAttention(MomentMatched):
     """LLN attention alone. It has no attention matrix, so attention dropout does not apply."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return lln_attention(q, k, v, *self.temperatures(q, k, key_padding_mask), key_padding_mask)
+        return lln_attention(q, k, v, *self.factors(q, k, key_padding_mask), key_padding_mask)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return reference.lln_matrix(q, k, *self.temperatures(q, k, key_padding_mask), key_padding_mask)

@@ -15,14 +15,15 @@ from lln_fairseq.ops._checks import check_block_size, check_dropout, check_input
 from lln_fairseq.ops._memory import compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.lln_pytorch import Mixture, MixtureFunction
+from lln_fairseq.ops.moment_matching import match_moments
 
 
 def lln_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -32,7 +33,8 @@ def lln_attention(
 
     Args:
         q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
-        alpha, beta: numbers or tensors that broadcast to (B, H); gradients flow to tensors that require them.
+        alpha, beta: numbers or tensors that broadcast to (B, H); gradients flow to tensors that require them. None:
+            `match_moments` of q and k, in the same pass where the backend can.
         key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
         backend: "triton" for the fused kernels of a GPU (compute capability 8.0 or higher), "cpu" for those of a CPU
             (float32, compiled at first use), "torch" for everything else, "auto" for the kernels where they can run.
@@ -42,6 +44,7 @@ def lln_attention(
     """
     check_inputs(q, k, v, key_padding_mask)
     backend = choose_backend(backend, q)
+    alpha, beta = _matched(backend, q, k, alpha, beta, key_padding_mask)
     if backend == "triton":
         return kernels(backend).lln_attention(q, k, v, alpha, beta, key_padding_mask)
     return mixture(backend, q, k, v, alpha, beta, key_padding_mask, Mixture(1.0, 0.0))
@@ -51,8 +54,8 @@ def lln_diag_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     block_size: int | None = None,
     backend: str = "auto",
@@ -67,6 +70,7 @@ def lln_diag_attention(
     block_size = check_block_size(block_size, q.shape[-1])
     check_dropout(dropout_p)
     backend = choose_backend(backend, q, block_size)
+    alpha, beta = _matched(backend, q, k, alpha, beta, key_padding_mask)
     if backend == "triton":
         return kernels(backend).lln_diag_attention(q, k, v, alpha, beta, key_padding_mask, block_size, dropout_p)
     mix = Mixture(0.5, 0.5, block_size, dropout_p, dropout_seed(dropout_p))
@@ -87,10 +91,19 @@ def lln_features(
     return balanced_features(x, y, key_padding_mask)
 
 
+def _matched(
+    backend: str, q: Tensor, k: Tensor, alpha: float | Tensor | None, beta: float | Tensor | None, mask: Tensor | None
+) -> tuple[float | Tensor | None, float | Tensor | None]:
+    if (alpha is None) != (beta is None):
+        raise ValueError("alpha and beta must be given together or not at all")
+    return match_moments(q, k, mask, backend=backend) if alpha is None and backend != "cpu" else (alpha, beta)
+
+
 def mixture(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, alpha: float | Tensor, beta: float | Tensor, mask: Tensor | None,
-    mix: Mixture,
+    backend: str, q: Tensor, k: Tensor, v: Tensor, alpha: float | Tensor | None, beta: float | Tensor | None,
+    mask: Tensor | None, mix: Mixture,
 ) -> Tensor:  # fmt: skip
-    """The mixture by the backend "cpu" or "torch"."""
+    """The mixture by the backend "cpu" or "torch"; α and β None, which "cpu" alone takes, are matched."""
     function = kernels("cpu").MixtureFunction if backend == "cpu" else MixtureFunction
-    return function.apply(q, k, v, per_head(alpha, q, "alpha"), per_head(beta, q, "beta"), mask, mix)
+    alpha, beta = (x if x is None else per_head(x, q, name) for x, name in ((alpha, "alpha"), (beta, "beta")))
+    return function.apply(q, k, v, alpha, beta, mask, mix)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from lln_fairseq.ops._compile import CannotCompile, load_library
 from lln_fairseq.ops._memory import Scratch, fresh_result
 from lln_fairseq.ops.lln_pytorch import Mixture
+from lln_fairseq.ops.moment_matching import calibration_table
 
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"
 HEAD_DIMS = range(16, 257, 16)
@@ -100,17 +101,24 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 
 class MixtureFunction(torch.autograd.Function):
-    """As lln_pytorch.MixtureFunction: q, k, v (B, H, N, D), alpha and beta (B, H), mask bool (B, N) or None."""
+    """As lln_pytorch.MixtureFunction: q, k, v (B, H, N, D), alpha and beta (B, H), mask bool (B, N) or None.
+
+    alpha and beta None: matched head by head, while q and k are in the cache.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None,
+        mix: Mixture,
+    ) -> Tensor:  # fmt: skip
         q, k, v = _dense(q, k, v)
-        alpha, beta, mask = alpha.contiguous(), beta.contiguous(), None if mask is None else mask.contiguous()
+        mask = None if mask is None else mask.contiguous()
         heads, dim = q.shape[0] * q.shape[1], q.shape[3]
+        table = _calibration(dim) if alpha is None else None
+        alpha, beta = (torch.empty(q.shape[:2]) if x is None else x.contiguous() for x in (alpha, beta))
         out, log_sums, states = fresh_result(q), torch.empty(heads, dim), torch.empty(heads, dim, dim)
-        _run("forward", mix, mask, q=q, k=k, v=v, out=out, alpha=alpha, beta=beta, log_sums=log_sums, states=states)
+        _run("forward", mix, mask, table, q=q, k=k, v=v, out=out, alpha=alpha, beta=beta, log_sums=log_sums,
+             states=states)  # fmt: skip
         ctx.save_for_backward(q, k, v, alpha, beta, mask, log_sums, states)
         ctx.mix = mix
         return out
@@ -121,20 +129,23 @@ class MixtureFunction(torch.autograd.Function):
         q, k, v, alpha, beta, mask, log_sums, states = ctx.saved_tensors
         (grad,) = _dense(grad)
         dq, dk, dv = (fresh_result(x) for x in (q, k, v))
-        dalpha, dbeta = torch.zeros_like(alpha), torch.zeros_like(beta)
+        needed = zip(("dalpha", "dbeta"), ctx.needs_input_grad[3:5], strict=True)
+        of_factors = {name: torch.empty_like(alpha) for name, wanted in needed if wanted}
         _run("backward", ctx.mix, mask, q=q, k=k, v=v, grad=grad, dq=dq, dk=dk, dv=dv, alpha=alpha, beta=beta,
-             log_sums=log_sums, states=states, dalpha=dalpha, dbeta=dbeta)  # fmt: skip
-        return dq, dk, dv, dalpha, dbeta, None, None
+             log_sums=log_sums, states=states, **of_factors)  # fmt: skip
+        return dq, dk, dv, of_factors.get("dalpha"), of_factors.get("dbeta"), None, None
 
 
 @torch.no_grad()
-def match_moments(
-    q: Tensor, k: Tensor, mask: Tensor | None, log_s: Tensor, log_sigma2: Tensor
-) -> tuple[Tensor, Tensor]:
-    """moment_matching.match_moments of scope "head" through the points of a table, each float32 (T,)."""
+def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, *_: Tensor) -> tuple[Tensor, Tensor]:
+    """moment_matching.match_moments of scope "head" with calibrated constants."""
     q, k = _dense(q, k)
     mask = None if mask is None else mask.contiguous()
     alpha, beta = torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
-    table = _Table(log_s.data_ptr(), log_sigma2.data_ptr(), len(log_s))
-    _run("match_moments", Mixture(1.0, 0.0), mask, table, q=q, k=k, alpha=alpha, beta=beta)
+    _run("match_moments", Mixture(1.0, 0.0), mask, _calibration(q.shape[-1]), q=q, k=k, alpha=alpha, beta=beta)
     return alpha, beta
+
+
+def _calibration(dim: int) -> _Table:
+    log_s, log_sigma2 = calibration_table(dim)
+    return _Table(log_s.data_ptr(), log_sigma2.data_ptr(), len(log_s))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lln_fairseq.ops import reference
+from lln_fairseq.ops._backends import choose_backend
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import (
@@ -206,6 +207,7 @@ def test_autocast_keeps_the_half_dtype():
         (dict(backend="cuda"), "choose from auto, torch, triton, cpu"),
         (dict(backend="triton"), "cannot run here: .*head dims"),
         (dict(backend="triton", q=torch.zeros(1, 2, 4, 8).double()), "share one floating-point dtype"),
+        (dict(beta=None), "together or not at all"),
         (dict(block_size=0), "block_size"),
         (dict(dropout_p=1.0), "dropout_p"),
     ],
@@ -214,6 +216,21 @@ def test_bad_input_is_refused(change, message):
     inputs = dict(zip("qkv", torch.zeros(3, 1, 2, 4, 8), strict=True), alpha=1.0, beta=1.0)
     with pytest.raises(ValueError, match=message):
         lln_diag_attention(**inputs | change)
+
+
+@PAIRS
+@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
+def test_factors_that_are_not_given_are_matched(function, oracle, backend):
+    q, k, v = (x.requires_grad_() for x in random_qkv(length=70, dim=64))
+    if backend == "cpu" and choose_backend("auto", q) != "cpu":
+        pytest.skip("no C compiler")
+    mask = random_padding(2, 70)
+    matched = match_moments(q, k, mask, backend=backend)
+    attention = {lln_attention: lln_attention, lln_diag_64: lln_diag_attention}[function]
+    outputs = [attention(q, k, v, *factors, mask, backend=backend) for factors in (matched, (None, None))]
+    assert torch.equal(*outputs)
+    grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outputs]
+    assert all(map(torch.equal, *grads))
 
 
 def test_dispatch(monkeypatch):

@@ -12,6 +12,7 @@
 #include "moments.h"
 
 static void head_forward(const problem *p, int64_t head, scratch c) {
+    if (p->calibration.points) head_match_moments(p, head, c); /* q and k are in the cache then */
     if (p->lln) sum_keys(p, head, c);
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
@@ -35,13 +36,13 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
         transpose(D, D, dstate, c.state[1]);
         memset(c.vector[1], 0, D * sizeof(float));
     }
-    p->dbeta[head] = 0;
+    float dbeta = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
         const float *k = load(&p->k, s, c.tile[0]), *v = load(&p->v, s, c.tile[1]);
         float *dk = target(&p->dk, s, c.tile[8]), *dv = target(&p->dv, s, c.tile[9]);
         if (p->lln) {
-            p->dbeta[head] += keys_backward(p, head, s, c, g, k, v, dk, dv);
+            dbeta += keys_backward(p, head, s, c, g, k, v, dk, dv);
         } else {
             float *results[] = {target(&p->dq, s, c.tile[6]), dk, dv};
             for (int i = 0; i < 3; i++) memset(results[i], 0, s.padded * D * sizeof(float));
@@ -50,6 +51,7 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
         if (p->diag) block_backward(p, s, c, k, v, dk, dv);
         store(&p->dk, s, dk), store(&p->dv, s, dv);
     }
+    if (p->dbeta) p->dbeta[head] = dbeta;
 }
 
 /* ---- what Python calls ---- */

@@ -60,8 +60,9 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
         multiply(1, D, D, s.padded, c.tile[2], 1, D, v, 1, state);
     }
     for (int d = 0; d < D; d++) {
+        const float factor = any ? p->lln / total[d] : 0;
         log_sum[d] = any ? top[d] + logf(total[d]) : 0;
-        for (int e = 0; e < D; e++) state[d * D + e] *= any ? p->lln / total[d] : 0;
+        for (int e = 0; e < D; e++) state[d * D + e] *= factor;
     }
 }
 
@@ -79,42 +80,39 @@ static void queries_backward(const problem *p, int64_t head, scratch c, float *d
         features(s, q, alpha, p->log_sums + head * D, a);
         multiply(0, s.padded, D, D, grad, D, 1, turned, 1, dx);
         multiply(1, D, D, s.padded, a, 1, D, grad, 1, dstate);
-        float part = 0;
         for (int64_t i = 0; i < s.padded; i++) {
-            const float *x = q + i * D, *y = dx + i * D;
+            const float *y = dx + i * D;
             float *to = dq + i * D;
             softmax_backward(D, a + i * D, dx + i * D);
-#pragma omp simd reduction(+ : part)
+#pragma omp simd
             for (int d = 0; d < D; d++) {
                 g[d] -= y[d];
-                part += x[d] * y[d];
                 to[d] = alpha * y[d];
             }
+            if (p->dalpha) dalpha += dot(D, q + i * D, y);
         }
-        dalpha += part;
         store(&p->dq, s, dq);
     }
-    for (int d = 0; d < D; d++)
-        for (int e = 0; e < D; e++) g[d] += state[d * D + e] * dstate[d * D + e];
-    p->dalpha[head] = dalpha;
+    for (int d = 0; d < D; d++) g[d] += dot(D, state + d * D, dstate + d * D);
+    if (p->dalpha) p->dalpha[head] = dalpha;
 }
 
 /* dv = W dS, dy = W (v dS' - g), dk = beta dy for a tile of keys; returns Σ k dy, its part of dbeta. */
 static float keys_backward(const problem *p, int64_t head, span s, scratch c, const float *g, const float *k,
                            const float *v, float *dk, float *dv) {
     float *dstate = c.state[0], *turned = c.state[1], *w = c.tile[2], *dy = c.tile[3], dbeta = 0;
-    weights(s, k, p->beta[head], p->log_sums + head * D, valid_of(p, s, c), w, c.vector[1]);
+    const float beta = p->beta[head];
+    weights(s, k, beta, p->log_sums + head * D, valid_of(p, s, c), w, c.vector[1]);
     multiply(0, s.padded, D, D, w, D, 1, dstate, p->lln, dv);
     multiply(0, s.padded, D, D, v, D, 1, turned, p->lln, dy);
     for (int64_t j = 0; j < s.padded; j++) {
-        const float *x = k + j * D, *y = dy + j * D, *z = w + j * D;
-        float *to = dk + j * D;
-#pragma omp simd reduction(+ : dbeta)
+        float *y = dy + j * D, *to = dk + j * D;
+#pragma omp simd
         for (int d = 0; d < D; d++) {
-            const float product = z[d] * (y[d] - g[d]);
-            dbeta += x[d] * product;
-            to[d] = p->beta[head] * product;
+            y[d] = w[j * D + d] * (y[d] - g[d]);
+            to[d] = beta * y[d];
         }
+        if (p->dbeta) dbeta += dot(D, k + j * D, y);
     }
     return dbeta;
 }

@@ -14,9 +14,9 @@ typedef struct { /* lln_cpu.py mirrors it */
     float lln, diag;                         /* weights of the two parts; a part of weight 0 is not computed */
     const uint8_t *padding;                  /* (B, N), 1 = padded, or NULL */
     float *alpha, *beta, *log_sums, *states; /* (B H), (B H), (B H, D), (B H, D, D) */
-    float *dalpha, *dbeta;                   /* (B H) */
+    float *dalpha, *dbeta;                   /* (B H) or NULL */
     float *scratch;                          /* threads x scratch_floats(tile) */
-    table calibration;                       /* of moment matching */
+    table calibration;                       /* alpha and beta are matched with it if it has points */
     view q, k, v, out, grad, dq, dk, dv;
 } problem;
 

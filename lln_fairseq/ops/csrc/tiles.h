@@ -102,11 +102,16 @@ static inline void softmax(int64_t n, const float *valid, float *x) {
     for (int64_t j = 0; j < n; j++) x[j] *= inverse;
 }
 
+static inline float dot(int64_t n, const float *x, const float *y) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
 /* dp = p (dp - Σ p dp), the derivative of a softmax over n numbers. */
 static inline void softmax_backward(int64_t n, const float *p, float *dp) {
-    float mean = 0;
-#pragma omp simd reduction(+ : mean)
-    for (int64_t j = 0; j < n; j++) mean += p[j] * dp[j];
+    const float mean = dot(n, p, dp);
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) dp[j] = p[j] * (dp[j] - mean);
 }
