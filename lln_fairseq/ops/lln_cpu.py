@@ -7,6 +7,9 @@ a C compiler when they are first used. Where they cannot run, lln_pytorch.py doe
 import ctypes
 import functools
 import logging
+import struct
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lln_fairseq.ops._compile import CannotCompile, load_library
-from lln_fairseq.ops._memory import Scratch, fresh_result
+from lln_fairseq.ops._memory import fresh_result
 from lln_fairseq.ops.lln_pytorch import Mixture
 from lln_fairseq.ops.moment_matching import calibration_table
 
@@ -24,33 +27,16 @@ HEAD_DIMS = range(16, 257, 16)
 MAX_BLOCK_SIZE = 256
 TILE = 64  # tokens, without blocks
 
+_THREAD = threading.local()
+
 logger = logging.getLogger(__name__)
 
 
-class _View(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
-
-
-class _Table(ctypes.Structure):
-    _fields_ = [("x", ctypes.c_void_p), ("y", ctypes.c_void_p), ("points", ctypes.c_int64)]
-
-
-_VIEWS = ("q", "k", "v", "out", "grad", "dq", "dk", "dv")
-_POINTERS = ("padding", "alpha", "beta", "log_sums", "states", "dalpha", "dbeta", "scratch")
-
-
-class _Problem(ctypes.Structure):
-    """`problem` of csrc/problem.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batches", "heads", "tokens", "tile", "threads", "kept")),
-        ("seed", ctypes.c_uint64),
-        ("lln", ctypes.c_float),
-        ("diag", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("calibration", _Table),
-        *((name, _View) for name in _VIEWS),
-    ]
+# `problem` of csrc/problem.h: 6 numbers, seed, 2 weights, 7 pointers, the calibration table, 7 views. It is packed in one
+# go because Python's share of a call is the larger the shorter the sequence: a tenth at 512 tokens.
+_PROBLEM = struct.Struct("6q Q 2d 7Q 2Qq 28q")
+_NO_VIEW = (0, 0, 0, 0)
+_NO_TABLE = (0, 0, 0)
 
 
 def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
@@ -77,27 +63,46 @@ def _library(dim: int) -> ctypes.CDLL | str:
     return library
 
 
-def _run(function: str, mix: Mixture, mask: Tensor | None, table: _Table | None = None, **tensors: Tensor) -> None:
-    """Calls a kernel; the names of the tensors are those of its `problem`."""
-    batch, heads, tokens, dim = tensors["q"].shape
-    library, threads = _library(dim), torch.get_num_threads()
-    tile = max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
-    scratch = Scratch(tensors["q"], tokens)("c", threads * library.scratch_floats(tile))
-    pointers = {"scratch": scratch, **tensors} if mask is None else {"scratch": scratch, "padding": mask, **tensors}
-    problem = _Problem(
+@functools.cache
+def _scratch_floats(dim: int, tile: int) -> int:
+    return _library(dim).scratch_floats(tile)
+
+
+def _scratch(floats: int) -> Tensor:
+    """This thread's working memory, kept from call to call."""
+    scratch = getattr(_THREAD, "scratch", None)
+    if scratch is None or scratch.numel() < floats:
+        scratch = _THREAD.scratch = torch.empty(floats)
+    return scratch
+
+
+def _run(
+    function: str, mix: Mixture, views: Sequence[Tensor], pointers: Sequence[Tensor | None],
+    table: tuple[int, int, int] = _NO_TABLE,
+) -> None:  # fmt: skip
+    """Calls a kernel with the first of the views q, k, v, out, dq, dk, dv and the pointers padding, alpha, beta, states,
+    dalpha, dbeta of `problem`."""
+    batch, heads, tokens, dim = views[0].shape
+    threads, tile = torch.get_num_threads(), max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
+    scratch = _scratch(threads * _scratch_floats(dim, tile))
+    problem = _PROBLEM.pack(
         batch, heads, tokens, tile, threads, mix.kept_values if mix.dropout_p else 0,
-        mix.seed, mix.lln_weight, mix.diag_weight, calibration=table or _Table(),
-        **{name: _view(x) if name in _VIEWS else x.data_ptr() for name, x in pointers.items()},
+        mix.seed, mix.lln_weight, mix.diag_weight,
+        *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(), *table,
+        *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (7 - len(views)),
     )  # fmt: skip
-    getattr(library, function)(ctypes.byref(problem))
+    getattr(_library(dim), function)(problem)
 
 
-def _view(x: Tensor) -> _View:
-    return _View(x.data_ptr(), *x.stride()[:3])
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _dense(*tensors: Tensor) -> list[Tensor]:
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+@functools.cache
+def _calibration(dim: int) -> tuple[int, int, int]:
+    """The addresses of a calibration table, which `calibration_table` keeps, and its number of points."""
+    log_s, log_sigma2 = calibration_table(dim)
+    return log_s.data_ptr(), log_sigma2.data_ptr(), len(log_s)
 
 
 class MixtureFunction(torch.autograd.Function):
@@ -111,41 +116,32 @@ class MixtureFunction(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None,
         mix: Mixture,
     ) -> Tensor:  # fmt: skip
-        q, k, v = _dense(q, k, v)
+        q, k, v = _dense(q), _dense(k), _dense(v)
         mask = None if mask is None else mask.contiguous()
-        heads, dim = q.shape[0] * q.shape[1], q.shape[3]
-        table = _calibration(dim) if alpha is None else None
-        alpha, beta = (torch.empty(q.shape[:2]) if x is None else x.contiguous() for x in (alpha, beta))
-        out, log_sums, states = fresh_result(q), torch.empty(heads, dim), torch.empty(heads, dim, dim)
-        _run("forward", mix, mask, table, q=q, k=k, v=v, out=out, alpha=alpha, beta=beta, log_sums=log_sums,
-             states=states)  # fmt: skip
-        ctx.save_for_backward(q, k, v, alpha, beta, mask, log_sums, states)
+        batch, heads, _, dim = q.shape
+        table = _calibration(dim) if alpha is None else _NO_TABLE
+        alpha, beta = (torch.empty(batch, heads) if x is None else x.contiguous() for x in (alpha, beta))
+        out, states = fresh_result(q), torch.empty(batch, heads, dim + 1, dim)
+        _run("forward", mix, (q, k, v, out), (mask, alpha, beta, states, None, None), table)
+        ctx.save_for_backward(q, k, v, alpha, beta, mask, states)
         ctx.mix = mix
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, alpha, beta, mask, log_sums, states = ctx.saved_tensors
-        (grad,) = _dense(grad)
-        dq, dk, dv = (fresh_result(x) for x in (q, k, v))
-        needed = zip(("dalpha", "dbeta"), ctx.needs_input_grad[3:5], strict=True)
-        of_factors = {name: torch.empty_like(alpha) for name, wanted in needed if wanted}
-        _run("backward", ctx.mix, mask, q=q, k=k, v=v, grad=grad, dq=dq, dk=dk, dv=dv, alpha=alpha, beta=beta,
-             log_sums=log_sums, states=states, **of_factors)  # fmt: skip
-        return dq, dk, dv, of_factors.get("dalpha"), of_factors.get("dbeta"), None, None
+        q, k, v, alpha, beta, mask, states = ctx.saved_tensors
+        dq, dk, dv = fresh_result(q), fresh_result(k), fresh_result(v)
+        dalpha, dbeta = (torch.empty_like(alpha) if needed else None for needed in ctx.needs_input_grad[3:5])
+        _run("backward", ctx.mix, (q, k, v, _dense(grad), dq, dk, dv), (mask, alpha, beta, states, dalpha, dbeta))
+        return dq, dk, dv, dalpha, dbeta, None, None
 
 
 @torch.no_grad()
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, *_: Tensor) -> tuple[Tensor, Tensor]:
     """moment_matching.match_moments of scope "head" with calibrated constants."""
-    q, k = _dense(q, k)
-    mask = None if mask is None else mask.contiguous()
     alpha, beta = torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
-    _run("match_moments", Mixture(1.0, 0.0), mask, _calibration(q.shape[-1]), q=q, k=k, alpha=alpha, beta=beta)
+    mask = None if mask is None else mask.contiguous()
+    pointers = (mask, alpha, beta, None, None, None)
+    _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, _calibration(q.shape[-1]))
     return alpha, beta
-
-
-def _calibration(dim: int) -> _Table:
-    log_s, log_sigma2 = calibration_table(dim)
-    return _Table(log_s.data_ptr(), log_sigma2.data_ptr(), len(log_s))

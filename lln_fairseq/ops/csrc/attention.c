@@ -19,8 +19,8 @@ static void head_forward(const problem *p, int64_t head, scratch c) {
         const float *q = load(&p->q, s, c.tile[0]);
         float *out = target(&p->out, s, c.tile[4]);
         if (p->lln) {
-            features(s, q, p->alpha[head], p->log_sums + head * D, c.tile[5]);
-            multiply(0, s.padded, D, D, c.tile[5], D, 1, p->states + head * D * D, 1, out);
+            features(s, q, p->alpha[head], log_sum_of(p, head), c.tile[5]);
+            multiply(0, s.padded, D, D, c.tile[5], D, 1, state_of(p, head), 1, out);
         } else {
             memset(out, 0, s.padded * D * sizeof(float));
         }

@@ -45,7 +45,7 @@ static void block_forward(const problem *p, span s, scratch c, const float *q, f
 
 /* dv += P' do, dq += dscores k, dk += dscores' q */
 static void block_backward(const problem *p, span s, scratch c, const float *k, const float *v, float *dk, float *dv) {
-    const float *q = load(&p->q, s, c.tile[4]), *grad = load(&p->grad, s, c.tile[5]);
+    const float *q = load(&p->q, s, c.tile[4]), *grad = load(&p->out, s, c.tile[5]);
     float *dq = load(&p->dq, s, c.tile[6]);
     const int64_t n = s.padded;
     const float share = diag_weight(p), scale = share / sqrtf(D);

@@ -45,7 +45,7 @@ static void raise_top(span s, const float *k, float beta, const float *valid, fl
 
 /* L = logsumexp_j(beta k_j) and S = weight * W' v, both 0 for a sequence without a real key. */
 static void sum_keys(const problem *p, int64_t head, scratch c) {
-    float *log_sum = p->log_sums + head * D, *state = p->states + head * D * D;
+    float *log_sum = log_sum_of(p, head), *state = state_of(p, head);
     float *top = c.vector[0], *total = c.vector[1];
     int any = 0;
     memset(state, 0, D * D * sizeof(float));
@@ -68,16 +68,16 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
 
 /* dA = do S', dx = A (dA - Σ_d A dA), dq = alpha dx; fills dS = A' do and g = diag(S dS') - Σ_i dx_i. */
 static void queries_backward(const problem *p, int64_t head, scratch c, float *dstate, float *g) {
-    float *state = p->states + head * D * D, *turned = c.state[1], *a = c.tile[2], *dx = c.tile[3], dalpha = 0;
+    float *state = state_of(p, head), *turned = c.state[1], *a = c.tile[2], *dx = c.tile[3], dalpha = 0;
     const float alpha = p->alpha[head];
     transpose(D, D, state, turned);
     memset(dstate, 0, D * D * sizeof(float));
     memset(g, 0, D * sizeof(float));
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
-        const float *q = load(&p->q, s, c.tile[0]), *grad = load(&p->grad, s, c.tile[1]);
+        const float *q = load(&p->q, s, c.tile[0]), *grad = load(&p->out, s, c.tile[1]);
         float *dq = target(&p->dq, s, c.tile[4]);
-        features(s, q, alpha, p->log_sums + head * D, a);
+        features(s, q, alpha, log_sum_of(p, head), a);
         multiply(0, s.padded, D, D, grad, D, 1, turned, 1, dx);
         multiply(1, D, D, s.padded, a, 1, D, grad, 1, dstate);
         for (int64_t i = 0; i < s.padded; i++) {
@@ -102,7 +102,7 @@ static float keys_backward(const problem *p, int64_t head, span s, scratch c, co
                            const float *v, float *dk, float *dv) {
     float *dstate = c.state[0], *turned = c.state[1], *w = c.tile[2], *dy = c.tile[3], dbeta = 0;
     const float beta = p->beta[head];
-    weights(s, k, beta, p->log_sums + head * D, valid_of(p, s, c), w, c.vector[1]);
+    weights(s, k, beta, log_sum_of(p, head), valid_of(p, s, c), w, c.vector[1]);
     multiply(0, s.padded, D, D, w, D, 1, dstate, p->lln, dv);
     multiply(0, s.padded, D, D, v, D, 1, turned, p->lln, dy);
     for (int64_t j = 0; j < s.padded; j++) {

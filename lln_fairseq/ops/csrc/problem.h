@@ -7,17 +7,18 @@ typedef struct {
     int64_t points;
 } table;
 
-typedef struct { /* lln_cpu.py mirrors it */
+typedef struct { /* lln_cpu.py packs it */
     int64_t batches, heads, tokens, tile, threads;
     int64_t kept; /* of the 2^16 values of 16 random bits, those that keep a weight; 0 = no dropout */
     uint64_t seed;
-    float lln, diag;                         /* weights of the two parts; a part of weight 0 is not computed */
-    const uint8_t *padding;                  /* (B, N), 1 = padded, or NULL */
-    float *alpha, *beta, *log_sums, *states; /* (B H), (B H), (B H, D), (B H, D, D) */
-    float *dalpha, *dbeta;                   /* (B H) or NULL */
-    float *scratch;                          /* threads x scratch_floats(tile) */
-    table calibration;                       /* alpha and beta are matched with it if it has points */
-    view q, k, v, out, grad, dq, dk, dv;
+    double lln, diag;              /* weights of the two parts; a part of weight 0 is not computed */
+    const uint8_t *padding;        /* (B, N), 1 = padded, or NULL */
+    float *alpha, *beta;           /* (B H) */
+    float *states;                 /* (B H, D + 1, D): S, and L in the last row */
+    float *dalpha, *dbeta;         /* (B H) or NULL */
+    float *scratch;                /* threads x scratch_floats(tile) */
+    table calibration;             /* alpha and beta are matched with it if it has points */
+    view q, k, v, out, dq, dk, dv; /* backward, out is the gradient of the output */
 } problem;
 
 enum { TILES = 10, SQUARES = 3, STATES = 2, VECTORS = 3 };
@@ -54,3 +55,7 @@ static const float *valid_of(const problem *p, span s, scratch c) {
     for (int64_t j = 0; j < s.padded; j++) c.valid[j] = j < s.count && !(padding && padding[j]);
     return c.valid;
 }
+
+static float *state_of(const problem *p, int64_t head) { return p->states + head * (D + 1) * D; }
+
+static float *log_sum_of(const problem *p, int64_t head) { return state_of(p, head) + D * D; }
