@@ -32,8 +32,8 @@ _THREAD = threading.local()
 logger = logging.getLogger(__name__)
 
 
-# `problem` of csrc/problem.h: 6 numbers, seed, 2 weights, 7 pointers, the calibration table, 7 views. It is packed in one
-# go because Python's share of a call is the larger the shorter the sequence: a tenth at 512 tokens.
+# `problem` of csrc/problem.h: 6 numbers, seed, 2 weights, 7 pointers, the calibration table, 7 views. Packed in one go,
+# because Python's share of a call counts where sequences are short: a tenth at 512 tokens.
 _PROBLEM = struct.Struct("6q Q 2d 7Q 2Qq 28q")
 _NO_VIEW = (0, 0, 0, 0)
 _NO_TABLE = (0, 0, 0)
@@ -80,8 +80,8 @@ def _run(
     function: str, mix: Mixture, views: Sequence[Tensor], pointers: Sequence[Tensor | None],
     table: tuple[int, int, int] = _NO_TABLE,
 ) -> None:  # fmt: skip
-    """Calls a kernel with the first of the views q, k, v, out, dq, dk, dv and the pointers padding, alpha, beta, states,
-    dalpha, dbeta of `problem`."""
+    """Calls a kernel; of `problem`, views are the first of q, k, v, out, dq, dk, dv and pointers padding, alpha, beta,
+    states, dalpha, dbeta."""
     batch, heads, tokens, dim = views[0].shape
     threads, tile = torch.get_num_threads(), max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
     scratch = _scratch(threads * _scratch_floats(dim, tile))

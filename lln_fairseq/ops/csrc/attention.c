@@ -20,7 +20,7 @@ static void head_forward(const problem *p, int64_t head, scratch c) {
         float *out = target(&p->out, s, c.tile[4]);
         if (p->lln) {
             features(s, q, p->alpha[head], log_sum_of(p, head), c.tile[5]);
-            multiply(0, s.padded, D, D, c.tile[5], D, 1, state_of(p, head), 1, out);
+            multiply(0, s.padded, D, D, c.tile[5], D, 1, state_of(p, head), 1, out, AHEAD(&p->q, &p->out));
         } else {
             memset(out, 0, s.padded * D * sizeof(float));
         }

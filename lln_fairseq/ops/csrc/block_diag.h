@@ -25,7 +25,7 @@ static void draw(const problem *p, span s, float *kept) {
 static void block_weights(span s, const float *q, const float *k, const float *valid, float *turned, float *weight) {
     const int64_t n = s.padded;
     transpose(n, D, k, turned);
-    multiply(0, n, n, D, q, D, 1, turned, 1 / sqrtf(D), weight);
+    multiply(0, n, n, D, q, D, 1, turned, 1 / sqrtf(D), weight, NULL);
     for (int64_t i = 0; i < n; i++) softmax(n, valid, weight + i * n);
 }
 
@@ -40,7 +40,7 @@ static void block_forward(const problem *p, span s, scratch c, const float *q, f
         draw(p, s, kept);
         for (int64_t i = 0; i < s.padded * s.padded; i++) weight[i] *= kept[i];
     }
-    multiply(1, s.padded, D, s.padded, weight, s.padded, 1, v, diag_weight(p), out);
+    multiply(1, s.padded, D, s.padded, weight, s.padded, 1, v, diag_weight(p), out, AHEAD(&p->k, &p->v));
 }
 
 /* dv += P' do, dq += dscores k, dk += dscores' q */
@@ -52,14 +52,14 @@ static void block_backward(const problem *p, span s, scratch c, const float *k, 
     float *weight = c.square[0], *dweight = c.square[1], *kept = c.square[2], *turned = c.tile[7], *dropped = weight;
     block_weights(s, q, k, valid_of(p, s, c), turned, weight);
     transpose(n, D, v, turned);
-    multiply(0, n, n, D, grad, D, 1, turned, 1, dweight);
+    multiply(0, n, n, D, grad, D, 1, turned, 1, dweight, AHEAD(&p->q, &p->out));
     if (p->kept) {
         draw(p, s, dropped = kept);
         for (int64_t i = 0; i < n * n; i++) dweight[i] *= kept[i], kept[i] *= weight[i];
     }
-    multiply(1, n, D, n, dropped, 1, n, grad, share, dv);
+    multiply(1, n, D, n, dropped, 1, n, grad, share, dv, AHEAD(&p->dq));
     for (int64_t i = 0; i < n; i++) softmax_backward(n, weight + i * n, dweight + i * n);
-    multiply(1, n, D, n, dweight, n, 1, k, scale, dq);
-    multiply(1, n, D, n, dweight, 1, n, q, scale, dk);
+    multiply(1, n, D, n, dweight, n, 1, k, scale, dq, NULL);
+    multiply(1, n, D, n, dweight, 1, n, q, scale, dk, NULL);
     store(&p->dq, s, dq);
 }

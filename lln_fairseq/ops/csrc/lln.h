@@ -57,7 +57,7 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
         const float *k = load(&p->k, s, c.tile[0]), *v = load(&p->v, s, c.tile[1]);
         raise_top(s, k, p->beta[head], valid, top, total, state, c.vector[2]);
         weights(s, k, p->beta[head], top, valid, c.tile[2], total);
-        multiply(1, D, D, s.padded, c.tile[2], 1, D, v, 1, state);
+        multiply(1, D, D, s.padded, c.tile[2], 1, D, v, 1, state, AHEAD(&p->k, &p->v));
     }
     for (int d = 0; d < D; d++) {
         const float factor = any ? p->lln / total[d] : 0;
@@ -78,8 +78,8 @@ static void queries_backward(const problem *p, int64_t head, scratch c, float *d
         const float *q = load(&p->q, s, c.tile[0]), *grad = load(&p->out, s, c.tile[1]);
         float *dq = target(&p->dq, s, c.tile[4]);
         features(s, q, alpha, log_sum_of(p, head), a);
-        multiply(0, s.padded, D, D, grad, D, 1, turned, 1, dx);
-        multiply(1, D, D, s.padded, a, 1, D, grad, 1, dstate);
+        multiply(0, s.padded, D, D, grad, D, 1, turned, 1, dx, AHEAD(&p->q, &p->out));
+        multiply(1, D, D, s.padded, a, 1, D, grad, 1, dstate, AHEAD(&p->dq));
         for (int64_t i = 0; i < s.padded; i++) {
             const float *y = dx + i * D;
             float *to = dq + i * D;
@@ -103,8 +103,8 @@ static float keys_backward(const problem *p, int64_t head, span s, scratch c, co
     float *dstate = c.state[0], *turned = c.state[1], *w = c.tile[2], *dy = c.tile[3], dbeta = 0;
     const float beta = p->beta[head];
     weights(s, k, beta, log_sum_of(p, head), valid_of(p, s, c), w, c.vector[1]);
-    multiply(0, s.padded, D, D, w, D, 1, dstate, p->lln, dv);
-    multiply(0, s.padded, D, D, v, D, 1, turned, p->lln, dy);
+    multiply(0, s.padded, D, D, w, D, 1, dstate, p->lln, dv, AHEAD(&p->k, &p->v));
+    multiply(0, s.padded, D, D, v, D, 1, turned, p->lln, dy, AHEAD(&p->dk, &p->dv));
     for (int64_t j = 0; j < s.padded; j++) {
         float *y = dy + j * D, *to = dk + j * D;
 #pragma omp simd

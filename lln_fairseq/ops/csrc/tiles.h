@@ -23,6 +23,10 @@ typedef struct {
     int64_t batch, head, start, count, padded; /* `count` tokens from `start` on; their tile has `padded` rows */
 } span;
 
+static inline float *at(const view *x, span s) {
+    return x->data + s.batch * x->batch + s.head * x->head + s.start * x->token;
+}
+
 /* ---- arithmetic ---- */
 
 /* e^x to 1e-7 with x clamped to the range of float32; NaN stays NaN. The polynomial is that of Cephes' expf. */
@@ -38,6 +42,21 @@ static inline float exponential(float x) {
     p = p * r + 5.0000001201e-1f;
     const union { int32_t i; float f; } power = {((int32_t)n + 127) << 23};
     return (p * r * r + r + 1.0f) * power.f;
+}
+
+/* What the next tile needs, asked for while a product of this one keeps the memory idle: up to three views. */
+typedef struct {
+    span s;
+    const view *views[4];
+} ahead;
+#define AHEAD(...) &(ahead){s, {__VA_ARGS__}}
+
+static inline __attribute__((always_inline)) void fetch(const ahead *next, int64_t i) {
+    if (next == NULL || i >= next->s.count) return;
+    for (const view *const *x = next->views; *x; x++)
+        for (int64_t r = 0; r < ROWS; r++)
+            for (int d = 0; d < D; d += 16)
+                __builtin_prefetch(at(*x, next->s) + (next->s.count + i + r) * (*x)->token + d);
 }
 
 /* One panel of `multiply`: its sums stay in registers. */
@@ -63,14 +82,17 @@ static inline __attribute__((always_inline)) void panel(
     }
 }
 
-/* out (m, n) = or += scale * A (m, inner) B (inner, n). A has any strides, B and out are dense; m, n multiples of 16. */
+/* out (m, n) = or += scale * A (m, inner) B (inner, n). A has any strides, B and out are dense; m and n are
+   multiples of 16. */
 static void multiply(
     const int add, int64_t m, int64_t n, int64_t inner, const float *a, int64_t a_row, int64_t a_inner, const float *b,
-    float scale, float *out) {
+    float scale, float *out, const ahead *next) {
     int64_t c = 0;
     for (; c + PANEL * LANES <= n; c += PANEL * LANES)
-        for (int64_t r = 0; r < m; r += ROWS)
+        for (int64_t r = 0; r < m; r += ROWS) {
+            if (c == 0) fetch(next, r);
             panel(PANEL, add, inner, a + r * a_row, a_row, a_inner, b + c, n, scale, out + r * n + c, n);
+        }
     for (; c < n; c += LANES)
         for (int64_t r = 0; r < m; r += ROWS)
             panel(1, add, inner, a + r * a_row, a_row, a_inner, b + c, n, scale, out + r * n + c, n);
@@ -119,10 +141,6 @@ static inline void softmax_backward(int64_t n, const float *p, float *dp) {
 /* ---- tiles ---- */
 
 static inline int64_t multiple(int64_t n) { return (n + MULTIPLE - 1) / MULTIPLE * MULTIPLE; }
-
-static inline float *at(const view *x, span s) {
-    return x->data + s.batch * x->batch + s.head * x->head + s.start * x->token;
-}
 
 /* Whether the tile lies in the tensor as it is computed with: full, its rows side by side. Rows far apart are copied:
    their distance is often a multiple of a large power of two, and they would push each other out of the cache. */
