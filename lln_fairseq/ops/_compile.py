@@ -37,17 +37,20 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError:  # not there, or not whole
         logger.info("compiling %s for this CPU, once: %s", main.name, shlex.join(command))
-    with tempfile.TemporaryDirectory(dir=folder if _is_writable(folder) else None) as scratch:
-        built = Path(scratch) / library.name
-        _compile([*command, "-o", str(built), "-lm"])
-        if built.parent.parent == folder:
-            built = built.replace(library)
-        return ctypes.CDLL(str(built))
+    try:
+        with tempfile.TemporaryDirectory(dir=folder if _is_writable(folder) else None) as scratch:
+            built = Path(scratch) / library.name
+            _compile([*command, "-o", str(built), "-lm"])
+            if built.parent.parent == folder:
+                built = built.replace(library)
+            return ctypes.CDLL(str(built))
+    except OSError as error:  # no space, a directory whose files may not be executed, ...
+        raise CannotCompile(str(error)) from error
 
 
 def cache_directory() -> Path:
     """$LLN_FAIRSEQ_CACHE, else lln_fairseq in the user's cache directory."""
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("LLN_FAIRSEQ_CACHE") or Path(user) / "lln_fairseq").resolve()
 
 
@@ -72,7 +75,7 @@ def _compile(command: list[str]) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotCompile(f"the C compiler failed: {error}") from error
+        raise CannotCompile(f"the C compiler {command[0]} cannot be run: {error}") from error
     if result.returncode:
         problem = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[-200:])
         raise CannotCompile(f"{command[0]} ended with {result.returncode}: {problem}")

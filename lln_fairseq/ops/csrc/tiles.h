@@ -88,14 +88,15 @@ static void multiply(
     const int add, int64_t m, int64_t n, int64_t inner, const float *a, int64_t a_row, int64_t a_inner, const float *b,
     float scale, float *out, const ahead *next) {
     int64_t c = 0;
-    for (; c + PANEL * LANES <= n; c += PANEL * LANES)
-        for (int64_t r = 0; r < m; r += ROWS) {
-            if (c == 0) fetch(next, r);
-            panel(PANEL, add, inner, a + r * a_row, a_row, a_inner, b + c, n, scale, out + r * n + c, n);
+#define STRIPES(columns)                                                                                    \
+    for (; c + columns * LANES <= n; c += columns * LANES)                                                  \
+        for (int64_t r = 0; r < m; r += ROWS) {                                                             \
+            if (c == 0) fetch(next, r);                                                                     \
+            panel(columns, add, inner, a + r * a_row, a_row, a_inner, b + c, n, scale, out + r * n + c, n); \
         }
-    for (; c < n; c += LANES)
-        for (int64_t r = 0; r < m; r += ROWS)
-            panel(1, add, inner, a + r * a_row, a_row, a_inner, b + c, n, scale, out + r * n + c, n);
+    STRIPES(PANEL)
+    STRIPES(2)
+    STRIPES(1)
 }
 
 /* out (m, n) = the transpose of x (n, m), in squares that stay in registers; n and m are multiples of 16. */
