@@ -49,9 +49,9 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
 
 
 def cache_directory() -> Path:
-    """$LLN_FAIRSEQ_CACHE, else lln_fairseq in the user's cache directory."""
+    """$LLN_KERNEL_CACHE, else lln_fairseq/kernels in the user's cache directory."""
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("LLN_FAIRSEQ_CACHE") or Path(user) / "lln_fairseq").resolve()
+    return Path(os.environ.get("LLN_KERNEL_CACHE") or Path(user) / "lln_fairseq" / "kernels").resolve()
 
 
 def _is_writable(folder: Path) -> bool:

@@ -135,7 +135,7 @@ def test_narrower_vectors_give_the_same(arch, monkeypatch, tmp_path):
         pytest.skip("this CPU has no AVX2")
     flags = [f"-march={arch}" if flag.startswith("-march") else flag for flag in _compile.FLAGS]
     monkeypatch.setattr(_compile, "FLAGS", flags)
-    monkeypatch.setenv("LLN_FAIRSEQ_CACHE", str(tmp_path))
+    monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(lln_cpu, "_library", lln_cpu._library.__wrapped__)
     tensors, mix = random_tensors(130, 48), Mixture(0.5, 0.5, 48)
     check(results("cpu", mix, tensors), results("torch", mix, tensors, None, torch.float64))
@@ -156,7 +156,7 @@ def test_what_the_kernels_do_not_take(monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLN_FAIRSEQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path / "cache"))
     lln_cpu._library.cache_clear()
     yield tmp_path / "cache"
     lln_cpu._library.cache_clear()
@@ -198,7 +198,7 @@ def test_the_library_is_compiled_once_and_again_if_it_is_broken(cache, tmp_path,
     broken = tmp_path / "other" / library.name
     broken.parent.mkdir()
     broken.write_bytes(library.read_bytes()[:100])
-    monkeypatch.setenv("LLN_FAIRSEQ_CACHE", str(broken.parent))
+    monkeypatch.setenv("LLN_KERNEL_CACHE", str(broken.parent))
     load_library(lln_cpu.SOURCE, D=16)
     assert len(compiled) == 2
     assert [path.name for path in broken.parent.iterdir()] == [library.name]
@@ -207,7 +207,7 @@ def test_the_library_is_compiled_once_and_again_if_it_is_broken(cache, tmp_path,
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("LLN_FAIRSEQ_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path / "file" / "cache"))
     assert load_library(lln_cpu.SOURCE, D=16).scratch_floats
 
 
