@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 # because Python's share of a call counts where sequences are short: a tenth at 512 tokens.
 _PROBLEM = struct.Struct("6q Q 2d 7Q 2Qq 28q")
 _NO_VIEW = (0, 0, 0, 0)
-_NO_TABLE = (0, 0, 0)
 
 
 def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
@@ -78,7 +77,7 @@ def _scratch(floats: int) -> Tensor:
 
 def _run(
     function: str, mix: Mixture, views: Sequence[Tensor], pointers: Sequence[Tensor | None],
-    table: tuple[int, int, int] = _NO_TABLE,
+    table: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Calls a kernel; of `problem`, views are the first of q, k, v, out, dq, dk, dv and pointers padding, alpha, beta,
     states, dalpha, dbeta."""
@@ -88,7 +87,8 @@ def _run(
     problem = _PROBLEM.pack(
         batch, heads, tokens, tile, threads, mix.kept_values if mix.dropout_p else 0,
         mix.seed, mix.lln_weight, mix.diag_weight,
-        *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(), *table,
+        *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(),
+        *(0, 0, 0) if table is None else (table[0].data_ptr(), table[1].data_ptr(), len(table[0])),
         *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (7 - len(views)),
     )  # fmt: skip
     getattr(_library(dim), function)(problem)
@@ -96,13 +96,6 @@ def _run(
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-@functools.cache
-def _calibration(dim: int) -> tuple[int, int, int]:
-    """The addresses of a calibration table, which `calibration_table` keeps, and its number of points."""
-    log_s, log_sigma2 = calibration_table(dim)
-    return log_s.data_ptr(), log_sigma2.data_ptr(), len(log_s)
 
 
 class MixtureFunction(torch.autograd.Function):
@@ -119,7 +112,7 @@ class MixtureFunction(torch.autograd.Function):
         q, k, v = _dense(q), _dense(k), _dense(v)
         mask = None if mask is None else mask.contiguous()
         batch, heads, _, dim = q.shape
-        table = _calibration(dim) if alpha is None else _NO_TABLE
+        table = calibration_table(dim) if alpha is None else None
         alpha, beta = (torch.empty(batch, heads) if x is None else x.contiguous() for x in (alpha, beta))
         out, states = fresh_result(q), torch.empty(batch, heads, dim + 1, dim)
         _run("forward", mix, (q, k, v, out), (mask, alpha, beta, states, None, None), table)
@@ -138,10 +131,10 @@ class MixtureFunction(torch.autograd.Function):
 
 
 @torch.no_grad()
-def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, *_: Tensor) -> tuple[Tensor, Tensor]:
-    """moment_matching.match_moments of scope "head" with calibrated constants."""
+def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, *table: Tensor) -> tuple[Tensor, Tensor]:
+    """moment_matching.match_moments of scope "head" with the two tensors of `calibration_table`."""
     alpha, beta = torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
     mask = None if mask is None else mask.contiguous()
     pointers = (mask, alpha, beta, None, None, None)
-    _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, _calibration(q.shape[-1]))
+    _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)
     return alpha, beta
