@@ -5,12 +5,15 @@ from torch import Tensor
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
-    """Raises ValueError unless q, k, v share one shape (B, H, N, D) and dtype, and the mask is bool (B, N) or None."""
+    """Raises ValueError unless q, k, v share shape (B, H, N, D), dtype and device, the mask is bool (B, N) or None."""
     if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v must share one shape (B, H, N, D), got {shapes}")
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
         raise ValueError(f"q, k, v must share one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    devices = [str(x.device) for x in (q, k, v, key_padding_mask) if x is not None]
+    if len(set(devices)) > 1:
+        raise ValueError(f"q, k, v and the mask must be on one device, got {', '.join(devices)}")
     mask, expected = key_padding_mask, (q.shape[0], q.shape[2])
     if mask is not None and (mask.dtype != torch.bool or mask.shape != expected):
         raise ValueError(

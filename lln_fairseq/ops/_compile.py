@@ -1,5 +1,6 @@
 """C sources to a shared library for the CPU at hand: compiled at first use, kept in a cache directory."""
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -31,40 +32,50 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
     Raises: CannotCompile.
     """
     command = [*_compiler(), *FLAGS, *(f"-D{name}={value}" for name, value in macros.items()), str(main)]
-    folder = cache_directory()
-    library = folder / f"{main.stem}-{_digest(main.parent, command)}.so"
+    name, folder = f"{main.stem}-{_digest(main.parent, command)}.so", cache_directory()
+    if folder:
+        with contextlib.suppress(OSError):  # not there, or not a library
+            return ctypes.CDLL(str(folder / name))
+    logger.info("compiling %s for this CPU, once: %s", main.name, shlex.join(command))
+    if folder:
+        with contextlib.suppress(CannotCompile):  # the directory is full, read-only, its files may not be executed, ...
+            return _build(command, name, folder)
+    return _build(command, name, None)
+
+
+def _build(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
+    """Compiles in `folder` and leaves the library there, or in a temporary directory if it is None."""
     try:
-        return ctypes.CDLL(str(library))
-    except OSError:  # not there, or not whole
-        logger.info("compiling %s for this CPU, once: %s", main.name, shlex.join(command))
-    try:
-        with tempfile.TemporaryDirectory(dir=folder if _is_writable(folder) else None) as scratch:
-            built = Path(scratch) / library.name
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / name
             _compile([*command, "-o", str(built), "-lm"])
-            if built.parent.parent == folder:
-                built = built.replace(library)
-            return ctypes.CDLL(str(built))
-    except OSError as error:  # no space, a directory whose files may not be executed, ...
+            library = ctypes.CDLL(str(built))
+            if folder:
+                with open(built, "rb") as file:
+                    os.fsync(file)  # half a library would end every process that loads it
+                built.replace(folder / name)
+            return library
+    except OSError as error:
         raise CannotCompile(str(error)) from error
 
 
-def cache_directory() -> Path:
-    """$LLN_KERNEL_CACHE, else lln_fairseq/kernels in the user's cache directory."""
+def cache_directory() -> Path | None:
+    """$LLN_KERNEL_CACHE, else lln_fairseq/kernels in the user's cache directory; None for users without a home."""
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("LLN_KERNEL_CACHE") or Path(user) / "lln_fairseq" / "kernels").resolve()
-
-
-def _is_writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
+    given = os.environ.get("LLN_KERNEL_CACHE")
+    if not given and user.startswith("~"):
+        return None
+    return Path(given or Path(user) / "lln_fairseq" / "kernels").resolve()
 
 
 def _compiler() -> list[str]:
     if named := os.environ.get("CC"):
-        return shlex.split(named)
+        try:
+            return shlex.split(named)
+        except ValueError as error:
+            raise CannotCompile(f"CC={named}: {error}") from error
     found = next(filter(None, map(shutil.which, COMPILERS)), None)
     if found is None:
         raise CannotCompile(f"no C compiler: none of {', '.join(COMPILERS)} is installed, and CC names no other")
@@ -73,7 +84,7 @@ def _compiler() -> list[str]:
 
 def _compile(command: list[str]) -> None:
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotCompile(f"the C compiler {command[0]} cannot be run: {error}") from error
     if result.returncode:
@@ -82,7 +93,7 @@ def _compile(command: list[str]) -> None:
 
 
 def _digest(folder: Path, command: list[str]) -> str:
-    """Of everything that the library depends on: a home directory may be shared by machines with different CPUs."""
+    """Of the sources, the command and the CPU: a home directory may be shared by machines with different ones."""
     sources = b"".join(path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".c", ".h"))
     return hashlib.sha256(sources + repr((command, _cpu())).encode()).hexdigest()[:16]
 

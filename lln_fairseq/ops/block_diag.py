@@ -30,5 +30,6 @@ def block_diag_attention(
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     mix = Mixture(0.0, 1.0, block_size, check_dropout(dropout_p), dropout_seed(dropout_p))
+    # Triton has no kernel for the blocks alone.
     backend = choose_backend("auto" if q.device.type == "cpu" else "torch", q, block_size)
     return mixture(backend, q, k, v, 0.0, 0.0, key_padding_mask, mix)

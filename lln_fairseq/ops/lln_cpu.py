@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lln_fairseq.ops._compile import CannotCompile, load_library
 from lln_fairseq.ops._memory import fresh_result
@@ -40,6 +41,8 @@ _NO_VIEW = (0, 0, 0, 0)
 
 def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
+    if type(q) not in (Tensor, torch.nn.Parameter) or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
+        return "The CPU kernels are no operations of torch: what records or imitates those does not see them."
     if q.device.type != "cpu" or q.dtype != torch.float32:
         return f"The CPU kernels take float32 on a CPU, not {q.dtype} on {q.device.type}."
     if q.shape[-1] not in HEAD_DIMS:
@@ -124,9 +127,10 @@ class MixtureFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, alpha, beta, mask, states = ctx.saved_tensors
+        q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
         dq, dk, dv = fresh_result(q), fresh_result(k), fresh_result(v)
         dalpha, dbeta = (torch.empty_like(alpha) if needed else None for needed in ctx.needs_input_grad[3:5])
-        _run("backward", ctx.mix, (q, k, v, _dense(grad), dq, dk, dv), (mask, alpha, beta, states, dalpha, dbeta))
+        _run("backward", ctx.mix, (q, k, v, grad, dq, dk, dv), (mask, alpha, beta, states, dalpha, dbeta))
         return dq, dk, dv, dalpha, dbeta, None, None
 
 

@@ -201,6 +201,7 @@ def test_autocast_keeps_the_half_dtype():
         (dict(q=torch.zeros(2, 3, 4)), "one shape"),
         (dict(k=torch.zeros(1, 2, 5, 8)), "one shape"),
         (dict(v=torch.zeros(1, 2, 4, 8, dtype=torch.float16)), "dtype"),
+        (dict(k=torch.zeros(1, 2, 4, 8, device="meta")), "one device, got cpu, meta, cpu"),
         (dict(key_padding_mask=torch.zeros(1, 4)), "bool"),
         (dict(key_padding_mask=torch.zeros(4, 1, dtype=torch.bool)), "shape"),
         (dict(alpha=torch.zeros(3)), "alpha"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.ops import _compile, lln_cpu
 from lln_fairseq.ops._backends import choose_backend
@@ -74,6 +75,27 @@ def test_layouts_and_threads_change_no_bit(mix):
         assert all(map(torch.equal, results("cpu", mix, tensors), expected))
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_windows_that_overlap():
+    """torch.empty_like of such a tensor has its features apart."""
+    q = torch.randn(2, 2, 102).unfold(-1, 64, 1)
+    check([lln_attention(q, q, q, backend="cpu")], [lln_attention(*3 * [q.double()], backend="torch")])
+
+
+@needs_compiler
+def test_sums_over_many_tokens_are_exact():
+    k = torch.randn(1, 1, 200_000, 16, generator=torch.Generator().manual_seed(0))
+    out = lln_attention(k, k, torch.ones_like(k), 1.0, 1.0, backend="cpu")  # means of ones
+    assert (out - 1).abs().max() < 2e-6
+
+
+@needs_compiler
+def test_what_imitates_tensors_goes_through_pytorch():
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 20, 64)
+        assert lln_diag_attention(q, q, q, 2.0, 2.0).shape == q.shape
 
 
 @needs_compiler
@@ -167,6 +189,7 @@ def cache(tmp_path, monkeypatch):
     [
         ({"CC": "false"}, "false ended with 1"),
         ({"CC": "no-such-compiler"}, "no-such-compiler"),
+        ({"CC": "gcc '-DX"}, "No closing quotation"),
         ({"CC": "", "PATH": "/nowhere"}, "none of gcc, cc, clang is installed"),
     ],
 )
@@ -209,6 +232,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path / "file" / "cache"))
     assert load_library(lln_cpu.SOURCE, D=16).scratch_floats
+
+
+def test_users_without_a_home_have_no_cache(monkeypatch):
+    for name in ("LLN_KERNEL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert _compile.cache_directory() is None
 
 
 @needs_compiler

@@ -19,7 +19,7 @@ def faults():
     lln_attention(q, q, q, 1.0, 1.0)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-print([faults() for _ in range(4)][-1])  # the first ones make room
+print(sorted(faults() for _ in range(16))[4])  # some make room, others find holes that are too small
 thread = threading.Thread(target=faults)  # of another thread: glibc serves it from elsewhere
 thread.start()
 thread.join()

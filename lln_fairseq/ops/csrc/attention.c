@@ -34,7 +34,6 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
     if (p->lln) {
         queries_backward(p, head, c, dstate, g);
         transpose(D, D, dstate, c.state[1]);
-        memset(c.vector[1], 0, D * sizeof(float));
     }
     float dbeta = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile) {

@@ -10,8 +10,8 @@ static void features(span s, const float *q, float alpha, const float *log_sum, 
     }
 }
 
-/* w = exp(beta k - shift), 0 where the key is padded; total += Σ_j w. */
-static void weights(span s, const float *k, float beta, const float *shift, const float *valid, float *w, float *total) {
+/* w = exp(beta k - shift), 0 where the key is padded */
+static void weights(span s, const float *k, float beta, const float *shift, const float *valid, float *w) {
     for (int64_t j = 0; j < s.padded; j++, w += D) {
         const float *x = k + j * D;
         if (valid && !valid[j]) {
@@ -19,11 +19,17 @@ static void weights(span s, const float *k, float beta, const float *shift, cons
             continue;
         }
 #pragma omp simd
-        for (int d = 0; d < D; d++) {
-            w[d] = exponential(beta * x[d] - shift[d]);
-            total[d] += w[d];
-        }
+        for (int d = 0; d < D; d++) w[d] = exponential(beta * x[d] - shift[d]);
     }
+}
+
+/* total += Σ_j w, summed tile by tile: token by token, a sum of 10^5 loses a digit. */
+static void add_weights(span s, const float *w, float *total) {
+    float sum[D] = {0};
+    for (int64_t j = 0; j < s.padded; j++)
+#pragma omp simd
+        for (int d = 0; d < D; d++) sum[d] += w[j * D + d];
+    for (int d = 0; d < D; d++) total[d] += sum[d];
 }
 
 /* Raises `top` to the largest beta k of the tile, and scales what was summed with the old one. */
@@ -56,7 +62,8 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
         for (int64_t j = 0; j < s.padded && !any; j++) any = !valid || valid[j];
         const float *k = load(&p->k, s, c.tile[0]), *v = load(&p->v, s, c.tile[1]);
         raise_top(s, k, p->beta[head], valid, top, total, state, c.vector[2]);
-        weights(s, k, p->beta[head], top, valid, c.tile[2], total);
+        weights(s, k, p->beta[head], top, valid, c.tile[2]);
+        add_weights(s, c.tile[2], total);
         multiply(1, D, D, s.padded, c.tile[2], 1, D, v, 1, state, AHEAD(&p->k, &p->v));
     }
     for (int d = 0; d < D; d++) {
@@ -102,7 +109,7 @@ static float keys_backward(const problem *p, int64_t head, span s, scratch c, co
                            const float *v, float *dk, float *dv) {
     float *dstate = c.state[0], *turned = c.state[1], *w = c.tile[2], *dy = c.tile[3], dbeta = 0;
     const float beta = p->beta[head];
-    weights(s, k, beta, log_sum_of(p, head), valid_of(p, s, c), w, c.vector[1]);
+    weights(s, k, beta, log_sum_of(p, head), valid_of(p, s, c), w);
     multiply(0, s.padded, D, D, w, D, 1, dstate, p->lln, dv, AHEAD(&p->k, &p->v));
     multiply(0, s.padded, D, D, v, D, 1, turned, p->lln, dy, AHEAD(&p->dk, &p->dv));
     for (int64_t j = 0; j < s.padded; j++) {

@@ -1,8 +1,10 @@
 /* Moment matching: the formulas of moment_matching.py. */
 
-/* Population standard deviation of the real tokens and the features of a head, at least 1e-6. */
+/* Population standard deviation of the real tokens and the features of a head, at least 1e-6; summed relative to the
+   first number, so that a large mean takes no digits from it. */
 static double deviation(const problem *p, const view *x, int64_t head, scratch c) {
     double total = 0, square = 0, tokens = 0;
+    float origin = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
         const float *valid = valid_of(p, s, c);
@@ -10,9 +12,9 @@ static double deviation(const problem *p, const view *x, int64_t head, scratch c
         for (int64_t i = 0; i < s.count; i++) {
             const float *y = at(x, s) + i * x->token;
             if (valid && !valid[i]) continue;
-            tokens++;
+            if (tokens++ == 0) origin = y[0];
 #pragma omp simd
-            for (int d = 0; d < D; d++) sum[d] += y[d], squares[d] += y[d] * y[d];
+            for (int d = 0; d < D; d++) sum[d] += y[d] - origin, squares[d] += (y[d] - origin) * (y[d] - origin);
         }
         for (int d = 0; d < D; d++) total += sum[d], square += squares[d];
     }

@@ -21,6 +21,7 @@ typedef struct { /* lln_cpu.py packs it */
     view q, k, v, out, dq, dk, dv; /* backward, out is the gradient of the output */
 } problem;
 
+/* Of the tiles, 0 and 1 hold what a pass reads, 2 and 3 what it computes, 8 and 9 dk and dv, the others what is left. */
 enum { TILES = 10, SQUARES = 3, STATES = 2, VECTORS = 3 };
 typedef struct {
     float *tile[TILES], *square[SQUARES], *state[STATES], *vector[VECTORS], *valid;

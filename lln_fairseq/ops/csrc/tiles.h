@@ -44,7 +44,7 @@ static inline float exponential(float x) {
     return (p * r * r + r + 1.0f) * power.f;
 }
 
-/* What the next tile needs, asked for while a product of this one keeps the memory idle: up to three views. */
+/* Views of which the tile after s is asked for while a product on s keeps the memory idle; NULL follows the last. */
 typedef struct {
     span s;
     const view *views[4];
