@@ -97,7 +97,7 @@ def test_tensors_without_data_and_what_is_recorded_go_to_pytorch():
     assert choose_backend("auto", q) == "cpu"
     with FakeTensorMode():
         assert choose_backend("auto", torch.zeros(1, 2, 20, 64)) == "torch"
-    traced = torch.jit.trace(lambda q: q + (choose_backend("auto", q) == "torch"), q)
+    traced = torch.jit.trace(lambda q: q + float(choose_backend("auto", q) == "torch"), q)
     assert (traced(q) == 1).all()
 
 
