@@ -35,7 +35,7 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
         queries_backward(p, head, c, dstate, g);
         transpose(D, D, dstate, c.state[1]);
     }
-    float dbeta = 0;
+    double dbeta = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
         const float *k = load(&p->k, s, c.tile[0]), *v = load(&p->v, s, c.tile[1]);

@@ -75,8 +75,9 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
 
 /* dA = do S', dx = A (dA - Σ_d A dA), dq = alpha dx; fills dS = A' do and g = diag(S dS') - Σ_i dx_i. */
 static void queries_backward(const problem *p, int64_t head, scratch c, float *dstate, float *g) {
-    float *state = state_of(p, head), *turned = c.state[1], *a = c.tile[2], *dx = c.tile[3], dalpha = 0;
+    float *state = state_of(p, head), *turned = c.state[1], *a = c.tile[2], *dx = c.tile[3];
     const float alpha = p->alpha[head];
+    double dalpha = 0;
     transpose(D, D, state, turned);
     memset(dstate, 0, D * D * sizeof(float));
     memset(g, 0, D * sizeof(float));
