@@ -40,7 +40,7 @@ static inline float exponential(float x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    const union { int32_t i; float f; } power = {((int32_t)n + 127) << 23};
+    const union { uint32_t i; float f; } power = {((uint32_t)(int32_t)n + 127u) << 23};
     return (p * r * r + r + 1.0f) * power.f;
 }
 
