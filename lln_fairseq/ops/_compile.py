@@ -16,7 +16,7 @@ COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"]
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("-mprefer-vector-width=512")  # compilers use half of AVX-512 by default; without it this does nothing
-TIMEOUT = 120  # seconds; it takes one or two
+TIMEOUT = 120  # seconds; it takes about three
 
 logger = logging.getLogger(__name__)
 

@@ -64,8 +64,8 @@ def _keep_freed_memory() -> None:
 _THREAD = threading.local()
 
 
-def _kept(dtype: torch.dtype) -> dict[str, Tensor]:
-    """This thread's CPU buffers of a dtype: a handful, of about GROUP_BYTES each."""
+def kept_buffers(dtype: torch.dtype) -> dict[str, Tensor]:
+    """This thread's CPU buffers of a dtype by name: a handful, of about GROUP_BYTES each at the most."""
     return vars(_THREAD).setdefault(str(dtype), {})
 
 
@@ -83,7 +83,7 @@ class Scratch:
     def __init__(self, like: Tensor, length: int) -> None:
         self.dtype, self.device, self.length = compute_dtype(like.dtype), like.device, length
         # Other devices have an allocator that keeps memory itself.
-        self._buffers: dict[str, Tensor] = _kept(self.dtype) if like.device.type == "cpu" else {}
+        self._buffers: dict[str, Tensor] = kept_buffers(self.dtype) if like.device.type == "cpu" else {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         numel = prod(shape)

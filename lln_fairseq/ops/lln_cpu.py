@@ -8,7 +8,6 @@ import ctypes
 import functools
 import logging
 import struct
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lln_fairseq.ops._compile import CannotCompile, load_library
-from lln_fairseq.ops._memory import fresh_result
+from lln_fairseq.ops._memory import fresh_result, kept_buffers
 from lln_fairseq.ops.lln_pytorch import Mixture
 from lln_fairseq.ops.moment_matching import calibration_table
 
@@ -27,8 +26,6 @@ SOURCE = Path(__file__).with_name("csrc") / "attention.c"
 HEAD_DIMS = range(16, 257, 16)
 MAX_BLOCK_SIZE = 256
 TILE = 64  # tokens, without blocks
-
-_THREAD = threading.local()
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +69,10 @@ def _scratch_floats(dim: int, tile: int) -> int:
 
 def _scratch(floats: int) -> Tensor:
     """This thread's working memory, kept from call to call."""
-    scratch = getattr(_THREAD, "scratch", None)
-    if scratch is None or scratch.numel() < floats:
-        scratch = _THREAD.scratch = torch.empty(floats)
-    return scratch
+    buffers = kept_buffers(torch.float32)
+    if "cpu kernels" not in buffers or buffers["cpu kernels"].numel() < floats:
+        buffers["cpu kernels"] = torch.empty(floats)
+    return buffers["cpu kernels"]
 
 
 def _run(

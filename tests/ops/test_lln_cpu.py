@@ -139,6 +139,17 @@ def test_matched_moments_equal_pytorch_in_float64(scale, padded):
 
 
 @needs_compiler
+@pytest.mark.parametrize(("mean", "first"), [(1000.0, 1000.0), (0.0, 300.0)])
+def test_a_large_mean_or_an_outlier_takes_no_digits_from_the_moments(mean, first):
+    q, k, _ = random_qkv(length=130, dim=64)
+    q = q + mean
+    q[:, :, 0, 0] = first
+    expected = match_moments(q.double(), k.double(), backend="torch")
+    for a, e in zip(match_moments(q, k, backend="cpu"), expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=0)
+
+
+@needs_compiler
 def test_nan_shows_in_its_head_unless_it_is_padding():
     q, k, v = random_qkv(batch=1, heads=2, length=70)
     mask = torch.arange(70)[None] >= 60
@@ -166,7 +177,7 @@ def test_narrower_vectors_give_the_same(arch, monkeypatch, tmp_path):
     check(results("cpu", mix, tensors), results("torch", mix, tensors, None, torch.float64))
 
 
-def test_what_the_kernels_do_not_take(monkeypatch):
+def test_what_the_kernels_do_not_take():
     q = torch.empty(1, 1, 4, 64)
     for other, message in ((q.double(), "float32"), (q.half(), "float32"), (q[..., :40], "not 40")):
         assert message in lln_cpu.is_supported(other)

@@ -1,7 +1,7 @@
 /* Moment matching: the formulas of moment_matching.py. */
 
 /* Population standard deviation of the real tokens and the features of a head, at least 1e-6; summed relative to the
-   first number, so that a large mean takes no digits from it. */
+   mean of the first of them, so that a large mean takes no digits from it. */
 static double deviation(const problem *p, const view *x, int64_t head, scratch c) {
     double total = 0, square = 0, tokens = 0;
     float origin = 0;
@@ -12,7 +12,8 @@ static double deviation(const problem *p, const view *x, int64_t head, scratch c
         for (int64_t i = 0; i < s.count; i++) {
             const float *y = at(x, s) + i * x->token;
             if (valid && !valid[i]) continue;
-            if (tokens++ == 0) origin = y[0];
+            if (tokens++ == 0)
+                for (int d = 0; d < D; d++) origin += y[d] / D;
 #pragma omp simd
             for (int d = 0; d < D; d++) sum[d] += y[d] - origin, squares[d] += (y[d] - origin) * (y[d] - origin);
         }
