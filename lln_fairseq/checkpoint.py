@@ -18,6 +18,7 @@ from omegaconf.base import ContainerMetadata, Metadata
 from omegaconf.nodes import AnyNode
 from torch import Tensor, nn
 
+import lln_fairseq
 from lln_fairseq.errors import InputError, first_line
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     Raises: InputError for a checkpoint that is missing or cannot be read, and for data without dictionaries or with
     another dictionary than the checkpoint's.
     """
+    lln_fairseq.register()
     state = peek(checkpoint)
     if "model" not in state or not {"cfg", "args"} & state.keys():
         raise InputError(f"{checkpoint} is not a checkpoint of fairseq: it has no model or no configuration")

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from fairseq import utils
 from torch import Tensor
 
-import lln_fairseq  # noqa: F401  registers the models and tasks
 from lln_fairseq.checkpoint import load_model, our_state, peek
 from lln_fairseq.criterions.scores import Counts, pearson, spearman
 from lln_fairseq.errors import InputError

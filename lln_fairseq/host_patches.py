@@ -27,7 +27,8 @@ from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 from torch.multiprocessing import ProcessRaisedException
 
-from lln_fairseq import checkpoint, run_checks
+import lln_fairseq
+from lln_fairseq import checkpoint, errors, run_checks
 from lln_fairseq.errors import InputError, TrainingError, first_line, one_line_instead_of_a_traceback
 
 
@@ -35,6 +36,8 @@ def apply() -> None:
     """Puts the patches in place, once."""
     if hasattr(PathManager.copy, "__wrapped__"):
         return
+    errors.show_input_errors_in_one_line()
+    checkpoint.allow_fairseq_checkpoints()
     PathManager.copy = staticmethod(functools.wraps(PathManager.copy)(atomic_copy))
     _wrap(checkpoint_utils, "torch_persistent_save", _save)
     _wrap(checkpoint_utils, "load_checkpoint", _begin)
@@ -143,11 +146,17 @@ def _call_main(original: Callable, cfg: Any, main: Callable, *args: Any, **kwarg
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
     try:
-        return original(cfg, main, *args, **kwargs)
+        return original(cfg, functools.partial(_main, main), *args, **kwargs)
     except ProcessRaisedException as error:  # a worker's, with all of its traceback
         if found := re.search(r"^lln_fairseq\.errors\.\w+: (.*)", str(error), re.MULTILINE):
             raise InputError(found[1]) from None
         raise
+
+
+def _main(main: Callable, cfg: Any, **kwargs: Any) -> Any:
+    """In each worker: a process that fairseq spawns imports this file to unpickle it, maybe before the user directory."""
+    lln_fairseq.register()
+    return main(cfg, **kwargs)
 
 
 def _step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:

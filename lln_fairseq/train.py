@@ -7,7 +7,7 @@ import os
 import warnings
 from pathlib import Path
 
-import lln_fairseq  # noqa: F401  registers models, tasks and criterions
+from lln_fairseq import register
 
 # Hydra's advice to the authors of fairseq's command line
 NOT_FOR_USERS = (r"\s*The version_base parameter is not specified", r"\s*'\w+' is validated against ConfigStore schema")
@@ -16,6 +16,7 @@ NOT_FOR_USERS = (r"\s*The version_base parameter is not specified", r"\s*'\w+' i
 def main() -> None:
     for message in NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message)
+    register()
     from fairseq_cli.hydra_train import cli_main
 
     # fairseq refuses a user directory that is another copy of a package that is imported

@@ -10,6 +10,9 @@ from pathlib import Path
 import fairseq_cli.train
 from fairseq.data import Dictionary, indexed_dataset
 
+import lln_fairseq
+
+lln_fairseq.register()
 WORDS = [f"w{i}" for i in range(60)]
 USER_DIR = ("--user-dir", Path(__file__).parents[1] / "lln_fairseq")
 LLN = (*USER_DIR, "--arch", "lln_roberta_tiny")

@@ -3,26 +3,37 @@
 import subprocess
 import sys
 
+STATE = """
+import logging, sys, threading, torch
+def state():
+    root = logging.getLogger()
+    return (root.level, root.handlers[:], sys.excepthook, threading.excepthook, torch.serialization.get_safe_globals())
+before, loaded = state(), set(sys.modules)
+"""
+HEAVY = {"fairseq", "hydra", "omegaconf", "scipy", "matplotlib"}
 
-def test_logging_is_left_as_it_was():
-    code = "import logging; before = logging.getLogger().level, logging.getLogger().handlers[:]; import lln_fairseq; "
-    code += "assert (logging.getLogger().level, logging.getLogger().handlers) == before; print('same')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("same\n", "")
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", STATE + code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
-def test_operations_and_mechanisms_work_without_fairseq():
-    code = """
-import importlib.util, sys
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *a: None if name == "fairseq" else find_spec(name, *a)
-import torch
+def test_operations_and_mechanisms_load_torch_alone_and_change_nothing():
+    code = f"""
+import lln_fairseq
+assert not [name for name in set(sys.modules) - loaded if name.split(".")[0] != "lln_fairseq"], set(sys.modules) - loaded
 from lln_fairseq.attention import build_attention
 from lln_fairseq.ops.lln import lln_diag_attention
 q = torch.ones(1, 2, 5, 8)
 lln_diag_attention(q, q, q, 1.0, 1.0)
 build_attention("lln", num_heads=2, head_dim=16, max_positions=5)
-assert not {"fairseq", "hydra", "omegaconf"} & set(sys.modules)
+assert not {HEAVY} & set(sys.modules)
+assert state() == before
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(code)
+
+
+def test_registering_leaves_the_root_logger_as_it_was():
+    code = "import lln_fairseq; lln_fairseq.register(); lln_fairseq.register(); print(state()[:2] == before[:2])"
+    assert run(code) == "True\n"

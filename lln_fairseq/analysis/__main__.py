@@ -13,7 +13,6 @@ import json
 import sys
 from pathlib import Path
 
-import lln_fairseq  # noqa: F401  registers the models and tasks
 from lln_fairseq.analysis import report
 from lln_fairseq.analysis.probe import spread_batches
 from lln_fairseq.checkpoint import load_model
