@@ -5,21 +5,28 @@ import collections
 import hashlib
 import logging
 import os
+import re
 import typing
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, tasks
+from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.distributed.utils import _TensorPlaceholder
+from fairseq.utils import split_paths
 from omegaconf import DictConfig, ListConfig
 from omegaconf.base import ContainerMetadata, Metadata
 from omegaconf.nodes import AnyNode
 from torch import Tensor, nn
 
 import lln_fairseq
+from lln_fairseq.checkpoint_config import checked_config, stored_options
 from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.same_run import differences
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +64,33 @@ def dictionary_hash(dictionary: Any) -> str:
     return hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
 
 
+def data_hash(directories: list[str]) -> str:
+    """sha256 of the lengths of the training samples: the text is another if they differ; "" where there are none."""
+    found = [path for folder in directories for pattern in ("train*.idx", "*/train*.idx", "*/train*.label")
+             for path in sorted(Path(folder).glob(pattern))]  # fmt: skip
+    parts = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in found)
+    return hashlib.sha256(parts).hexdigest() if parts else ""
+
+
+def check_same_run(trainer: Any) -> None:
+    """Raises InputError where the trainer goes on with a run of its save_dir, and its settings or data are others."""
+    cfg = trainer.cfg.checkpoint
+    path = Path(cfg.save_dir, cfg.restore_file)  # which is absolute if it is elsewhere
+    reset = cfg.reset_optimizer or cfg.reset_lr_scheduler or cfg.reset_dataloader or cfg.reset_meters
+    if reset or path.parent != Path(cfg.save_dir) or not path.is_file():
+        return
+    state = peek(str(path))
+    found = differences(state.get("cfg"), trainer.cfg)
+    recorded = our_state(state).get("data")
+    if recorded and recorded != data_hash(split_paths(trainer.cfg.task.data)):
+        found.append("other training data")
+    if found:
+        raise InputError(
+            f"{cfg.save_dir} holds another run: {'; '.join(found)}. Give what it had, or another --save-dir "
+            "(checkpoint.save_dir)"
+        )
+
+
 @contextmanager
 def loading(model: nn.Module, task: Any, path: str) -> Iterator[None]:
     """Around the loading of a checkpoint into a model: says what does not fit, before anything is changed.
@@ -72,22 +106,98 @@ def loading(model: nn.Module, task: Any, path: str) -> Iterator[None]:
     yield
 
 
-def peek(path: str) -> dict[str, Any]:
+def peek(path: str, mmap: bool = True) -> dict[str, Any]:
     """A checkpoint with its tensors left on the disk (those of the format before torch 1.6 are read).
 
-    Raises: InputError for a file that is missing, no checkpoint, damaged, or that holds classes which are not allowed.
+    Raises: InputError for a file that is missing, damaged or no checkpoint of fairseq, or that holds classes which are
+    not allowed.
     """
     if not os.path.isfile(path):
         raise InputError(f"no such checkpoint: {path}")
     try:
-        try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            return torch.load(path, map_location="cpu", weights_only=True)
+        state = _load(path, mmap)
     except Exception as error:  # an unpickler may end in any way on bytes that are no pickle
-        raise InputError(f"cannot load {path}, which is damaged or no checkpoint: {first_line(error)}") from error
+        raise InputError(
+            f"cannot load {path}, which is damaged or no checkpoint: {_reason(error)}{_whole_ones_beside(path)}"
+        ) from error
+    parameters = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(parameters, dict):
+        raise InputError(f"{path} is not a checkpoint of fairseq: it holds no model")
+    if not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in parameters.items()):
+        raise InputError(f"{path} is not a checkpoint of fairseq: its model is not made of named tensors")
+    return state
+
+
+def _load(path: str, mmap: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except RuntimeError as error:
+        if not mmap or "mmap" not in str(error):
+            raise
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _reason(error: Exception) -> str:
+    """Without torch's advice to load such a file all the same."""
+    if found := re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error)):
+        return f"it wants to call {found[1]}, which no checkpoint may"
+    return first_line(error) if "weights_only" not in str(error) else "it is no plain data"
+
+
+def _whole_ones_beside(path: str) -> str:
+    """What to do where a run has another checkpoint that can be read."""
+    folder, name = os.path.split(path)
+    for other in sorted(Path(folder).glob("checkpoint*.pt"), key=os.path.getmtime, reverse=True):
+        if name.startswith("checkpoint_last") and other.name != name:
+            try:
+                peek(str(other))
+                check_sums(str(other))
+            except InputError:
+                continue
+            return f". {other} is whole: copy it to {name} to go on from it"
+    return ""
+
+
+def load_to_cpu(
+    path: str, arg_overrides: Mapping[str, Any] | None = None, load_on_all_ranks: bool | None = None
+) -> dict:
+    """fairseq's load_checkpoint_to_cpu: the state with tensors in memory, but no configuration except a checked one.
+
+    A training, which says what the other workers do, has a configuration of its own and gets none.
+    Raises: InputError as `peek` and `checked_config`, and for a training's state that is none.
+    """
+    state, config = peek(path, mmap=False), None
+    check_sums(path)
+    if load_on_all_ranks is None:
+        config = checked_config(state, path)
+        overwrite_args_by_name(config, dict(arg_overrides or {}))
+    try:
+        state = checkpoint_utils._upgrade_state_dict({**state, "args": None, "cfg": config})
+        history, position = state["optimizer_history"][-1], state["extra_state"]["train_iterator"]
+        numbers = [history["num_updates"], position["epoch"], position["iterations_in_epoch"], *position.values()]
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise InputError(f"{path} is damaged: the state of its training is incomplete ({first_line(error)})") from error
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise InputError(f"{path} is damaged: its update, epoch and position in it are {numbers[:3]}")
+    return state
+
+
+def check_sums(path: str) -> None:
+    """Compares every part of a checkpoint with its checksum, which torch writes and does not read; about 1 GB a second.
+
+    Raises: InputError for a file in which a number has changed. Formats before torch 1.6 have no checksums.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        for part in archive.infolist():
+            try:
+                with archive.open(part) as stream:
+                    while stream.read(1 << 24):
+                        pass
+            except zipfile.BadZipFile as error:
+                if part.CRC:  # 0: torch was told to save without
+                    raise InputError(f"{path} is damaged: {error}{_whole_ones_beside(path)}") from error
 
 
 def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
@@ -98,17 +208,15 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     another dictionary than the checkpoint's.
     """
     lln_fairseq.register()
-    state = peek(checkpoint)
-    if "model" not in state or not {"cfg", "args"} & state.keys():
-        raise InputError(f"{checkpoint} is not a checkpoint of fairseq: it has no model or no configuration")
-    overrides = {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {})
-    full = checkpoint_utils.load_checkpoint_to_cpu(checkpoint, overrides)
-    task = tasks.setup_task(full["cfg"].task, from_checkpoint=True)
+    state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
+    task = tasks.setup_task(state["cfg"].task, from_checkpoint=True)
     check_dictionary(state, task, checkpoint)
     try:
-        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=full)
-    except (RuntimeError, KeyError) as error:
-        raise InputError(f"cannot load {checkpoint}: {first_line(error)}") from error
+        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=state)
+    except InputError:
+        raise
+    except Exception as error:  # sizes and names that do not fit each other end wherever the host stumbles
+        raise InputError(f"cannot build the model of {checkpoint}: {first_line(error)}") from error
     model.eval()
     return (model.cuda() if torch.cuda.is_available() else model), task
 
@@ -131,18 +239,14 @@ def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
 
 def our_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """What our tasks wrote into the checkpoint, see tasks/_resume.py; empty for a stock one."""
-    return (state.get("extra_state") or {}).get(OUR_STATE) or {}
-
-
-def model_options(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the model in a checkpoint by name, whichever command line and fairseq made it."""
-    config = (state.get("cfg") or {}).get("model") or state.get("args")
-    return dict(config) if isinstance(config, Mapping | DictConfig) else dict(vars(config)) if config else {}
+    extra = state.get("extra_state")
+    found = extra.get(OUR_STATE) if isinstance(extra, Mapping) else None
+    return found if isinstance(found, dict) else {}
 
 
 def attention_differences(state: Mapping[str, Any], model: nn.Module) -> list[str]:
     """["lln_diag_block_size = 32, here it is 64", ...]: the attention and its options, checkpoint against model."""
-    here, there = getattr(model, "args", {}), model_options(state)
+    here, there = getattr(model, "args", {}), stored_options(state)["model"]
     if "attention" not in here or not there:
         return []
     name, before = here["attention"], there.get("attention", STOCK_ATTENTION)

@@ -17,6 +17,7 @@ from fairseq import utils
 from torch import Tensor
 
 from lln_fairseq.checkpoint import load_model, our_state, peek
+from lln_fairseq.checkpoint_config import stored_options
 from lln_fairseq.criterions.scores import Counts, pearson, spearman
 from lln_fairseq.errors import InputError
 
@@ -48,7 +49,7 @@ def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     dictionaries, or with another dictionary or other labels than the checkpoint was trained with.
     """
     state = peek(checkpoint)
-    task_name = (state.get("cfg") or {}).get("task", {}).get("_name")
+    task_name = stored_options(state)["task"].get("_name")
     if not str(task_name).endswith("sentence_prediction"):
         raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
     model, task = load_model(checkpoint, data)

@@ -3,6 +3,7 @@
     PathManager.copy            a kill while a checkpoint is copied left half a checkpoint_last.pt
     torch_persistent_save       a full disk ended in three tracebacks
     load_checkpoint             asked-for files that do not exist were ignored, other batches "to be reported"
+    load_checkpoint_to_cpu      built whatever the file's configuration named, and its options were evaluated
     Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
     call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU
@@ -41,6 +42,7 @@ def apply() -> None:
     PathManager.copy = staticmethod(functools.wraps(PathManager.copy)(atomic_copy))
     _wrap(checkpoint_utils, "torch_persistent_save", _save)
     _wrap(checkpoint_utils, "load_checkpoint", _begin)
+    _wrap(checkpoint_utils, "load_checkpoint_to_cpu", lambda original, *args, **kw: checkpoint.load_to_cpu(*args, **kw))
     _wrap(Trainer, "load_checkpoint", _load)
     _wrap(Trainer, "train_step", _step)
     _wrap(distributed_utils, "call_main", _call_main)
@@ -113,7 +115,7 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
     # fairseq-train calls this first of all with a complete trainer: here the whole configuration is known.
     run_checks.check_run(trainer.cfg)
     try:
-        return original(cfg, trainer, **kwargs)
+        extra_state, batches = original(cfg, trainer, **kwargs)
     except RuntimeError as error:
         if "dataloader mismatch" not in str(error):
             raise
@@ -121,6 +123,9 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
             f"{cfg.save_dir} holds a run with other batches: give the batch size, max tokens and data that it had, "
             "another --save-dir (checkpoint.save_dir), or --reset-dataloader to begin its epoch again"
         ) from error
+    if extra_state is not None:
+        checkpoint.check_same_run(trainer)
+    return extra_state, batches
 
 
 def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwargs: Any) -> Any:
@@ -128,12 +133,10 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
         try:
             return original(trainer, filename, *args, **kwargs)
         except Exception as error:
-            cause = error.__context__
-            if isinstance(cause, InputError):
+            cause = error.__context__ if type(error) is Exception else error  # fairseq's own says that it "cannot load"
+            if isinstance(cause, InputError | OSError):
                 raise cause from None
-            if type(error) is not Exception and "does not match" not in str(error):
-                raise
-            reason = (str(cause or error).splitlines() or [""])[:2][-1].strip(" \t.")
+            reason = (str(cause).splitlines() or [""])[:2][-1].strip(" \t.") or type(cause).__name__
             raise InputError(
                 f"{filename} does not fit this run: {reason}. Give the options that it was made with, or another "
                 "--save-dir (checkpoint.save_dir) if it is another run's"
@@ -154,7 +157,7 @@ def _call_main(original: Callable, cfg: Any, main: Callable, *args: Any, **kwarg
 
 
 def _main(main: Callable, cfg: Any, **kwargs: Any) -> Any:
-    """In each worker: a process that fairseq spawns imports this file to unpickle it, maybe before the user directory."""
+    """In a worker, a process of its own, this file is imported before fairseq imports the user directory."""
     lln_fairseq.register()
     return main(cfg, **kwargs)
 

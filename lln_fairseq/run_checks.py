@@ -1,7 +1,9 @@
 """Settings that contradict each other or the machine, found before the first update."""
 
 import logging
+import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +12,30 @@ from fairseq.file_io import PathManager
 from lln_fairseq.errors import InputError
 
 logger = logging.getLogger(__name__)
+
+PROBABILITY = (0, 1)
+RANGES = {  # of what fairseq takes as it is: it would train nothing, or end in a traceback hours later
+    "common.log_interval": (1, math.inf),
+    "dataset.batch_size": (1, math.inf),
+    "dataset.max_tokens": (1, math.inf),
+    "dataset.num_workers": (0, math.inf),
+    "dataset.validate_interval": (1, math.inf),
+    "optimization.clip_norm": (0, math.inf),
+    "optimization.lr": (0, math.inf),
+    "optimization.max_epoch": (0, math.inf),
+    "optimization.max_update": (0, math.inf),
+    "optimization.update_freq": (1, math.inf),
+    "checkpoint.save_interval": (1, math.inf),
+    "checkpoint.save_interval_updates": (0, math.inf),
+    "model.dropout": PROBABILITY,
+    "model.attention_dropout": PROBABILITY,
+    "model.activation_dropout": PROBABILITY,
+    "model.pooler_dropout": PROBABILITY,
+    "model.encoder_layerdrop": PROBABILITY,
+    "task.mask_prob": PROBABILITY,
+    "task.leave_unmasked_prob": PROBABILITY,
+    "task.random_token_prob": PROBABILITY,
+}
 
 LAST = "checkpoint_last.pt"
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # by these fairseq sees that torchrun started it
@@ -20,8 +46,19 @@ def check_run(cfg: Any) -> None:
 
     Raises: InputError for the first contradiction.
     """
-    for check in (check_restore_file, check_precision, check_probe, split_global_batch):
+    for check in (check_ranges, check_restore_file, check_precision, check_probe, split_global_batch):
         check(cfg)
+
+
+def check_ranges(cfg: Any) -> None:
+    """Numbers that cannot be meant, 0 for no limit aside."""
+    for option, (lowest, highest) in RANGES.items():
+        group, key = option.split(".")
+        given = getattr(getattr(cfg, group), key, None)
+        for number in given if isinstance(given, Sequence) else [given]:
+            if number is not None and not lowest <= number <= highest:
+                limit = f"at least {lowest}" if highest == math.inf else f"in [{lowest}, {highest}]"
+                raise InputError(f"{option} is {number}, and must be {limit}")
 
 
 def check_devices(cfg: Any) -> None:

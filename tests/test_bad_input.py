@@ -137,3 +137,19 @@ def test_hydra_prints_an_input_error_alone(monkeypatch, capsys):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(InputError), one_line_instead_of_a_traceback():
         raise InputError("this and that")
+
+
+NUMBERS = [
+    (("--max-tokens", 0), r"dataset\.max_tokens is 0, and must be at least 1"),
+    (("--max-update", -1), r"optimization\.max_update is -1, and must be at least 0"),
+    (("--dropout", 2), r"model\.dropout is 2\.0, and must be in \[0, 1\]"),
+    (("--clip-norm", -1), r"optimization\.clip_norm is -1\.0, and must be at least 0"),
+    (("--update-freq", 0), r"optimization\.update_freq is 0, and must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), NUMBERS, ids=[row[0][0] for row in NUMBERS])
+def test_numbers_that_cannot_be_meant(options, message, corpus, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=message):
+        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *options)
+    assert not (tmp_path / "a" / "checkpoint_last.pt").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from lln_fairseq.checkpoint import peek, resize_positions
+from lln_fairseq.checkpoint import load_to_cpu, peek, resize_positions
 from lln_fairseq.errors import InputError
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, train
 
@@ -110,3 +110,16 @@ def test_without_our_list_such_checkpoints_do_not_load(tmp_path):
 def test_what_several_workers_send_each_other_loads(tmp_path):
     torch.save({"cfg": DictConfig({"a": [1, None, "x"]})}, tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt")["cfg"].a[2] == "x"
+
+
+def test_a_number_that_changed_on_the_disk_is_noticed(tmp_path, monkeypatch):
+    corpus, weight = make_corpus(tmp_path / "corpus"), ENCODER + "layers.0.fc1.weight"
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path, *MASKED_LM, *LLN, "--max-update", 1)
+    path = tmp_path / "checkpoint_last.pt"
+    before, changed = torch.load(path)["model"][weight], bytearray(path.read_bytes())
+    numbers = before.numpy().tobytes()
+    changed[changed.index(numbers) + 1000] ^= 1
+    path.write_bytes(changed)
+    assert not torch.equal(torch.load(path)["model"][weight], before)  # without a word from torch
+    with pytest.raises(InputError, match=r"is damaged: Bad CRC-32 .*checkpoint_best\.pt is whole: copy it"):
+        load_to_cpu(str(path))

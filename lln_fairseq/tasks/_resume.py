@@ -3,16 +3,18 @@
 overflows            the number of updates that fp16 had to skip so far
 scaler               where the loss scaler is in its window; fairseq keeps the loss scale alone
 masters              the float32 parameters of --fp16; fairseq starts again from their float16 copies
-dictionary           the hash of the dictionary, so that data with another one is refused
+dictionary, data     their hashes, so that data with another dictionary, and other data for the same run, are refused
 """
 
+import functools
 from collections import deque
 from typing import Any
 
 import torch
+from fairseq.utils import split_paths
 from torch import Tensor
 
-from lln_fairseq.checkpoint import OUR_STATE, dictionary_hash
+from lln_fairseq.checkpoint import OUR_STATE, data_hash, dictionary_hash
 
 SCALER_STATE = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
 
@@ -55,8 +57,16 @@ class ExactResume:
             if not self.cfg.no_save_optimizer_state:
                 state["masters"] = [master.detach().cpu() for master in self._masters()]
         # fairseq looks its tasks' state up by class name, and checkpoint.py by ours
-        data = {"dictionary": dictionary_hash(self.source_dictionary), "labels": getattr(self, "labels", [])}
+        data = {
+            "dictionary": dictionary_hash(self.source_dictionary),
+            "labels": getattr(self, "labels", []),
+            "data": self._data_hash,
+        }
         return {type(self).__name__: state, OUR_STATE: data}
+
+    @functools.cached_property
+    def _data_hash(self) -> str:
+        return data_hash(split_paths(self.cfg.data))
 
     def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
         """Called by fairseq when it resumes a run; not when it fine-tunes."""

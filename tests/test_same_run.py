@@ -1,0 +1,91 @@
+"""A run goes on with what it began with: other settings that change its result are named."""
+
+import shutil
+
+import pytest
+import torch
+
+from lln_fairseq.errors import InputError
+from tests.fairseq_runs import LLN, MASKED_LM, binarize, make_corpus, sentences, train
+
+COMMON = (*MASKED_LM, *LLN, "--max-update", 2)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A corpus, and the directory of a run of two updates."""
+    folder = tmp_path_factory.mktemp("begun")
+    corpus = make_corpus(folder / "corpus")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        train(monkeypatch, folder / "log", corpus, folder / "run", *COMMON)
+    return corpus, folder / "run"
+
+
+CHANGES = [
+    (("--seed", 4), r"common\.seed = 3, here it is 4"),
+    (("--lr", 0.01), r"optimization\.lr = \[0\.001\], here it is \[0\.01\]"),
+    (("--attention", "lln"), r"model\.attention = lln_diag, here it is lln"),
+    (("--lln-diag-block-size", 16, "--dropout", 0.3), r"model\.dropout = 0\.1, here it is 0\.3"),
+    (("--mask-prob", 0.3), r"task\.mask_prob = 0\.15, here it is 0\.3"),
+    (("--adam-eps", 1e-6), r"optimizer\.adam_eps = 1e-08, here it is 1e-06"),
+    (("--update-freq", 2), r"sequences an update = \[8\], here it is \[16\]"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CHANGES, ids=[str(change[0][0]) for change in CHANGES])
+def test_what_changes_the_result_is_named(options, message, begun, tmp_path, monkeypatch):
+    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+    before = (run / "checkpoint_last.pt").read_bytes()
+    with pytest.raises(InputError, match=f"holds another run: .*{message}.*or another --save-dir"):
+        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4, *options)
+    assert (run / "checkpoint_last.pt").read_bytes() == before
+
+
+def test_other_data_of_the_same_dictionary(begun, tmp_path, monkeypatch):
+    run, other = shutil.copytree(begun[1], tmp_path / "run"), shutil.copytree(begun[0], tmp_path / "other")
+    binarize(sentences(60, seed=9), other / "dict.txt", other / "train")
+    with pytest.raises(InputError, match="holds another run: other training data"):
+        train(monkeypatch, tmp_path / "a.log", other, run, *COMMON, "--max-update", 4)
+    moved = shutil.copytree(begun[0], tmp_path / "moved")  # the same data elsewhere
+    log = train(monkeypatch, tmp_path / "b.log", moved, run, *COMMON, "--max-update", 3)
+    assert next(row["num_updates"] for row in log["train"]) == "3"
+
+
+def test_what_does_not_change_the_result_goes_on(begun, tmp_path, monkeypatch):
+    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+    options = ("--max-update", 4, "--log-interval", 2, "--checkpoint-activations", "--num-workers", 1,
+               "--batch-size", 4, "--update-freq", 2, "--reset-dataloader", "--tensorboard-logdir", tmp_path / "tb",
+               "--linformer-projected-length", 7)  # fmt: skip
+    log = train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, *options)
+    assert log["train"][-1]["num_updates"] == "4"
+
+
+def test_a_reset_begins_something_new(begun, tmp_path, monkeypatch):
+    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+    options = ("--max-update", 4, "--lr", 0.01, "--reset-optimizer")
+    assert train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, *options)["train"][-1]["lr"] == "0.01"
+
+
+def test_a_damaged_last_checkpoint_names_a_whole_one(begun, tmp_path, monkeypatch):
+    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+    last = run / "checkpoint_last.pt"
+    (run / "checkpoint_1_1.pt").write_bytes(b"damaged too")
+    last.write_bytes(last.read_bytes()[:-5000])
+    with pytest.raises(
+        InputError, match=r"damaged .*\. .*checkpoint_best\.pt is whole: copy it to checkpoint_last"
+    ) as e:
+        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4)
+    assert "weights_only" not in str(e.value)
+
+
+class Payload:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_the_reason_is_ours_and_not_torchs_advice(tmp_path, begun, monkeypatch):
+    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+    torch.save({"model": Payload()}, run / "checkpoint_last.pt")
+    with pytest.raises(InputError, match="it wants to call print, which no checkpoint may") as e:
+        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON)
+    assert "weights_only" not in str(e.value)
