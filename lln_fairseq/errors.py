@@ -15,12 +15,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from lln_fairseq import command
 from lln_fairseq.attention.registry import did_you_mean
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
-class InputError(CompactHydraException, ValueError):
+class InputError(CompactHydraException, command.UserError, ValueError):
     """Bad input: Hydra prints it without a traceback because of its base class, fairseq-train because of our hook."""
 
 
@@ -48,18 +49,18 @@ def input_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_instead_of_a_traceback() -> Iterator[None]:
-    """Around a whole training: Ctrl-C ends it with one line and exit code 130, a file that cannot be read or
-    written, or a full disk, as an InputError.
+    """Around a whole training: Ctrl-C and SIGTERM end it with one line and exit code 130 or 143, a file that
+    cannot be read or written, or a full disk, as an InputError.
 
     Under Hydra an InputError too ends it here, with its message and exit code 1: Hydra prints lines around it that do
     not help. HYDRA_FULL_ERROR=1 shows everything.
     """
     try:
-        with _disk_errors():
+        with command.signals(), _disk_errors():
             yield
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(command.interrupt_code()) from None
     except InputError as error:
         if not GlobalHydra.instance().is_initialized() or os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
             raise

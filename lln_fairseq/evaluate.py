@@ -3,10 +3,14 @@
 python -m lln_fairseq.evaluate CHECKPOINT DATA --split test --predict SST-2.tsv
 """
 
+from lln_fairseq.command import run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,27 +137,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--predict", type=Path, help="write a label for every row to this file, e.g. SST-2.tsv")
     parser.add_argument("--scale", type=float, default=5.0, help="of predicted scores (default: 5, that of STS-B)")
     args = parser.parse_args(argv)
-    try:
-        model, task = load(args.checkpoint, args.data)
-        outputs = run(model, task, args.split)
-        if outputs.targets is None and (args.json or not args.predict):
-            raise InputError(f"split '{args.split}' of {task.cfg.data} has no labels to score: use --predict OUT.tsv")
-        if args.predict:
-            write_predictions(args.predict, predictions(task, outputs, args.scale))
-            print(f"{args.split}: {len(outputs.logits)} predictions in {args.predict}")
-        if outputs.targets is not None:
-            found = score(task, outputs)
-            shown = ", ".join(text.format(found[name]) for name, text in SHOWN.items() if name in found)
-            print(f"{args.split}: {found['rows']} rows, {shown}")
-            if args.json:
-                args.json.write_text(json.dumps(found, indent=2) + "\n")
-    except KeyboardInterrupt:
-        return 130
-    except (InputError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_main(lambda: evaluate(args))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def evaluate(args: argparse.Namespace) -> None:
+    """Scores and predicts what the command line asks for. Raises: InputError, OSError."""
+    model, task = load(args.checkpoint, args.data)
+    outputs = run(model, task, args.split)
+    if outputs.targets is None and (args.json or not args.predict):
+        raise InputError(f"split '{args.split}' of {task.cfg.data} has no labels to score: use --predict OUT.tsv")
+    if args.predict:
+        write_predictions(args.predict, predictions(task, outputs, args.scale))
+        print(f"{args.split}: {len(outputs.logits)} predictions in {args.predict}")
+    if outputs.targets is not None:
+        found = score(task, outputs)
+        shown = ", ".join(text.format(found[name]) for name, text in SHOWN.items() if name in found)
+        print(f"{args.split}: {found['rows']} rows, {shown}")
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=2) + "\n")

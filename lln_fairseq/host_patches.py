@@ -6,31 +6,40 @@
     load_checkpoint_to_cpu      built whatever the file's configuration named, and its options were evaluated
     Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
-    call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU
+    call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU; two
+                                trainings in one directory; a thread that prefetches aborted the end (exit code 134)
 
 Each patch does what the host does and adds to it; `apply` may be called again.
 """
 
+import errno
 import functools
 import importlib.util
 import logging
+import multiprocessing
 import os
+import queue
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
+from fairseq.data.iterators import BackgroundConsumer
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 from torch.multiprocessing import ProcessRaisedException
 
 import lln_fairseq
-from lln_fairseq import checkpoint, errors, run_checks
+from lln_fairseq import checkpoint, command, errors, run_checks, run_lock
 from lln_fairseq.errors import InputError, TrainingError, first_line, one_line_instead_of_a_traceback
+
+LONGEST_BATCH = 10  # seconds; a loader process that was interrupted is missed after five
 
 
 def apply() -> None:
@@ -93,7 +102,13 @@ def _save(original: Callable, obj: Any, filename: str, *args: Any, **kwargs: Any
 
 
 def _cannot_save(path: str, reason: str | None) -> InputError:
-    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free / 1e6
+    folder = os.path.dirname(os.path.abspath(path))
+    if reason == os.strerror(errno.ENOENT) or not os.path.isdir(folder):
+        return InputError(
+            f"cannot save {path}: {folder}, or what was being written in it, was removed by another program; the same "
+            "command goes on from the last checkpoint that is left"
+        )
+    free = shutil.disk_usage(folder).free / 1e6
     return InputError(
         f"cannot save {path}: {reason} ({free:.0f} MB free); the last checkpoint that was saved is whole: make room "
         "and give the same command again to go on from it"
@@ -149,7 +164,8 @@ def _call_main(original: Callable, cfg: Any, main: Callable, *args: Any, **kwarg
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
     try:
-        return original(cfg, functools.partial(_main, main), *args, **kwargs)
+        with run_lock.one_training(cfg):
+            return original(cfg, functools.partial(_main, main), *args, **kwargs)
     except ProcessRaisedException as error:  # a worker's, with all of its traceback
         if found := re.search(r"^lln_fairseq\.errors\.\w+: (.*)", str(error), re.MULTILINE):
             raise InputError(found[1]) from None
@@ -159,7 +175,23 @@ def _call_main(original: Callable, cfg: Any, main: Callable, *args: Any, **kwarg
 def _main(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     """In a worker, a process of its own, this file is imported before fairseq imports the user directory."""
     lln_fairseq.register()
-    return main(cfg, **kwargs)
+    if parent := multiprocessing.parent_process():
+        command.end_with(parent.pid)
+    try:
+        return main(cfg, **kwargs)
+    finally:
+        _end_prefetching()
+
+
+def _end_prefetching() -> None:
+    """Python ends a thread that makes batches while it itself ends; torch's C++ code aborts the process on that."""
+    for thread in threading.enumerate():
+        if isinstance(thread, BackgroundConsumer):
+            thread._max_len = 0  # its next batch is the last
+            deadline = time.monotonic() + LONGEST_BATCH
+            while thread.is_alive() and time.monotonic() < deadline:
+                with suppress(queue.Empty):  # it may wait for room in its queue
+                    thread._queue.get(timeout=0.01)
 
 
 def _step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:

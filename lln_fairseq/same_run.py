@@ -29,7 +29,7 @@ def differences(saved: Any, here: DictConfig) -> list[str]:
     """
     if not isinstance(saved, Mapping):
         return []
-    before, now = dict(_settings(saved)), dict(_settings(OmegaConf.to_container(here, enum_to_str=True)))
+    before, now = dict(_settings(saved)), dict(_settings(OmegaConf.to_container(here, resolve=True, enum_to_str=True)))
     unlike = [key for key in before if key in now and before[key] != now[key] and None not in (before[key], now[key])]
     return [f"{key} = {before[key]}, here it is {now[key]}" for key in unlike]
 

@@ -3,6 +3,11 @@
 python -m lln_fairseq.train --config-dir configs --config-name pretrain run=gpu8
 """
 
+from lln_fairseq.command import start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import os
 import warnings
 from pathlib import Path
@@ -22,7 +27,3 @@ def main() -> None:
     # fairseq refuses a user directory that is another copy of a package that is imported
     os.environ["LLN_USER_DIR"] = str(Path(__file__).parent)
     cli_main()
-
-
-if __name__ == "__main__":
-    main()

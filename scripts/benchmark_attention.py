@@ -7,6 +7,11 @@ count. Before timing, every mechanism is compared with its own quadratic matrix.
 GPU, on a CPU as the resident-set peak of a child process.
 """
 
+from lln_fairseq.command import run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import functools
 import json
@@ -214,6 +219,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    return run_main(lambda: benchmark(args))
+
+
+def benchmark(args: argparse.Namespace) -> None:
     names = [SDPA, *args.attentions]
     for name in names:
         check(name, args)
@@ -228,8 +237,3 @@ def main(argv: list[str] | None = None) -> int:
         args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     if args.png:
         draw(rows, names, args.png, title)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

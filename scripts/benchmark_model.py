@@ -9,6 +9,11 @@ paper was written. float16 is fairseq's: a half-precision model, float32 master 
 Peak memory is measured: torch's allocated peak on a GPU, the resident-set peak of a child process on a CPU.
 """
 
+from lln_fairseq.command import UserError, run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import contextlib
 import functools
@@ -163,12 +168,15 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    return run_main(lambda: benchmark(args))
+
+
+def benchmark(args: argparse.Namespace) -> None:
     rows: dict[tuple[str, int], Row] = {}
     if args.add and args.json.exists():
         found, old = read_rows(args.json)
         if found != settings(args):
-            print(f"error: {args.json} was measured with other settings: {found}", file=sys.stderr)
-            return 1
+            raise UserError(f"{args.json} was measured with other settings: {found}")
         rows = {(row.attention, row.length): row for row in old}
     for length in args.lengths:
         with limited_memory() if args.device == "cpu" else contextlib.nullcontext():
@@ -179,8 +187,3 @@ def main(argv: list[str] | None = None) -> int:
     print(table(settings(args), list(rows.values())))
     if args.png:
         draw(args.png, settings(args), list(rows.values()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,10 +8,14 @@ the log-variance of LLN attention over that of softmax attention by s = σ_q² �
 straight line: 1 is right.
 """
 
+from lln_fairseq.command import start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -96,7 +100,3 @@ def main(argv: list[str] | None = None) -> int:
     write(tables, args.out)
     print(f"written: {args.out}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

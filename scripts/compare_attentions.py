@@ -8,12 +8,16 @@ pretrain:dataset.batch_size=32. corpus= names the pre-training data, glue= one o
 data is made and used, with model=tiny. What is finished is not done again, and what was interrupted goes on.
 """
 
+from lln_fairseq.command import run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import itertools
 import json
 import os
 import queue
-import signal
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -209,19 +213,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the trainings would go on alone
-    try:
-        comparison = Comparison(args)
-        failures = comparison.all()
-        comparison.report()
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    except (InputError, StepFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run_main(lambda: compare(args), "\ninterrupted; the same command goes on from here")
+
+
+def compare(args: argparse.Namespace) -> int:
+    """The exit code: 1 where a run failed, else 0."""
+    comparison = Comparison(args)
+    failures = comparison.all()
+    comparison.report()
     return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,10 +5,14 @@ python -m scripts.glue_table runs --latex table1.tex
 It reads every RUN/glue/TASK/seedN/valid.json below the directory; one row for each RUN.
 """
 
+from lln_fairseq.command import UserError, run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import json
 import statistics
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -96,19 +100,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--latex", type=Path, help="also write a LaTeX tabular to this file")
     args = parser.parse_args(argv)
+    return run_main(lambda: show(args))
+
+
+def show(args: argparse.Namespace) -> None:
+    """Prints the table and writes the files that the command line asks for. Raises: UserError where no run is found."""
     ours = collect(args.directory)
     if not ours:
-        print(f"error: no RUN/glue/TASK/seedN/valid.json below {args.directory}: run scripts/glue_all.sh",
-              file=sys.stderr)  # fmt: skip
-        return 1
+        raise UserError(f"no RUN/glue/TASK/seedN/valid.json below {args.directory}: run scripts/glue_all.sh")
     rows = [*paper_rows(), *ours]
     print(as_text(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if args.latex:
         args.latex.write_text(as_latex(rows), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

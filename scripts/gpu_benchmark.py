@@ -10,19 +10,20 @@ For every length the batch holds the same number of tokens. Columns:
     MB      peak memory beyond q, k, v and the incoming gradient, ours and SDPA's
 """
 
+from lln_fairseq.command import UserError, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import functools
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lln_fairseq.ops import lln, lln_triton
 from scripts import measure
@@ -166,17 +167,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("gpu_benchmark.py: no CUDA device: torch.cuda.is_available() is False")
+        raise UserError("no CUDA device: torch.cuda.is_available() is False")
     if reason := lln_triton.is_supported(
         torch.empty(1, 1, 1, args.dim, device="cuda", dtype=getattr(torch, args.dtype))
     ):
-        sys.exit(f"gpu_benchmark.py: {reason}")
+        raise UserError(reason)
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth / 1e12:.2f} TB/s (read + written)")
     good = [report("lln_diag", args.block_size, args, bandwidth), report("lln", None, args, bandwidth)]
     if not all(good):
-        sys.exit("gpu_benchmark.py: the kernels' error is too large")
-
-
-if __name__ == "__main__":
-    main()
+        raise UserError("the kernels' error is too large")

@@ -9,8 +9,12 @@ directory or its TensorBoard directory; Figure 1 needs the probe (--probe-interv
 classification. A figure for which nothing was given is skipped, and the line says what is missing.
 """
 
+from lln_fairseq.command import start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,7 +72,3 @@ def main(argv: list[str] | None = None) -> int:
         drawn += 1
         print(f"figure {name}: {path}", *(f"  {note}" for note in sheet.notes), sep="\n")
     return 0 if drawn else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

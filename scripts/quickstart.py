@@ -3,10 +3,14 @@
 Every step that finished is kept: a second run does only what is missing, and an interrupted training resumes.
 """
 
+from lln_fairseq.command import run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import json
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 
 from scripts.quickstart_report import draw, table
-from scripts.steps import StepFailed, Steps, evaluation, prepare_demo_data, training
+from scripts.steps import Steps, evaluation, prepare_demo_data, training
 
 ATTENTION, BASELINE = "lln_diag", "softmax"
 
@@ -71,6 +75,8 @@ class Quickstart:
         return training(stage, folder, "model=tiny", f"attention={attention}", f"run={self.run}", *overrides)
 
     def all(self) -> None:
+        if seconds := int(os.environ.get("LLN_INSTALL_SECONDS", "0")):
+            self.steps.times["install"] = seconds
         variants = [Variant(ATTENTION, ATTENTION)]
         if self.args.compare:
             variants += [Variant(BASELINE, BASELINE), Variant("no_pretraining", ATTENTION, pretrained=False)]
@@ -97,19 +103,4 @@ def main() -> int:
     parser.add_argument("--out", default="runs/quickstart", help="checkpoints, logs, picture (default: %(default)s)")
     parser.add_argument("--updates", type=int, help="at most so many updates a training: a quick try of everything")
     args = parser.parse_args()
-    try:
-        quickstart = Quickstart(args)
-        if seconds := int(os.environ.get("LLN_INSTALL_SECONDS", "0")):
-            quickstart.steps.times["install"] = seconds
-        quickstart.all()
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    except (StepFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_main(lambda: Quickstart(args).all(), "\ninterrupted; the same command goes on from here")

@@ -1,7 +1,6 @@
 """Longer experiments as steps: commands that run once, are logged, and are skipped when they ended well before."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,10 +11,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data_prep.files import write_bytes
+from lln_fairseq.command import UserError, child_environment
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class StepFailed(Exception):
+class StepFailed(UserError):
     """A step ended with an error that its own output explains."""
 
 
@@ -25,7 +27,7 @@ class Steps:
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.times_file = out, out / "times.json"
-        self.times: dict[str, float] = json.loads(self.times_file.read_text()) if self.times_file.exists() else {}
+        self.times = read_times(self.times_file)
         self._lock, self._running, self._stopped = threading.Lock(), set(), False
 
     def run(self, name: str, command: list[str], total_updates: int | None = None,
@@ -46,7 +48,7 @@ class Steps:
             raise StepFailed(f"{name} failed (exit code {code}): {' '.join(tail)}\nthe whole output is in {log}")
         with self._lock:
             self.times[name] = time.monotonic() - start
-            self.times_file.write_text(json.dumps(self.times, indent=2) + "\n")
+            write_bytes(self.times_file, (json.dumps(self.times, indent=2) + "\n").encode())
 
     def stop(self) -> None:
         """Ends what is running and lets nothing start any more."""
@@ -56,7 +58,7 @@ class Steps:
                 process.terminate()
 
     def _start(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
+        environment = child_environment() | {"PYTHONUNBUFFERED": "1"} | environment
         with self._lock:
             if self._stopped:
                 raise StepFailed("stopped")
@@ -83,10 +85,37 @@ class Steps:
                         bar.update(int(updates[1]) - bar.n)
             return process.wait()
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+            end(process)
             self._running.discard(process)
+
+
+def call(command: list[str]) -> None:
+    """Runs a program of ours, its output on this terminal. Raises: UserError; the program has said why."""
+    process = subprocess.Popen(command, env=child_environment())
+    try:
+        code = process.wait()
+    finally:
+        end(process)
+    if code:
+        raise UserError(f"{command[2]} ended with exit code {code}, see above; the same command goes on from here")
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a child that is still running as Ctrl-C would, and waits for that."""
+    if process.poll() is None:
+        process.terminate()
+        process.wait()
+
+
+def read_times(file: Path) -> dict[str, float]:
+    """Wall times in seconds by step; none where the file is missing or damaged."""
+    if not file.exists():
+        return {}
+    try:
+        return {str(name): float(seconds) for name, seconds in json.loads(file.read_text()).items()}
+    except (ValueError, TypeError, AttributeError):
+        tqdm.write(f"{file} is damaged: its steps are done again, and a training that is complete ends at once")
+        return {}
 
 
 def training(stage: str, save_dir: Path, *overrides: str) -> list[str]:
@@ -103,7 +132,6 @@ def evaluation(checkpoint: Path, split: str, result: Path) -> list[str]:
 
 
 def prepare_demo_data(directory: str, archive: str | None) -> None:
-    """Makes the demo data unless it is there. Raises: StepFailed; the command has said why."""
+    """Makes the demo data unless it is there. Raises: UserError; the command has said why."""
     command = [sys.executable, "-m", "data_prep.demo", "--out", directory]
-    if subprocess.run([*command, *(["--archive", archive] if archive else [])]).returncode:
-        raise StepFailed("data preparation failed, see above; run the same command again to go on")
+    call([*command, *(["--archive", archive] if archive else [])])

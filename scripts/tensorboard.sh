@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
 # Shows the curves of all runs below a directory at http://localhost:6006.
 #   scripts/tensorboard.sh [DIRECTORY (runs)] [OPTIONS OF TENSORBOARD]
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-help_if_asked "$@"
+case "${1:-}" in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 directory=runs
 case "${1:-}" in "" | -*) ;; *) directory=$1; shift ;; esac
-[ -d "$directory" ] || fail "no such directory: $directory"
-exec python -m tensorboard.main --logdir "$directory" "$@"
+[ -d "$directory" ] || { echo "error: no such directory: $directory" >&2; exit 1; }
+. "$(dirname "${BASH_SOURCE[0]}")/program.sh" tensorboard.main --logdir "$directory" "$@"

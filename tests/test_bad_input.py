@@ -2,6 +2,8 @@
 
 import errno
 import os
+import shutil
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -97,19 +99,32 @@ def test_more_workers_than_devices(given, message, monkeypatch):
             check_devices(SimpleNamespace(distributed_training=distributed))
 
 
-def test_ctrl_c_ends_in_one_line_and_the_run_goes_on(corpus, tmp_path, monkeypatch, capfd):
+def test_a_directory_that_is_removed_meanwhile_is_named(corpus, tmp_path, monkeypatch):
+    save = torch.save
+
+    def removed(*args, **kwargs):
+        shutil.rmtree(tmp_path / "a")
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", removed)
+    with pytest.raises(InputError, match=r"cannot save .*: .*/a, or what was .* in it, was removed by another program"):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", 2)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_ends_in_one_line_and_the_run_goes_on(number, code, corpus, tmp_path, monkeypatch, capfd):
     step, interrupt = Trainer.train_step, [4]
 
     def train_step(self, *args, **kwargs):
         if self.get_num_updates() in interrupt:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
     options = (*MASKED_LM, *LLN, "--save-interval-updates", 2, "--max-update", 6)
     with pytest.raises(SystemExit) as ended:
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
-    assert ended.value.code == 130
+    assert ended.value.code == code
     assert capfd.readouterr().err.endswith("interrupted; the same command goes on from the last checkpoint\n")
     interrupt.clear()
     log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options)

@@ -18,6 +18,7 @@ import io
 import os
 import pickle
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, file_utils
 from fairseq.data import Dictionary
+from fairseq.data.iterators import BackgroundConsumer
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging.progress_bar import _tensorboard_writers
 from fairseq.models.roberta import RobertaModel
@@ -40,7 +42,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from data_prep.glue_tasks import GLUE_TASKS
 from data_prep.vocabulary import dictionary_text
-from lln_fairseq import checkpoint, evaluate
+from lln_fairseq import checkpoint, evaluate, host_patches
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import InputError, TrainingError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
@@ -161,6 +163,21 @@ def test_memory_efficient_fp16_alone_trains_in_float32(corpus, tmp_path, monkeyp
     assert optimizer_of(tmp_path / "b") == "FairseqAdam"
     train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "c", *MASKED_LM, *LLN, "--fp16")
     assert optimizer_of(tmp_path / "c") == "MemoryEfficientFP16Optimizer"
+
+
+def test_a_thread_that_makes_batches_outlives_the_training(tmp_path, monkeypatch):
+    """Python's end meets it in torch's C++ code: "terminate called without an active exception", exit code 134."""
+
+    def prefetching():
+        return [thread for thread in threading.enumerate() if isinstance(thread, BackgroundConsumer)]
+
+    corpus = make_corpus(tmp_path / "corpus", sizes=(("train", 3000), ("valid", 11)))
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", 1)
+    assert not prefetching()
+    switch_off(monkeypatch, distributed_utils, "call_main")
+    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *MASKED_LM, *LLN, "--max-update", 1)
+    assert prefetching()
+    host_patches._end_prefetching()
 
 
 def test_bf16_on_the_command_line_means_a_tpu(corpus, tmp_path, monkeypatch):

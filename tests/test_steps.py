@@ -33,6 +33,15 @@ def test_a_step_that_failed_shows_its_last_line_and_is_run_again(tmp_path):
     assert (tmp_path / "file").read_text() == "xx"
 
 
+@pytest.mark.parametrize("content", ["", '{"one": 1.0', "[1]", '{"one": null}'])
+def test_damaged_times_are_said_and_the_steps_done_again(content, tmp_path, capsys):
+    (tmp_path / "times.json").write_text(content)
+    Steps(tmp_path).run("one", python(APPEND, tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "x"
+    assert f"{tmp_path}/times.json is damaged: its steps are done again" in "".join(capsys.readouterr())
+    assert json.loads((tmp_path / "times.json").read_text()).keys() == {"one"}
+
+
 def test_stop_ends_what_runs_and_lets_nothing_start(tmp_path):
     steps, raised = Steps(tmp_path), []
 

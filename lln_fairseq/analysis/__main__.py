@@ -8,9 +8,13 @@ CHECKPOINT is a pre-trained or fine-tuned model, DATA the binarised data of its 
 over the split.
 """
 
+from lln_fairseq.command import run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from lln_fairseq.analysis import report
@@ -31,21 +35,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the numbers of every layer and head to this file")
     parser.add_argument("--png", type=Path, help="draw them to this file")
     args = parser.parse_args(argv)
-    try:
-        for path in (args.json, args.png):
-            if path and not path.parent.is_dir():
-                raise InputError(f"no such directory: {path.parent}")
-        with input_errors():
-            found = analyse(args.checkpoint, args.data, args.split, args.batches, args.batch_size)
-        print(f"{args.checkpoint}, split '{args.split}': {report.as_text(found)}")
-        if args.json:
-            args.json.write_text(json.dumps(found.as_json(), indent=2) + "\n")
-        if args.png:
-            report.draw(found, args.png)
-    except (InputError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_main(lambda: show(args))
+
+
+def show(args: argparse.Namespace) -> None:
+    """Prints, writes and draws what the command line asks for. Raises: InputError, OSError."""
+    for path in (args.json, args.png):
+        if path and not path.parent.is_dir():
+            raise InputError(f"no such directory: {path.parent}")
+    with input_errors():
+        found = analyse(args.checkpoint, args.data, args.split, args.batches, args.batch_size)
+    print(f"{args.checkpoint}, split '{args.split}': {report.as_text(found)}")
+    if args.json:
+        args.json.write_text(json.dumps(found.as_json(), indent=2) + "\n")
+    if args.png:
+        report.draw(found, args.png)
 
 
 def analyse(checkpoint: str, data: str, split: str = "valid", batches: int = 4, batch_size: int = 4) -> report.Report:
@@ -55,7 +59,3 @@ def analyse(checkpoint: str, data: str, split: str = "valid", batches: int = 4, 
     model, task = load_model(checkpoint, data)
     task.load_dataset(split)
     return report.collect(model, spread_batches(task.dataset(split), batches, batch_size, model))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -238,8 +238,9 @@ def test_an_error_in_a_worker_is_one_line_too():
             "-- Process 1 --\nTraceback ...\nlln_fairseq.errors.InputError: no such file: x\n", 1, 2
         )
 
-    cfg = OmegaConf.create({"common": {"bf16": False, "tpu": False}, "distributed_training":
-                            {"distributed_world_size": 1, "distributed_init_method": None}})  # fmt: skip
+    cfg = OmegaConf.create({"common": {"bf16": False, "tpu": False}, "checkpoint": {"no_save": True},
+                            "distributed_training": {"distributed_init_method": "env://", "distributed_rank": 0,
+                                                     "distributed_world_size": 1}})  # fmt: skip
     with pytest.raises(InputError, match=r"^no such file: x$"):
         host_patches._call_main(spawn, cfg, None)
 

@@ -1,0 +1,53 @@
+"""One training at a time in a save_dir: two would overwrite each other's checkpoints."""
+
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+
+from lln_fairseq.errors import InputError
+
+FILE = "training.lock"  # stays there: to remove it would let two trainings lock two files of that name
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def one_training(cfg: Any) -> Iterator[None]:
+    """Locks the save_dir of a fairseq configuration. The kernel releases the lock when the process ends, in any way.
+
+    The first of several workers locks for all of them. A file system without locks: one warning.
+    Raises: InputError where another training has the directory.
+    """
+    distributed_utils.infer_init_method(cfg.distributed_training)  # the rank; call_main does it next
+    if cfg.distributed_training.distributed_rank != 0 or cfg.checkpoint.no_save:
+        yield
+        return
+    checkpoint_utils.verify_checkpoint_directory(cfg.checkpoint.save_dir)
+    with open(Path(cfg.checkpoint.save_dir, FILE), "a+") as file:
+        _lock(file, cfg.checkpoint.save_dir)
+        yield
+
+
+def _lock(file: Any, save_dir: str) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which loader processes would inherit and keep
+    except (BlockingIOError, PermissionError):  # POSIX allows either
+        file.seek(0)
+        raise InputError(
+            f"{save_dir} belongs to a training that is running ({file.read().strip() or 'just started'}): wait for its "
+            "end, stop it with kill, or give another --save-dir (checkpoint.save_dir)"
+        ) from None
+    except OSError as error:
+        logger.warning(f"{save_dir} cannot be locked ({error.strerror}): do not start a second training in it")
+        return
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()

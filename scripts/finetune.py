@@ -1,0 +1,59 @@
+"""Fine-tunes a pre-trained checkpoint on a GLUE task and scores it; the same command goes on after an interruption.
+
+    scripts/finetune_sst2.sh runs/pretrain_lln_diag/checkpoint_best.pt attention=lln_diag model=base run=gpu1
+
+finetune_mnli.sh, finetune_qnli.sh and finetune_qqp.sh are the same for their tasks. Results: glue/TASK/seedN beside the
+checkpoint, unless an override names another checkpoint.save_dir. The data: python -m data_prep.glue --help
+"""
+
+from lln_fairseq.command import UserError, run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
+import argparse
+import sys
+from pathlib import Path
+
+from scripts.steps import ROOT, call, evaluation, training
+
+SAVE_DIR = "checkpoint.save_dir="
+FINISHED = "valid.json"  # the last file written
+
+
+def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> None:
+    """Trains, then scores the best checkpoint on every labelled split, unless that has been done before.
+
+    Raises: UserError for a task without recipe and for a training or an evaluation that fails.
+    """
+    known = sorted(path.stem for path in (ROOT / "configs" / "glue").glob("*.yaml"))
+    if task not in known:
+        raise UserError(f"no such task: {task} (known: {' '.join(known)})")
+    given = [Path(override.removeprefix(SAVE_DIR)) for override in overrides if override.startswith(SAVE_DIR)]
+    out = (given or [checkpoint.parent / "glue" / task / f"seed{seed}"])[-1]
+    if (out / FINISHED).is_file():
+        print(f"{task}, seed {seed}: done before, see {out}", flush=True)
+        return
+    start_from = f"checkpoint.finetune_from_model={checkpoint}"
+    call(training("finetune", out, f"glue={task}", f"common.seed={seed}", start_from, *overrides))
+    for file in ("valid1.json", FINISHED) if task == "mnli" else (FINISHED,):
+        call(evaluation(out / "checkpoint_best.pt", Path(file).stem, out / file))
+
+
+def existing_checkpoint(given: str | None) -> Path:
+    """Raises: UserError where there is none."""
+    if given is None:
+        raise UserError("which checkpoint? for example runs/pretrain_lln_diag/checkpoint_best.pt (see --help)")
+    if not Path(given).is_file():
+        raise UserError(f"no such checkpoint: {given}")
+    return Path(given)
+
+
+def main(argv: list[str] | None = None) -> int:
+    task, *rest = argv or sys.argv[1:] or ["TASK"]
+    parser = argparse.ArgumentParser(prog=f"scripts/finetune_{task}.sh", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    args, overrides = parser.parse_known_args(rest)
+    return run_main(lambda: finetune(task, existing_checkpoint(args.checkpoint), args.seed, overrides), "")
