@@ -1,37 +1,44 @@
 """One way to read files out of directories, zip and tar archives: by name, as streams, never unpacked to the disk.
 
-No name inside an archive ever becomes a path, and an archive with a name that leads out of it is refused as a whole.
-A file NAME may also be there as NAME.xz or NAME.gz; it is decompressed while it is read.
+No name inside an archive ever becomes a path. An archive that is damaged, or has a name that leads out of it, is
+refused as a whole; a member that is encrypted, sparse, a link, or there twice is refused when somebody asks for it.
+A file NAME may also be there as NAME.xz or NAME.gz; it is decompressed while it is read. Limits: see streams.py.
 """
 
 import gzip
 import io
 import lzma
+import stat
 import tarfile
 import zipfile
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from data_prep.command import DataError
 from data_prep.files import sha256_of
+from data_prep.streams import CHUNK, CheckedStream, damage, decompressed, read_all
 
-_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError)
-_COMPRESSED: dict[str, Callable[..., BinaryIO]] = {"": lambda stream: stream, ".xz": lzma.open, ".gz": gzip.open}
-_BUFFER = 1 << 20
+_SUFFIXES: dict[str, Callable[[BinaryIO], BinaryIO]] = {".xz": lzma.open, ".gz": gzip.open}
+MEMBERS, HEADER = 1 << 18, 1 << 20  # of one archive; bytes of what a tar archive says about one of them
+NOT_PLAIN = "it is not a plain file that occurs once"  # a link could point anywhere
+# bzip2 and LZMA in a zip give at once all that so many bytes hold: 46,000 times as much at most
+_ZIP_STEP = {zipfile.ZIP_STORED: CHUNK, zipfile.ZIP_DEFLATED: CHUNK}
+_ZIP_STEP_OTHERS = 1 << 12
 
 Opener = Callable[[], AbstractContextManager[BinaryIO]]
 
 
-def check_names(names: Iterable[str], archive: str) -> None:
-    """DataError where a name is absolute or climbs with "..": such an archive was made to write somewhere else."""
-    for name in names:
-        path = PurePosixPath(name.replace("\\", "/"))
-        if path.is_absolute() or ".." in path.parts or ":" in name.partition("/")[0]:
-            raise DataError(f"{archive}: the member {name!r} leads out of the archive; it is refused as a whole")
+@dataclass(frozen=True)
+class Member:
+    """One file: how it is opened, and the bytes that it takes where it lies. `path`: of a loose file."""
+
+    open: Opener
+    stored: int
+    path: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Tree:
     """Files by relative name, wherever they are. `archive` is the one file that holds them, None for loose files."""
 
     where: str
-    members: dict[str, Opener]
+    members: dict[str, Member]
     archive: Path | None = None
 
     def find(self, name: str, folder: str = "", others: Collection[str] = ()) -> str | None:
@@ -49,43 +56,60 @@ class Tree:
         never taken. Raises DataError where several fit.
         """
         paths = {member: PurePosixPath(member) for member in self.members}
-        found = [member for member, path in paths.items() if path.name in {name + suffix for suffix in _COMPRESSED}]
+        names = {name, *(name + suffix for suffix in _SUFFIXES)}
+        found = [member for member, path in paths.items() if path.name in names]
         inside = [member for member in found if paths[member].parent.name == folder]
-        found = [member for member in found if paths[member].parent.name not in others]
-        if len(inside or found) > 1:
-            raise DataError(f"{self.where} has more than one {name}: {', '.join(sorted(inside or found)[:3])}")
-        return next(iter(inside or found), None)
+        found = inside or [member for member in found if paths[member].parent.name not in others]
+        if len(found) > 1:
+            raise DataError(f"{self.where} has more than one {name}: {', '.join(sorted(found)[:3])}")
+        return next(iter(found), None)
 
     @contextmanager
     def open(self, member: str) -> Iterator[BinaryIO]:
         """The decompressed content as a stream. Raises DataError where it is damaged, in the midst of reading too."""
-        suffix = PurePosixPath(member).suffix
-        try:
-            with self.members[member]() as stream, _COMPRESSED.get(suffix, _COMPRESSED[""])(stream) as plain:
-                yield io.BufferedReader(plain, _BUFFER)  # reading lines in C, whatever lies below
-        except _DAMAGED as error:
-            raise DataError(f"{self.where}: {member} cannot be read: {error}") from error
+        where, stored = f"{self.where}: {member} cannot be read", self.members[member].stored
+        with self.members[member].open() as stream:
+            opener = _SUFFIXES.get(PurePosixPath(member).suffix)
+            if opener is None:
+                yield stream
+                return
+            with damage(where):
+                plain = opener(stream)
+            with io.BufferedReader(CheckedStream(plain, where, stored), CHUNK) as content:
+                yield content
+
+    def read(self, member: str) -> bytes:
+        """The content as a whole. Raises DataError where it is damaged or too big for that."""
+        with self.open(member) as stream:
+            return read_all(stream, f"{self.where}: {member}")
 
     def checksums(self, members: Sequence[str]) -> dict[str, str]:
         """sha256 by name: of the archive, or of these loose files as they are on the disk."""
         if self.archive is not None:
             return {self.archive.name: sha256_of(self.archive)}
-        checksums = {}
-        for member in members:
-            with self.members[member]() as stream:
-                checksums[member] = sha256_of(Path(stream.name))
-        return checksums
+        return {name: sha256_of(path) for name in members if (path := self.members[name].path) is not None}
 
 
 def loose_files(files: dict[str, Path], where: str) -> Tree:
     """A tree of files on the disk."""
-    return Tree(where, {name: lambda path=path: path.open("rb") for name, path in files.items()})
+    return Tree(where, {name: _loose_file(path) for name, path in files.items()})
+
+
+def _loose_file(path: Path) -> Member:
+    stored = path.stat().st_size
+
+    @contextmanager
+    def opener() -> Iterator[BinaryIO]:
+        with path.open("rb") as file, io.BufferedReader(CheckedStream(file, str(path), stored), CHUNK) as stream:
+            yield stream
+
+    return Member(opener, stored, path)
 
 
 def open_tree(path: Path) -> Tree:
     """The files of a directory, of a zip or tar archive (any compression), or the file itself if it is no archive.
 
-    Raises DataError where there is nothing to read or a name leads out of the archive.
+    Raises DataError where there is nothing to read or the archive cannot be trusted.
     """
     if path.is_dir():
         files = {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
@@ -93,67 +117,145 @@ def open_tree(path: Path) -> Tree:
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty")
+        if _is_tar(path):
+            return Tree(str(path), _tar_members(partial(path.open, "rb"), path.stat().st_size, str(path)), path)
         if zipfile.is_zipfile(path):
-            return _zip_tree(path)
-        if tarfile.is_tarfile(path):
-            return _tar_tree(path)
+            return Tree(str(path), _zip_members(path), path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except _DAMAGED as error:
-        raise DataError(f"{path} is a damaged archive: {error}") from error
     if path.suffix in (".zip", ".tgz") or ".tar" in path.suffixes:
         raise DataError(f"{path} is not a readable archive (half a download?)")
     return loose_files({path.name: path}, str(path))
 
 
-def _zip_tree(path: Path) -> Tree:
-    with zipfile.ZipFile(path) as archive:
-        names = [info.filename for info in archive.infolist() if not info.is_dir()]
-    check_names(names, str(path))
+class _Names:
+    """Collects the members of the archive `where`, whose names are checked on the way."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.members: dict[str, Member] = {}
+
+    def add(self, name: str, member: Member, problem: str = "") -> None:
+        """`problem`: why the member cannot be read; that comes up when somebody asks for it."""
+        path = PurePosixPath(name.replace("\\", "/"))
+        if path.is_absolute() or ".." in path.parts or ":" in name.partition("/")[0]:
+            raise DataError(f"{self.where}: the member {name!r} leads out of the archive; it is refused as a whole")
+        if not path.name:
+            raise DataError(f"{self.where}: it has a member without a name; it is refused as a whole")
+        if len(self.members) == MEMBERS:
+            raise DataError(f"{self.where} has more than {MEMBERS} members; unpack it yourself if you trust it")
+        key = str(PurePosixPath(name))
+        if key in self.members:
+            problem = NOT_PLAIN
+        if problem:
+            member = Member(partial(_refuse, f"{self.where}: member {key} cannot be read: {problem}"), member.stored)
+        self.members[key] = member
+
+
+def _refuse(message: str) -> AbstractContextManager[BinaryIO]:
+    raise DataError(message)
+
+
+def _zip_members(path: Path) -> dict[str, Member]:
+    names, size = _Names(str(path)), path.stat().st_size
+    with damage(f"{path} is a damaged archive"), zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if info.filename.endswith("/"):
+                continue
+            problem = NOT_PLAIN if stat.S_ISLNK(info.external_attr >> 16) else ""
+            try:  # compares the two places that hold the member's name, too
+                archive.open(info).close()
+            except RuntimeError as error:  # encrypted, or a compression that zipfile lacks
+                problem = str(error)
+            stored = min(info.compress_size, size)
+            names.add(info.filename, Member(partial(_open_zipped, path, info, stored), stored), problem)
+    return names.members
+
+
+@contextmanager
+def _open_zipped(path: Path, info: zipfile.ZipInfo, stored: int) -> Iterator[BinaryIO]:
+    where, step = f"{path}: {info.filename} cannot be read", _ZIP_STEP.get(info.compress_type, _ZIP_STEP_OTHERS)
+    with damage(where), zipfile.ZipFile(path) as archive:
+        source = archive.open(info)  # which keeps the file open for itself
+    with io.BufferedReader(CheckedStream(source, where, stored, step=step), CHUNK) as stream:
+        yield stream
+
+
+class _HeaderReader(io.BufferedReader):
+    """A tar archive for tarfile: at most HEADER bytes are read for one member, whatever its header declares."""
+
+    left = HEADER
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= self.left:
+            raise tarfile.HeaderError(f"a header declares more than {HEADER >> 10} KiB about one member")
+        self.left -= size
+        return super().read(size)
+
+
+def _is_tar(path: Path) -> bool:
+    try:
+        with path.open("rb") as file, decompressed(file, str(path), path.stat().st_size) as stream:
+            tarfile.TarInfo.frombuf(stream.read(tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
+    except tarfile.EOFHeaderError:
+        pass  # an empty one: nothing but the mark of its end
+    except (tarfile.HeaderError, DataError):
+        return False
+    return True
+
+
+def _tar_members(opener: Callable[[], BinaryIO], size: int, where: str) -> dict[str, Member]:
+    """The members of a tar archive of `size` bytes. All of it is read, since what vouches for it comes last."""
+    names, damaged = _Names(where), f"{where} is not a readable tar archive"
+    with opener() as file, decompressed(file, damaged, size) as stream, damage(damaged):
+        headers, end = _HeaderReader(stream, CHUNK), 0
+        with tarfile.open(fileobj=headers, mode="r:") as archive:
+            while (info := archive.next()) is not None:
+                if not end < archive.offset >= info.offset_data:
+                    raise tarfile.ReadError(f"the size of {info.name} is negative")
+                end, headers.left = archive.offset, HEADER
+                archive.members.clear()  # tarfile would keep them all
+                if not info.isdir():
+                    names.add(info.name, _tar_member(opener, info, size, where), _problem(info))
+            headers.seek(archive.offset)
+            if headers.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile stops at any other header, too
+                raise tarfile.ReadError("it is cut off or damaged: no mark of its end follows the last member")
+        while stream.read(CHUNK):
+            pass
+    return names.members
+
+
+def _problem(info: tarfile.TarInfo) -> str:
+    if not info.isreg():
+        return NOT_PLAIN
+    return "it is sparse" if info.issparse() else ""
+
+
+def _tar_member(opener: Callable[[], BinaryIO], info: tarfile.TarInfo, size: int, where: str) -> Member:
+    part, where = (info.offset_data, info.size), f"{where}: {info.name} cannot be read"
 
     @contextmanager
-    def opener(name: str) -> Iterator[BinaryIO]:
-        with zipfile.ZipFile(path) as archive, archive.open(name) as stream:
-            yield stream
+    def open_part() -> Iterator[BinaryIO]:
+        with opener() as file, decompressed(file, where, size) as whole:
+            yield io.BufferedReader(CheckedStream(whole, where, size, part), CHUNK)
 
-    return Tree(str(path), {name: lambda name=name: opener(name) for name in names}, path)
-
-
-def _tar_tree(path: Path) -> Tree:
-    with tarfile.open(path) as archive:
-        infos = archive.getmembers()
-    check_names([info.name for info in infos], str(path))
-
-    @contextmanager
-    def opener(info: tarfile.TarInfo) -> Iterator[BinaryIO]:
-        with tarfile.open(path) as archive, archive.extractfile(info) as stream:
-            yield stream
-
-    # Plain files only: a link could point anywhere.
-    return Tree(str(path), {info.name: lambda info=info: opener(info) for info in infos if info.isreg()}, path)
+    return Member(open_part, min(info.size, size))
 
 
 def read_members(archive: BinaryIO, names: Sequence[str], label: str) -> dict[str, bytes]:
     """The contents of the members `names` of a tar archive (any compression), in memory.
 
     Raises DataError where the archive cannot be read or is unsafe, a name is missing or occurs twice, or is not a
-    plain file (a link could point anywhere). `label` names the archive in messages.
+    plain file. `label` names the archive in messages.
     """
+    content = read_all(archive, label)
+    members = _tar_members(partial(io.BytesIO, content), len(content), label)
     found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(fileobj=archive) as tar:
-            for member in tar:
-                check_names([member.name], label)
-                if member.name not in names:
-                    continue
-                if not member.isreg() or member.name in found:
-                    raise DataError(f"{label}: member {member.name} is not a plain file that occurs once")
-                found[member.name] = tar.extractfile(member).read()
-    except (*_DAMAGED, OSError) as error:
-        raise DataError(f"{label} is not a readable tar archive: {error}") from error
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise DataError(f"{label} has no member {missing[0]}")
+    for name in names:
+        if name not in members:
+            raise DataError(f"{label} has no member {name}")
+        with members[name].open() as stream:
+            found[name] = read_all(stream, f"{label}: {name}")
     return found
 
 

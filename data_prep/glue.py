@@ -14,6 +14,7 @@ layout (TASK/train.tsv, ...), or a directory that holds the published archives.
 """
 
 import argparse
+import io
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -67,8 +68,8 @@ class Source:
         member = self.members["train" if self.as_published and split == "valid" else split]
         name = f"{self.tree.where}: {member}"
         keep = self._mrpc_rows(split) if self.as_published and split != "test" else None
-        with self.tree.open(member) as stream:
-            return read_rows(read_lines(stream, name), name, self.task, split, keep)
+        content = io.BytesIO(self.tree.read(member))
+        return read_rows(read_lines(content, name), name, self.task, split, keep)
 
     def _mrpc_rows(self, split: str) -> Callable[[list[str]], bool]:
         """Which rows of Microsoft's training file GLUE counts to `split`: its dev set is a list of pairs of ids."""

@@ -12,6 +12,7 @@ from data_prep.mirrors import Published
 _GLUE = "https://dl.fbaipublicfiles.com/glue/data/"
 _SENTEVAL = "https://dl.fbaipublicfiles.com/senteval/senteval_data/"
 _FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
+MAX_ROWS = 4_000_000  # ten times MNLI
 MAX_SCORE = 5.0  # STS-B; divided by it the targets lie in [0, 1], as in fairseq's recipe
 
 
@@ -203,7 +204,7 @@ def read_rows(
     Inputs are stripped, as in fairseq's recipe; test sets have no labels.
 
     Raises DataError with file and line for a missing column, a row with another number of columns, an unknown label;
-    and for a file without rows.
+    and for a file without rows, or with more than MAX_ROWS.
     """
     cells = split_cells(lines)
     header = task.header.get(split) or next(cells, (0, ()))[1]
@@ -230,6 +231,8 @@ def read_rows(
         for texts, value in zip(rows.inputs, values, strict=True):
             texts.append(value)
         rows.empty += not all(values)
+        if len(rows) > MAX_ROWS:
+            raise DataError(f"{name} has more than {MAX_ROWS} rows, too many to be held in memory")
     if not len(rows):
         raise DataError(f"{name} has no rows")
     return rows

@@ -7,7 +7,6 @@
 Neither holds a date or a path outside the directory, so the same settings give the same bytes.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.command import DataError
-from data_prep.files import sha256_of, write_bytes
+from data_prep.files import lock, sha256_of, write_bytes
 
 BUILD, MANIFEST = "build.json", "manifest.json"
 
@@ -38,12 +37,8 @@ def output_directory(out: Path) -> Iterator[None]:
         _remove_empty(created)
         raise DataError(f"cannot write to the output directory {out}: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"another run is writing to {out}") from error
-        except OSError:
-            pass  # a file system without locks: the runs are the user's to keep apart
+        if not lock(handle):
+            raise DataError(f"another run is writing to {out}")
         yield
     finally:
         os.close(handle)
@@ -61,7 +56,7 @@ def _remove_empty(directories: Sequence[Path]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); --overwrite builds anew") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} is not a manifest; --overwrite builds anew")

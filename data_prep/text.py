@@ -5,11 +5,13 @@ import html
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import BinaryIO
 
 from data_prep.command import DataError
 
 SPLITS = ("train", "valid", "test")
+MAX_LINE = 4 << 20  # bytes; tokenizers need 60 times as much memory
 
 # With the semicolon only: html.unescape alone would also turn "&not" in "R&notes" into "¬".
 _ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
@@ -46,10 +48,12 @@ def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterato
     """The lines of a UTF-8 file without their ends (LF or CRLF) and a BOM; no other character ends a line.
 
     With `limit` it stops before the line that would make it more than so many bytes. Raises DataError with `name` and
-    the number of the line that is not UTF-8.
+    the number of the line that is not UTF-8 or has more than MAX_LINE bytes.
     """
     total = 0
-    for number, raw in enumerate(stream, start=1):
+    for number, raw in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
+        if len(raw) > MAX_LINE:
+            raise DataError(f"{name}, line {number}: more than {MAX_LINE >> 20} MiB; break it into shorter lines")
         total += len(raw)
         if limit is not None and total > limit:
             return

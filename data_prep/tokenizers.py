@@ -22,12 +22,15 @@ import numpy as np
 
 from data_prep.command import DataError, run_command, say
 from data_prep.files import write_bytes
-from data_prep.text import read_lines, spread_sample
+from data_prep.manifest import output_directory
+from data_prep.text import MAX_LINE, read_lines, spread_sample
 
 # What fairseq's Dictionary always puts first, in this order; never written to dict.txt.
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 VOCAB_SIZE = 32000
 TRAIN_CHARACTERS = 20_000_000  # for a new model; more changes little and costs memory (unigram: 30 times it)
+SPACES = 100_000  # in a row; with a million tiktoken's regular expressions panic
+_LONG_SPACE = re.compile(rf"\s{{{SPACES}}}")
 _OTHER_SPACE = re.compile(r"[^\S ]")
 MASK = "<mask>"  # the masked_lm and sentence_prediction tasks append it themselves
 
@@ -73,8 +76,11 @@ class SentencePieceTokenizer(Tokenizer):
 
         try:
             self.processor = SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
+            pieces = len(self._symbols_by_id)
+        except (RuntimeError, UnicodeDecodeError) as error:
             raise DataError(f"not a SentencePiece model: {error}") from error
+        if not pieces:
+            raise DataError("not a SentencePiece model: it has no pieces")
         self.files = {"spm.model": model}
 
     def symbols_by_id(self) -> list[str | None]:
@@ -121,13 +127,15 @@ class GPT2Tokenizer(Tokenizer):
             letters = _byte_letters()
             tokens = [*letters, *(left + right for left, right in merges)]
             ranks = {bytes(letters[c] for c in token): ids[token] for token in tokens}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            special = {token: i for token, i in ids.items() if i >= len(tokens)}  # <|endoftext|>: never from text
+            numbers = sorted(ids.values())
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise DataError(
                 f"encoder.json and vocab.bpe are no byte-level BPE that belong together: {error}"
             ) from error
-        if [ids[token] for token in tokens[len(letters) :]] != list(range(len(letters), len(tokens))):
+        merged = [ids[token] for token in tokens[len(letters) :]]
+        if merged != list(range(len(letters), len(tokens))) or numbers != list(range(len(ids))):
             raise DataError("encoder.json does not number the tokens in the order of vocab.bpe's merges")
-        special = {token: i for token, i in ids.items() if i >= len(tokens)}  # <|endoftext|>: never made from text
         self.encoding = tiktoken.Encoding("gpt2", pat_str=self._PATTERN, mergeable_ranks=ranks, special_tokens=special)
         self.files = {"encoder.json": encoder_json, "vocab.bpe": vocab_bpe}
 
@@ -135,6 +143,8 @@ class GPT2Tokenizer(Tokenizer):
         return [str(i) for i in range(self.encoding.n_vocab)]
 
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
+        if any(len(line) > SPACES and _LONG_SPACE.search(line) for line in lines):
+            raise DataError(f"a line has more than {SPACES} white-space characters in a row, too many for tiktoken")
         return [self.encoding.encode_ordinary(line) for line in lines]
 
     def decode(self, symbols: Sequence[str]) -> str:
@@ -189,7 +199,7 @@ def train_sentencepiece(
             **(coverage if byte_fallback else {"character_coverage": 1.0}),
             normalization_rule_name="identity",
             num_threads=1,
-            max_sentence_length=1 << 24,  # bytes; longer lines would be left out silently
+            max_sentence_length=MAX_LINE,  # bytes; longer lines would be left out silently
             minloglevel=3,
         )
     except (RuntimeError, OSError) as error:
@@ -232,11 +242,12 @@ def _train_command(text: Sequence[Path], out: Path, vocab_size: int, model_type:
             with path.open("rb") as stream:
                 yield from map(str.strip, read_lines(stream, str(path)))
 
-    if (out / "spm.model").exists():
-        raise DataError(f"{out / 'spm.model'} is there already; remove it or choose another directory")
-    tokenizer = train_on_corpus(lines(), vocab_size, model_type)
-    write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
-    write_bytes(out / "spm.model", tokenizer.files["spm.model"])
+    with output_directory(out):
+        if (out / "spm.model").exists():
+            raise DataError(f"{out / 'spm.model'} is there already; remove it or choose another directory")
+        tokenizer = train_on_corpus(lines(), vocab_size, model_type)
+        write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
+        write_bytes(out / "spm.model", tokenizer.files["spm.model"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

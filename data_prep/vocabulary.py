@@ -67,22 +67,24 @@ GPT2_FILES = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer and the text of its dict.txt. Raises DataError where a symbol of the tokenizer is not in it once."""
+    """A tokenizer and the text of its dict.txt. Raises DataError where fairseq could not read that text, and where a
+    symbol of the tokenizer is not in it once."""
 
     tokenizer: Tokenizer
     dictionary: str
 
     def __post_init__(self) -> None:
-        position = {symbol: i for i, symbol in enumerate(self.symbols)}
-        missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in position]
-        if missing or len(position) != len(self.symbols):
+        there = {*FAIRSEQ_SPECIAL, *self.symbols}
+        missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in there]
+        if missing or len(there) != self.size:
             wrong = f"lacks {missing[0]!r} ({len(missing)} missing)" if missing else "lists a symbol twice"
             raise DataError(f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it {wrong}")
 
     @cached_property
     def symbols(self) -> list[str]:
         """The symbols of dict.txt; symbol i has fairseq's id 4 + i."""
-        return [line.rpartition(" ")[0] for line in self.dictionary.removesuffix("\n").split("\n")]
+        lines = self.dictionary.removesuffix("\n").split("\n")
+        return [_symbol(line, number) for number, line in enumerate(lines, start=1)]
 
     @property
     def size(self) -> int:
@@ -121,6 +123,18 @@ class Vocabulary:
         known = set(self.tokenizer.symbols())
         symbols = [self.symbols[i - len(FAIRSEQ_SPECIAL)] for i in ids.tolist() if i >= len(FAIRSEQ_SPECIAL)]
         return self.tokenizer.decode([symbol for symbol in symbols if symbol in known])
+
+
+def _symbol(line: str, number: int) -> str:
+    """The symbol of a line of dict.txt, read as fairseq reads it."""
+    symbol, _, count = line.rstrip().rpartition(" ")
+    try:
+        int(count)
+    except ValueError as error:
+        raise DataError(f"{DICTIONARY}, line {number}: expected a symbol and its count, found {line[:80]!r}") from error
+    if len(symbol.split()) != 1 or symbol != symbol.strip():
+        raise DataError(f"{DICTIONARY}, line {number}: {symbol[:80]!r} is no symbol")
+    return symbol
 
 
 def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
@@ -165,8 +179,9 @@ def _from_manifest(manifest: Path, record: Mapping[str, Any]) -> Vocabulary:
 def load_vocabulary(given: str) -> Vocabulary:
     """The vocabulary that `--tokenizer` names (see the top of this file). Raises DataError."""
     if given == "gpt2":
-        files = {name: _read(obtain(file)) for name, file in GPT2_FILES.items()}
-        return Vocabulary(make_tokenizer("gpt2", files), files[DICTIONARY].decode())
+        paths = {name: obtain(file) for name, file in GPT2_FILES.items()}
+        files = {name: _read(path) for name, path in paths.items()}
+        return _with_dictionary(make_tokenizer("gpt2", files), paths[DICTIONARY])
     path = Path(given)
     if path.is_dir():
         # DATA/lm of the demo is what one trains on, its manifest lies in DATA.
@@ -174,7 +189,7 @@ def load_vocabulary(given: str) -> Vocabulary:
             if manifest.is_file():
                 try:
                     return _from_manifest(manifest, json.loads(_read(manifest))["tokenizer"])
-                except (ValueError, KeyError, TypeError) as error:
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise DataError(f"{manifest} is damaged or names no tokenizer: {error}") from error
         for kind, names in TOKENIZER_FILES.items():
             if all((path / name).is_file() for name in names):

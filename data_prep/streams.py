@@ -1,0 +1,126 @@
+"""Streams out of files that nobody vouches for: what is damaged in them, or too big, is a DataError.
+
+The limits let everything through that is text: WikiText-103 grows threefold when it is unpacked, its longest line has
+less than 30,000 bytes, the biggest file of GLUE less than 80 MB.
+"""
+
+import bz2
+import gzip
+import io
+import lzma
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from data_prep.command import DataError
+
+# What the libraries raise for damaged files: tarfile and zipfile let much through from below, RuntimeError and its
+# NotImplementedError are zipfile's words for an encrypted member and an unknown compression.
+DAMAGE = (
+    OSError, EOFError, ValueError, RuntimeError, IndexError, OverflowError, MemoryError, struct.error, zlib.error,
+    lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile,
+)  # fmt: skip
+
+FREE, RATIO = 64 << 20, 200  # bytes that anything may grow to, and how many for each stored byte beyond that
+IN_MEMORY = 256 << 20  # bytes of a file that is held as a whole
+CHUNK = 1 << 16
+_MAGIC: dict[bytes, Callable[[BinaryIO], BinaryIO]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+    b"\x5d\x00\x00": lzma.open,
+}
+
+
+@contextmanager
+def damage(where: str) -> Iterator[None]:
+    """What libraries raise for a damaged file becomes a DataError that begins with `where`."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise DataError(f"{where}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+class CheckedStream(io.RawIOBase):
+    """`source` with damage as DataError, refused where more comes out of it than `stored` bytes of text can be.
+
+    `part`: only these bytes of it, (start, length), all of which must be there. `step`: bytes asked for at a time.
+    """
+
+    def __init__(
+        self, source: BinaryIO, where: str, stored: int, part: tuple[int, int] | None = None, step: int = CHUNK
+    ) -> None:
+        self._source, self._where, self._step = source, where, step
+        self._most = max(FREE, RATIO * stored)
+        self._start, self._end = (0, None) if part is None else (part[0], sum(part))
+        self._position = 0
+        if self._start:
+            self.seek(0)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
+        wanted = min(len(buffer), self._step)
+        if self._end is not None:
+            wanted = min(wanted, self._end - self._start - self._position)
+        with damage(self._where):
+            data = self._source.read(wanted)
+        if wanted and not data and self._end is not None:
+            raise DataError(f"{self._where}: it is cut off")
+        self._go_to(self._position + len(data))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence != io.SEEK_SET:
+            raise io.UnsupportedOperation("only from the start")
+        self._go_to(offset)
+        with damage(self._where):
+            self._source.seek(self._start + offset)
+        return offset
+
+    def tell(self) -> int:
+        return self._position
+
+    def _go_to(self, position: int) -> None:
+        if self._start + position > self._most:
+            raise DataError(
+                f"{self._where}: more than {self._most >> 20} MiB come out of a small file; text does not shrink to "
+                f"1/{RATIO}, unpack it yourself if you trust it"
+            )
+        self._position = position
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+@contextmanager
+def decompressed(file: BinaryIO, where: str, stored: int) -> Iterator[CheckedStream]:
+    """The content of `file`, which may be compressed by gzip, bzip2 or xz, and has `stored` bytes."""
+    with damage(where):
+        magic = file.read(max(map(len, _MAGIC)))
+        file.seek(0)
+        plain = next((opener(file) for start, opener in _MAGIC.items() if magic.startswith(start)), file)
+    with CheckedStream(plain, where, stored) as stream:
+        yield stream
+
+
+def read_all(stream: BinaryIO, where: str) -> bytes:
+    """Everything in `stream`; DataError where that is more than IN_MEMORY bytes."""
+    data = stream.read(IN_MEMORY + 1)
+    if len(data) > IN_MEMORY:
+        raise DataError(f"{where} has more than {IN_MEMORY >> 20} MiB, too many to be held in memory")
+    return data
