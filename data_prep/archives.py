@@ -24,6 +24,7 @@ from data_prep.streams import CHUNK, CheckedStream, damage, decompressed, read_a
 
 _SUFFIXES: dict[str, Callable[[BinaryIO], BinaryIO]] = {".xz": lzma.open, ".gz": gzip.open}
 MEMBERS, HEADER = 1 << 18, 1 << 20  # of one archive; bytes of what a tar archive says about one of them
+_ZIP_END = (1 << 16) + 22  # bytes: a zip's last record and the comment in it
 NOT_PLAIN = "it is not a plain file that occurs once"  # a link could point anywhere
 # bzip2 and LZMA in a zip give at once all that so many bytes hold: 46,000 times as much at most
 _ZIP_STEP = {zipfile.ZIP_STORED: CHUNK, zipfile.ZIP_DEFLATED: CHUNK}
@@ -159,17 +160,29 @@ def _refuse(message: str) -> AbstractContextManager[BinaryIO]:
 def _zip_members(path: Path) -> dict[str, Member]:
     names, size = _Names(str(path)), path.stat().st_size
     with damage(f"{path} is a damaged archive"), zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            if info.filename.endswith("/"):
-                continue
+        infos = archive.infolist()
+        if _declared_members(path, size) not in (0xFFFF, len(infos) & 0xFFFF):  # 0xFFFF: it stands elsewhere
+            raise zipfile.BadZipFile("its list of members is not complete")
+        for info in infos:
             problem = NOT_PLAIN if stat.S_ISLNK(info.external_attr >> 16) else ""
             try:  # compares the two places that hold the member's name, too
                 archive.open(info).close()
             except RuntimeError as error:  # encrypted, or a compression that zipfile lacks
                 problem = str(error)
+            if info.filename.endswith("/"):
+                continue
             stored = min(info.compress_size, size)
             names.add(info.filename, Member(partial(_open_zipped, path, info, stored), stored), problem)
     return names.members
+
+
+def _declared_members(path: Path, size: int) -> int:
+    """The number at the end of a zip. zipfile does not look at it, and may skip members whose record is damaged."""
+    with path.open("rb") as file:
+        file.seek(max(size - _ZIP_END, 0))
+        tail = file.read()
+    place = tail.rfind(b"PK\x05\x06")
+    return int.from_bytes(tail[place + 10 : place + 12], "little")
 
 
 @contextmanager

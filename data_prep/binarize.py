@@ -20,6 +20,7 @@ from data_prep.tokenizers import FAIRSEQ_SPECIAL
 from data_prep.vocabulary import UNKNOWN
 
 _AT_ONCE = 1 << 22  # tokens
+_HEADER = 26  # bytes of an index before the lengths (4 each) and places (8 each) of its samples; ends with their number
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,13 @@ def read_back(prefix: Path, size: int) -> DatasetCounts:
     dictionary of `size` symbols (fairseq's special ones included).
     """
     fairseq = _indexed_dataset()
+    _check_index(prefix)
     try:
         dataset = fairseq.make_dataset(str(prefix), impl="mmap")
         lengths = np.array(dataset.sizes, dtype=np.int64)
         last = dataset[len(dataset) - 1].numpy()
         ids = np.memmap(dataset_files(prefix)[0], dtype=fairseq.best_fitting_int_dtype(size), mode="r")
-    except (AssertionError, ValueError, IndexError, OSError) as error:
+    except (AssertionError, ValueError, IndexError, KeyError, OSError) as error:
         raise DataError(f"{prefix}.bin and .idx cannot be read: {error}") from error
     ends = np.cumsum(lengths) - 1
     wrong = f"{prefix} does not hold samples of a dictionary of {size} symbols that end with </s>"
@@ -79,6 +81,16 @@ def read_back(prefix: Path, size: int) -> DatasetCounts:
         if (ids[ends[start : start + _AT_ONCE]] != EOS).any():
             raise DataError(wrong)
     return DatasetCounts(len(lengths), len(ids), int(by_id[UNKNOWN]), int(lengths.max()), by_id)
+
+
+def _check_index(prefix: Path) -> None:
+    """DataError where the index is cut off: fairseq's reader would add a traceback of its own to the message."""
+    data, index = dataset_files(prefix)
+    with index.open("rb") as file:
+        header = file.read(_HEADER)
+    samples = int.from_bytes(header[-8:], "little")
+    if len(header) < _HEADER or index.stat().st_size != _HEADER + 12 * samples or not data.stat().st_size:
+        raise DataError(f"{prefix}.bin and .idx are damaged or cut off; --overwrite builds them anew")
 
 
 def _write(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Masked language modelling: fairseq's task with its silent failures mended."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fairseq import utils
@@ -10,6 +11,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
 from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.tasks._data_checks import check_lines, same_symbols
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._lines import SplitLines
 from lln_fairseq.tasks._options import HostOptions
@@ -28,9 +30,11 @@ class LLNMaskedLMTask(HostFixes, MaskedLMTask):
 
     @classmethod
     def setup_task(cls, cfg: LLNMaskedLMConfig, **kwargs: Any) -> "LLNMaskedLMTask":
-        """Raises InputError for data without dictionary and for options that fairseq has but cannot do."""
-        for directory in utils.split_paths(cfg.data):
+        """Raises InputError for data without a sound dictionary and for options that fairseq has but cannot do."""
+        directories = utils.split_paths(cfg.data)
+        for directory in directories:
             require_files(directory, "dict.txt")
+        same_symbols(*(Path(directory, "dict.txt") for directory in directories))
         if cfg.mask_whole_words:
             raise InputError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
         if cfg.tokens_per_sample < 3:  # <s>, and a line of at least two tokens, see SplitLines
@@ -43,6 +47,7 @@ class LLNMaskedLMTask(HostFixes, MaskedLMTask):
         cfg, dictionary, limit = self.cfg, self.source_dictionary, self.cfg.tokens_per_sample - 1
         paths = utils.split_paths(cfg.data)
         prefix = f"{paths[(epoch - 1) % len(paths)]}/{split}"
+        check_lines(prefix, Path(paths[0], "dict.txt"), combine)
         lines = data_utils.load_indexed_dataset(prefix, dictionary, combine=combine)
         if lines is None:
             raise InputError(f"cannot load split '{split}': {prefix}.idx is missing")

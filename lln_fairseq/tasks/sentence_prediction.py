@@ -1,15 +1,18 @@
 """Classification and regression of sentences and pairs: fairseq's task with its silent failures mended."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
 from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.tasks._data_checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._options import HostOptions
 
+INPUTS = ("input0", "input1")
 NOT_LABELS = ("<mask>", "madeupword")  # what fairseq's tools add to every dictionary
 
 
@@ -24,10 +27,13 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
     def setup_task(cls, cfg: LLNSentencePredictionConfig, **kwargs: Any) -> "LLNSentencePredictionTask":
         """Raises InputError for data without dictionaries, or with another number of labels than num_classes."""
         require_files(cfg.data, "input0/dict.txt")
+        dictionaries = [Path(cfg.data, folder, "dict.txt") for folder in INPUTS]
+        same_symbols(*(path for path in dictionaries if path.is_file()))
         if cfg.num_classes < 1:
             raise InputError("the number of classes is missing: --num-classes (task.num_classes)")
         if not cfg.regression_target:
             require_files(cfg.data, "label/dict.txt")
+            read_symbols(Path(cfg.data, "label/dict.txt"))
         with input_errors():
             task = super().setup_task(cfg, **kwargs)
         if not cfg.regression_target and len(task.labels) != cfg.num_classes:
@@ -36,6 +42,24 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
                 f"{', '.join(task.labels[:8])}"
             )
         return task
+
+    def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
+        """Raises InputError where the files of the split are damaged, or do not fit the dictionaries or each other."""
+        self._check(split, combine)
+        return super().load_dataset(split, combine=combine, **kwargs)
+
+    def _check(self, split: str, combine: bool) -> None:
+        data, dictionary = Path(self.cfg.data), Path(self.cfg.data, "input0/dict.txt")
+        rows = {folder: check_lines(f"{data / folder / split}", dictionary, combine) for folder in INPUTS}
+        if not rows["input0"]:
+            return  # fairseq says that it is missing
+        if (data / "input1").is_dir() and rows["input1"] != rows["input0"]:
+            numbers = f"{rows['input0']} first and {rows['input1']} second sentences"
+            raise InputError(f"split '{split}' of {data} has {numbers}; prepare the data again")
+        if self.cfg.regression_target:
+            check_targets(data / f"label/{split}.label", rows["input0"], self.cfg.num_classes)
+        else:
+            check_labels(f"{data / 'label' / split}", self.cfg.num_classes, rows["input0"], combine)
 
     @property
     def labels(self) -> list[str]:
