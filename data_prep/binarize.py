@@ -20,7 +20,10 @@ from data_prep.tokenizers import FAIRSEQ_SPECIAL
 from data_prep.vocabulary import UNKNOWN
 
 _AT_ONCE = 1 << 22  # tokens
-_HEADER = 26  # bytes of an index before the lengths (4 each) and places (8 each) of its samples; ends with their number
+# An index: magic and version, a code for the type of the ids, the number of samples, their lengths and places.
+_MAGIC, _CODES = b"MMIDIDX\0\0" + (1).to_bytes(8, "little"), {np.uint16: 8, np.uint32: 9, np.int64: 5}
+_NUMBER = len(_MAGIC) + 1
+_HEADER = _NUMBER + 8
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,14 @@ def read_back(prefix: Path, size: int) -> DatasetCounts:
     dictionary of `size` symbols (fairseq's special ones included).
     """
     fairseq = _indexed_dataset()
-    _check_index(prefix)
+    dtype = fairseq.best_fitting_int_dtype(size)
+    _check_index(prefix, dtype)
     try:
         dataset = fairseq.make_dataset(str(prefix), impl="mmap")
         lengths = np.array(dataset.sizes, dtype=np.int64)
         last = dataset[len(dataset) - 1].numpy()
-        ids = np.memmap(dataset_files(prefix)[0], dtype=fairseq.best_fitting_int_dtype(size), mode="r")
-    except (AssertionError, ValueError, IndexError, KeyError, OSError) as error:
+        ids = np.memmap(dataset_files(prefix)[0], dtype=dtype, mode="r")
+    except (AssertionError, ValueError, IndexError, OSError) as error:
         raise DataError(f"{prefix}.bin and .idx cannot be read: {error}") from error
     ends = np.cumsum(lengths) - 1
     wrong = f"{prefix} does not hold samples of a dictionary of {size} symbols that end with </s>"
@@ -83,13 +87,14 @@ def read_back(prefix: Path, size: int) -> DatasetCounts:
     return DatasetCounts(len(lengths), len(ids), int(by_id[UNKNOWN]), int(lengths.max()), by_id)
 
 
-def _check_index(prefix: Path) -> None:
-    """DataError where the index is cut off: fairseq's reader would add a traceback of its own to the message."""
+def _check_index(prefix: Path, dtype: type) -> None:
+    """DataError where the index is damaged: fairseq's reader would add a traceback of its own to the message."""
     data, index = dataset_files(prefix)
     with index.open("rb") as file:
         header = file.read(_HEADER)
-    samples = int.from_bytes(header[-8:], "little")
-    if len(header) < _HEADER or index.stat().st_size != _HEADER + 12 * samples or not data.stat().st_size:
+    start, samples = header[:_NUMBER], int.from_bytes(header[_NUMBER:], "little")
+    whole = index.stat().st_size == _HEADER + 12 * samples and samples > 0 and data.stat().st_size > 0
+    if not whole or start != _MAGIC + bytes([_CODES[dtype]]):
         raise DataError(f"{prefix}.bin and .idx are damaged or cut off; --overwrite builds them anew")
 
 

@@ -23,7 +23,6 @@ sees a sentence of the task's dev or test set.
 """
 
 import argparse
-import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -45,7 +44,7 @@ from data_prep.tokenizers import SentencePieceTokenizer, dictionary_text, load_s
 from data_prep.vocabulary import Vocabulary, new_vocabulary
 
 FORMAT = 2  # raise it when the same settings give another result: old directories are then refused, not mixed
-NEUTRAL = 0.5
+NEUTRAL, MAX_SCORE = 0.5, 4.0
 LABELS = ("0", "1")  # negative, positive: class k of the model is LABELS[k]
 VOCAB_SIZE = 4000
 GLUE_NAMES = {"train": "train", "valid": "dev", "test": "test"}
@@ -117,8 +116,8 @@ def read_snippets(content: bytes, name: str) -> list[Snippet]:
             snippets.append(Snippet(float(score), clean(text)))
         except ValueError as error:
             raise DataError(f"{name}, line {number}: expected id, score and text separated by tabs") from error
-        if not math.isfinite(snippets[-1].score):
-            raise DataError(f"{name}, line {number}: the score is {score}")
+        if not abs(snippets[-1].score) <= MAX_SCORE:  # nor NaN
+            raise DataError(f"{name}, line {number}: the score is {score}, not in [-{MAX_SCORE:g}, {MAX_SCORE:g}]")
     return snippets
 
 

@@ -45,7 +45,7 @@ def read_symbols(path: Path) -> list[str]:
         try:
             int(space and times)
         except ValueError as error:
-            found = f"expected a symbol and its count, found {line[:40]!r}"
+            found = f"Incorrect dictionary format, expected a symbol and its count, found {line[:40]!r}"
             raise InputError(f"{path}, line {number}: {found}; {_ANEW}") from error
         if symbol in seen and not entry.endswith(OVERWRITE):
             raise InputError(f"{path}, line {number}: the symbol {symbol!r} is there twice; {_ANEW}")
@@ -91,8 +91,11 @@ def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
     return rows
 
 
-def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) -> None:
-    """Raises: InputError where the data set, if it is there, is not one of `classes` labels for each of `rows`."""
+def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) -> int:
+    """The number of labels; zero where there are none.
+
+    Raises: InputError where the data set is not one of `classes` labels for each of `rows`.
+    """
     found = 0
     for name, (ids, lengths) in _data_sets(prefix, combine):
         found += len(lengths)
@@ -105,18 +108,23 @@ def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) ->
             )
     if found not in (0, rows):
         raise InputError(f"{prefix} has {found} labels for {rows} rows; {_ANEW}")
+    return found
 
 
-def check_targets(path: Path, rows: int, targets: int) -> None:
-    """Raises: InputError where the file, if it is there, is not `targets` finite numbers for each of `rows`."""
+def check_targets(path: Path, rows: int, targets: int) -> int:
+    """The number of rows with targets; zero where there is no such file.
+
+    Raises: InputError where it is not `targets` finite numbers for each of `rows`.
+    """
     if not path.exists():
-        return
+        return 0
     lines = _read_lines(path)
     if len(lines) != rows:
         raise InputError(f"{path} has {len(lines)} lines for {rows} rows; {_ANEW}")
     for number, line in enumerate(lines, start=1):
         if len(values := line.split()) != targets or not all(map(_is_finite, values)):
             raise InputError(f"{path}, line {number}: expected numbers: {targets}, found {line[:40]!r}; {_ANEW}")
+    return rows
 
 
 def _is_finite(value: str) -> bool:
@@ -149,7 +157,7 @@ def open_samples(prefix: str) -> Samples | None:
         raise InputError(f"{index if there == [data] else data} is missing beside {there[0]}; {_ANEW}")
     try:
         return _read(index, data)
-    except (OSError, struct.error) as error:
+    except OSError as error:
         raise InputError(f"{index} and .bin cannot be read: {error}; {_ANEW}") from error
 
 
@@ -158,9 +166,10 @@ def _read(index: Path, data: Path) -> Samples | None:
         header = file.read(_HEADER.size)
     if not header.startswith(_MAGIC):
         return None
-    _, version, code, samples = _HEADER.unpack(header)
+    magic, version, code, samples = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     kind = np.dtype(_TYPES.get(code, np.void))
-    if version != 1 or code not in _TYPES or index.stat().st_size != _HEADER.size + 12 * samples:
+    known = (magic, version) == (_MAGIC + b"\0", 1) and code in _TYPES
+    if not known or index.stat().st_size != _HEADER.size + 12 * samples:
         raise InputError(f"{index} is damaged or cut off; {_ANEW}")
     if samples == 0 or data.stat().st_size == 0:
         raise InputError(f"{data} is empty; {_ANEW}")

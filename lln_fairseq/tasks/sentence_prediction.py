@@ -57,9 +57,11 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
             numbers = f"{rows['input0']} first and {rows['input1']} second sentences"
             raise InputError(f"split '{split}' of {data} has {numbers}; prepare the data again")
         if self.cfg.regression_target:
-            check_targets(data / f"label/{split}.label", rows["input0"], self.cfg.num_classes)
+            labelled = check_targets(data / f"label/{split}.label", rows["input0"], self.cfg.num_classes)
         else:
-            check_labels(f"{data / 'label' / split}", self.cfg.num_classes, rows["input0"], combine)
+            labelled = check_labels(f"{data / 'label' / split}", self.cfg.num_classes, rows["input0"], combine)
+        if not labelled and split.startswith(("train", "valid")):
+            raise InputError(f"split '{split}' of {data} has no labels; prepare the data again")
 
     @property
     def labels(self) -> list[str]:

@@ -52,14 +52,25 @@ def test_other_numbers_of_rows_are_refused(tmp_path):
         binarize(list, SIZE, tmp_path / "empty", 0)
 
 
-# fairseq's reader fails a second time in its __del__ when its index cannot be read.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("error")  # fairseq's reader would fail a second time, in its __del__
 @pytest.mark.parametrize("suffix", [0, 1])
-def test_truncated_dataset(tmp_path, suffix):
+@pytest.mark.parametrize("left", [0, 5, 12, -3])
+def test_truncated_dataset(tmp_path, suffix, left):
     write(tmp_path / "train")
     damaged = dataset_files(tmp_path / "train")[suffix]
-    damaged.write_bytes(damaged.read_bytes()[:-3])
+    damaged.write_bytes(damaged.read_bytes()[:left])
     with pytest.raises(DataError, match="train"):
+        read_back(tmp_path / "train", SIZE)
+
+
+@pytest.mark.parametrize("place", [0, 8, 9, 17, 18])
+def test_damaged_header(tmp_path, place):
+    write(tmp_path / "train")
+    index = dataset_files(tmp_path / "train")[1]
+    content = bytearray(index.read_bytes())
+    content[place] ^= 8
+    index.write_bytes(content)
+    with pytest.raises(DataError, match=r"damaged or cut off; --overwrite builds them anew"):
         read_back(tmp_path / "train", SIZE)
 
 

@@ -232,6 +232,7 @@ def test_expected_counts_are_checked(tmp_path, build, source):
         (b"1\t2.0\ttext\r\n2\ttext", "line 2: expected id"),
         (b"1\ttwo\ttext", "line 1: expected id"),
         (b"1\tnan\ttext", "line 1: the score is nan"),
+        (b"1\t9\ttext", r"line 1: the score is 9, not in \[-4, 4\]"),
         (b"1\t1.0\tcaf\xe9", "not UTF-8"),
         (b"", "line 1: expected id"),
     ],

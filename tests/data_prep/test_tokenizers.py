@@ -4,7 +4,15 @@ import pytest
 from fairseq.data import Dictionary
 
 from data_prep.command import DataError
-from data_prep.tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, main, train_sentencepiece
+from data_prep.tokenizers import (
+    SPACES,
+    SentencePieceTokenizer,
+    dictionary_text,
+    load_sentencepiece,
+    main,
+    train_sentencepiece,
+)
+from data_prep.vocabulary import load_vocabulary
 
 LINES = [f"The {a} {b} isn't “{c}” – é½ {a}{c}." for a in ("film", "plot") for b in ("that", "we") for c in "xyz"] * 3
 
@@ -36,6 +44,20 @@ def test_impossible_vocabulary(vocab_size, capfd):
 def test_not_a_model():
     with pytest.raises(DataError, match="not a SentencePiece model"):
         SentencePieceTokenizer(b"nonsense")
+
+
+def test_a_model_whose_pieces_are_no_text_or_that_has_none():
+    model = train_sentencepiece(LINES, 60)
+    for spoilt in (model.replace("é".encode(), b"\xc3(", 1), b""):
+        with pytest.raises(DataError, match=r"not a SentencePiece model: ('utf-8' codec|it has no pieces)"):
+            SentencePieceTokenizer(spoilt)
+
+
+def test_white_space_that_tiktoken_cannot_split(gpt2):
+    tokenizer = load_vocabulary(str(gpt2)).tokenizer
+    assert tokenizer.decode(tokenizer.encode("a" + " " * (SPACES - 1))) == "a" + " " * (SPACES - 1)
+    with pytest.raises(DataError, match="white-space characters in a row"):
+        tokenizer.encode("a" + " " * 1_000_000)
 
 
 def test_dictionary_gives_symbol_i_the_id_4_plus_i(tmp_path):

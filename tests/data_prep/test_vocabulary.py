@@ -91,6 +91,45 @@ def test_what_does_not_fit_is_refused(tmp_path, gpt2, prepared):
             load_vocabulary(str(given))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("word", "line 1: expected a symbol and its count, found 'word'"),
+        ("word x", "line 1: expected a symbol and its count"),
+        ("", "line 1: expected a symbol and its count"),
+        ("\u00a0x 1", "line 1: .* is no symbol"),
+        ("a\rb 1", "line 1: .* is no symbol"),
+        ("<unk> 1", "lists a symbol twice"),
+        ("\udcff 1", "is not UTF-8"),
+    ],
+)
+def test_a_dictionary_that_fairseq_cannot_read(tmp_path, gpt2, line, message):
+    other = shutil.copytree(gpt2, tmp_path / "other")
+    text = f"{line}\n{(other / 'dict.txt').read_text()}"
+    (other / "dict.txt").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=message):
+        load_vocabulary(str(other))
+
+
+def test_the_published_dictionary_is_checked_too(gpt2, cache, monkeypatch):
+    shutil.copytree(gpt2, cache)
+    (cache / "dict.txt").write_bytes(b"\xff 1\n")
+    files = {name: vocabulary.Published(name, None) for name in vocabulary.GPT2_FILES}
+    monkeypatch.setattr(vocabulary, "GPT2_FILES", files)
+    with pytest.raises(DataError, match=r"dict\.txt is not UTF-8"):
+        load_vocabulary("gpt2")
+
+
+def test_tokens_that_are_not_numbered_in_a_row(tmp_path, gpt2):
+    other = shutil.copytree(gpt2, tmp_path / "other")
+    for number in (2**31, "9", -1):
+        tokens = json.loads((gpt2 / "encoder.json").read_text())
+        tokens["<|endoftext|>"] = number
+        (other / "encoder.json").write_text(json.dumps(tokens))
+        with pytest.raises(DataError, match=r"does not number the tokens|belong together"):
+            load_vocabulary(str(other))
+
+
 def test_byte_fallback_keeps_every_text_and_no_symbol_has_white_space(model):
     ours = new_vocabulary(SentencePieceTokenizer(model))
     assert all(len(symbol.split()) == 1 for symbol in ours.symbols)
