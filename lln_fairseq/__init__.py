@@ -1,8 +1,8 @@
 """Linear Log-Normal attention for fairseq's RoBERTa (arXiv 2311.13541); also the fairseq user directory.
 
 Importing it loads and changes nothing: `lln_fairseq.ops` and `lln_fairseq.attention` need torch alone. fairseq imports
-`tasks` and `models` of its user directory, and with them what repairs the host; a program that imports this package
-before fairseq does calls `register`.
+the `tasks` of its user directory, and with them all that registers and what repairs the host; a program that imports
+this package before fairseq does calls `register`.
 """
 
 __version__ = "0.1.0"
@@ -16,7 +16,7 @@ def register() -> None:
     level, handlers = root.level, root.handlers[:]
     # fairseq asks for tensorboardX on import, for a task that has nothing to do with this.
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.ERROR)
-    from lln_fairseq import models, tasks  # noqa: F401  they register on import
+    from lln_fairseq import tasks  # noqa: F401  registers on import
 
     # Importing fairseq makes the root logger print everything that any library has to say; the caller's choice stands.
     root.setLevel(level)

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from fairseq import utils
 from torch import Tensor
 
-from lln_fairseq.checkpoint import load_model, our_state, peek
-from lln_fairseq.checkpoint_config import stored_options
 from lln_fairseq.criterions.scores import Counts, pearson, spearman
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.checkpoint_config import stored_options
+from lln_fairseq.host.checkpoints import our_state, peek
+from lln_fairseq.host.errors import InputError
+from lln_fairseq.loading import load_model
 
 SHOWN = {  # the metrics in the order in which they are printed, and how
     "accuracy": "accuracy {:.2%}",

@@ -14,8 +14,8 @@ from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.checkpoint import adapt
-from lln_fairseq.errors import input_errors
+from lln_fairseq.host.errors import input_errors
+from lln_fairseq.models.adapt import adapt
 from lln_fairseq.models.options import attention_fields, attention_options
 from lln_fairseq.modules.encoder import LLNRobertaEncoder
 from lln_fairseq.presets import PRESETS

@@ -1,9 +1,14 @@
-"""fairseq tasks; fairseq imports every file of this folder when it is given as part of a user directory."""
+"""fairseq tasks; fairseq imports every file of this folder when it is given as part of a user directory.
 
-from lln_fairseq import criterions, host_patches  # noqa: F401  criterions register on import
+With the tasks comes the rest of what registers, and what repairs the host.
+"""
+
+from lln_fairseq import criterions, models  # noqa: F401  they register on import
+from lln_fairseq.host import patches
+from lln_fairseq.tasks import _worker
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMTask
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionTask
 
-host_patches.apply()
+patches.install(_worker.run)
 
 __all__ = ["LLNMaskedLMTask", "LLNSentencePredictionTask"]

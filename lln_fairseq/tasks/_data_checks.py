@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.errors import InputError
 
 SPECIAL = 4  # <s>, <pad>, </s>, <unk>, which dict.txt does not list
 EOS = 2

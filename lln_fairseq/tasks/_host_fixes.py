@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.errors import InputError
 from lln_fairseq.tasks._probe import AttentionProbe
 from lln_fairseq.tasks._resume import ExactResume
 from lln_fairseq.tasks._scalars import TensorBoardScalars

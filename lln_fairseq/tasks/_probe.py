@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lln_fairseq.errors import input_errors
+from lln_fairseq.host.errors import input_errors
 from lln_fairseq.tasks._scalars import is_first_worker
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,9 @@ import torch
 from fairseq.utils import split_paths
 from torch import Tensor
 
-from lln_fairseq.checkpoint import OUR_STATE, data_hash, dictionary_hash
+from lln_fairseq.host.checkpoints import OUR_STATE
+from lln_fairseq.host.fit import dictionary_hash
+from lln_fairseq.host.same_run import data_hash
 
 SCALER_STATE = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
 

@@ -7,7 +7,7 @@ from typing import Any
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
-from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.host.errors import InputError, input_errors
 from lln_fairseq.tasks._data_checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._options import HostOptions
@@ -60,7 +60,7 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
             labelled = check_targets(data / f"label/{split}.label", rows["input0"], self.cfg.num_classes)
         else:
             labelled = check_labels(f"{data / 'label' / split}", self.cfg.num_classes, rows["input0"], combine)
-        if not labelled and split.startswith(("train", "valid")):
+        if not labelled and split.startswith("train"):
             raise InputError(f"split '{split}' of {data} has no labels; prepare the data again")
 
     @property

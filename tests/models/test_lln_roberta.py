@@ -12,7 +12,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.errors import InputError
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
 from tests.fairseq_runs import (
     CLASSIFICATION,

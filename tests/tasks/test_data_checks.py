@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.errors import InputError
 from lln_fairseq.tasks import _data_checks
 from tests.fairseq_runs import make_classification, make_corpus
 from tests.tasks.test_tasks import make_task

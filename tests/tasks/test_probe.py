@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lln_fairseq.analysis.events import read_curves
-from lln_fairseq.errors import InputError
-from lln_fairseq.run_checks import check_probe
+from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.settings import check_probe
 from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
 
 LLN = ("--user-dir", Path(__file__).parents[2] / "lln_fairseq", "--arch", "lln_roberta_tiny")

@@ -5,15 +5,16 @@ import logging
 import shutil
 from pathlib import Path
 
+import fairseq.tasks
 import pytest
 import torch
 from fairseq.file_io import PathManager
 from omegaconf import OmegaConf
-from torch.multiprocessing import ProcessRaisedException
 
-from lln_fairseq import host_patches
-from lln_fairseq.errors import InputError, TrainingError
-from lln_fairseq.run_checks import check_precision, split_global_batch
+from lln_fairseq.host import patches
+from lln_fairseq.host.errors import InputError, TrainingError
+from lln_fairseq.host.settings import check_precision, split_global_batch
+from lln_fairseq.tasks import _worker
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 
 SCORED = ("--criterion", "lln_sentence_prediction")
@@ -232,17 +233,31 @@ def test_the_split_of_a_global_batch_over_devices(given, expected):
         assert (cfg.dataset.batch_size, list(cfg.optimization.update_freq)) == (expected[0], [expected[1]])
 
 
-def test_an_error_in_a_worker_is_one_line_too():
-    def spawn(cfg, main):
-        raise ProcessRaisedException(
-            "-- Process 1 --\nTraceback ...\nlln_fairseq.errors.InputError: no such file: x\n", 1, 2
-        )
+def wrong_input(cfg):
+    """A training's main, in a process that fairseq spawns: everything is registered, and the input is wrong."""
+    assert "lln_masked_lm" in fairseq.tasks.TASK_REGISTRY
+    raise InputError("no such file: x")
 
+
+def spawn(cfg, main):
+    torch.multiprocessing.spawn(call, args=(main, cfg), nprocs=1)
+
+
+def call(number, main, cfg):
+    main(cfg)
+
+
+def test_an_error_in_a_worker_is_one_line_too(monkeypatch, capfd):
+    monkeypatch.setattr(patches, "TRAINING", __file__)
     cfg = OmegaConf.create({"common": {"bf16": False, "tpu": False}, "checkpoint": {"no_save": True},
                             "distributed_training": {"distributed_init_method": "env://", "distributed_rank": 0,
                                                      "distributed_world_size": 1}})  # fmt: skip
-    with pytest.raises(InputError, match=r"^no such file: x$"):
-        host_patches._call_main(spawn, cfg, None)
+    with pytest.raises(SystemExit) as ended:
+        patches._call_main(_worker.run, spawn, cfg, wrong_input)
+    assert ended.value.code == 1
+    said = capfd.readouterr().err
+    assert "error: no such file: x\n" in said
+    assert "Traceback" not in said
 
 
 def test_bf16_on_the_command_line_needs_no_tpu(corpus, tmp_path, monkeypatch):

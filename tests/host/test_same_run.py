@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.errors import InputError
 from tests.fairseq_runs import LLN, MASKED_LM, binarize, make_corpus, sentences, train
 
 COMMON = (*MASKED_LM, *LLN, "--max-update", 2)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from lln_fairseq.checkpoint import load_to_cpu, peek, resize_positions
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.checkpoints import load_to_cpu, peek
+from lln_fairseq.host.errors import InputError
+from lln_fairseq.models.adapt import resize_positions
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, train
 
 ENCODER = "encoder.sentence_encoder."

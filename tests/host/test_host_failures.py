@@ -2,12 +2,12 @@
 
 These rows have their test elsewhere, also with the host's half:
 
-    checkpoints of argparse-style models do not load      test_checkpoint.py: test_without_our_list_...
-    the last rows of a split are dropped                  tasks/test_tasks.py: test_no_row_is_dropped
-    samples longer than tokens_per_sample                 tasks/test_tasks.py: test_the_host_makes_samples_...
-    word labels have no F1                                tasks/test_runs.py: test_word_labels_have_an_f1_too
-    a kill while checkpoint_last.pt is copied             tasks/test_runs.py: test_a_kill_while_a_...
-    --fp16 forgets its float32 parameters                 tasks/test_runs.py: test_the_host_alone_forgets_...
+    checkpoints of argparse-style models do not load      test_checkpoints.py: test_without_our_list_...
+    the last rows of a split are dropped                  ../tasks/test_tasks.py: test_no_row_is_dropped
+    samples longer than tokens_per_sample                 ../tasks/test_tasks.py: test_the_host_makes_samples_...
+    word labels have no F1                                ../tasks/test_runs.py: test_word_labels_have_an_f1_too
+    a kill while checkpoint_last.pt is copied             ../tasks/test_runs.py: test_a_kill_while_a_...
+    --fp16 forgets its float32 parameters                 ../tasks/test_runs.py: test_the_host_alone_forgets_...
 
 These need none: the primary YAML belongs at the root of --config-dir, a key that the YAML lacks needs a "+", and a
 group that is missing ends in a good message. That is how Hydra works; our YAML lists every key (test_configs.py), and
@@ -42,13 +42,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from data_prep.glue_tasks import GLUE_TASKS
 from data_prep.vocabulary import dictionary_text
-from lln_fairseq import checkpoint, evaluate, host_patches
+from lln_fairseq import evaluate
 from lln_fairseq.analysis.events import read_curves
-from lln_fairseq.errors import InputError, TrainingError
+from lln_fairseq.host import checkpoints
+from lln_fairseq.host.errors import InputError, TrainingError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
+from lln_fairseq.tasks import _worker
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, make_corpus, train
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOST = (*USER_DIR, "--arch", "roberta", "--task", "masked_lm", "--required-batch-size-multiple", 1)
 FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8, "--min-loss-scale", 0.5)
 
@@ -90,7 +92,7 @@ def test_the_second_worker_cannot_load_what_the_first_sends(corpus, tmp_path, mo
         sent.seek(0)
         with pytest.raises(pickle.UnpicklingError, match=r"_TensorPlaceholder|DictConfig"):
             torch.load(sent)
-        checkpoint.allow_fairseq_checkpoints()
+        checkpoints.allow_fairseq_checkpoints()
         sent.seek(0)
         assert isinstance(torch.load(sent)["cfg"], DictConfig)
     finally:
@@ -177,7 +179,7 @@ def test_a_thread_that_makes_batches_outlives_the_training(tmp_path, monkeypatch
     switch_off(monkeypatch, distributed_utils, "call_main")
     train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *MASKED_LM, *LLN, "--max-update", 1)
     assert prefetching()
-    host_patches._end_prefetching()
+    _worker._end_prefetching()
 
 
 def test_bf16_on_the_command_line_means_a_tpu(corpus, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.host.errors import InputError, first_line
 
 OURS, STOCK = "lln_roberta", "roberta"
 KNOWN = {  # and the presets of the models: roberta_large, ...

@@ -2,12 +2,17 @@
 
 import argparse
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from fairseq.utils import split_paths
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.host.checkpoints import our_state, peek
+from lln_fairseq.host.errors import InputError
 
 WHOLE = ("model", "task", "criterion", "optimizer", "lr_scheduler")  # groups that are compared but for these:
 MAY_CHANGE = {
@@ -20,6 +25,33 @@ MAY_CHANGE = {
     "lr_scheduler": {"lr", "total_num_update", "max_update"},  # they follow from max_update
 }  # fmt: skip
 SINGLE = {"common": ("seed",), "optimization": ("lr", "clip_norm", "sentence_avg")}
+
+
+def check_same_run(here: DictConfig) -> None:
+    """Raises InputError where a training goes on with the run in its save_dir, and its settings or data are others."""
+    cfg = here.checkpoint
+    path = Path(cfg.save_dir, cfg.restore_file)  # which is absolute if it is elsewhere
+    reset = cfg.reset_optimizer or cfg.reset_lr_scheduler or cfg.reset_dataloader or cfg.reset_meters
+    if reset or path.parent != Path(cfg.save_dir) or not path.is_file():
+        return
+    state = peek(str(path))
+    found = differences(state.get("cfg"), here)
+    recorded = our_state(state).get("data")
+    if recorded and recorded != data_hash(split_paths(here.task.data)):
+        found.append("other training data")
+    if found:
+        raise InputError(
+            f"{cfg.save_dir} holds another run: {'; '.join(found)}. Give what it had, or another --save-dir "
+            "(checkpoint.save_dir)"
+        )
+
+
+def data_hash(directories: list[str]) -> str:
+    """sha256 of the lengths of the training samples: the text is another if they differ; "" where there are none."""
+    found = [path for folder in directories for pattern in ("train*.idx", "*/train*.idx", "*/train*.label")
+             for path in sorted(Path(folder).glob(pattern))]  # fmt: skip
+    parts = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in found)
+    return hashlib.sha256(parts).hexdigest() if parts else ""
 
 
 def differences(saved: Any, here: DictConfig) -> list[str]:

@@ -2,21 +2,14 @@
 
 import contextlib
 import errno
-import functools
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any
 
-import fairseq.dataclass.utils
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lln_fairseq import command
-from lln_fairseq.attention.registry import did_you_mean
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
@@ -76,45 +69,3 @@ def _disk_errors() -> Iterator[None]:
         if not error.filename and error.errno not in FULL_DISK:
             raise
         raise InputError(f"{error.filename or 'cannot write the logs'}: {error.strerror}") from error
-
-
-def show_input_errors_in_one_line() -> None:
-    """Lets an InputError that nobody catches end the program with its message alone and exit code 1.
-
-    Options that fairseq's dataclasses do not know become InputErrors too: fairseq checks Hydra's options against them
-    after the user directory is imported, too late for Hydra to print such an error without a traceback.
-    """
-    merge, previous = fairseq.dataclass.utils.merge_with_parent, sys.excepthook
-
-    @functools.wraps(merge)
-    def merge_with_parent(schema: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return merge(schema, *args, **kwargs)
-        except OmegaConfBaseException as error:
-            raise InputError(_explain(error, schema)) from None
-
-    fairseq.dataclass.utils.merge_with_parent = merge_with_parent
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if issubclass(kind, InputError):
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            previous(kind, error, traceback)
-
-    sys.excepthook = hook
-
-    previous_of_threads = threading.excepthook
-
-    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
-        # TensorBoard's thread meets a full disk first; the training hears of it and says so
-        if not (isinstance(args.exc_value, OSError) and args.exc_value.errno in FULL_DISK):
-            previous_of_threads(args)
-
-    threading.excepthook = hook_of_threads
-
-
-def _explain(error: OmegaConfBaseException, schema: Any) -> str:
-    key = error.full_key or error.key
-    if isinstance(error, ConfigKeyError):
-        return f"unknown option '{key}'{did_you_mean(str(key), schema.__dataclass_fields__)}"
-    return f"option '{key}': {first_line(error)}"

@@ -13,8 +13,9 @@ from fairseq.models import build_model
 
 from lln_fairseq import evaluate
 from lln_fairseq.analysis.__main__ import main as analyse
-from lln_fairseq.checkpoint import load_model, peek
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.checkpoints import peek
+from lln_fairseq.host.errors import InputError
+from lln_fairseq.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, make_corpus, train
 
 SMALL = ("--max-update", 1, "--attention", "softmax")

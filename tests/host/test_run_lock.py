@@ -10,9 +10,9 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from lln_fairseq import run_lock
-from lln_fairseq.errors import InputError
-from lln_fairseq.run_lock import one_training
+from lln_fairseq.host import run_lock
+from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.run_lock import one_training
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 HOLD = """

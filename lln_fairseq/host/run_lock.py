@@ -12,7 +12,7 @@ from typing import Any
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.errors import InputError
 
 FILE = "training.lock"  # stays there: to remove it would let two trainings lock two files of that name
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from fairseq.file_io import PathManager
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.host.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,10 @@ LAST = "checkpoint_last.pt"
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # by these fairseq sees that torchrun started it
 
 
-def check_run(cfg: Any) -> None:
-    """Checks a complete fairseq configuration of any task, and splits its global batch over the devices.
-
-    Raises: InputError for the first contradiction.
-    """
-    for check in (check_ranges, check_restore_file, check_precision, check_probe, split_global_batch):
-        check(cfg)
+def check(cfg: Any) -> None:
+    """Raises: InputError for the first contradiction in a complete fairseq configuration of any task."""
+    for part in (check_ranges, check_restore_file, check_precision, check_probe):
+        part(cfg)
 
 
 def check_ranges(cfg: Any) -> None:

@@ -1,0 +1,61 @@
+"""Whether a checkpoint fits the data and the model that it is loaded for."""
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.host.checkpoint_config import stored_options
+from lln_fairseq.host.checkpoints import our_state, peek
+from lln_fairseq.host.errors import InputError
+
+EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
+STOCK_ATTENTION = "softmax"
+
+logger = logging.getLogger(__name__)
+
+
+def check_fit(path: str, model: nn.Module, task: Any) -> None:
+    """Says what of a checkpoint does not fit the model and the task, before it is loaded into them.
+
+    Raises: InputError for a file that cannot be read or that was made with another dictionary. Logs a warning for a
+    model whose attention differs from the one in the checkpoint.
+    """
+    state = peek(path)
+    check_dictionary(state, task, path)
+    for difference in attention_differences(state, model):
+        logger.warning(f"{path} was trained with {difference}")
+
+
+def dictionary_hash(dictionary: Any) -> str:
+    """sha256 of the symbols in their order: two data sets with the same one can share a model."""
+    return hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
+
+
+def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
+    """Raises InputError if the model of the checkpoint was trained with another dictionary than the task has."""
+    ours, parameters = task.source_dictionary, state.get("model", {})
+    message = f"the dictionary of {task.cfg.data} is not the one that {path} was made with"
+    weight = parameters.get(EMBEDDING, parameters.get(EMBEDDING.replace("encoder", "decoder", 1)))
+    if weight is not None and weight.shape[0] != len(ours):
+        raise InputError(f"{message}: {len(ours)} symbols here, {weight.shape[0]} there. Binarise with that dict.txt")
+    recorded = our_state(state).get("dictionary")
+    if recorded and recorded != dictionary_hash(ours):
+        raise InputError(f"{message}: as many symbols, but others or in another order. Binarise with that dict.txt")
+
+
+def attention_differences(state: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """["lln_diag_block_size = 32, here it is 64", ...]: the attention and its options, checkpoint against model."""
+    here, there = getattr(model, "args", {}), stored_options(state)["model"]
+    if "attention" not in here or not there:
+        return []
+    name, before = here["attention"], there.get("attention", STOCK_ATTENTION)
+    if name != before:
+        return [f"attention = {before}, here it is {name}"]
+    options = [f"{name}_{field.name}" for field in dataclasses.fields(ATTENTION_REGISTRY[name].config)]
+    unlike = [key for key in options if key in here and key in there and there[key] != here[key]]
+    return [f"{key} = {there[key]}, here it is {here[key]}" for key in unlike]

@@ -1,0 +1,124 @@
+"""The places where fairseq has no hook for what its user must know: every patch of the host is in this file.
+
+    PathManager.copy            a kill while a checkpoint is copied left half a checkpoint_last.pt
+    torch_persistent_save       a full disk ended in three tracebacks
+    load_checkpoint             asked-for files that do not exist, and other settings for the same run, were ignored
+    load_checkpoint_to_cpu      built whatever the file's configuration named, and its options were evaluated
+    Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"
+    Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
+    call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU; two
+                                trainings in one directory
+    merge_with_parent           an option that a dataclass does not know ended in a traceback
+    sys.excepthook              an InputError that nobody catches ended in a traceback
+
+Each patch does what the host does and adds to it; `install` may be called again.
+"""
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import fairseq.dataclass.utils
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
+from fairseq.trainer import Trainer
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from torch.multiprocessing import ProcessExitedException
+
+from lln_fairseq.attention.registry import did_you_mean
+from lln_fairseq.host import checkpoints, nan, saving, settings
+from lln_fairseq.host.errors import InputError, first_line, one_line_instead_of_a_traceback
+from lln_fairseq.host.fit import check_fit
+from lln_fairseq.host.run_lock import one_training
+from lln_fairseq.host.same_run import check_same_run
+
+TRAINING = os.path.join("fairseq_cli", "train.py")  # has the main of a training; other programs share call_main
+
+
+def install(worker: Callable) -> None:
+    """Puts the patches in place, once. `worker(main, cfg, ...)` runs in each worker of a training in place of main."""
+    if hasattr(PathManager.copy, "__wrapped__"):
+        return
+    checkpoints.allow_fairseq_checkpoints()
+    PathManager.copy = staticmethod(functools.wraps(PathManager.copy)(saving.atomic_copy))
+    _wrap(checkpoint_utils, "torch_persistent_save", saving.save)
+    _wrap(checkpoint_utils, "load_checkpoint", _begin)
+    _wrap(
+        checkpoint_utils, "load_checkpoint_to_cpu", lambda original, *args, **kw: checkpoints.load_to_cpu(*args, **kw)
+    )
+    _wrap(Trainer, "load_checkpoint", _load)
+    _wrap(Trainer, "train_step", nan.step)
+    _wrap(distributed_utils, "call_main", functools.partial(_call_main, worker))
+    _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge)
+    _wrap(sys, "excepthook", _show)
+
+
+def _wrap(owner: Any, name: str, around: Callable) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any:
+    # fairseq-train calls this first of all with a complete trainer: here the whole configuration is known.
+    settings.split_global_batch(trainer.cfg)
+    settings.check(trainer.cfg)
+    check_same_run(trainer.cfg)
+    return original(cfg, trainer, **kwargs)
+
+
+def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwargs: Any) -> Any:
+    if os.path.isfile(filename):
+        check_fit(filename, trainer.get_model(), trainer.task)
+    try:
+        return original(trainer, filename, *args, **kwargs)
+    except Exception as error:
+        cause = error.__context__ if type(error) is Exception else error  # fairseq's own says that it "cannot load"
+        if isinstance(cause, InputError | OSError):
+            raise cause from None
+        reason = (str(cause).splitlines() or [""])[:2][-1].strip(" \t.") or type(cause).__name__
+        raise InputError(
+            f"{filename} does not fit this run: {reason}. Give the options that it was made with, or another "
+            "--save-dir (checkpoint.save_dir) if it is another run's"
+        ) from error
+
+
+@one_line_instead_of_a_traceback()
+def _call_main(worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
+    if not main.__code__.co_filename.endswith(TRAINING):
+        return original(cfg, main, *args, **kwargs)
+    settings.check_devices(cfg)
+    if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
+        cfg.common.tpu = False
+    try:
+        with one_training(cfg):
+            return original(cfg, functools.partial(worker, main), *args, **kwargs)
+    except ProcessExitedException as error:  # a worker has said why
+        raise SystemExit(error.exit_code) from None
+
+
+def _merge(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:
+    """fairseq checks Hydra's options against its dataclasses too late for Hydra to print an error in one line."""
+    try:
+        return original(schema, *args, **kwargs)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or error.key)
+        if isinstance(error, ConfigKeyError):
+            raise InputError(f"unknown option '{key}'{did_you_mean(key, schema.__dataclass_fields__)}") from None
+        raise InputError(f"option '{key}': {first_line(error)}") from None
+
+
+def _show(original: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, InputError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        original(kind, error, traceback)

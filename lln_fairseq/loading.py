@@ -1,0 +1,32 @@
+"""The model of a checkpoint, ready to be used: for every program that does not train."""
+
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, tasks
+
+import lln_fairseq
+from lln_fairseq.host.checkpoints import load_to_cpu
+from lln_fairseq.host.errors import InputError, first_line
+from lln_fairseq.host.fit import check_dictionary
+
+
+def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
+    """The model of a checkpoint, in evaluation mode on the GPU if there is one, and its task with `data` as its data
+    directory, or the one of the training.
+
+    Raises: InputError for a checkpoint that is missing or cannot be read, and for data without dictionaries or with
+    another dictionary than the checkpoint's.
+    """
+    lln_fairseq.register()
+    state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
+    task = tasks.setup_task(state["cfg"].task, from_checkpoint=True)
+    check_dictionary(state, task, checkpoint)
+    try:
+        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=state)
+    except InputError:
+        raise
+    except Exception as error:  # sizes and names that do not fit each other end wherever the host stumbles
+        raise InputError(f"cannot build the model of {checkpoint}: {first_line(error)}") from error
+    model.eval()
+    return (model.cuda() if torch.cuda.is_available() else model), task

@@ -1,0 +1,62 @@
+"""What runs in each worker of a training in place of fairseq's `main`.
+
+A process that fairseq spawns imports this file, and with it all that registers, in order to call it; fairseq's own
+import of the user directory finds the package imported and does no more.
+"""
+
+import multiprocessing
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from fairseq import checkpoint_utils
+from fairseq.data.iterators import BackgroundConsumer
+from fairseq.logging import progress_bar
+
+from lln_fairseq.command import end_with
+from lln_fairseq.host.errors import InputError
+
+LONGEST_BATCH = 10  # seconds; a loader process that was interrupted is missed after five
+
+
+def run(main: Callable, cfg: Any, **kwargs: Any) -> Any:
+    """main(cfg, ...). A process of its own ends with its parent, and with one line where a user's input is wrong."""
+    parent = multiprocessing.parent_process()
+    if parent:
+        end_with(parent.pid)
+    _forget_other_runs(main)
+    try:
+        return main(cfg, **kwargs)
+    except InputError as error:
+        if not parent:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        _end_prefetching()
+
+
+def _forget_other_runs(main: Callable) -> None:
+    """fairseq keeps these in the process: a sweep's next job would begin with another run's best score and curves."""
+    stop_early = main.__globals__.get("should_stop_early")  # of the module that has fairseq's main
+    for function, name in ((checkpoint_utils.save_checkpoint, "best"), (stop_early, "best"), (stop_early, "num_runs")):
+        if hasattr(function, name):
+            delattr(function, name)
+    for writer in progress_bar._tensorboard_writers.values():
+        writer.close()
+    progress_bar._tensorboard_writers.clear()
+
+
+def _end_prefetching() -> None:
+    """Python ends a thread that makes batches while it itself ends; torch's C++ code aborts the process on that."""
+    for thread in threading.enumerate():
+        if isinstance(thread, BackgroundConsumer):
+            thread._max_len = 0  # its next batch is the last
+            deadline = time.monotonic() + LONGEST_BATCH
+            while thread.is_alive() and time.monotonic() < deadline:
+                with suppress(queue.Empty):  # it may wait for room in its queue
+                    thread._queue.get(timeout=0.01)
