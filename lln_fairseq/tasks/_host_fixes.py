@@ -16,7 +16,10 @@ class HostFixes(AttentionProbe, TensorBoardScalars, ExactResume):
         # fairseq rounds the size of a batch down to a multiple of 8 and drops the rows that are left at the end of a
         # data set, in training and in validation.
         kwargs["required_batch_size_multiple"] = 1
-        return super().get_batch_iterator(*args, **kwargs)
+        batches = super().get_batch_iterator(*args, **kwargs)
+        # Loader processes that live on do not hear of a new epoch: every epoch would mask the tokens of the first.
+        batches.persistent_workers = False
+        return batches
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -167,6 +167,16 @@ def test_memory_efficient_fp16_alone_trains_in_float32(corpus, tmp_path, monkeyp
     assert optimizer_of(tmp_path / "c") == "MemoryEfficientFP16Optimizer"
 
 
+@pytest.mark.parametrize(("model", "same"), [(HOST, False), (LLN, True)], ids=["host", "ours"])
+def test_loader_processes_mask_the_same_tokens_in_every_epoch(model, same, corpus, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *model, "--dropout", 0, "--attention-dropout", 0, "--max-update", 6, "--no-save")
+    logs = [train(monkeypatch, tmp_path / f"{workers}.log", corpus, tmp_path / "a", *options, "--num-workers", workers)
+            for workers in (0, 1)]  # fmt: skip
+    alone, others = ({row["num_updates"]: row["loss"] for row in log["train"]} for log in logs)
+    assert list(alone) == list("123456")
+    assert (alone == others) == same
+
+
 def test_a_thread_that_makes_batches_outlives_the_training(tmp_path, monkeypatch):
     """Python's end meets it in torch's C++ code: "terminate called without an active exception", exit code 134."""
 
