@@ -2,7 +2,8 @@
 
     PathManager.copy            a kill while a checkpoint is copied left half a checkpoint_last.pt
     torch_persistent_save       a full disk ended in three tracebacks
-    load_checkpoint             asked-for files that do not exist, and other settings for the same run, were ignored
+    load_checkpoint             asked-for files that do not exist, and other settings for the same run, were ignored; a
+                                run that was complete made one more update whenever it was started again
     load_checkpoint_to_cpu      built whatever the file's configuration named, and its options were evaluated
     Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
@@ -16,6 +17,7 @@ Each patch does what the host does and adds to it; `install` may be called again
 
 import functools
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -37,7 +39,7 @@ from lln_fairseq.host.fit import check_fit
 from lln_fairseq.host.run_lock import one_training
 from lln_fairseq.host.same_run import check_same_run
 
-TRAINING = os.path.join("fairseq_cli", "train.py")  # has the main of a training; other programs share call_main
+logger = logging.getLogger(__name__)
 
 
 def install(worker: Callable) -> None:
@@ -73,7 +75,12 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
     settings.split_global_batch(trainer.cfg)
     settings.check(trainer.cfg)
     check_same_run(trainer.cfg)
-    return original(cfg, trainer, **kwargs)
+    loaded = original(cfg, trainer, **kwargs)
+    optimization = trainer.cfg.optimization
+    if 0 < optimization.max_update <= trainer.get_num_updates():
+        logger.info(f"{cfg.save_dir} is complete: {trainer.get_num_updates()} updates")
+        optimization.max_epoch = -1
+    return loaded
 
 
 def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwargs: Any) -> Any:
@@ -94,8 +101,6 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
 
 @one_line_instead_of_a_traceback()
 def _call_main(worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
-    if not main.__code__.co_filename.endswith(TRAINING):
-        return original(cfg, main, *args, **kwargs)
     settings.check_devices(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False

@@ -27,7 +27,8 @@ def one_training(cfg: Any) -> Iterator[None]:
     Raises: InputError where another training has the directory.
     """
     distributed_utils.infer_init_method(cfg.distributed_training)  # the rank; call_main does it next
-    if cfg.distributed_training.distributed_rank != 0 or cfg.checkpoint.no_save:
+    training = cfg.model is not None  # fairseq-validate and others only read
+    if not training or cfg.checkpoint.no_save or cfg.distributed_training.distributed_rank != 0:
         yield
         return
     checkpoint_utils.verify_checkpoint_directory(cfg.checkpoint.save_dir)

@@ -167,6 +167,18 @@ def test_memory_efficient_fp16_alone_trains_in_float32(corpus, tmp_path, monkeyp
     assert optimizer_of(tmp_path / "c") == "MemoryEfficientFP16Optimizer"
 
 
+@pytest.mark.parametrize("updates", [3, 5])  # the end of an epoch, and not
+def test_a_complete_run_makes_one_more_update(updates, corpus, tmp_path, monkeypatch):
+    options = (corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", updates)
+    train(monkeypatch, tmp_path / "a.log", *options)
+    before = (tmp_path / "a" / "checkpoint_last.pt").read_bytes()
+    assert train(monkeypatch, tmp_path / "b.log", *options) == {"train": [], "valid": []}
+    assert (tmp_path / "a" / "checkpoint_last.pt").read_bytes() == before
+    switch_off(monkeypatch, checkpoint_utils, "load_checkpoint")
+    more = train(monkeypatch, tmp_path / "c.log", *options)["train"]
+    assert {row["num_updates"] for row in more} == {str(updates + 1)}
+
+
 @pytest.mark.parametrize(("model", "same"), [(HOST, False), (LLN, True)], ids=["host", "ours"])
 def test_loader_processes_mask_the_same_tokens_in_every_epoch(model, same, corpus, tmp_path, monkeypatch):
     options = (*MASKED_LM, *model, "--dropout", 0, "--attention-dropout", 0, "--max-update", 6, "--no-save")

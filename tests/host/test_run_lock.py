@@ -25,8 +25,9 @@ time.sleep(60)
 """
 
 
-def settings(save_dir, rank=0, no_save=False):
+def settings(save_dir, rank=0, no_save=False, model="lln_roberta_tiny"):
     return OmegaConf.create({
+        "model": model and {"_name": model},
         "checkpoint": {"save_dir": str(save_dir), "no_save": no_save},
         "distributed_training": {"distributed_init_method": "env://", "distributed_rank": rank},
     })  # fmt: skip
@@ -54,10 +55,10 @@ def test_a_second_training_is_refused_until_the_first_is_killed(holder, tmp_path
     assert (tmp_path / run_lock.FILE).read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_workers_of_one_run_share_it_and_a_run_that_saves_nothing_needs_none(holder, tmp_path):
-    for shared in (settings(tmp_path, rank=1), settings(tmp_path, rank=8), settings(tmp_path, no_save=True)):
-        with one_training(shared):
-            pass
+@pytest.mark.parametrize("option", [{"rank": 1}, {"rank": 8}, {"no_save": True}, {"model": None}])
+def test_workers_of_one_run_and_who_writes_nothing_need_no_lock(option, holder, tmp_path):
+    with one_training(settings(tmp_path, **option)):
+        pass
     with pytest.raises(InputError), one_training(settings(tmp_path)):
         pass
 

@@ -247,9 +247,8 @@ def call(number, main, cfg):
     main(cfg)
 
 
-def test_an_error_in_a_worker_is_one_line_too(monkeypatch, capfd):
-    monkeypatch.setattr(patches, "TRAINING", __file__)
-    cfg = OmegaConf.create({"common": {"bf16": False, "tpu": False}, "checkpoint": {"no_save": True},
+def test_an_error_in_a_worker_is_one_line_too(capfd):
+    cfg = OmegaConf.create({"common": {"bf16": False, "tpu": False}, "checkpoint": {"no_save": True}, "model": None,
                             "distributed_training": {"distributed_init_method": "env://", "distributed_rank": 0,
                                                      "distributed_world_size": 1}})  # fmt: skip
     with pytest.raises(SystemExit) as ended:
