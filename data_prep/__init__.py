@@ -3,5 +3,5 @@
 Programs: demo, wikitext103, glue; and fetch, tokenizers for one step alone. What they share, one concern a file:
 command (errors and exit codes), files (atomic writes), archives (reading), mirrors and fetch (published files, the
 cache), text (lines, cleaning, splits), tokenizers, vocabulary (a tokenizer with its dict.txt), encode (parallel),
-binarize (fairseq's format), manifest (the output directory). Nothing here imports lln_fairseq.
+binarize (fairseq's format), manifest (the output directory). Of lln_fairseq only command.py is used.
 """

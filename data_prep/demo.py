@@ -22,8 +22,12 @@ sees a sentence of the task's dev or test set.
     OUT/sentiment/{input0,label}/         the same for --task sentence_prediction; label k is class k
 """
 
+from lln_fairseq.command import start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -298,7 +302,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     args = parser.parse_args(argv)
     return run_command(lambda: say(summary(build(args.out, args.archive, args.vocab_size, args.overwrite, SOURCE))))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

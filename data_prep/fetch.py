@@ -7,10 +7,14 @@ A file is pinned by its sha256 and nothing reads it before that matches. Places 
 gives, the cache ($LLN_DATA_CACHE, else ~/.cache/lln_fairseq), the mirrors, pip. Interrupted downloads are resumed.
 """
 
+from lln_fairseq.command import start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -164,7 +168,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.files:
         return run_command(lambda: _list(files))
     return run_command(lambda: [say(str(obtain(files[name]))) for name in args.files] and None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,9 +13,13 @@ layout (TASK/train.tsv, ...), or a directory that holds the published archives.
     OUT/TASK/manifest.json                    last file written: settings, sources, tokenizer, counts, checksums
 """
 
+from lln_fairseq.command import start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import io
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -246,7 +250,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser.parse_args(argv)
     arguments = (a.out, a.tokenizer, a.tasks, a.source, a.workers, a.overwrite)
     return run_command(lambda: (build_all(*arguments), None)[1])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,11 +6,15 @@ Implemented: SentencePiece, trained here, and the byte-level BPE of GPT-2. A fur
 Tokenizer and one more row of TOKENIZERS.
 """
 
+from lln_fairseq.command import start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
 import io
 import json
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -261,7 +265,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(%(default)s)")
     a = parser.parse_args(argv)
     return run_command(lambda: _train_command(a.text, a.out, a.vocab_size, a.model_type))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

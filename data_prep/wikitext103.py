@@ -12,8 +12,12 @@ to --sample-break-mode complete_doc). Text is read, encoded and written as a str
     OUT/manifest.json                             last file written: settings, sources, tokenizer, counts, checksums
 """
 
+from lln_fairseq.command import start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -205,7 +209,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser.parse_args(argv)
     arguments = (a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite)
     return run_command(lambda: say(summary(build(*arguments))))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

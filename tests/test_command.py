@@ -14,7 +14,7 @@ from lln_fairseq import command
 from lln_fairseq.command import UserError, run_main
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = [path for folder in ("lln_fairseq", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))
+PROGRAMS = [path for folder in ("data_prep", "lln_fairseq", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))
             if '__name__ == "__main__"' in path.read_text()]  # fmt: skip
 
 
