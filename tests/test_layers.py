@@ -16,7 +16,7 @@ ALLOWED = {
     "models": {"models", "modules", "attention", "errors", "checkpoint", "presets"},
     "criterions": {"criterions", "errors"},
     "tasks": {"tasks", "models", "modules", "attention", "errors", "checkpoint", "analysis"},
-    "analysis": {"analysis", "attention", "ops", "errors", "checkpoint"},
+    "analysis": {"analysis", "attention", "ops", "command", "errors", "checkpoint"},
 }
 HOST_FREE = ("ops", "attention")  # used without fairseq too
 

@@ -2,17 +2,21 @@
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
+from lln_fairseq import command
 from lln_fairseq.host import run_lock
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.run_lock import one_training
+from lln_fairseq.tasks import _worker
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 HOLD = """
@@ -80,3 +84,12 @@ def test_the_lock_is_free_after_the_training(tmp_path):
     with one_training(settings(tmp_path)):
         assert subprocess.run(command, capture_output=True).returncode == 1
     assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_spawned_workers_end_with_the_process_that_spawned_them(monkeypatch):
+    ended_with = []
+    monkeypatch.setattr(command, "end_with", ended_with.append)
+    assert _worker.run(lambda cfg: cfg, "done") == "done"
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=7))
+    assert _worker.run(lambda cfg: cfg, "done") == "done"
+    assert ended_with == [7]
