@@ -17,7 +17,7 @@ from fairseq import checkpoint_utils
 from fairseq.data.iterators import BackgroundConsumer
 from fairseq.logging import progress_bar
 
-from lln_fairseq.command import end_with
+from lln_fairseq import command
 from lln_fairseq.host.errors import InputError
 
 LONGEST_BATCH = 10  # seconds; a loader process that was interrupted is missed after five
@@ -27,7 +27,7 @@ def run(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     """main(cfg, ...). A process of its own ends with its parent, and with one line where a user's input is wrong."""
     parent = multiprocessing.parent_process()
     if parent:
-        end_with(parent.pid)
+        command.end_with(parent.pid)
     _forget_other_runs(main)
     try:
         return main(cfg, **kwargs)
