@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Kernel tests on the GPU, then the attention benchmark. Needs a CUDA device, torch, triton, pytest and numpy; no fairseq.
-#   scripts/gpu_check.sh [options of scripts.gpu_benchmark]        PYTHON=python3.12 scripts/gpu_check.sh --tokens 65536
+#   scripts/gpu_check.sh [options of scripts.benchmarks.gpu]        PYTHON=python3.12 scripts/gpu_check.sh --tokens 65536
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python3}"
@@ -26,5 +26,5 @@ PYTHON
 # Both parts always run; a failure of either is the exit status.
 status=0
 "$python" -m pytest -q -p no:cacheprovider tests/ops/test_lln_triton.py || status=1
-"$python" -m scripts.gpu_benchmark "$@" || status=1
+"$python" -m scripts.benchmarks.gpu "$@" || status=1
 exit $status

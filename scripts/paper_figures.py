@@ -19,19 +19,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lln_fairseq.analysis.events import read_curves
-from scripts.figures import concentration, moments, runs, separation
+from scripts.figures import moments, runs, separation_sweeps, temperatures
 from scripts.figures.sheet import Settings, Sheet, Skipped
 
 FIGURES: dict[str, Callable[[Settings], Sheet]] = {
     "1": runs.figure_1,
-    "2": concentration.figure_2,
+    "2": temperatures.figure_2,
     "5": moments.figure_5,
     "6": moments.figure_6,
     "7": moments.figure_7,
     "8": runs.figure_8,
     "9": runs.figure_9,
     "10": runs.figure_10,
-    **{f"separation_{name}": separation.figure(name) for name in separation.SWEEPS},
+    **{f"separation_{name}": separation_sweeps.figure(name) for name in separation_sweeps.SWEEPS},
 }
 
 

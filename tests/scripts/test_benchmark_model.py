@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.presets import PRESETS
-from scripts import benchmark_model as benchmark
-from scripts import benchmark_model_training
-from scripts.benchmark_model_report import Row, table
-from scripts.benchmark_model_training import Adam, Training, build
-from scripts.measure import OutOfMemory, Spread, in_child
-from scripts.plain_roberta import PlainRoberta
+from scripts.benchmarks import model as benchmark
+from scripts.benchmarks import model_training
+from scripts.benchmarks.meter import OutOfMemory, Spread, in_child
+from scripts.benchmarks.model_report import Row, table
+from scripts.benchmarks.model_training import Adam, Training, build
+from scripts.benchmarks.plain_roberta import PlainRoberta
 
 
 def kill_oneself():
@@ -135,7 +135,7 @@ def test_the_plain_model_is_fairseqs():
 
 
 def test_it_runs_without_fairseq(monkeypatch):
-    for module in (benchmark, benchmark_model_training):
+    for module in (benchmark, model_training):
         monkeypatch.setattr(module, "has_fairseq", lambda: False)
     training = Training(arguments(), 64)
     assert isinstance(training.model, PlainRoberta)

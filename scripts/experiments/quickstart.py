@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from scripts.quickstart_report import draw, table
-from scripts.steps import Steps, evaluation, prepare_demo_data, training
+from scripts.experiments.quickstart_report import draw, table
+from scripts.experiments.steps import Steps, evaluation, prepare_demo_data, training
 
 ATTENTION, BASELINE = "lln_diag", "softmax"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
@@ -35,7 +35,7 @@ def test_an_unsupported_python_is_named(script, tmp_path):
 
 
 def quickstart(*arguments):
-    command = [sys.executable, "-m", "scripts.quickstart", *map(str, arguments)]
+    command = [sys.executable, "-m", "scripts.experiments.quickstart", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from scripts.steps import StepFailed, Steps
+from scripts.experiments.steps import StepFailed, Steps
 
 APPEND = "import sys; open(sys.argv[1], 'a').write('x'); print('written')"
 

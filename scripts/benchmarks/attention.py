@@ -1,6 +1,6 @@
 """Time and peak memory of every registered attention by length, beside torch's scaled_dot_product_attention.
 
-    python -m scripts.benchmark_attention --lengths 512 2048 8192 16384 --json out.json --png out.png
+    python -m scripts.benchmarks.attention --lengths 512 2048 8192 16384 --json out.json --png out.png
 
 All variants of a length are timed in turn, repeat by repeat, so that a noisy machine slows all of them alike; medians
 count. Before timing, every mechanism is compared with its own quadratic matrix. Peak memory is measured: by torch on a
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
-from scripts.measure import (
+from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
     check_outputs,
@@ -188,7 +188,7 @@ def draw(rows: list[Row], names: list[str], path: Path, title: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark_attention", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.attention", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument(
         "--attentions", nargs="+", choices=sorted(ATTENTION_REGISTRY), default=sorted(ATTENTION_REGISTRY)

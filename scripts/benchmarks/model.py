@@ -1,6 +1,6 @@
 """The paper's Table 2: time of a training iteration and peak memory of a RoBERTa, by attention and sequence length.
 
-    python -m scripts.benchmark_model --preset tiny --json table2.json --png table2.png
+    python -m scripts.benchmarks.model --preset tiny --json table2.json --png table2.png
 
 An iteration is forward, backward and optimizer step of the masked-LM loss on random tokens, 15% of them masked. All
 attentions sit in turn in one and the same model, repeat by repeat; medians count. `softmax` is torch's fused kernel,
@@ -26,9 +26,7 @@ import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.presets import PRESETS
-from scripts.benchmark_model_report import Row, draw, read_rows, table, write_json
-from scripts.benchmark_model_training import DTYPES, MATRIX, SOFTMAX, Training, build, has_fairseq, train_a_little
-from scripts.measure import (
+from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
     can_measure_resident_peak,
@@ -39,6 +37,8 @@ from scripts.measure import (
     limited_memory,
     resident_peak_of,
 )
+from scripts.benchmarks.model_report import Row, draw, read_rows, table, write_json
+from scripts.benchmarks.model_training import DTYPES, MATRIX, SOFTMAX, Training, build, has_fairseq, train_a_little
 
 PAPER_ROWS = ("nystrom:conv_kernel=33",)  # as the paper's row has it: with its convolution
 DEMO_VOCABULARY, VOCABULARY = 4000, 50265
@@ -109,7 +109,7 @@ def row_name(text: str) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark_model", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.model", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     rows = [MATRIX, SOFTMAX, *(name for name in sorted(ATTENTION_REGISTRY) if name != SOFTMAX), *PAPER_ROWS]
     cuda = torch.cuda.is_available()

@@ -32,8 +32,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.host.errors import InputError
-from scripts.compare_report import draw, read_rows, table, write_json
-from scripts.steps import ROOT, StepFailed, Steps, evaluation, prepare_demo_data, training
+from scripts.experiments.compare_report import draw, read_rows, table, write_json
+from scripts.experiments.steps import ROOT, StepFailed, Steps, evaluation, prepare_demo_data, training
 
 DEMO = "demo"
 DEFAULT_ATTENTIONS = "softmax,lln,lln_diag,elu,performer,nystrom"

@@ -1,4 +1,4 @@
-"""What scripts/benchmark_model.py measures: training iterations of one RoBERTa whose attention is exchanged."""
+"""What scripts/benchmarks/model.py measures: training iterations of one RoBERTa whose attention is exchanged."""
 
 import argparse
 import importlib.util
@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lln_fairseq.attention import Attention, build_attention
 from lln_fairseq.presets import PRESETS
-from scripts.plain_roberta import PlainRoberta
+from scripts.benchmarks.plain_roberta import PlainRoberta
 
 SOFTMAX = "softmax"
 MATRIX = "softmax_matrix"

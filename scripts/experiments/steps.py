@@ -14,7 +14,7 @@ from tqdm import tqdm
 from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, child_environment
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class StepFailed(UserError):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lln_fairseq.ops import lln, lln_triton
-from scripts import measure
+from scripts.benchmarks import meter
 
 PASSES = {"lln_diag": (6, 15), "lln": (4, 11)}  # tensors moved forward, and forward + backward
 
@@ -39,7 +39,7 @@ def milliseconds(function: Callable[[], object], repeats: int = 20, cache: Tenso
     for _ in range(repeats):
         if cache is not None:
             cache.zero_()
-        times.append(measure.milliseconds(function, "cuda"))
+        times.append(meter.milliseconds(function, "cuda"))
     return statistics.median(times)
 
 
@@ -124,7 +124,7 @@ def report(name: str, block_size: int | None, args: argparse.Namespace, bandwidt
         expected = oracle(*leaves, *factors)
         expected = [expected.detach(), *torch.autograd.grad(expected, leaves, one[3])]
         found = [ours(q, k, v), *both(ours, [q, k, v], do)()]
-        error = max(measure.relative_rms(x[:1, :1], y) for x, y in zip(found, expected, strict=True))
+        error = max(meter.relative_rms(x[:1, :1], y) for x, y in zip(found, expected, strict=True))
         good &= error < (2e-2 if args.dtype == "bfloat16" else 3e-3)
         del expected, found, leaves, one
 

@@ -14,7 +14,7 @@ import argparse
 import itertools
 
 from scripts import glue_table
-from scripts.finetune import SAVE_DIR, existing_checkpoint, finetune
+from scripts.experiments.finetune import SAVE_DIR, existing_checkpoint, finetune
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.steps import ROOT, call, evaluation, training
+from scripts.experiments.steps import ROOT, call, evaluation, training
 
 SAVE_DIR = "checkpoint.save_dir="
 FINISHED = "valid.json"  # the last file written

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from scripts import benchmark_attention as benchmark
+from scripts.benchmarks import attention as benchmark
 
 
 def test_smoke_run_covers_every_attention(tmp_path, capsys):

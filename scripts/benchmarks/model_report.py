@@ -1,4 +1,4 @@
-"""Text, JSON and picture of scripts/benchmark_model.py, beside the paper's Table 2."""
+"""Text, JSON and picture of scripts/benchmarks/model.py, beside the paper's Table 2."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark_model_training import SOFTMAX
-from scripts.measure import Spread, draw_by_length
+from scripts.benchmarks.meter import Spread, draw_by_length
+from scripts.benchmarks.model_training import SOFTMAX
 
 DEFAULT = "lln_diag"
 TIME, MEMORY = "time [ms/iteration]", "peak memory [GB]"
@@ -61,12 +61,18 @@ def table(settings: dict[str, Any], rows: Sequence[Row]) -> str:
         base = baseline.get(row.length)
         return f"{base.median / row.time.median:.2f}" if base and row.time else ""
 
+    def milliseconds(row: Row) -> str:
+        return row.time.text(1) if row.time else "-"
+
+    def gigabytes(row: Row) -> str:
+        return "-" if row.memory is None else f"{row.memory / 1e9:.3f}"
+
     blocks = [title(settings)]
     if any(row.time for row in rows):
-        blocks += [_block(f"{TIME}, median (fastest-slowest)", rows, lengths, lambda row: row.time.text(1))]
+        blocks += [_block(f"{TIME}, median (fastest-slowest)", rows, lengths, milliseconds)]
         blocks += [_block(f"times as fast as {SOFTMAX}, fused", rows, lengths, ratio)]
     if any(row.memory for row in rows):
-        blocks += [_block(MEMORY, rows, lengths, lambda row: f"{row.memory / 1e9:.3f}")]
+        blocks += [_block(MEMORY, rows, lengths, gigabytes)]
     if set(lengths) & set(PAPER_LENGTHS):
         blocks += [_paper("the paper's time [s/iteration], RoBERTa-base on a GPU", PAPER_SECONDS, lengths)]
         blocks += [_paper("the paper's memory [GB]", PAPER_GIGABYTES, lengths)]
@@ -80,10 +86,7 @@ def _block(head: str, rows: Sequence[Row], lengths: Sequence[int], cell: Callabl
         row = found.get((name, length))
         if row is None:
             return ""
-        try:
-            return "OOM" if row.oom else cell(row)
-        except (AttributeError, TypeError):  # not measured
-            return "-"
+        return "OOM" if row.oom else cell(row)
 
     names = list(dict.fromkeys(row.attention for row in rows))
     return _grid(head, {name: [text(name, length) for length in lengths] for name in names}, lengths)

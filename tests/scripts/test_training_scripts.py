@@ -12,7 +12,7 @@ import pytest
 from lln_fairseq.analysis.events import read_curves
 from tests.fairseq_runs import make_classification, make_corpus
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 FINETUNING = ("finetune_mnli", "finetune_qnli", "finetune_qqp", "finetune_sst2")
 SMALL = ("corpus=demo", "model=tiny", "run=cpu", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
          "dataset.validate_interval_updates=0", "common.log_interval=2")  # fmt: skip

@@ -1,0 +1,1 @@
+"""How fast and how large: attentions, models, kernels. Run as `python -m scripts.benchmarks.NAME`."""

@@ -1,0 +1,1 @@
+"""What scripts/*.sh start: trainings one after the other, what is finished skipped, and their tables."""
