@@ -52,7 +52,7 @@ def finish(subject: Subject, folder: Path) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(start(subject, folder), 0)[1])
     output = output_of(folder)
     assert code == 0, f"exit code {code}: ...{output[-1500:]}"
-    assert "Traceback" not in output, f"...{output[-1500:]}"
+    assert "Traceback" not in output, output[output.index("Traceback") :]
 
 
 def output_of(folder: Path) -> str:
