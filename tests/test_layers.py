@@ -1,50 +1,116 @@
-"""Imports go down only, and nothing above `attention` knows a mechanism by name."""
+"""Imports go down only, those inside functions too; no circle anywhere; nothing above `attention` knows a mechanism."""
 
 import ast
 import re
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
 
-PACKAGE = Path(__file__).parents[1] / "lln_fairseq"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lln_fairseq"
+
+# What each package and each module of lln_fairseq may import of the others, from the bottom to the top.
 ALLOWED = {
-    "ops": {"ops"},
-    "attention": {"attention", "ops"},
-    "modules": {"modules", "attention"},
-    "models": {"models", "modules", "attention", "errors", "checkpoint", "presets"},
-    "criterions": {"criterions", "errors"},
-    "tasks": {"tasks", "models", "modules", "attention", "errors", "checkpoint", "analysis"},
-    "analysis": {"analysis", "attention", "ops", "command", "errors", "checkpoint"},
+    "command": set(),
+    "presets": set(),
+    "ops": set(),
+    "attention": {"ops"},
+    "host": {"attention", "command"},
+    "modules": {"attention"},
+    "models": {"attention", "host", "modules", "presets"},
+    "criterions": {"host"},
+    "analysis": {"attention", "ops"},
+    "tasks": {"analysis", "attention", "command", "criterions", "host", "models"},
+    "__init__": {"tasks"},
+    "loading": {"__init__", "host"},
 }
-HOST_FREE = ("ops", "attention")  # used without fairseq too
+PROGRAMS = {"train", "evaluate", "analysis.__main__"}  # they may import all of them
+WITHOUT_FAIRSEQ = ("ops", "attention", "presets", "command", "__init__")
+HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 
-def imported(path):
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for top in ("lln_fairseq", "data_prep", "scripts")
+           for path in (ROOT / top).rglob("*.py")}  # fmt: skip
+
+
+def imported(name):
+    """The modules that a module names in its imports, wherever they stand."""
+    path = MODULES[name]
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inside = f"{source}.{alias.name}"
+                yield inside if inside in MODULES else source
 
 
-@pytest.mark.parametrize("layer", ALLOWED)
-def test_imports_go_down(layer):
-    files = list((PACKAGE / layer).rglob("*.py"))
-    assert files
-    for path in files:
-        for module in imported(path):
-            if module.startswith("lln_fairseq."):
-                assert module.split(".")[1] in ALLOWED[layer], f"{path.name} imports {module}"
-            if layer in HOST_FREE:
-                assert module.split(".")[0] not in ("fairseq", "omegaconf", "hydra"), f"{path.name} imports {module}"
+def layer(name):
+    """The package or module directly below lln_fairseq that a module belongs to."""
+    inner = name.removeprefix("lln_fairseq").removeprefix(".") or "__init__"
+    return inner if inner in PROGRAMS else inner.split(".")[0]
+
+
+OURS = [name for name in MODULES if name.split(".")[0] == "lln_fairseq"]
+
+
+def test_every_package_and_module_has_its_layer():
+    assert {layer(name) for name in OURS} == ALLOWED.keys() | PROGRAMS
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_imports_go_down(name):
+    here = layer(name)
+    for module in imported(name):
+        top = module.split(".")[0]
+        assert top not in ("data_prep", "scripts", "tests"), f"{name} imports {module}"
+        assert top not in HOST_PACKAGES or here not in WITHOUT_FAIRSEQ, f"{name} imports {module}"
+        if top == "lln_fairseq" and here not in PROGRAMS:
+            assert layer(module) in ALLOWED[here] | {here}, f"{name} imports {module}"
+
+
+def test_data_preparation_uses_only_how_a_program_ends():
+    for name in MODULES:
+        if name.split(".")[0] == "data_prep":
+            others = {module for module in imported(name) if module.split(".")[0] in ("lln_fairseq", "scripts")}
+            assert others <= {"lln_fairseq.command"}, name
+
+
+def test_there_is_no_circle():
+    graph = {name: {module for module in imported(name) if module in MODULES} - {name} for name in MODULES}
+    assert sum(map(len, graph.values())) > 200
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_no_name_is_used_twice_in_scripts_and_analysis():
+    files = [*(ROOT / "scripts").rglob("*.py"), *(PACKAGE / "analysis").glob("*.py")]
+    names = Counter(path.name for path in files if not path.name.startswith("__"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_no_mechanism_is_named_above_attention():
     names = "|".join(sorted(ATTENTION_REGISTRY, key=len, reverse=True))
-    presets = PACKAGE / "models" / "lln_roberta.py"  # its default is a name
-    for layer in ("modules", "models", "tasks"):
-        for path in (PACKAGE / layer).rglob("*.py"):
-            found = re.findall(rf"""["']({names})["']""", path.read_text())
-            assert found == (["lln_diag"] if path == presets else []), path
+    own = {
+        "lln_fairseq.models.lln_roberta": ["lln_diag"],  # its default
+        "lln_fairseq.host.fit": ["softmax"],  # what a RoBERTa of fairseq has
+        "lln_fairseq.analysis.separation": ["softmax", "lln", "softmax"],  # the paper's experiment is about these
+    }
+    for name in OURS:
+        if layer(name) not in ("ops", "attention"):
+            found = re.findall(rf"""["']({names})["']""", MODULES[name].read_text())
+            assert found == own.get(name, []), name
