@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data_prep.archives import open_tree, read_nested_members
 from data_prep.command import DataError
-from tests.fuzz.damage import damaged
+from tests.fuzz._damage import damaged
 
 ZIP = {
     "stored": zipfile.ZIP_STORED,

@@ -17,7 +17,7 @@ from data_prep.binarize import read_back
 from data_prep.command import DataError
 from lln_fairseq.host.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
-from tests.fuzz.damage import damaged
+from tests.fuzz._damage import damaged
 
 TASKS = {
     "lm": {"_name": "lln_masked_lm", "tokens_per_sample": 32, "sample_break_mode": "complete", "skip_masking": True},

@@ -11,7 +11,7 @@ from data_prep.demo import language_model_lines, read_snippets, sentiment_task
 from data_prep.glue import Source
 from data_prep.glue_tasks import GLUE_TASKS
 from data_prep.text import MAX_LINE, SPLITS, clean, read_lines, split_of
-from tests.fuzz.damage import damaged
+from tests.fuzz._damage import damaged
 
 PIECES = (
     "film", "story", " ", "  ", '"', "'", "''", "&amp;", "&not", "&#0;", "&#55296;", "\r",

@@ -8,7 +8,7 @@ from data_prep.command import DataError
 from data_prep.encode import encode_block
 from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from data_prep.vocabulary import load_vocabulary, new_vocabulary
-from tests.fuzz.damage import damaged
+from tests.fuzz._damage import damaged
 
 WORDS = ["the", "film", "é", "story", "中", "isn't", "“good”", "and", "it", "was", "not", "🙂", "bad", "at", "1234"]
 LINES = ["the film isn't good", "", "never seen: ж\u00a0🙃  two  spaces", "\x00\t", "a" * 300]
