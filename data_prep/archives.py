@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from data_prep.command import DataError
-from data_prep.files import sha256_of
-from data_prep.streams import CHUNK, CheckedStream, damage, decompressed, read_all
+from .command import DataError
+from .files import sha256_of
+from .streams import CHUNK, CheckedStream, damage, decompressed, read_all
 
 _SUFFIXES: dict[str, Callable[[BinaryIO], BinaryIO]] = {".xz": lzma.open, ".gz": gzip.open}
 MEMBERS, HEADER = 1 << 18, 1 << 20  # of one archive; bytes of what a tar archive says about one of them

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.command import DataError
-from data_prep.encode import EOS, Block
-from data_prep.files import atomic_path
-from data_prep.tokenizers import FAIRSEQ_SPECIAL
-from data_prep.vocabulary import UNKNOWN
+from .command import DataError
+from .encode import EOS, Block
+from .files import atomic_path
+from .tokenizers import FAIRSEQ_SPECIAL
+from .vocabulary import UNKNOWN
 
 _AT_ONCE = 1 << 22  # tokens
 # An index: magic and version, a code for the type of the ids, the number of samples, their lengths and places.

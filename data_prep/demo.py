@@ -35,17 +35,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep import manifest
-from data_prep.archives import read_nested_members
-from data_prep.binarize import DatasetCounts, binarize, class_blocks, dataset_files
-from data_prep.command import DataError, run_command, say
-from data_prep.encode import Encoder
-from data_prep.fetch import obtain
-from data_prep.files import write_bytes
-from data_prep.mirrors import PipMirror, Published, check_file
-from data_prep.text import SPLITS, clean, sentence_key, split_of
-from data_prep.tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
-from data_prep.vocabulary import Vocabulary, new_vocabulary
+from . import manifest
+from .archives import read_nested_members
+from .binarize import DatasetCounts, binarize, class_blocks, dataset_files
+from .command import DataError, run_command, say
+from .encode import Encoder
+from .fetch import obtain
+from .files import write_bytes
+from .mirrors import check_file
+from .sources import FILES, Published
+from .text import SPLITS, clean, sentence_key, split_of
+from .tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
+from .vocabulary import Vocabulary, new_vocabulary
 
 FORMAT = 2  # raise it when the same settings give another result: old directories are then refused, not mixed
 NEUTRAL, MAX_SCORE = 0.5, 4.0
@@ -69,11 +70,7 @@ class DemoSource:
 
 
 SOURCE = DemoSource(
-    archive=Published(
-        "vaderSentiment-3.3.2.tar.gz",
-        sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
-        pip=PipMirror("vaderSentiment", "3.3.2", "vaderSentiment-3.3.2.tar.gz"),
-    ),
+    archive=FILES["vaderSentiment-3.3.2.tar.gz"],
     inner="vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz",
     movies="hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt",
     others=(

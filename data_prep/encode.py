@@ -18,9 +18,9 @@ from types import TracebackType
 
 import numpy as np
 
-from data_prep.command import DataError
-from data_prep.tokenizers import FAIRSEQ_SPECIAL, Tokenizer, flat_ids, make_tokenizer
-from data_prep.vocabulary import Vocabulary
+from .command import DataError
+from .tokenizers import FAIRSEQ_SPECIAL, Tokenizer, flat_ids, make_tokenizer
+from .vocabulary import Vocabulary
 
 BLOCK = 1 << 19  # characters
 INLINE_BLOCKS = 8  # up to here one process is faster than starting others

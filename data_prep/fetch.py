@@ -18,12 +18,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from data_prep.archives import Tree, loose_files, open_tree
-from data_prep.command import DataError, run_command, say
-from data_prep.files import atomic_path, lock, sha256_of, write_bytes
-from data_prep.mirrors import Published, check_file, is_right, pip_download, try_mirror
+from .archives import Tree, loose_files, open_tree
+from .command import DataError, run_command, say
+from .files import atomic_path, lock, sha256_of, write_bytes
+from .mirrors import check_file, is_right, pip_download, try_mirror
+from .sources import FILES, Published
 
 
 def cache_directory() -> Path:
@@ -137,34 +139,27 @@ def obtain_tree(files: Sequence[Published], given: Path | None) -> tuple[Tree, b
     return loose_files({path.name: path for path in paths}, ", ".join(path.name for path in paths)), True
 
 
-def catalogue() -> dict[str, Published]:
-    """All files that the programs of this package read, by name."""
-    from data_prep import demo, glue_tasks, vocabulary, wikitext103  # here: they import this module
-
-    files = [wikitext103.ARCHIVE, demo.SOURCE.archive, *vocabulary.GPT2_FILES.values()]
-    files += [file for task in glue_tasks.GLUE_TASKS.values() for file in task.published]
-    return {file.name: file for file in files}
-
-
-def _list(files: dict[str, Published]) -> None:
+def _list_files() -> None:
     cache = cache_directory()
     say(f"cache: {cache}")
-    for name, file in files.items():
+    for name, file in FILES.items():
         there = "cached " if (cache / name).is_file() else "missing"
         say(f"{there} {name:26} {file.sha256 or 'pinned on first use'}")
 
 
+def _fetch_files(names: Sequence[str]) -> None:
+    for name in names:
+        say(str(obtain(FILES[name])))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    files = catalogue()
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.fetch", description="Fetch published files into the cache ($LLN_DATA_CACHE)."
     )
-    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(files)}; without any: list them")
-    args = parser.parse_args(argv)
-    unknown = [name for name in args.files if name not in files]
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}; without any: list them")
+    names = parser.parse_args(argv).files
+    unknown = [name for name in names if name not in FILES]
     if unknown:
         parser.error(f"unknown file {unknown[0]}")
-    if not args.files:
-        return run_command(lambda: _list(files))
-    return run_command(lambda: [say(str(obtain(files[name]))) for name in args.files] and None)
+    return run_command(partial(_fetch_files, names) if names else _list_files)

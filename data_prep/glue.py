@@ -26,17 +26,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep import manifest
-from data_prep.archives import Tree
-from data_prep.binarize import binarize, class_blocks, dataset_files
-from data_prep.command import DataError, run_command, say
-from data_prep.encode import Encoder, usable_cores
-from data_prep.fetch import obtain_tree
-from data_prep.files import write_bytes
-from data_prep.glue_tasks import GLUE_TASKS, GlueTask, Rows, read_rows, split_cells
-from data_prep.text import read_lines
-from data_prep.tokenizers import FAIRSEQ_SPECIAL, dictionary_text
-from data_prep.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
+from . import manifest
+from .archives import Tree
+from .binarize import binarize, class_blocks, dataset_files
+from .command import DataError, run_command, say
+from .encode import Encoder, usable_cores
+from .fetch import obtain_tree
+from .files import write_bytes
+from .glue_tasks import GLUE_TASKS, GlueTask, Rows, read_rows, split_cells
+from .text import read_lines
+from .tokenizers import FAIRSEQ_SPECIAL, dictionary_text
+from .vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 BROKEN_LISTED = 20  # line numbers of rows left out that the manifest lists

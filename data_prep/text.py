@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import BinaryIO
 
-from data_prep.command import DataError
+from .command import DataError
 
 SPLITS = ("train", "valid", "test")
 MAX_LINE = 4 << 20  # bytes; tokenizers need 60 times as much memory

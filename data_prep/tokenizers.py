@@ -24,10 +24,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from data_prep.command import DataError, run_command, say
-from data_prep.files import write_bytes
-from data_prep.manifest import output_directory
-from data_prep.text import MAX_LINE, read_lines, spread_sample
+from .command import DataError, run_command, say
+from .files import write_bytes
+from .manifest import output_directory
+from .text import MAX_LINE, read_lines, spread_sample
 
 # What fairseq's Dictionary always puts first, in this order; never written to dict.txt.
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")

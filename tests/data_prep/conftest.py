@@ -16,7 +16,7 @@ import regex
 
 from data_prep.demo import DemoSource
 from data_prep.files import sha256_of
-from data_prep.mirrors import PipMirror, Published
+from data_prep.sources import PipSource, Published
 from data_prep.tokenizers import GPT2Tokenizer, _byte_letters
 
 VOCAB_SIZE = 150
@@ -73,7 +73,7 @@ def write_archive(path: Path, files: dict[str, bytes], **options: dict[str, str]
     outer = {"pkg-1/setup.py": b"raise SystemExit('never run')", "pkg-1/inner.tar.gz": inner}
     path.write_bytes(tar_gz(outer))
     movies, *others = (f"in/{name}" for name in files)
-    published = Published("pkg-1.tar.gz", sha256_of(path), pip=PipMirror("pkg", "1", "pkg-1.tar.gz"))
+    published = Published("pkg-1.tar.gz", sha256_of(path), pip=PipSource("pkg", "1", "pkg-1.tar.gz"))
     return DemoSource(published, inner="pkg-1/inner.tar.gz", movies=movies, others=tuple(others), expected={})
 
 

