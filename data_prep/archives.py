@@ -5,7 +5,6 @@ refused as a whole; a member that is encrypted, sparse, a link, or there twice i
 A file NAME may also be there as NAME.xz or NAME.gz; it is decompressed while it is read. Limits: see streams.py.
 """
 
-import gzip
 import io
 import lzma
 import stat
@@ -20,11 +19,12 @@ from typing import BinaryIO
 
 from .command import DataError
 from .files import sha256_of
-from .streams import CHUNK, CheckedStream, damage, decompressed, read_all
+from .streams import CHUNK, CheckedStream, Readable, damage, decompressed, gunzip, read_all
 
-_SUFFIXES: dict[str, Callable[[BinaryIO], BinaryIO]] = {".xz": lzma.open, ".gz": gzip.open}
+_SUFFIXES: dict[str, Callable[[BinaryIO], Readable]] = {".xz": lzma.LZMAFile, ".gz": gunzip}
 MEMBERS, HEADER = 1 << 18, 1 << 20  # of one archive; bytes of what a tar archive says about one of them
 _ZIP_END = (1 << 16) + 22  # bytes: a zip's last record and the comment in it
+END = bytes(tarfile.BLOCKSIZE)  # the mark of the end of a tar archive
 NOT_PLAIN = "it is not a plain file that occurs once"  # a link could point anywhere
 # bzip2 and LZMA in a zip give at once all that so many bytes hold: 46,000 times as much at most
 _ZIP_STEP = {zipfile.ZIP_STORED: CHUNK, zipfile.ZIP_DEFLATED: CHUNK}
@@ -119,7 +119,7 @@ def open_tree(path: Path) -> Tree:
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty")
         if _is_tar(path):
-            return Tree(str(path), _tar_members(partial(path.open, "rb"), path.stat().st_size, str(path)), path)
+            return Tree(str(path), _tar_members(lambda: path.open("rb"), path.stat().st_size, str(path)), path)
         if zipfile.is_zipfile(path):
             return Tree(str(path), _zip_members(path), path)
     except OSError as error:
@@ -209,9 +209,10 @@ class _HeaderReader(io.BufferedReader):
 def _is_tar(path: Path) -> bool:
     try:
         with path.open("rb") as file, decompressed(file, str(path), path.stat().st_size) as stream:
-            tarfile.TarInfo.frombuf(stream.read(tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
-    except tarfile.EOFHeaderError:
-        pass  # an empty one: nothing but the mark of its end
+            first = stream.read(tarfile.BLOCKSIZE) or b""
+            if first == END:
+                return True  # an empty one
+            tarfile.TarInfo.frombuf(first, "utf-8", "surrogateescape")
     except (tarfile.HeaderError, DataError):
         return False
     return True
@@ -227,11 +228,11 @@ def _tar_members(opener: Callable[[], BinaryIO], size: int, where: str) -> dict[
                 if not end < archive.offset >= info.offset_data:
                     raise tarfile.ReadError(f"the size of {info.name} is negative")
                 end, headers.left = archive.offset, HEADER
-                archive.members.clear()  # tarfile would keep them all
+                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep them all
                 if not info.isdir():
                     names.add(info.name, _tar_member(opener, info, size, where), _problem(info))
             headers.seek(archive.offset)
-            if headers.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile stops at any other header, too
+            if headers.read(tarfile.BLOCKSIZE) != END:  # tarfile stops at any other header, too
                 raise tarfile.ReadError("it is cut off or damaged: no mark of its end follows the last member")
         while stream.read(CHUNK):
             pass

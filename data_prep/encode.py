@@ -62,12 +62,18 @@ def cut(lines: Iterable[str]) -> Iterator[list[str]]:
 _worker: tuple[Tokenizer, np.ndarray]
 
 
+def _end_with(parent: int) -> None:
+    """If the first process is killed nobody else tells this one, and it would wait for work for ever."""
+    wait([parent])
+    os._exit(1)
+
+
 def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the first one deals with it
     parent = multiprocessing.parent_process()
-    # If that is killed nobody else would tell this process, and it would wait for work for ever.
-    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     _worker = make_tokenizer(kind, files), table
 
 
@@ -105,15 +111,20 @@ class Encoder:
     def blocks(self, lines: Iterable[str]) -> Iterator[Block]:
         """The samples of `lines` in order. Raises DataError when a process is killed."""
         pieces = cut(lines)
-        first = list(islice(pieces, INLINE_BLOCKS if self._pool is None else 0))
-        if self._pool is None and (self.workers <= 1 or len(first) < INLINE_BLOCKS):
-            for piece in chain(first, pieces):
-                yield encode_block(self.vocabulary.tokenizer, self.vocabulary.table, piece)
-            return
+        if self._pool is None:
+            first = list(islice(pieces, INLINE_BLOCKS))
+            pieces = chain(first, pieces)
+            if self.workers <= 1 or len(first) < INLINE_BLOCKS:
+                for piece in pieces:
+                    yield encode_block(self.vocabulary.tokenizer, self.vocabulary.table, piece)
+                return
+        yield from self._from_processes(pieces)
+
+    def _from_processes(self, pieces: Iterable[list[str]]) -> Iterator[Block]:
         pool = self._processes()
         pending: deque[Future[Block]] = deque()
         try:
-            for piece in chain(first, pieces):
+            for piece in pieces:
                 pending.append(pool.submit(_work, piece))
                 if len(pending) > 2 * self.workers:
                     yield pending.popleft().result()

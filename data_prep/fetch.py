@@ -123,17 +123,18 @@ def obtain_tree(files: Sequence[Published], given: Path | None) -> tuple[Tree, b
     `given` may be one of the published files or a directory that holds all of them (then their checksums must fit),
     or any other archive, file or directory. Several published files become one tree of loose files.
     """
-    paths = None
+    places: list[Path | None]
     if given is None:
-        paths = [obtain(file) for file in files]
+        places = [None] * len(files)
     elif all((given / file.name).is_file() for file in files):
-        paths = [obtain(file, given / file.name) for file in files]
-    elif len(files) == 1 and given.name == files[0].name and given.is_file():
-        paths = [obtain(files[0], given)]
-    if paths is None:
-        if not given.exists():
-            raise DataError(f"cannot read {given}: No such file or directory")
+        places = [given / file.name for file in files]
+    elif [given.name] == [file.name for file in files] and given.is_file():
+        places = [given]
+    elif given.exists():
         return open_tree(given), False
+    else:
+        raise DataError(f"cannot read {given}: No such file or directory")
+    paths = [obtain(file, place) for file, place in zip(files, places, strict=True)]
     if len(paths) == 1:
         return open_tree(paths[0]), True
     return loose_files({path.name: path for path in paths}, ", ".join(path.name for path in paths)), True

@@ -110,19 +110,22 @@ def build(
     `source`: archive or directory instead of the published files; `encoder`: one of this vocabulary, to share its
     processes between tasks. Raises DataError.
     """
-    src, published = None, source is None
+    src, published = None, True  # nothing is fetched for a result that turns out to be finished
     if source is not None:
         tree, published = obtain_tree(task.published, source)
         src = Source(tree, task)
+    if src is None or published:
+        sources, splits = {file.name: file.sha256 for file in task.published}, list(task.files)
+    else:
+        sources, splits = {**src.checksums()}, src.splits
     settings = {
         "program": "data_prep.glue",
         "format": FORMAT,
         "task": task.name,
         "labels": list(task.labels),
-        "source": {f.name: f.sha256 for f in task.published} if published else src.checksums(),
+        "source": sources,
         "tokenizer": vocabulary.identity,
     }
-    splits = list(task.files) if published else src.splits
     files = result_files(task, splits, vocabulary)
     with manifest.output_directory(out):
         there = None if overwrite else manifest.finished(out, settings, files)
@@ -139,7 +142,7 @@ def build(
             manifest.begin(out, settings, files)  # only now: input that cannot be used must change nothing
         datasets = write_result(out, task, rows, encoder or Encoder(vocabulary, 1))
         content = {
-            "sources": [{"name": n, "sha256": s, "published": published} for n, s in settings["source"].items()],
+            "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
             "tokenizer": vocabulary.record(folder="input0/"),
             "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
             "counts": {split: _counts(task, rows[split]) for split in splits},
@@ -192,8 +195,8 @@ def write_result(out: Path, task: GlueTask, rows: dict[str, Rows], encoder: Enco
     size = len(FAIRSEQ_SPECIAL) + dictionary.count("\n")
     datasets["label"] = {}
     for split, names in labels.items():
-        blocks = partial(class_blocks, names, task.labels)
-        datasets["label"][split] = binarize(blocks, size, out / "label" / split, len(names)).record()
+        counts = binarize(partial(class_blocks, names, task.labels), size, out / "label" / split, len(names))
+        datasets["label"][split] = counts.record()
     return datasets
 
 
@@ -248,5 +251,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
-    arguments = (a.out, a.tokenizer, a.tasks, a.source, a.workers, a.overwrite)
-    return run_command(lambda: (build_all(*arguments), None)[1])
+    return run_command(partial(build_all, a.out, a.tokenizer, a.tasks, a.source, a.workers, a.overwrite))

@@ -195,7 +195,7 @@ def read_rows(
         if keep is not None and not keep(row):
             continue
         values = [row[column].strip() for column in columns]
-        if labelled:
+        if rows.labels is not None:
             rows.labels.append(_checked_label(values.pop(), task, f"{name}, line {number}"))
         for texts, value in zip(rows.inputs, values, strict=True):
             texts.append(value)

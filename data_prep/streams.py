@@ -14,9 +14,12 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from .command import DataError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 # What the libraries raise for damaged files: tarfile and zipfile let much through from below, RuntimeError and its
 # NotImplementedError are zipfile's words for an encrypted member and an unknown compression.
@@ -28,11 +31,26 @@ DAMAGE = (
 FREE, RATIO = 64 << 20, 200  # bytes that anything may grow to, and how many for each stored byte beyond that
 IN_MEMORY = 256 << 20  # bytes of a file that is held as a whole
 CHUNK = 1 << 16
-_MAGIC: dict[bytes, Callable[[BinaryIO], BinaryIO]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ\x00": lzma.open,
-    b"\x5d\x00\x00": lzma.open,
+
+
+class Readable(Protocol):
+    """What the libraries that decompress have in common."""
+
+    def read(self, size: int, /) -> bytes | None: ...
+    def seek(self, offset: int, /) -> int: ...
+    def close(self) -> None: ...
+
+
+def gunzip(file: BinaryIO) -> Readable:
+    """The content of a file that gzip made."""
+    return gzip.GzipFile(fileobj=file)
+
+
+_MAGIC: dict[bytes, Callable[[BinaryIO], Readable]] = {
+    b"\x1f\x8b": gunzip,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x5d\x00\x00": lzma.LZMAFile,
 }
 
 
@@ -56,13 +74,14 @@ class CheckedStream(io.RawIOBase):
     """
 
     def __init__(
-        self, source: BinaryIO, where: str, stored: int, part: tuple[int, int] | None = None, step: int = CHUNK
+        self, source: Readable, where: str, stored: int, part: tuple[int, int] | None = None, step: int = CHUNK
     ) -> None:
         self._source, self._where, self._step = source, where, step
         self._most = max(FREE, RATIO * stored)
-        self._start, self._end = (0, None) if part is None else (part[0], sum(part))
+        self._start = part[0] if part else 0
+        self._length = part[1] if part else None
         self._position = 0
-        if self._start:
+        if part:
             self.seek(0)
 
     def readable(self) -> bool:
@@ -71,16 +90,17 @@ class CheckedStream(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
-        wanted = min(len(buffer), self._step)
-        if self._end is not None:
-            wanted = min(wanted, self._end - self._start - self._position)
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        target = memoryview(buffer)
+        wanted = min(len(target), self._step)
+        if self._length is not None:
+            wanted = min(wanted, self._length - self._position)
         with damage(self._where):
-            data = self._source.read(wanted)
-        if wanted and not data and self._end is not None:
+            data = self._source.read(wanted) or b""
+        if wanted and not data and self._length is not None:
             raise DataError(f"{self._where}: it is cut off")
         self._go_to(self._position + len(data))
-        buffer[: len(data)] = data
+        target[: len(data)] = data
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -113,7 +133,8 @@ def decompressed(file: BinaryIO, where: str, stored: int) -> Iterator[CheckedStr
     with damage(where):
         magic = file.read(max(map(len, _MAGIC)))
         file.seek(0)
-        plain = next((opener(file) for start, opener in _MAGIC.items() if magic.startswith(start)), file)
+        openers = [opener for start, opener in _MAGIC.items() if magic.startswith(start)]
+        plain = openers[0](file) if openers else file
     with CheckedStream(plain, where, stored) as stream:
         yield stream
 

@@ -1,4 +1,4 @@
-"""Tokenizers behind one interface: lines of text to integer ids and to the symbols of a fairseq dictionary, and back.
+"""Tokenizers behind one interface: lines of text to integer ids and to the symbols of a fairseq dictionary.
 
     python -m data_prep.tokenizers --text FILE --out DIR      trains SentencePiece; `--tokenizer DIR` uses it
 
@@ -17,10 +17,9 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,30 +43,15 @@ class Tokenizer(ABC):
 
     kind: ClassVar[str]
     files: Mapping[str, bytes]  # what it is made of, by file name: kept beside the data, sent to other processes
-
-    @abstractmethod
-    def symbols_by_id(self) -> list[str | None]:
-        """The dictionary's symbol for each id of the tokenizer; None (control, unknown) becomes <unk>."""
+    symbols_by_id: Sequence[str | None]  # the dictionary's symbol for each id; None (control, unknown) becomes <unk>
 
     @abstractmethod
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         """The tokenizer's own ids of each line."""
 
-    @abstractmethod
-    def decode(self, symbols: Sequence[str]) -> str:
-        """The text of these symbols: decode(encode(line)) == line for clean text with known characters."""
-
     def symbols(self) -> list[str]:
         """All symbols of the vocabulary in the order of their ids, without fairseq's special ones."""
-        return [symbol for symbol in self.symbols_by_id() if symbol is not None]
-
-    def encode(self, line: str) -> list[str]:
-        """The symbols of one line of text."""
-        return [self._symbols_by_id[i] or "<unk>" for i in self.encode_ids([line])[0]]
-
-    @cached_property
-    def _symbols_by_id(self) -> list[str | None]:
-        return self.symbols_by_id()
+        return [symbol for symbol in self.symbols_by_id if symbol is not None]
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -79,24 +63,18 @@ class SentencePieceTokenizer(Tokenizer):
         from sentencepiece import SentencePieceProcessor  # here: a finished run must not pay for the import
 
         try:
-            self.processor = SentencePieceProcessor(model_proto=model)
-            pieces = len(self._symbols_by_id)
+            self.processor = p = SentencePieceProcessor(model_proto=model)
+            pieces = [p.id_to_piece(i) for i in range(p.get_piece_size())]
         except (RuntimeError, UnicodeDecodeError) as error:
             raise DataError(f"not a SentencePiece model: {error}") from error
         if not pieces:
             raise DataError("not a SentencePiece model: it has no pieces")
+        special = [p.is_control(i) or p.is_unknown(i) for i in range(len(pieces))]
+        self.symbols_by_id = [None if s else piece for s, piece in zip(special, pieces, strict=True)]
         self.files = {"spm.model": model}
-
-    def symbols_by_id(self) -> list[str | None]:
-        p = self.processor
-        ids = range(p.get_piece_size())
-        return [None if p.is_control(i) or p.is_unknown(i) else p.id_to_piece(i) for i in ids]
 
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         return self.processor.encode(list(lines), out_type=int, num_threads=1)
-
-    def decode(self, symbols: Sequence[str]) -> str:
-        return self.processor.decode_pieces(list(symbols))
 
     def vocabulary_text(self) -> str:
         """The text of SentencePiece's .vocab file: piece, tab, score, one a line in the order of the ids."""
@@ -142,17 +120,12 @@ class GPT2Tokenizer(Tokenizer):
             raise DataError("encoder.json does not number the tokens in the order of vocab.bpe's merges")
         self.encoding = tiktoken.Encoding("gpt2", pat_str=self._PATTERN, mergeable_ranks=ranks, special_tokens=special)
         self.files = {"encoder.json": encoder_json, "vocab.bpe": vocab_bpe}
-
-    def symbols_by_id(self) -> list[str | None]:
-        return [str(i) for i in range(self.encoding.n_vocab)]
+        self.symbols_by_id = [str(i) for i in range(self.encoding.n_vocab)]
 
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         if any(len(line) > SPACES and _LONG_SPACE.search(line) for line in lines):
             raise DataError(f"a line has more than {SPACES} white-space characters in a row, too many for tiktoken")
         return [self.encoding.encode_ordinary(line) for line in lines]
-
-    def decode(self, symbols: Sequence[str]) -> str:
-        return self.encoding.decode([int(symbol) for symbol in symbols])
 
 
 TOKENIZERS: dict[str, type[Tokenizer]] = {cls.kind: cls for cls in (SentencePieceTokenizer, GPT2Tokenizer)}
@@ -192,7 +165,7 @@ def train_sentencepiece(
             # Other white space (no-break spaces) must not get into a symbol: dictionaries separate symbols by it.
             yield _OTHER_SPACE.sub(" ", line) if byte_fallback else line
 
-    coverage = {"character_coverage": 0.9995, "byte_fallback": True, "remove_extra_whitespaces": False}
+    coverage: dict[str, Any] = {"character_coverage": 0.9995, "byte_fallback": True, "remove_extra_whitespaces": False}
     sentencepiece.set_random_generator_seed(1)
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -68,7 +68,8 @@ class Vocabulary:
     def table(self) -> np.ndarray:
         """fairseq's id for each id of the tokenizer."""
         ids = {symbol: len(FAIRSEQ_SPECIAL) + i for i, symbol in enumerate(self.symbols)}
-        return np.array([ids.get(symbol, UNKNOWN) for symbol in self.tokenizer.symbols_by_id()], dtype=np.int32)
+        symbols = self.tokenizer.symbols_by_id
+        return np.array([UNKNOWN if symbol is None else ids[symbol] for symbol in symbols], dtype=np.int32)
 
     @cached_property
     def identity(self) -> str:
@@ -90,12 +91,6 @@ class Vocabulary:
             "files": {name: sha256_bytes(data) for name, data in self.tokenizer.files.items()},
             "dictionary": {"file": folder + DICTIONARY, "symbols": len(self.symbols)},
         }
-
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of one sample; fairseq's special symbols and madeup words are left out."""
-        known = set(self.tokenizer.symbols())
-        symbols = [self.symbols[i - len(FAIRSEQ_SPECIAL)] for i in ids.tolist() if i >= len(FAIRSEQ_SPECIAL)]
-        return self.tokenizer.decode([symbol for symbol in symbols if symbol in known])
 
 
 def _symbol(line: str, number: int) -> str:

@@ -18,7 +18,8 @@ if __name__ == "__main__":
     start(__spec__.name)
 
 import argparse
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -49,13 +50,14 @@ class Corpus:
 
     def __init__(self, tree: Tree, train_bytes: int | None = None) -> None:
         self.tree, self.train_bytes = tree, train_bytes
-        found = {split: tree.find(f"wiki.{split}.raw") for split in SPLITS}
-        missing = [split for split in SPLITS if found[split] is None]
-        if missing:
-            raise DataError(f"{tree.where} has no wiki.{missing[0]}.raw (nor .xz, .gz)")
-        self.members: dict[str, str] = found
+        self.members: dict[str, str] = {}
+        for split in SPLITS:
+            member = tree.find(f"wiki.{split}.raw")
+            if member is None:
+                raise DataError(f"{tree.where} has no wiki.{split}.raw (nor .xz, .gz)")
+            self.members[split] = member
 
-    def lines(self, split: str) -> Iterator[str]:
+    def lines(self, split: str) -> Generator[str, None, None]:
         """The stripped lines, as a stream. Raises DataError for a line that is not UTF-8."""
         member = self.members[split]
         with self.tree.open(member) as stream:
@@ -108,14 +110,16 @@ def build(
     if limit_mb is not None and limit_mb <= 0:
         raise DataError(f"--limit-mb {limit_mb}: expected more than 0")
     given = None if tokenizer in TRAINED else load_vocabulary(tokenizer)
-    published = source is None
-    tree = None
-    if source is not None:
-        tree, published = obtain_tree([ARCHIVE], source)
+    # nothing is fetched for a result that turns out to be finished
+    tree, published = (None, True) if source is None else obtain_tree([ARCHIVE], source)
+    if tree is None or published:
+        sources = {ARCHIVE.name: ARCHIVE.sha256}
+    else:
+        sources = {**tree.checksums(list(Corpus(tree).members.values()))}
     settings = {
         "program": "data_prep.wikitext103",
         "format": FORMAT,
-        "source": {ARCHIVE.name: ARCHIVE.sha256} if published else tree.checksums(list(Corpus(tree).members.values())),
+        "source": sources,
         "limit_mb": limit_mb,
         "tokenizer": given.identity if given else {"train": TRAINED[tokenizer], "vocab_size": vocab_size},
     }
@@ -138,7 +142,7 @@ def build(
             manifest.begin(out, settings, files)  # only now: input that cannot be used must change nothing
         datasets = write_result(out, corpus, vocabulary, lines, workers, counted=given is None)
         content = {
-            "sources": [{"name": n, "sha256": s, "published": published} for n, s in settings["source"].items()],
+            "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
             "tokenizer": vocabulary.record(),
             "counts": lines,
             "datasets": datasets,
@@ -199,5 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
-    arguments = (a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite)
-    return run_command(lambda: say(summary(build(*arguments))))
+
+    def program() -> None:
+        content = build(a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite)
+        say(summary(content))
+
+    return run_command(program)

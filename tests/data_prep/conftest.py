@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import regex
 
 from data_prep.demo import DemoSource
 from data_prep.files import sha256_of
 from data_prep.sources import PipSource, Published
-from data_prep.tokenizers import GPT2Tokenizer, _byte_letters
+from data_prep.tokenizers import GPT2Tokenizer, Tokenizer, _byte_letters
+from data_prep.vocabulary import Vocabulary
 
 VOCAB_SIZE = 150
 GOOD, BAD = ["wonderful", "superb", "touching", "delightful"], ["dreadful", "tedious", "clumsy", "hollow"]
@@ -135,6 +137,25 @@ def small_gpt2(folder: Path, text: str, merges: int = 300) -> Path:
     order = random.Random(0).sample(range(len(tokens)), len(tokens))  # the real one is not in order either
     (folder / "dict.txt").write_text("".join(f"{i} 1\n" for i in order) + "madeupword0000 0\n")
     return folder
+
+
+def encode_line(tokenizer: Tokenizer, line: str) -> list[str]:
+    """The symbols of one line of text."""
+    return [tokenizer.symbols_by_id[i] or "<unk>" for i in tokenizer.encode_ids([line])[0]]
+
+
+def decode(tokenizer: Tokenizer, symbols: list[str]) -> str:
+    """The text of these symbols."""
+    if isinstance(tokenizer, GPT2Tokenizer):
+        return tokenizer.encoding.decode([int(symbol) for symbol in symbols])
+    return tokenizer.processor.decode_pieces(symbols)
+
+
+def text_of(vocabulary: Vocabulary, ids: np.ndarray) -> str:
+    """The text of one sample; fairseq's special symbols and madeup words are left out."""
+    known = set(vocabulary.tokenizer.symbols())
+    symbols = [vocabulary.symbols[i - 4] for i in ids.tolist() if i >= 4]
+    return decode(vocabulary.tokenizer, [symbol for symbol in symbols if symbol in known])
 
 
 TEXT = (

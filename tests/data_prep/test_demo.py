@@ -16,7 +16,7 @@ from data_prep import demo, fetch, manifest
 from data_prep.command import DataError
 from data_prep.text import SPLITS, sentence_key
 from data_prep.tokenizers import load_sentencepiece
-from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, snippet_file, tree, write_archive
+from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, decode, snippet_file, tree, write_archive
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ def test_no_sentence_in_two_splits(tmp_path, build):
     keys = {}
     for split, name in demo.GLUE_NAMES.items():
         samples = demo_samples(out, "lm", split)
-        texts = [load_sentencepiece(out / "spm.model").decode(task.dictionary.string(s).split()) for s in samples]
+        texts = [decode(load_sentencepiece(out / "spm.model"), task.dictionary.string(s).split()) for s in samples]
         keys[split] = {sentence_key(text) for text in texts}
         # every sentence of the task is in the same split of the corpus, so it is in no other
         assert {sentence_key(row["sentence"]) for row in read_tsv(out, name)} <= keys[split]
@@ -107,7 +107,7 @@ def test_fairseq_tasks_load_it_and_label_k_is_class_k(tmp_path, build):
         for tokens, row in zip(batch["net_input"]["src_tokens"], rows, strict=True):
             tokens = tokens[tokens != task.dictionary.pad()]
             if task.dictionary.unk() not in tokens:  # characters of dev and test that train does not have
-                assert tokenizer.decode(task.dictionary.string(tokens).split()) == row["sentence"]
+                assert decode(tokenizer, task.dictionary.string(tokens).split()) == row["sentence"]
     assert len(task.dictionary) % 8 == 0  # with <mask>
 
 

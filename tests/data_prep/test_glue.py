@@ -10,7 +10,7 @@ from data_prep import glue
 from data_prep.command import DataError
 from data_prep.glue_tasks import GLUE_TASKS
 from data_prep.vocabulary import load_vocabulary
-from tests.data_prep.conftest import killed_everywhere, tar_gz, tree
+from tests.data_prep.conftest import killed_everywhere, tar_gz, text_of, tree
 
 A, B = 'A "quote that never ends, é', 'it\'s "fine"  \u2028 here \x85 too'
 
@@ -94,7 +94,7 @@ def test_fairseq_loads_it_texts_decode_and_label_k_is_class_k(tmp_path, build, g
             sample = dataset[i]
             tokens = sample["net_input.src_tokens"].numpy()
             parts = np.split(tokens, np.flatnonzero(tokens == 2) + 1)[:-1]
-            assert tuple(vocabulary.decode(part) for part in parts) == texts
+            assert tuple(text_of(vocabulary, part) for part in parts) == texts
             targets.append(sample.get("target"))
         if split.startswith("test"):
             assert targets == [None] * len(rows)

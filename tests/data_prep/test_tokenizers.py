@@ -13,6 +13,7 @@ from data_prep.tokenizers import (
     train_sentencepiece,
 )
 from data_prep.vocabulary import load_vocabulary
+from tests.data_prep.conftest import decode, encode_line
 
 LINES = [f"The {a} {b} isn't “{c}” – é½ {a}{c}." for a in ("film", "plot") for b in ("that", "we") for c in "xyz"] * 3
 
@@ -24,8 +25,8 @@ def test_training_is_deterministic_and_decoding_exact():
     assert len(tokenizer.symbols()) == 60 - 3
     assert not set(tokenizer.symbols()) & {"<s>", "</s>", "<unk>"}
     for line in LINES:
-        assert tokenizer.decode(tokenizer.encode(line)) == line
-        assert set(tokenizer.encode(line)) <= set(tokenizer.symbols())
+        assert decode(tokenizer, encode_line(tokenizer, line)) == line
+        assert set(encode_line(tokenizer, line)) <= set(tokenizer.symbols())
     assert len(tokenizer.vocabulary_text().splitlines()) == 60
 
 
@@ -55,9 +56,9 @@ def test_a_model_whose_pieces_are_no_text_or_that_has_none():
 
 def test_white_space_that_tiktoken_cannot_split(gpt2):
     tokenizer = load_vocabulary(str(gpt2)).tokenizer
-    assert tokenizer.decode(tokenizer.encode("a" + " " * (SPACES - 1))) == "a" + " " * (SPACES - 1)
+    assert decode(tokenizer, encode_line(tokenizer, "a" + " " * (SPACES - 1))) == "a" + " " * (SPACES - 1)
     with pytest.raises(DataError, match="white-space characters in a row"):
-        tokenizer.encode("a" + " " * 1_000_000)
+        encode_line(tokenizer, "a" + " " * 1_000_000)
 
 
 def test_dictionary_gives_symbol_i_the_id_4_plus_i(tmp_path):
@@ -81,7 +82,7 @@ def test_command(tmp_path, capfd):
     arguments = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--vocab-size", "310"]
     assert main(arguments) == 0
     tokenizer = load_sentencepiece(tmp_path / "out/spm.model")
-    assert tokenizer.decode(tokenizer.encode("é ж")) == "é ж"
+    assert decode(tokenizer, encode_line(tokenizer, "é ж")) == "é ж"
     capfd.readouterr()
     assert main(arguments) == 1
     assert "is there already" in capfd.readouterr().err

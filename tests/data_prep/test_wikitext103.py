@@ -15,7 +15,7 @@ from data_prep.command import DataError
 from data_prep.files import sha256_of
 from data_prep.mirrors import Published
 from data_prep.vocabulary import load_vocabulary
-from tests.data_prep.conftest import BAD, GOOD, WORDS, killed_everywhere, tree
+from tests.data_prep.conftest import BAD, GOOD, WORDS, killed_everywhere, text_of, tree
 
 SPLITS = ("train", "valid", "test")
 
@@ -54,7 +54,7 @@ def build(tmp_path, gpt2, source):
 def decoded(out, split):
     vocabulary = load_vocabulary(str(out))
     dataset = indexed_dataset.make_dataset(str(out / split), impl="mmap")
-    return [vocabulary.decode(dataset[i][:-1].numpy()) for i in range(len(dataset))]
+    return [text_of(vocabulary, dataset[i][:-1].numpy()) for i in range(len(dataset))]
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "sentencepiece-bpe", "sentencepiece-unigram"])
