@@ -12,7 +12,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["lln_fairseq", "lln_fairseq.*"]),
-    package_data={"lln_fairseq": ["ops/*.json", "ops/csrc/*"]},
+    package_data={"lln_fairseq": ["py.typed", "ops/*.json", "ops/csrc/*"]},
     # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
     python_requires=">=3.11,<3.13",
     install_requires=[
@@ -28,5 +28,5 @@ setup(
         "threadpoolctl>=3.1",
         "tqdm>=4.66",
     ],
-    extras_require={"test": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff==0.17.5"]},
+    extras_require={"test": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff==0.17.5", "mypy==2.4.1"]},
 )

@@ -1,7 +1,8 @@
 """Programs that turn public text into fairseq's binary format; run them as `python -m data_prep.<name>` from here.
 
 Programs: demo, wikitext103, glue; and fetch, tokenizers for one step alone. What they share, one concern a file:
-command (errors and exit codes), files (atomic writes), archives (reading), mirrors and fetch (published files, the
-cache), text (lines, cleaning, splits), tokenizers, vocabulary (a tokenizer with its dict.txt), encode (parallel),
-binarize (fairseq's format), manifest (the output directory). Of lln_fairseq only command.py is used.
+command (errors and exit codes), files (atomic writes), streams (limits) and archives (reading), sources (every
+published file), mirrors and fetch (the cache), text (lines, cleaning, splits), tokenizers, vocabulary (a tokenizer with
+its dict.txt), encode (parallel), binarize (fairseq's format), manifest (the output directory). Nothing here imports
+lln_fairseq, and imports inside are relative: the package works under another name too.
 """

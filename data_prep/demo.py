@@ -217,9 +217,7 @@ def build(
     with manifest.output_directory(out):
         if archive is not None:  # a wrong file is an error even where none is needed
             check_file(archive, source.archive)
-        there = None if overwrite else manifest.finished(out, settings, files)
-        if there is not None:
-            say(f"{out} is finished; nothing to do")
+        if there := manifest.finished(out, settings, files, overwrite):
             return there
         path = obtain(source.archive, archive)
         lines, rows, counts = read_source(path, source)
@@ -298,9 +296,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="SentencePiece pieces (%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
-
-    def program() -> None:
-        content = build(a.out, a.archive, a.vocab_size, a.overwrite, SOURCE)
-        say(summary(content))
-
-    return run_command(program)
+    return run_command(lambda: say(summary(build(a.out, a.archive, a.vocab_size, a.overwrite, SOURCE))))

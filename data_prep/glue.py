@@ -128,9 +128,7 @@ def build(
     }
     files = result_files(task, splits, vocabulary)
     with manifest.output_directory(out):
-        there = None if overwrite else manifest.finished(out, settings, files)
-        if there is not None:
-            say(f"{out} is finished; nothing to do")
+        if there := manifest.finished(out, settings, files, overwrite):
             return there
         if src is None:
             src = Source(obtain_tree(task.published, None)[0], task)

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .command import DataError
+from .command import DataError, say
 from .files import lock, sha256_of, write_bytes
 
 BUILD, MANIFEST = "build.json", "manifest.json"
@@ -76,13 +76,17 @@ def _check_settings(path: Path, there: Mapping[str, Any], wanted: Mapping[str, A
             )
 
 
-def finished(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:
-    """The manifest of a finished result with these settings, or None where there is work to do.
+def finished(
+    out: Path, settings: Mapping[str, Any], files: Sequence[str], overwrite: bool = False
+) -> dict[str, Any] | None:
+    """The manifest of a finished result with these settings, which is said, or None where there is work to do.
 
     `files` are the result's files, relative to `out`. Raises DataError where `out` holds a result, finished or not,
     of other settings; some of these files, but not from this program; or a finished result with damaged files.
     """
     manifest, build = out / MANIFEST, out / BUILD
+    if overwrite:
+        return None
     if manifest.is_file():
         content = _read_json(manifest)
         _check_settings(manifest, content.get("settings", {}), settings)
@@ -91,6 +95,7 @@ def finished(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> di
             if not path.is_file() or sha256_of(path) != recorded.get("sha256"):
                 raise DataError(f"{path} is missing or not the file that {MANIFEST} lists; --overwrite builds anew")
         build.unlink(missing_ok=True)  # the earlier run was killed between its last two steps
+        say(f"{out} is finished; nothing to do")
         return content
     if build.is_file():
         _check_settings(build, _read_json(build), settings)

@@ -10,7 +10,6 @@ give every text the same ids, and others are told apart.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -126,46 +125,45 @@ def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
         raise DataError(f"{path}: {error}") from error
 
 
-def _from_manifest(manifest: Path, record: Mapping[str, Any]) -> Vocabulary:
+def _from_manifest(manifest: Path) -> Vocabulary:
     folder = manifest.parent
     try:
+        record = json.loads(_read(manifest))["tokenizer"]
         files = {name: _read(folder / name) for name in record["files"]}
         for name, data in files.items():
             if sha256_bytes(data) != record["files"][name]:
                 raise DataError(f"{folder / name} is not the file that {manifest} lists")
-        vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), folder / record["dictionary"]["file"])
-        identity = record["identity"]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{manifest} does not name a tokenizer that this program knows: {error}") from error
-    if vocabulary.identity != identity:
-        raise DataError(
-            f"{folder / record['dictionary']['file']} is not the dictionary that {manifest} was written with"
-        )
+        dictionary = folder / record["dictionary"]["file"]
+        vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), dictionary)
+        if vocabulary.identity != record["identity"]:
+            raise DataError(f"{dictionary} is not the dictionary that {manifest} was written with")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{manifest} is damaged or names no tokenizer: {error}") from error
     return vocabulary
+
+
+def _from_files(folder: Path) -> Vocabulary:
+    for kind, names in TOKENIZER_FILES.items():
+        if all((folder / name).is_file() for name in names):
+            tokenizer = make_tokenizer(kind, {name: _read(folder / name) for name in names})
+            if kind == "gpt2" or (folder / DICTIONARY).is_file():
+                return _with_dictionary(tokenizer, folder / DICTIONARY)
+            return new_vocabulary(tokenizer)
+    raise DataError(f"{folder} holds neither a {MANIFEST} nor spm.model nor encoder.json and vocab.bpe")
 
 
 def load_vocabulary(given: str) -> Vocabulary:
     """The vocabulary that `--tokenizer` names (see the top of this file). Raises DataError."""
+    path = Path(given)
     if given == "gpt2":
         paths = {name: obtain(file) for name, file in GPT2_FILES.items()}
         files = {name: _read(path) for name, path in paths.items()}
         return _with_dictionary(make_tokenizer("gpt2", files), paths[DICTIONARY])
-    path = Path(given)
-    if path.is_dir():
-        # DATA/lm of the demo is what one trains on, its manifest lies in DATA.
-        for manifest in (path / MANIFEST, path.parent / MANIFEST):
-            if manifest.is_file():
-                try:
-                    return _from_manifest(manifest, json.loads(_read(manifest))["tokenizer"])
-                except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise DataError(f"{manifest} is damaged or names no tokenizer: {error}") from error
-        for kind, names in TOKENIZER_FILES.items():
-            if all((path / name).is_file() for name in names):
-                tokenizer = make_tokenizer(kind, {name: _read(path / name) for name in names})
-                if kind == "gpt2" or (path / DICTIONARY).is_file():
-                    return _with_dictionary(tokenizer, path / DICTIONARY)
-                return new_vocabulary(tokenizer)
-        raise DataError(f"{path} holds neither a {MANIFEST} nor spm.model nor encoder.json and vocab.bpe")
-    if not path.is_file():
+    if path.is_file():
+        return new_vocabulary(load_sentencepiece(path))
+    if not path.is_dir():
         raise DataError(f"--tokenizer {given}: no such file or directory (or the word gpt2)")
-    return new_vocabulary(load_sentencepiece(path))
+    for manifest in (path / MANIFEST, path.parent / MANIFEST):  # DATA/lm of the demo is what one trains on
+        if manifest.is_file():
+            return _from_manifest(manifest)
+    return _from_files(path)

@@ -125,9 +125,7 @@ def build(
     }
     files = result_files(given.tokenizer.kind if given else "sentencepiece")
     with manifest.output_directory(out):
-        there = None if overwrite else manifest.finished(out, settings, files)
-        if there is not None:
-            say(f"{out} is finished; nothing to do")
+        if there := manifest.finished(out, settings, files, overwrite):
             return there
         if tree is None:
             tree, _ = obtain_tree([ARCHIVE], None)
@@ -203,9 +201,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
-
-    def program() -> None:
-        content = build(a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite)
-        say(summary(content))
-
-    return run_command(program)
+    arguments = (a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite)
+    return run_command(lambda: say(summary(build(*arguments))))
