@@ -10,8 +10,7 @@ import lzma
 import stat
 import tarfile
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -26,11 +25,8 @@ MEMBERS, HEADER = 1 << 18, 1 << 20  # of one archive; bytes of what a tar archiv
 _ZIP_END = (1 << 16) + 22  # bytes: a zip's last record and the comment in it
 END = bytes(tarfile.BLOCKSIZE)  # the mark of the end of a tar archive
 NOT_PLAIN = "it is not a plain file that occurs once"  # a link could point anywhere
-# bzip2 and LZMA in a zip give at once all that so many bytes hold: 46,000 times as much at most
-_ZIP_STEP = {zipfile.ZIP_STORED: CHUNK, zipfile.ZIP_DEFLATED: CHUNK}
-_ZIP_STEP_OTHERS = 1 << 12
 
-Opener = Callable[[], AbstractContextManager[BinaryIO]]
+Opener = Callable[[], BinaryIO]
 
 
 @dataclass(frozen=True)
@@ -65,19 +61,14 @@ class Tree:
             raise DataError(f"{self.where} has more than one {name}: {', '.join(sorted(found)[:3])}")
         return next(iter(found), None)
 
-    @contextmanager
-    def open(self, member: str) -> Iterator[BinaryIO]:
+    def open(self, member: str) -> BinaryIO:
         """The decompressed content as a stream. Raises DataError where it is damaged, in the midst of reading too."""
-        where, stored = f"{self.where}: {member} cannot be read", self.members[member].stored
-        with self.members[member].open() as stream:
-            opener = _SUFFIXES.get(PurePosixPath(member).suffix)
-            if opener is None:
-                yield stream
-                return
-            with damage(where):
-                plain = opener(stream)
-            with io.BufferedReader(CheckedStream(plain, where, stored), CHUNK) as content:
-                yield content
+        stream = self.members[member].open()
+        opener = _SUFFIXES.get(PurePosixPath(member).suffix)
+        if opener is None:
+            return stream
+        where = f"{self.where}: {member} cannot be read"
+        return CheckedStream(opener(stream), where, self.members[member].stored, below=stream).buffered()
 
     def read(self, member: str) -> bytes:
         """The content as a whole. Raises DataError where it is damaged or too big for that."""
@@ -98,13 +89,7 @@ def loose_files(files: dict[str, Path], where: str) -> Tree:
 
 def _loose_file(path: Path) -> Member:
     stored = path.stat().st_size
-
-    @contextmanager
-    def opener() -> Iterator[BinaryIO]:
-        with path.open("rb") as file, io.BufferedReader(CheckedStream(file, str(path), stored), CHUNK) as stream:
-            yield stream
-
-    return Member(opener, stored, path)
+    return Member(lambda: CheckedStream(path.open("rb"), str(path), stored).buffered(), stored, path)
 
 
 def open_tree(path: Path) -> Tree:
@@ -153,7 +138,7 @@ class _Names:
         self.members[key] = member
 
 
-def _refuse(message: str) -> AbstractContextManager[BinaryIO]:
+def _refuse(message: str) -> BinaryIO:
     raise DataError(message)
 
 
@@ -185,13 +170,13 @@ def _declared_members(path: Path, size: int) -> int:
     return int.from_bytes(tail[place + 10 : place + 12], "little")
 
 
-@contextmanager
-def _open_zipped(path: Path, info: zipfile.ZipInfo, stored: int) -> Iterator[BinaryIO]:
-    where, step = f"{path}: {info.filename} cannot be read", _ZIP_STEP.get(info.compress_type, _ZIP_STEP_OTHERS)
+def _open_zipped(path: Path, info: zipfile.ZipInfo, stored: int) -> BinaryIO:
+    where = f"{path}: {info.filename} cannot be read"
+    # of bzip2 and LZMA zipfile gives at once all that these bytes hold: 46,000 times as much at most
+    step = CHUNK if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) else 1 << 12
     with damage(where), zipfile.ZipFile(path) as archive:
         source = archive.open(info)  # which keeps the file open for itself
-    with io.BufferedReader(CheckedStream(source, where, stored, step=step), CHUNK) as stream:
-        yield stream
+    return CheckedStream(source, where, stored, step=step).buffered()
 
 
 class _HeaderReader(io.BufferedReader):
@@ -208,7 +193,7 @@ class _HeaderReader(io.BufferedReader):
 
 def _is_tar(path: Path) -> bool:
     try:
-        with path.open("rb") as file, decompressed(file, str(path), path.stat().st_size) as stream:
+        with decompressed(path.open("rb"), str(path), path.stat().st_size) as stream:
             first = stream.read(tarfile.BLOCKSIZE) or b""
             if first == END:
                 return True  # an empty one
@@ -218,10 +203,10 @@ def _is_tar(path: Path) -> bool:
     return True
 
 
-def _tar_members(opener: Callable[[], BinaryIO], size: int, where: str) -> dict[str, Member]:
+def _tar_members(opener: Opener, size: int, where: str) -> dict[str, Member]:
     """The members of a tar archive of `size` bytes. All of it is read, since what vouches for it comes last."""
     names, damaged = _Names(where), f"{where} is not a readable tar archive"
-    with opener() as file, decompressed(file, damaged, size) as stream, damage(damaged):
+    with decompressed(opener(), damaged, size) as stream, damage(damaged):
         headers, end = _HeaderReader(stream, CHUNK), 0
         with tarfile.open(fileobj=headers, mode="r:") as archive:
             while (info := archive.next()) is not None:
@@ -245,15 +230,11 @@ def _problem(info: tarfile.TarInfo) -> str:
     return "it is sparse" if info.issparse() else ""
 
 
-def _tar_member(opener: Callable[[], BinaryIO], info: tarfile.TarInfo, size: int, where: str) -> Member:
+def _tar_member(opener: Opener, info: tarfile.TarInfo, size: int, where: str) -> Member:
     part, where = (info.offset_data, info.size), f"{where}: {info.name} cannot be read"
-
-    @contextmanager
-    def open_part() -> Iterator[BinaryIO]:
-        with opener() as file, decompressed(file, where, size) as whole:
-            yield io.BufferedReader(CheckedStream(whole, where, size, part), CHUNK)
-
-    return Member(open_part, min(info.size, size))
+    return Member(
+        lambda: CheckedStream(decompressed(opener(), where, size), where, size, part).buffered(), min(info.size, size)
+    )
 
 
 def read_members(archive: BinaryIO, names: Sequence[str], label: str) -> dict[str, bytes]:

@@ -71,12 +71,19 @@ class CheckedStream(io.RawIOBase):
     """`source` with damage as DataError, refused where more comes out of it than `stored` bytes of text can be.
 
     `part`: only these bytes of it, (start, length), all of which must be there. `step`: bytes asked for at a time.
+    `below`: what `source` reads from and leaves open. Closing closes both.
     """
 
     def __init__(
-        self, source: Readable, where: str, stored: int, part: tuple[int, int] | None = None, step: int = CHUNK
+        self,
+        source: Readable,
+        where: str,
+        stored: int,
+        part: tuple[int, int] | None = None,
+        step: int = CHUNK,
+        below: Readable | None = None,
     ) -> None:
-        self._source, self._where, self._step = source, where, step
+        self._source, self._below, self._where, self._step = source, below, where, step
         self._most = max(FREE, RATIO * stored)
         self._start = part[0] if part else 0
         self._length = part[1] if part else None
@@ -124,19 +131,23 @@ class CheckedStream(io.RawIOBase):
 
     def close(self) -> None:
         self._source.close()
+        if self._below is not None:
+            self._below.close()
         super().close()
 
+    def buffered(self) -> io.BufferedReader:
+        """The same for who reads lines."""
+        return io.BufferedReader(self, CHUNK)
 
-@contextmanager
-def decompressed(file: BinaryIO, where: str, stored: int) -> Iterator[CheckedStream]:
+
+def decompressed(file: BinaryIO, where: str, stored: int) -> CheckedStream:
     """The content of `file`, which may be compressed by gzip, bzip2 or xz, and has `stored` bytes."""
     with damage(where):
         magic = file.read(max(map(len, _MAGIC)))
         file.seek(0)
         openers = [opener for start, opener in _MAGIC.items() if magic.startswith(start)]
         plain = openers[0](file) if openers else file
-    with CheckedStream(plain, where, stored) as stream:
-        yield stream
+    return CheckedStream(plain, where, stored, below=file)
 
 
 def read_all(stream: BinaryIO, where: str) -> bytes:
