@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 from .archives import open_tree
@@ -103,6 +104,17 @@ def _request(url: str, start: int) -> http.client.HTTPResponse:
         raise _MirrorError(f"{error or type(error).__name__}", again=True) from error
 
 
+def _chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    while True:
+        try:
+            data = response.read(_CHUNK)
+        except (OSError, http.client.HTTPException) as error:
+            raise _MirrorError(f"broke off: {error}", again=True) from error
+        if not data:
+            return
+        yield data
+
+
 def _receive(url: str, file: Published, part: Path) -> None:
     """Append to `part` what is missing of the file, or write all of it where the server knows no ranges."""
     from tqdm import tqdm
@@ -111,19 +123,11 @@ def _receive(url: str, file: Published, part: Path) -> None:
     start = part.stat().st_size if file.sha256 and part.is_file() else 0
     with _request(url, start) as response:
         resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
-        start = start if resumed else 0
-        length = response.headers.get("Content-Length")
-        total = start + int(length) if length else file.size
-        bar = tqdm(total=total, initial=start, desc=file.name, unit="B", unit_scale=True, leave=False, disable=None)
-        received = start
+        received = start if resumed else 0
+        total = file.size if response.length is None else received + response.length
+        bar = tqdm(total=total, initial=received, desc=file.name, unit="B", unit_scale=True, leave=False, disable=None)
         with bar, part.open("ab" if resumed else "wb") as target:
-            while True:
-                try:
-                    data = response.read(_CHUNK)
-                except (OSError, http.client.HTTPException) as error:
-                    raise _MirrorError(f"broke off after {received} bytes: {error}", again=True) from error
-                if not data:
-                    break
+            for data in _chunks(response):
                 try:
                     target.write(data)
                     target.flush()
