@@ -15,20 +15,9 @@ def say(message: str) -> None:
 
 
 def run_command(program: Callable[[], object]) -> int:
-    """Run `program` and return the exit code: 0 done, 1 a foreseeable failure (one line on stderr), 130 Ctrl-C.
+    """The exit code of a program, whose result is of no interest here: see lln_fairseq/command.py."""
 
-    Foreseeable are DataError, OSError (full disk, permissions) and a missing dependency. Anything else is a bug and
-    keeps its traceback.
-    """
-    try:
+    def run() -> None:
         program()
-    except KeyboardInterrupt:
-        print("interrupted: finished steps are kept, run the same command again to go on", file=sys.stderr)
-        return 130
-    except ModuleNotFoundError as error:
-        print(f"error: {error} (pip install -r requirements.txt)", file=sys.stderr)
-        return 1
-    except (DataError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 1
-    return 0
+
+    return run_main(run, "interrupted: finished steps are kept, run the same command again to go on")

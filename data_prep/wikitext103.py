@@ -18,7 +18,6 @@ if __name__ == "__main__":
     start(__spec__.name)
 
 import argparse
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
