@@ -15,7 +15,7 @@ def say(message: str) -> None:
 
 
 def run_command(program: Callable[[], object]) -> int:
-    """The exit code of a program, whose result is of no interest here: see lln_fairseq/command.py."""
+    """The exit code of a program, whatever it returns: see lln_fairseq/command.py."""
 
     def run() -> None:
         program()
