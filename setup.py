@@ -1,14 +1,18 @@
 """Packaging of lln-fairseq (import name: lln_fairseq)."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "lln_fairseq" / "__init__.py").read_text(), re.MULTILINE)[1]
+
 setup(
     name="lln-fairseq",
-    version="0.1.0",
+    version=VERSION,
     description="Linear Log-Normal attention with block-diagonal softmax (LLN+Diag) for fairseq's RoBERTa",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["lln_fairseq", "lln_fairseq.*"]),

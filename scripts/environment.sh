@@ -5,6 +5,17 @@
 
 fail() { echo "error: $*" >&2; exit 1; }
 
+# Runs a command that Ctrl-C and SIGTERM of this script end too.
+run() {
+    local code=0
+    "$@" &
+    trap "kill $! 2>/dev/null; echo interrupted >&2; exit 130" INT
+    trap "kill $! 2>/dev/null; echo interrupted >&2; exit 143" TERM
+    wait $! || code=$?
+    trap - INT TERM
+    return $code
+}
+
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
 
 find_python() {
@@ -31,7 +42,7 @@ use_environment() {
         if ! supported .venv/bin/python; then
             python=$(find_python) || exit 1
             echo "making .venv with $("$python" --version)"
-            "$python" -m venv --clear .venv || fail "cannot make .venv: is Python's venv module installed?"
+            run "$python" -m venv --clear .venv || fail "cannot make .venv: is Python's venv module installed?"
         fi
         export PATH="$PWD/.venv/bin:$PATH" VIRTUAL_ENV="$PWD/.venv"
         python=.venv/bin/python stamp=.venv/.lln-fairseq-installed
@@ -41,7 +52,7 @@ parts = [pathlib.Path(name).read_bytes() for name in ("requirements.txt", "setup
 print(sys.version_info[:2], pathlib.Path.cwd(), hashlib.sha256(b"".join(parts)).hexdigest())')
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "installing the packages of requirements.txt (about a minute, more where torch brings CUDA)"
-        "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[test]' \
+        run "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[test]' \
             || fail "installation failed, pip says why above"
         echo "$wanted" >"$stamp"
     fi

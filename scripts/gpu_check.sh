@@ -3,6 +3,7 @@
 #   scripts/gpu_check.sh [options of scripts.benchmarks.gpu]        PYTHON=python3.12 scripts/gpu_check.sh --tokens 65536
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/environment.sh
 python="${PYTHON:-python3}"
 unset TRITON_INTERPRET
 
@@ -25,6 +26,6 @@ PYTHON
 
 # Both parts always run; a failure of either is the exit status.
 status=0
-"$python" -m pytest -q -p no:cacheprovider tests/ops/test_lln_triton.py || status=1
-"$python" -m scripts.benchmarks.gpu "$@" || status=1
+run "$python" -m pytest -q -p no:cacheprovider tests/ops/test_lln_triton.py || status=1
+run "$python" -m scripts.benchmarks.gpu "$@" || status=1
 exit $status

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,23 @@ def test_an_unsupported_python_is_named(script, tmp_path):
         "error: Python 3.11 or 3.12 is needed (fairseq has wheels for these); on the PATH: python3=3.9.2\n"
     )
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_a_script_waits_for_ends_with_it(number, code, tmp_path):
+    started = "echo $BASHPID >child; exec sleep 60"
+    script = subprocess.Popen(["bash", "-c", f". {ROOT}/scripts/environment.sh; run bash -c '{started}'"],
+                              cwd=tmp_path, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.01)
+    script.send_signal(number)
+    assert script.communicate(timeout=20)[1] == "interrupted\n"
+    assert script.returncode == code
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    deadline = time.monotonic() + 10
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def quickstart(*arguments):
