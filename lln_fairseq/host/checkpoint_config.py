@@ -28,6 +28,7 @@ KNOWN = {  # and the presets of the models: roberta_large, ...
 }
 NAMED_BY = {"model": "arch", "task": "task", "criterion": "criterion"}  # in a Namespace of arguments
 
+NO_POSITIONS = 2  # first rows of the positional table: fairseq counts from the padding's id + 1
 PLAIN = (str, int, float, bool, type(None))
 # Sizes that the tensors show too: a number that does not fit them could ask for any amount of memory.
 MEASURED = {"encoder_embed_dim": ("embed_tokens.weight", 1), "encoder_ffn_embed_dim": ("layers.0.fc1.weight", 0)}
@@ -50,7 +51,10 @@ def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
     config |= {"bpe": None, "tokenizer": None}
     config |= {group: _checked(group, given, path) for group, given in options.items()}
     model = config["model"]
-    _check_sizes(model, state["model"], path)
+    positions = _check_sizes(model, state["model"], path)
+    for group in ("model", "task"):  # not stated: those of the checkpoint that a fine-tuning began with
+        if config[group].get("max_positions", 0) is None:
+            config[group]["max_positions"] = positions
     if _family("model", model["_name"]) == STOCK:  # takes what an argument parser would give
         given = {key: value for key, value in model.items() if key in options["model"] and key != "_name"}
         config["model"] = argparse.Namespace(**given, arch=model["_name"])
@@ -111,7 +115,8 @@ def _is_plain(value: Any) -> bool:
     return all(isinstance(x, PLAIN) and not (isinstance(x, str) and ("${" in x or x == "???")) for x in values)
 
 
-def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> None:
+def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
+    """The number of positions that the parameters have, if they have any."""
     encoder = {key.rpartition("sentence_encoder.")[2]: value for key, value in parameters.items()}
     there = {
         name: encoder[key].shape[axis]
@@ -128,3 +133,4 @@ def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path
         raise InputError(
             f"{path}: max_positions is {options['max_positions']}, but its positional table has {rows} rows"
         )
+    return rows - NO_POSITIONS if rows else None

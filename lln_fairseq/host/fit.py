@@ -6,14 +6,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.host.checkpoint_config import stored_options
+from lln_fairseq.host.checkpoint_config import NO_POSITIONS, stored_options
 from lln_fairseq.host.checkpoints import our_state, peek
 from lln_fairseq.host.errors import InputError
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
+POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
 STOCK_ATTENTION = "softmax"
 
 logger = logging.getLogger(__name__)
@@ -38,14 +39,25 @@ def dictionary_hash(dictionary: Any) -> str:
 
 def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
     """Raises InputError if the model of the checkpoint was trained with another dictionary than the task has."""
-    ours, parameters = task.source_dictionary, state.get("model", {})
+    ours, weight = task.source_dictionary, _parameter(state, EMBEDDING)
     message = f"the dictionary of {task.cfg.data} is not the one that {path} was made with"
-    weight = parameters.get(EMBEDDING, parameters.get(EMBEDDING.replace("encoder", "decoder", 1)))
     if weight is not None and weight.shape[0] != len(ours):
         raise InputError(f"{message}: {len(ours)} symbols here, {weight.shape[0]} there. Binarise with that dict.txt")
     recorded = our_state(state).get("dictionary")
     if recorded and recorded != dictionary_hash(ours):
         raise InputError(f"{message}: as many symbols, but others or in another order. Binarise with that dict.txt")
+
+
+def longest_sequence(path: str) -> int | None:
+    """The number of positions of the model in a checkpoint; None for a model without them. Raises: InputError."""
+    table = _parameter(peek(path), POSITIONS)
+    return None if table is None else table.shape[0] - NO_POSITIONS
+
+
+def _parameter(state: Mapping[str, Any], name: str) -> Tensor | None:
+    """Under its name or the one of 2019."""
+    parameters = state.get("model", {})
+    return parameters.get(name, parameters.get(name.replace("encoder", "decoder", 1)))
 
 
 def attention_differences(state: Mapping[str, Any], model: nn.Module) -> list[str]:

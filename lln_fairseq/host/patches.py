@@ -3,7 +3,7 @@
     PathManager.copy            a kill while a checkpoint is copied left half a checkpoint_last.pt
     torch_persistent_save       a full disk ended in three tracebacks
     load_checkpoint             asked-for files that do not exist, and other settings for the same run, were ignored; a
-                                run that was complete made one more update whenever it was started again
+                                run that was complete, or had stopped early, trained on when it was started again
     load_checkpoint_to_cpu      built whatever the file's configuration named, and its options were evaluated
     Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
@@ -33,7 +33,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch.multiprocessing import ProcessExitedException
 
 from lln_fairseq.attention.registry import did_you_mean
-from lln_fairseq.host import checkpoints, nan, saving, settings
+from lln_fairseq.host import checkpoints, nan, run_state, saving, settings
 from lln_fairseq.host.errors import InputError, first_line, one_line_instead_of_a_traceback
 from lln_fairseq.host.fit import check_fit
 from lln_fairseq.host.run_lock import one_training
@@ -76,10 +76,9 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
     settings.check(trainer.cfg)
     check_same_run(trainer.cfg)
     loaded = original(cfg, trainer, **kwargs)
-    optimization = trainer.cfg.optimization
-    if 0 < optimization.max_update <= trainer.get_num_updates():
-        logger.info(f"{cfg.save_dir} is complete: {trainer.get_num_updates()} updates")
-        optimization.max_epoch = -1
+    if reason := run_state.complete(trainer.cfg, trainer.get_num_updates()):
+        logger.info(f"{cfg.save_dir} is complete: {reason}")
+        trainer.cfg.optimization.max_epoch = -1
     return loaded
 
 

@@ -19,7 +19,7 @@ MAY_CHANGE = {
     "model": {"_name", "checkpoint_activations", "offload_activations", "min_params_to_wrap", "load_checkpoint_heads"},
     # the data is compared by its content, the seed in `common`
     "task": {"data", "seed", "log_interval", "tensorboard_logdir", "no_save_optimizer_state", "probe_interval",
-             "probe_sequences", "global_batch"},
+             "probe_sequences", "global_batch", "finetune_from_model"},
     "criterion": {"tpu"},
     "optimizer": {"lr", "tpu"},  # lr is that of `optimization`
     "lr_scheduler": {"lr", "total_num_update", "max_update"},  # they follow from max_update

@@ -107,9 +107,11 @@ def check_precision(cfg: Any) -> None:
             raise InputError(f"memory_efficient_{kind} without {kind} trains in float32: set common.{kind}=true too")
     on_cpu = common.cpu or not torch.cuda.is_available()
     flat = not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
-    if common.fp16 and on_cpu and flat:
+    wanted = "amp" if common.amp else "fp16" if common.fp16 and flat else ""
+    if wanted and on_cpu:
         raise InputError(
-            "fp16 needs a GPU, and there is none or --cpu is set: leave fp16 out (common.fp16=false or run=cpu)"
+            f"{wanted} needs a GPU, and there is none or --cpu is set: leave {wanted} out (common.{wanted}=false, or "
+            "run=cpu for fp16)"
         )
 
 

@@ -1,6 +1,7 @@
 """What a checkpoint needs beside what fairseq puts into it, so that a run goes on as if it had not been interrupted.
 
 overflows            the number of updates that fp16 had to skip so far
+patience             how long there has been no better score, for a training that stops early
 scaler               where the loss scaler is in its window; fairseq keeps the loss scale alone
 masters              the float32 parameters of --fp16; fairseq starts again from their float16 copies
 dictionary, data     their hashes, so that data with another dictionary, and other data for the same run, are refused
@@ -14,6 +15,7 @@ import torch
 from fairseq.utils import split_paths
 from torch import Tensor
 
+from lln_fairseq.host import run_state
 from lln_fairseq.host.checkpoints import OUR_STATE
 from lln_fairseq.host.fit import dictionary_hash
 from lln_fairseq.host.same_run import data_hash
@@ -53,7 +55,7 @@ class ExactResume:
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """Called by fairseq when it saves; becomes part of the checkpoint's extra_state."""
-        state: dict[str, Any] = {"overflows": self.overflows}
+        state: dict[str, Any] = {"overflows": self.overflows, "patience": run_state.patience()}
         if scaler := self.scaler:
             state["scaler"] = {name: getattr(scaler, name) for name in SCALER_STATE}
             if not self.cfg.no_save_optimizer_state:
@@ -73,6 +75,7 @@ class ExactResume:
     def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
         """Called by fairseq when it resumes a run; not when it fine-tunes."""
         self._pending, self.overflows = state, state.get("overflows", 0)
+        run_state.restore_patience(state.get("patience", {}))
 
     def _restore(self, state: dict[str, Any]) -> None:
         if not self.scaler or "scaler" not in state:

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from fairseq import checkpoint_utils
 from fairseq.data.iterators import BackgroundConsumer
-from fairseq.logging import progress_bar
 
 from lln_fairseq import command
+from lln_fairseq.host import run_state
 from lln_fairseq.host.errors import InputError
 
 LONGEST_BATCH = 10  # seconds; a loader process that was interrupted is missed after five
@@ -28,7 +27,7 @@ def run(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     parent = multiprocessing.parent_process()
     if parent:
         command.end_with(parent.pid)
-    _forget_other_runs(main)
+    run_state.begin(main)
     try:
         return main(cfg, **kwargs)
     except InputError as error:
@@ -38,17 +37,6 @@ def run(main: Callable, cfg: Any, **kwargs: Any) -> Any:
         raise SystemExit(1) from None
     finally:
         _end_prefetching()
-
-
-def _forget_other_runs(main: Callable) -> None:
-    """fairseq keeps these in the process: a sweep's next job would begin with another run's best score and curves."""
-    stop_early = main.__globals__.get("should_stop_early")  # of the module that has fairseq's main
-    for function, name in ((checkpoint_utils.save_checkpoint, "best"), (stop_early, "best"), (stop_early, "num_runs")):
-        if hasattr(function, name):
-            delattr(function, name)
-    for writer in progress_bar._tensorboard_writers.values():
-        writer.close()
-    progress_bar._tensorboard_writers.clear()
 
 
 def _end_prefetching() -> None:

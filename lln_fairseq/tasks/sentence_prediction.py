@@ -1,13 +1,15 @@
 """Classification and regression of sentences and pairs: fairseq's task with its silent failures mended."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
+from omegaconf import II
 
 from lln_fairseq.host.errors import InputError, input_errors
+from lln_fairseq.host.fit import longest_sequence
 from lln_fairseq.tasks._data_checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._options import HostOptions
@@ -16,9 +18,18 @@ INPUTS = ("input0", "input1")
 NOT_LABELS = ("<mask>", "madeupword")  # what fairseq's tools add to every dictionary
 
 
+POSITIONS = 512  # RoBERTa's
+
+
 @dataclass
 class LLNSentencePredictionConfig(HostOptions, SentencePredictionConfig):
     """fairseq's options and ours."""
+
+    # fairseq-train has one flag for this and the model's, which is None unless it is given
+    max_positions: Optional[int] = field(
+        default=None, metadata={"help": f"max tokens per example; default: those of the checkpoint, or {POSITIONS}"}
+    )
+    finetune_from_model: Optional[str] = II("checkpoint.finetune_from_model")
 
 
 @register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
@@ -34,6 +45,9 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
         if not cfg.regression_target:
             require_files(cfg.data, "label/dict.txt")
             read_symbols(Path(cfg.data, "label/dict.txt"))
+        if cfg.max_positions is None:
+            pretrained = cfg.finetune_from_model and longest_sequence(cfg.finetune_from_model)
+            cfg.max_positions = pretrained or POSITIONS
         with input_errors():
             task = super().setup_task(cfg, **kwargs)
         if not cfg.regression_target and len(task.labels) != cfg.num_classes:

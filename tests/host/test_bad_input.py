@@ -166,3 +166,8 @@ def test_numbers_that_cannot_be_meant(options, message, corpus, tmp_path, monkey
     with pytest.raises(InputError, match=message):
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *options)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
+
+
+def test_amp_needs_a_gpu(corpus, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="amp needs a GPU, and there is none or --cpu is set: leave amp out"):
+        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--amp")

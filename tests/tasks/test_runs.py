@@ -11,6 +11,7 @@ import torch
 from fairseq.file_io import PathManager
 from omegaconf import OmegaConf
 
+from lln_fairseq import evaluate
 from lln_fairseq.host import patches
 from lln_fairseq.host.errors import InputError, TrainingError
 from lln_fairseq.host.settings import check_precision, split_global_batch
@@ -309,3 +310,38 @@ def test_another_attention_than_in_pre_training_is_said(options, warning, corpus
     said = [record.getMessage() for record in caplog.records if "was trained with" in record.getMessage()]
     assert len(said) == (warning is not None)
     assert warning is None or warning in said[0]
+
+
+def test_positions_come_from_the_checkpoint_where_no_flag_says_them(corpus, tmp_path, monkeypatch, capsys):
+    train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "p", *MASKED_LM, *LLN, "--max-update", 1)
+    data = make_classification(tmp_path / "data")
+    options = [option for option in CLASSIFICATION if option not in ("--max-positions", "64")]
+    for name, more, rows in (
+        ("a", ("--finetune-from-model", tmp_path / "p" / "checkpoint_last.pt"), 66),
+        ("b", (), 514),
+    ):
+        train(monkeypatch, tmp_path / f"{name}.log", data, tmp_path / name, *options, *LLN, *more, "--max-update", 1)
+        last = tmp_path / name / "checkpoint_last.pt"
+        assert len(torch.load(last)["model"]["encoder.sentence_encoder.embed_positions.weight"]) == rows
+        shutil.rmtree(tmp_path / "p", ignore_errors=True)
+        assert evaluate.main([str(last), str(data)]) == 0
+    assert "valid: 11 rows" in capsys.readouterr().out
+
+
+def test_a_training_that_stopped_early_does_not_go_on(corpus, tmp_path, monkeypatch, caplog):
+    options = (*MASKED_LM, *LLN, "--lr", 0, "--patience", 2, "--validate-interval-updates", 1, "--max-update", 9)
+    log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
+    assert len(log["train"]) == 3  # a first score, and two that are no better
+    before = (tmp_path / "a" / "checkpoint_last.pt").read_bytes()
+    with caplog.at_level(logging.INFO):
+        again = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options)
+    assert again["train"] == []
+    assert "a is complete: stopped early at update 3, without a better score in 2 validations" in caplog.text
+    assert (tmp_path / "a" / "checkpoint_last.pt").read_bytes() == before
+
+
+def test_patience_is_kept_over_an_interruption(corpus, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *LLN, "--lr", 0, "--patience", 3, "--validate-interval-updates", 1)
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options, "--max-update", 2)
+    log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options, "--max-update", 9)
+    assert sorted({row["num_updates"] for row in log["train"]}) == ["3", "4"]

@@ -1,0 +1,47 @@
+"""What fairseq keeps of a run in its own functions: the best score, how long there was no better one, the writers.
+
+It is the process's: a second training in it, as in a sweep, would go on with the scores of the first and write into its
+curves. And it is gone with the process: a training that had stopped early would train on when it is started again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from fairseq import checkpoint_utils
+from fairseq.logging import progress_bar
+
+PATIENCE = ("best", "num_runs")  # of fairseq's should_stop_early
+
+_stop_early: Any = None
+
+
+def begin(main: Callable) -> None:
+    """Forgets the run before this one. `main` is fairseq's; its module has the function that stops early."""
+    global _stop_early
+    _stop_early = main.__globals__.get("should_stop_early")
+    for function, name in ((checkpoint_utils.save_checkpoint, "best"), *((_stop_early, name) for name in PATIENCE)):
+        if hasattr(function, name):
+            delattr(function, name)
+    for writer in progress_bar._tensorboard_writers.values():
+        writer.close()
+    progress_bar._tensorboard_writers.clear()
+
+
+def patience() -> dict[str, float]:
+    """The best score so far and the number of validations since, empty before the first one: for a checkpoint."""
+    return {name: getattr(_stop_early, name) for name in PATIENCE if hasattr(_stop_early, name)}
+
+
+def restore_patience(saved: dict[str, float]) -> None:
+    for name in PATIENCE:
+        if _stop_early is not None and isinstance(saved.get(name), int | float):
+            setattr(_stop_early, name, saved[name])
+
+
+def complete(cfg: Any, updates: int) -> str:
+    """Why there is nothing left to train of a run that has been restored; empty where there is."""
+    if 0 < cfg.optimization.max_update <= updates:
+        return f"{updates} updates"
+    if 0 < cfg.checkpoint.patience <= patience().get("num_runs", 0):
+        return f"stopped early at update {updates}, without a better score in {cfg.checkpoint.patience} validations"
+    return ""
