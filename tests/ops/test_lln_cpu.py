@@ -5,6 +5,7 @@ test_lln.py, test_block_diag.py and the contract tests run on them too, wherever
 
 import logging
 import multiprocessing
+import os
 import platform
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lln_fairseq.ops import _compile, lln_cpu
 from lln_fairseq.ops._backends import choose_backend
 from lln_fairseq.ops._compile import CannotCompile, load_library
-from lln_fairseq.ops.lln import lln_attention, lln_diag_attention, mixture
+from lln_fairseq.ops.autograd import mixture
+from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.lln_pytorch import Mixture
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
 reason = lln_cpu.is_supported(torch.empty(1, 1, 1, 64))
 needs_compiler = pytest.mark.skipif(reason is not None, reason=str(reason))
+ZEROS = torch.zeros(3, 2)  # α and β where there is no LLN
 MIXTURES = [Mixture(1.0, 0.0), *(Mixture(0.5, 0.5, size) for size in (1, 5, 50, 64, 256)), Mixture(0.0, 1.0, 64)]
 
 
@@ -29,7 +32,7 @@ def results(backend, mix, tensors, mask=None, dtype=torch.float32):
     """The output and the gradients of q, k, v, α, β for an incoming gradient; those of α, β only with LLN."""
     *inputs, grad = [x.detach().to(dtype) for x in tensors]
     wanted = [x.requires_grad_() for x in inputs][: 5 if mix.lln_weight else 3]
-    out = mixture(backend, *inputs, mask, mix)
+    out = mixture(*inputs, mask, mix, backend)
     return out.detach(), *torch.autograd.grad(out, wanted, grad)
 
 
@@ -108,7 +111,7 @@ def test_gradients_with_dropout_are_those_of_the_same_draw():
     mix = Mixture(0.0, 1.0, 64, dropout_p=0.3, seed=5)
 
     def value(q):
-        return (mixture("cpu", q, k, v, 0.0, 0.0, None, mix).double() * grad).sum().item()
+        return (mixture(q, k, v, ZEROS, ZEROS, None, mix, "cpu").double() * grad).sum().item()
 
     _, dq, _, dv = results("cpu", mix, (q, k, v, torch.zeros(3, 2), torch.zeros(3, 2), grad))
     assert (v.double() * dv).sum().item() == pytest.approx(value(q), rel=1e-4)
@@ -120,7 +123,10 @@ def test_gradients_with_dropout_are_those_of_the_same_draw():
 def test_dropout_differs_between_heads_blocks_and_seeds():
     q, k, _ = random_qkv(batch=2, heads=2, length=128, dim=64)
     v = torch.eye(64).repeat(2, 1).expand_as(q)  # the output is then the matrices of the blocks
-    draws = [mixture("cpu", q, k, v, 0.0, 0.0, None, Mixture(0.0, 1.0, 64, 0.5, seed)) != 0 for seed in (1, 2, 2**40)]
+    draws = [
+        mixture(q, k, v, ZEROS[:2], ZEROS[:2], None, Mixture(0.0, 1.0, 64, 0.5, seed), "cpu") != 0
+        for seed in (1, 2, 2**40)
+    ]
     blocks = torch.stack(draws).reshape(-1, 64 * 64).double()
     assert blocks.mean().item() == pytest.approx(0.5, abs=0.01)
     others = torch.corrcoef(blocks) - torch.eye(len(blocks))
@@ -198,6 +204,14 @@ def cache(tmp_path, monkeypatch):
     lln_cpu._library.cache_clear()
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """The commands of the compiler."""
+    commands, original = [], _compile._compile
+    monkeypatch.setattr(_compile, "_compile", lambda command: (commands.append(command), original(command)))
+    return commands
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -224,14 +238,12 @@ def test_without_a_compiler_pytorch_computes_and_says_so_once(environment, messa
 
 
 @needs_compiler
-def test_the_library_is_compiled_once_and_again_if_it_is_broken(cache, tmp_path, monkeypatch):
-    compiled = []
-    original = _compile._compile
-    monkeypatch.setattr(_compile, "_compile", lambda command: (compiled.append(command), original(command)))
+def test_the_library_is_compiled_once_and_again_if_it_is_broken(cache, compiled, tmp_path, monkeypatch):
     load_library(lln_cpu.SOURCE, D=16)
     load_library(lln_cpu.SOURCE, D=16)
     assert len(compiled) == 1
     (library,) = cache.iterdir()
+    assert (cache.stat().st_mode & 0o777, library.stat().st_mode & 0o777) == (0o700, 0o600)
     broken = tmp_path / "other" / library.name
     broken.parent.mkdir()
     broken.write_bytes(library.read_bytes()[:100])
@@ -239,6 +251,71 @@ def test_the_library_is_compiled_once_and_again_if_it_is_broken(cache, tmp_path,
     load_library(lln_cpu.SOURCE, D=16)
     assert len(compiled) == 2
     assert [path.name for path in broken.parent.iterdir()] == [library.name]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [lambda x: x[:5000], lambda x: x[:9000] + b"!" + x[9001:], lambda x: b""])
+def test_a_damaged_library_is_compiled_again(damage, cache, compiled):
+    load_library(lln_cpu.SOURCE, D=16)
+    (library,) = cache.iterdir()
+    content = library.read_bytes()
+    # A file of its own: the library that is loaded must stay whole.
+    library.unlink()
+    library.write_bytes(damage(content))
+    library.chmod(0o600)
+    load_library(lln_cpu.SOURCE, D=16)
+    assert len(compiled) == 2
+    assert [path.read_bytes() for path in cache.iterdir()] == [content]
+
+
+@needs_compiler
+def test_a_cache_of_somebody_else_is_not_trusted(cache, compiled, monkeypatch, caplog):
+    load_library(lln_cpu.SOURCE, D=16)
+    monkeypatch.setattr("os.geteuid", lambda: cache.stat().st_uid + 1)
+    with caplog.at_level(logging.WARNING):
+        assert load_library(lln_cpu.SOURCE, D=16).scratch_floats
+    assert len(compiled) == 2
+    assert not str(compiled[1]).count(str(cache))
+    assert f"{cache} belongs to another user: set LLN_KERNEL_CACHE" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_cache_that_others_can_write_to_is_not_trusted(mode, cache, compiled, caplog):
+    load_library(lln_cpu.SOURCE, D=16)
+    cache.chmod(mode)
+    with caplog.at_level(logging.WARNING):
+        assert load_library(lln_cpu.SOURCE, D=16).scratch_floats
+    assert len(compiled) == 2
+    assert f"others may write to {cache}: empty it, and then chmod 700 {cache}" in caplog.text
+
+
+@needs_compiler
+def test_a_library_that_others_can_write_or_have_linked_is_not_trusted(cache, compiled, tmp_path):
+    load_library(lln_cpu.SOURCE, D=16)
+    (library,) = cache.iterdir()
+    library.chmod(0o620)
+    load_library(lln_cpu.SOURCE, D=16)
+    assert len(compiled) == 2
+    library.rename(tmp_path / library.name)
+    library.symlink_to(tmp_path / library.name)
+    load_library(lln_cpu.SOURCE, D=16)
+    assert len(compiled) == 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_the_cache_is_private_whatever_the_umask(umask, tmp_path, monkeypatch):
+    cache = tmp_path / "above" / "cache"
+    monkeypatch.setenv("LLN_KERNEL_CACHE", str(cache))
+    before = os.umask(umask)
+    try:
+        load_library(lln_cpu.SOURCE, D=16)
+    finally:
+        os.umask(before)
+    (library,) = cache.iterdir()
+    modes = [path.stat().st_mode & 0o777 for path in (cache.parent, cache, library)]
+    assert modes == [0o700, 0o700, 0o600]
 
 
 @needs_compiler
