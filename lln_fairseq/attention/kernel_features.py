@@ -6,6 +6,7 @@ from torch import Tensor
 from lln_fairseq.attention.registry import Attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.linear_attention import linear_attention
+from lln_fairseq.ops.padding import clear_padding
 
 
 class KernelFeatureAttention(Attention):
@@ -16,6 +17,7 @@ class KernelFeatureAttention(Attention):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        q, k, v = clear_padding(q, k, v, key_padding_mask)
         return linear_attention(*self.feature_maps(q, k, key_padding_mask), v, key_padding_mask)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.softmax import softmax_attention
 
 SHARING = ("none", "headwise", "key_value")
@@ -43,9 +44,7 @@ class LinformerAttention(Attention):
         self.value_projection = nn.Parameter(torch.randn(shape) * rows**-0.5) if separate else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        if key_padding_mask is not None:
-            padded = key_padding_mask[:, None, :, None]
-            k, v = k.masked_fill(padded, 0.0), v.masked_fill(padded, 0.0)
+        q, k, v = clear_padding(q, k, v, key_padding_mask)
         e, f = self._projections(q)
         return softmax_attention(q, self._project(e, k), self._project(f, v), dropout_p=self.active_dropout)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
+from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.softmax import softmax_attention
 
 
@@ -29,6 +30,7 @@ class LongformerAttention(Attention):
     config: LongformerConfig
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        q, k, v = clear_padding(q, k, v, key_padding_mask)
         length = q.shape[2]
         padding = _written_out(q, key_padding_mask)
         first = (~padding).to(torch.uint8).argmax(dim=1)  # (B,): 0 where all is padding

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.landmarks import Landmarks, iterative_pinv
+from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.softmax import softmax_attention
 
 
@@ -48,11 +49,12 @@ class NystromAttention(Attention):
         self.conv = nn.Conv2d(num_heads, num_heads, (width, 1), groups=num_heads, bias=False) if width else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        q, k, v = clear_padding(q, k, v, key_padding_mask)
         if q.shape[2] <= self.config.landmarks:
             out = softmax_attention(q, k, v, key_padding_mask)
         else:
             out = self._through_landmarks(q, k, v, key_padding_mask)
-        return out if self.conv is None else out + self._convolve(v, key_padding_mask)
+        return out if self.conv is None else out + self._convolve(v)
 
     def _through_landmarks(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         landmarks = Landmarks(q.shape[2], self.config.landmarks, key_padding_mask, q.device)
@@ -68,10 +70,8 @@ class NystromAttention(Attention):
             values = torch.where(landmarks.is_short[:, None, None, None], landmarks.means(v), values)
         return softmax_attention(q, k_mean, values, landmarks.padding)
 
-    def _convolve(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Σ_t w_t v_{i + t - width // 2} for each head; zeros beyond the ends and in padding."""
-        if key_padding_mask is not None:
-            v = v.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+    def _convolve(self, v: Tensor) -> Tensor:
+        """Σ_t w_t v_{i + t - width // 2} for each head; zeros beyond the ends, as in padding."""
         weight = self.conv.weight.to(v.dtype)
         return F.conv2d(v, weight, padding=(self.config.conv_kernel // 2, 0), groups=self.num_heads)
 

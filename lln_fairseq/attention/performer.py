@@ -8,7 +8,7 @@ from torch import Tensor
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.linear_attention import balanced_features
-from lln_fairseq.ops.random_features import random_feature_attention
+from lln_fairseq.ops.random_features import log_features, random_feature_attention
 
 
 @dataclass
@@ -53,10 +53,7 @@ class PerformerAttention(Attention):
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Features (B, H, N, M) with the same P as φ, scaled per query and per feature so that they stay in range."""
-        omega = self.omega(q.dtype)
-        q, k = q.to(omega.dtype), k.to(omega.dtype)
-        norms = k.square().sum(dim=-1, keepdim=True) / (2 * self.head_dim**0.5)
-        return balanced_features(q @ omega, k @ omega - norms, key_padding_mask)
+        return balanced_features(*log_features(q, k, self.omega(q.dtype)), key_padding_mask)
 
     def omega(self, dtype: torch.dtype) -> Tensor:
         """ω / D^¼ (D, M) in float32 or float64; a copy, so that drawing anew leaves the graph alone."""

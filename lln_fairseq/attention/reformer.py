@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.padding import clear_padding
 
 
 @dataclass
@@ -42,6 +43,7 @@ class ReformerAttention(Attention):
         self.register_buffer("rotations", self._draw(), persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        q, k, v = clear_padding(q, k, v, key_padding_mask)
         padding = (
             q.new_zeros(q.shape[0], q.shape[2], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
         )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, register_attention
 from lln_fairseq.ops import reference
+from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.score_kernel import score_kernel_attention
 
 
@@ -22,6 +23,7 @@ class ScoreKernelAttention(Attention):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        q, k, v = clear_padding(q, k, v, key_padding_mask)
         return score_kernel_attention(q, k, v, self.kernel, key_padding_mask, self.active_dropout)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

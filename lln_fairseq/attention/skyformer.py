@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.landmarks import iterative_pinv
+from lln_fairseq.ops.padding import clear_padding
 
 
 @dataclass
@@ -44,9 +45,7 @@ class SkyformerAttention(Attention):
         scale = self.head_dim**-0.25
         with torch.autocast(q.device.type, enabled=False):
             q, k, values = q.to(dtype) * scale, k.to(dtype) * scale, v.to(dtype)
-            if key_padding_mask is not None:
-                padded = key_padding_mask[:, None, :, None]
-                k, values = k.masked_fill(padded, 0.0), values.masked_fill(padded, 0.0)
+            q, k, values = clear_padding(q, k, values, key_padding_mask)
             rows = self.positions(q, key_padding_mask)[:, None, :, None].expand(-1, self.num_heads, -1, self.head_dim)
             landmarks = torch.cat([q.gather(2, rows), k.gather(2, rows)], dim=2)
             kernel = gaussian_kernel(landmarks, landmarks)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, register_attention
 from lln_fairseq.ops import reference
+from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.softmax import softmax_attention
 
 
@@ -19,6 +20,7 @@ class SoftmaxAttention(Attention):
     """softmax(q kᵀ / √D) v (Vaswani et al. 2017); a sequence without a real key gives 0."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        q, k, v = clear_padding(q, k, v, key_padding_mask)
         return softmax_attention(q, k, v, key_padding_mask, self.active_dropout)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.transnormer import block_relu_attention, norm_attention
 
 
@@ -45,6 +46,7 @@ class TransNormerAttention(Attention):
         self.has_matrix = self.stochastic_rows = self.is_local and self.local_has_matrix
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        q, k, v = clear_padding(q, k, v, key_padding_mask)
         if self.is_local:
             return self.local_attention(q, k, v, key_padding_mask)
         return norm_attention(q, k, v, self.features, key_padding_mask)

@@ -85,6 +85,51 @@ def test_values_in_padding_change_nothing(variant):
 
 
 @every_mechanism
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 3e38])
+def test_padding_may_hold_anything(variant, garbage):
+    """The output and the gradients of the real tokens stay what they are, and no gradient flows to padding."""
+    attention = build(variant)
+    mask = random_padding(2, 97)
+    mask[0, :3] = mask[0, 40] = True
+    rows = mask[:, None, :, None].expand(2, HEADS, 97, DIM)
+    weight = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)).masked_fill(rows, 0.0)
+
+    def run(*tensors):
+        tensors = [x.requires_grad_() for x in tensors]
+        out = attention(*tensors, mask)
+        return out[~rows], *torch.autograd.grad(out, [*tensors, *attention.parameters()], weight)
+
+    tensors = random_qkv(length=97)
+    expected = run(*tensors)
+    found = run(*(x.detach().masked_fill(rows, garbage) for x in tensors))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    for x in found[1:4]:
+        assert (x[rows] == 0).all()
+
+
+@every_mechanism
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(variant, dtype):
+    """A model under autocast trains, and its results are those of its half precision."""
+    attention = build(variant)
+    mask, inputs = random_padding(2, 97), [x.to(dtype) for x in random_qkv(length=97)]
+
+    def run(*inputs):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = attention(*inputs, mask)
+        out.float().square().sum().backward()
+        return out.float(), *(x.grad for x in inputs)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(*inputs)
+    assert [x.dtype for x in found[1:]] == 3 * [dtype]
+    out = attention(*(x.float() for x in inputs), mask)
+    assert relative_rms(found[0], out) < 0.01
+    assert all(x.isfinite().all() for x in found)
+
+
+@every_mechanism
 def test_a_sequence_is_the_same_alone_padded_and_with_mates(variant):
     attention = build(variant)
     q, k, v = random_qkv(batch=1, length=41)
