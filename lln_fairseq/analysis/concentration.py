@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops._memory import compute_dtype
+from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table, interpolate, standard_deviation
 
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops._memory import compute_dtype
+from lln_fairseq.ops.dtypes import compute_dtype
 
 
 def residual(X: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

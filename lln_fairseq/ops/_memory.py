@@ -15,17 +15,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops.dtypes import compute_dtype
+
 # Bytes of one scratch tensor of a group: a few of them share a CPU's last-level cache; other devices want few launches.
 GROUP_BYTES = {"cpu": 4 << 20}
 GROUP_BYTES_ELSEWHERE = 256 << 20
 
 GLIBC_KEEPS = 32 << 20  # bytes; glibc gives larger blocks back to the system as soon as they are freed
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays; everything else is computed in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def head_groups(heads: int, elements_per_head: int, like: Tensor) -> Iterator[slice]:
@@ -89,7 +86,8 @@ class Scratch:
         numel = prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[name] = torch.empty(numel, dtype=self.dtype, device=self.device)
+            with torch.inference_mode(False):  # what is kept must be usable outside it too
+                buffer = self._buffers[name] = torch.empty(numel, dtype=self.dtype, device=self.device)
         return buffer[:numel].view(shape)
 
     def load(self, name: str, x: Tensor) -> Tensor:

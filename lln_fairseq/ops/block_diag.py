@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from lln_fairseq.ops._backends import choose_backend
-from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, dropout_seed
-from lln_fairseq.ops.lln import mixture
+from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, per_head
+from lln_fairseq.ops.autograd import mixture
 from lln_fairseq.ops.lln_pytorch import Mixture
 
 
@@ -25,11 +25,13 @@ def block_diag_attention(
         dropout_p: probability of dropping an attention weight, drawn from torch's global generator.
 
     Returns: (B, H, N, D) in the dtype of q.
-    Raises: ValueError for a block size below 1, shapes that disagree, or a mask that is not bool (B, N).
+    Raises: ValueError for what does not fit. Differentiable any number of times; with dropout once.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
-    mix = Mixture(0.0, 1.0, block_size, check_dropout(dropout_p), dropout_seed(dropout_p))
+    mix = Mixture(0.0, 1.0, block_size, check_dropout(dropout_p))
     # Triton has no kernel for the blocks alone.
-    backend = choose_backend("auto" if q.device.type == "cpu" else "torch", q, block_size)
-    return mixture(backend, q, k, v, 0.0, 0.0, key_padding_mask, mix)
+    wanted = "auto" if q.device.type == "cpu" else "torch"
+    backend = choose_backend(wanted, q, block_size, k, v, key_padding_mask)
+    unused = per_head(0.0, q, "alpha")
+    return mixture(q, k, v, unused, unused, key_padding_mask, mix, backend)

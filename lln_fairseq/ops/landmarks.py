@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops.dtypes import without_autocast
+
 
 class Landmarks:
     """Means over consecutive segments of the real tokens of each sequence.
@@ -36,6 +38,7 @@ class Landmarks:
             self.padding = index >= tokens  # (B, M): short sequences have fewer landmarks
             self.is_short = tokens[:, 0] <= count  # (B,)
 
+    @without_autocast
     def means(self, x: Tensor) -> Tensor:
         """(B, H, N, D) -> (B, H, M, D); 0 for landmarks that a short sequence lacks."""
         if self.padding is None and self.length % self.count == 0:

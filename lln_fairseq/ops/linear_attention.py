@@ -1,9 +1,11 @@
 """Kernel-feature attention in linear time, shared by every mechanism that is a feature map (paper, eq. 4)."""
 
-import torch
 from torch import Tensor
 
+from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 
+
+@without_autocast
 def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
     """out_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / φ(q_i)ᵀ Σ_l φ(k_l), both sums over the keys that are not padded.
 
@@ -13,7 +15,7 @@ def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, key_padding_mask: 
 
     Returns: (B, H, N, D) in the dtype of v; 0 where the normaliser is 0 (no real key, or no feature in common).
     """
-    dtype = torch.promote_types(v.dtype, torch.float32)
+    dtype = compute_dtype(v.dtype)
     phi_q, phi_k, values = phi_q.to(dtype), phi_k.to(dtype), v.to(dtype)
     if key_padding_mask is not None:
         padded = key_padding_mask[:, None, :, None]

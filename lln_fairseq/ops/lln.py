@@ -5,17 +5,19 @@ For every batch entry and head, with L_d = logsumexp_j(β k_jd) over the keys th
     W_jd = exp(β k_jd - L_d)        A_id = softmax_d(α q_id + L_d)        LLN(q, k, v) = A (Wᵀ v)
 
 which equals eq. 8 of the paper for every α and β: the columns of W are distributions over the tokens, the rows of A
-over the features. Nothing can overflow or be divided by zero, and the cost is linear in N.
+over the features. The cost is linear in N. Nothing is divided by zero, and results and gradients are finite as long as
+|α q| and |β k| are below 1e9 and q·k and v are finite in float32; matched α, β ensure that for |q|, |k| up to 1e15. NaN
+and infinities stay in their head, and what padding holds gets nowhere: see padding.py.
 """
 
 from torch import Tensor
 
-from lln_fairseq.ops._backends import choose_backend, kernels
-from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, dropout_seed, per_head
-from lln_fairseq.ops._memory import compute_dtype
+from lln_fairseq.ops._backends import choose_backend
+from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, per_head
+from lln_fairseq.ops.autograd import mixture
+from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features
-from lln_fairseq.ops.lln_pytorch import Mixture, MixtureFunction
-from lln_fairseq.ops.moment_matching import match_moments
+from lln_fairseq.ops.lln_pytorch import Mixture
 
 
 def lln_attention(
@@ -40,14 +42,12 @@ def lln_attention(
             (float32, compiled at first use), "torch" for everything else, "auto" for the kernels where they can run.
 
     Returns: (B, H, N, D) in the dtype of q, and in its memory layout where batch and heads are one dimension in it.
-    Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable once.
+    Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable any number of times.
     """
     check_inputs(q, k, v, key_padding_mask)
-    backend = choose_backend(backend, q)
-    alpha, beta = _matched(backend, q, k, alpha, beta, key_padding_mask)
-    if backend == "triton":
-        return kernels(backend).lln_attention(q, k, v, alpha, beta, key_padding_mask)
-    return mixture(backend, q, k, v, alpha, beta, key_padding_mask, Mixture(1.0, 0.0))
+    alpha, beta = _factors(alpha, beta, q)
+    backend = choose_backend(backend, q, None, k, v, alpha, beta, key_padding_mask)
+    return mixture(q, k, v, alpha, beta, key_padding_mask, Mixture(1.0, 0.0), backend)
 
 
 def lln_diag_attention(
@@ -64,17 +64,15 @@ def lln_diag_attention(
     """½ (LLN + block-diagonal softmax) in one pass (paper, section 4.2 and figure 3).
 
     Args: as `lln_attention` and `block_diag_attention`; dropout concerns the block-diagonal probabilities alone, since
-    LLN has no matrix to drop from.
+    LLN has no matrix to drop from. With dropout the result can be differentiated once.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     check_dropout(dropout_p)
-    backend = choose_backend(backend, q, block_size)
-    alpha, beta = _matched(backend, q, k, alpha, beta, key_padding_mask)
-    if backend == "triton":
-        return kernels(backend).lln_diag_attention(q, k, v, alpha, beta, key_padding_mask, block_size, dropout_p)
-    mix = Mixture(0.5, 0.5, block_size, dropout_p, dropout_seed(dropout_p))
-    return mixture(backend, q, k, v, alpha, beta, key_padding_mask, mix)
+    alpha, beta = _factors(alpha, beta, q)
+    backend = choose_backend(backend, q, block_size, k, v, alpha, beta, key_padding_mask)
+    mix = Mixture(0.5, 0.5, block_size, dropout_p)
+    return mixture(q, k, v, alpha, beta, key_padding_mask, mix, backend)
 
 
 def lln_features(
@@ -91,19 +89,12 @@ def lln_features(
     return balanced_features(x, y, key_padding_mask)
 
 
-def _matched(
-    backend: str, q: Tensor, k: Tensor, alpha: float | Tensor | None, beta: float | Tensor | None, mask: Tensor | None
-) -> tuple[float | Tensor | None, float | Tensor | None]:
-    if (alpha is None) != (beta is None):
+def _factors(
+    alpha: float | Tensor | None, beta: float | Tensor | None, q: Tensor
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """α and β of shape (B, H), or None twice: then they are matched."""
+    if alpha is None and beta is None:
+        return None, None
+    if alpha is None or beta is None:
         raise ValueError("alpha and beta must be given together or not at all")
-    return match_moments(q, k, mask, backend=backend) if alpha is None and backend != "cpu" else (alpha, beta)
-
-
-def mixture(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, alpha: float | Tensor | None, beta: float | Tensor | None,
-    mask: Tensor | None, mix: Mixture,
-) -> Tensor:  # fmt: skip
-    """The mixture by the backend "cpu" or "torch"; α and β None, which "cpu" alone takes, are matched."""
-    function = kernels("cpu").MixtureFunction if backend == "cpu" else MixtureFunction
-    alpha, beta = (x if x is None else per_head(x, q, name) for x, name in ((alpha, "alpha"), (beta, "beta")))
-    return function.apply(q, k, v, alpha, beta, mask, mix)
+    return per_head(alpha, q, "alpha"), per_head(beta, q, "beta")

@@ -7,19 +7,17 @@ a C compiler when they are first used. Where they cannot run, lln_pytorch.py doe
 import ctypes
 import functools
 import logging
+import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lln_fairseq.ops._compile import CannotCompile, load_library
 from lln_fairseq.ops._memory import fresh_result, kept_buffers
-from lln_fairseq.ops.lln_pytorch import Mixture
+from lln_fairseq.ops.lln_pytorch import Mixture, draw_seed
 from lln_fairseq.ops.moment_matching import calibration_table
 
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"
@@ -28,6 +26,8 @@ MAX_BLOCK_SIZE = 256
 TILE = 64  # tokens, without blocks
 
 logger = logging.getLogger(__name__)
+
+__all__ = ["backward", "draw_seed", "forward", "is_supported", "match_moments"]
 
 
 # `problem` of csrc/problem.h: 6 numbers, seed, 2 weights, 7 pointers, the calibration table, 7 views. Packed in one go,
@@ -38,8 +38,6 @@ _NO_VIEW = (0, 0, 0, 0)
 
 def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
-    if type(q) not in (Tensor, torch.nn.Parameter) or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
-        return "The CPU kernels are no operations of torch: what records or imitates those does not see them."
     if q.device.type != "cpu" or q.dtype != torch.float32:
         return f"The CPU kernels take float32 on a CPU, not {q.dtype} on {q.device.type}."
     if q.shape[-1] not in HEAD_DIMS:
@@ -67,11 +65,31 @@ def _scratch_floats(dim: int, tile: int) -> int:
     return _library(dim).scratch_floats(tile)
 
 
+_threads_started = False  # by a kernel, in this process or in the one that it was forked from
+
+
+def _threads() -> int:
+    """torch's number of threads."""
+    global _threads_started
+    threads = torch.get_num_threads()
+    _threads_started |= threads > 1
+    return threads
+
+
+def _after_fork() -> None:
+    """OpenMP's threads do not survive a fork, and a child that waits for them, here or in torch, waits for ever."""
+    if _threads_started:
+        torch.set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _scratch(floats: int) -> Tensor:
     """This thread's working memory, kept from call to call."""
     buffers = kept_buffers(torch.float32)
     if "cpu kernels" not in buffers or buffers["cpu kernels"].numel() < floats:
-        buffers["cpu kernels"] = torch.empty(floats)
+        buffers["cpu kernels"] = _empty(floats)
     return buffers["cpu kernels"]
 
 
@@ -82,11 +100,11 @@ def _run(
     """Calls a kernel; of `problem`, views are the first of q, k, v, out, dq, dk, dv and pointers padding, alpha, beta,
     states, dalpha, dbeta."""
     batch, heads, tokens, dim = views[0].shape
-    threads, tile = torch.get_num_threads(), max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
+    threads, tile = _threads(), max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
     scratch = _scratch(threads * _scratch_floats(dim, tile))
     problem = _PROBLEM.pack(
         batch, heads, tokens, tile, threads, mix.kept_values if mix.dropout_p else 0,
-        mix.seed, mix.lln_weight, mix.diag_weight,
+        mix.seed or 0, mix.lln_weight, mix.diag_weight,
         *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(),
         *(0, 0, 0) if table is None else (table[0].data_ptr(), table[1].data_ptr(), len(table[0])),
         *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (7 - len(views)),
@@ -94,48 +112,50 @@ def _run(
     getattr(_library(dim), function)(problem)
 
 
+def _empty(*shape: int) -> Tensor:
+    """float32 on the CPU, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class MixtureFunction(torch.autograd.Function):
-    """As lln_pytorch.MixtureFunction: q, k, v (B, H, N, D), alpha and beta (B, H), mask bool (B, N) or None.
-
-    alpha and beta None: matched head by head, while q and k are in the cache.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None,
-        mix: Mixture,
-    ) -> Tensor:  # fmt: skip
-        q, k, v = _dense(q), _dense(k), _dense(v)
-        mask = None if mask is None else mask.contiguous()
-        batch, heads, _, dim = q.shape
-        table = calibration_table(dim) if alpha is None else None
-        alpha, beta = (torch.empty(batch, heads) if x is None else x.contiguous() for x in (alpha, beta))
-        out, states = fresh_result(q), torch.empty(batch, heads, dim + 1, dim)
-        _run("forward", mix, (q, k, v, out), (mask, alpha, beta, states, None, None), table)
-        ctx.save_for_backward(q, k, v, alpha, beta, mask, states)
-        ctx.mix = mix
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, alpha, beta, mask, states = ctx.saved_tensors
-        q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
-        dq, dk, dv = fresh_result(q), fresh_result(k), fresh_result(v)
-        dalpha, dbeta = (torch.empty_like(alpha) if needed else None for needed in ctx.needs_input_grad[3:5])
-        _run("backward", ctx.mix, (q, k, v, grad, dq, dk, dv), (mask, alpha, beta, states, dalpha, dbeta))
-        return dq, dk, dv, dalpha, dbeta, None, None
+def _dense_mask(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous()
 
 
-@torch.no_grad()
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
+) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+    """As lln_pytorch.forward; α and β None are matched head by head, while q and k are in the cache."""
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    batch, heads, _, dim = q.shape
+    out, states = fresh_result(q), _empty(batch, heads, dim + 1, dim)
+    table = None
+    if alpha is None or beta is None:
+        alpha, beta, table = _empty(batch, heads), _empty(batch, heads), calibration_table(dim)
+    pointers = (_dense_mask(mask), alpha.contiguous(), beta.contiguous(), states, None, None)
+    _run("forward", mix, (q, k, v, out), pointers, table)
+    return out, alpha, beta, (states,)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+    saved: Sequence[Tensor], grad: Tensor, needs_factors: Sequence[bool],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """As lln_pytorch.backward."""
+    q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
+    dq, dk, dv = fresh_result(q), fresh_result(k), fresh_result(v)
+    dalpha, dbeta = (_empty(*alpha.shape) if needed else None for needed in needs_factors)
+    pointers = (_dense_mask(mask), alpha.contiguous(), beta.contiguous(), *saved, dalpha, dbeta)
+    _run("backward", mix, (q, k, v, grad, dq, dk, dv), pointers)
+    return dq, dk, dv, dalpha, dbeta
+
+
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, *table: Tensor) -> tuple[Tensor, Tensor]:
     """moment_matching.match_moments of scope "head" with the two tensors of `calibration_table`."""
-    alpha, beta = torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
-    mask = None if mask is None else mask.contiguous()
-    pointers = (mask, alpha, beta, None, None, None)
+    alpha, beta = _empty(*q.shape[:2]), _empty(*q.shape[:2])
+    pointers = (_dense_mask(mask), alpha, beta, None, None, None)
     _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)
     return alpha, beta

@@ -7,13 +7,13 @@ the backward pass: q, k, v, and per head the logsumexp L (D) and the state S (D 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lln_fairseq.ops._memory import Scratch, fresh_result, head_groups
+from lln_fairseq.ops.moment_matching import matched_moments
+from lln_fairseq.ops.padding import clear_queries
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Mixture:
     diag_weight: float
     block_size: int = 1
     dropout_p: float = 0.0  # of the block-diagonal probabilities
-    seed: int = 0
+    seed: int | Tensor | None = None  # of the dropout; None: the backend draws one
 
     @property
     def kept_values(self) -> int:
@@ -32,63 +32,71 @@ class Mixture:
         return min(max(round((1 - self.dropout_p) * 2**16), 1), 2**16 - 1)
 
 
-class MixtureFunction(torch.autograd.Function):
-    """q, k, v (B, H, N, D), alpha and beta (B, H), mask bool (B, N) or None -> (B, H, N, D)."""
+def draw_seed(device: torch.device) -> int:
+    """A seed from torch's global CPU generator: torch.manual_seed and activation checkpointing then reproduce it."""
+    return int(torch.randint(2**31 - 1, (), device="cpu"))
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture
-    ) -> Tensor:
-        run = _Run(q, mask, mix)
-        out = fresh_result(q)
-        log_sums = torch.empty(run.heads, 1, q.shape[3], dtype=run.scratch.dtype, device=q.device)
-        states = torch.empty(run.heads, q.shape[3], q.shape[3], dtype=run.scratch.dtype, device=q.device)
-        inputs, results = _flat(q, k, v), _flat(out)
-        per_head = (*run.factors(alpha, beta), log_sums, states)
-        for group in run.groups:
-            loaded, cut = run.load(run.cut(group, inputs)), run.cut(group, results)
-            (out_,) = targets = run.targets(cut)
-            if mix.lln_weight:
-                _lln_forward(run, group, *loaded, *run.cut(group, per_head), out_)
-            else:
-                out_.zero_()
-            if mix.diag_weight:
-                _BlockDiag(run, group).forward(*loaded, out_)
-            run.store(targets, cut)
-        ctx.save_for_backward(q, k, v, alpha, beta, mask, log_sums, states)
-        ctx.mix = mix
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, alpha, beta, mask, log_sums, states = ctx.saved_tensors
-        run = _Run(q, mask, ctx.mix)
-        grads = [fresh_result(x) for x in (q, k, v)]
-        dalpha, dbeta = (
-            torch.zeros(run.heads, 1, 1, dtype=run.scratch.dtype, device=q.device) if needed else None
-            for needed in ctx.needs_input_grad[3:5]
-        )
-        inputs, results = _flat(q, k, v, grad), _flat(*grads)
-        per_head = (*run.factors(alpha, beta), log_sums, states)
-        for group in run.groups:
-            loaded, cut = run.load(run.cut(group, inputs)), run.cut(group, results)
-            targets = run.targets(cut)
-            if ctx.mix.lln_weight:
-                _lln_backward(run, group, *loaded, *run.cut(group, per_head), *targets, dalpha, dbeta)
-            else:
-                for target in targets:
-                    target.zero_()
-            if ctx.mix.diag_weight:
-                _BlockDiag(run, group).backward(*loaded, *targets)
-            run.store(targets, cut)
-        to_alpha = (None if x is None else x.view(alpha.shape).to(alpha.dtype) for x in (dalpha, dbeta))
-        return *grads, *to_alpha, None, None
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
+) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+    """The mixture, α and β as given or matched, and what `backward` wants to see again."""
+    if alpha is None or beta is None:
+        alpha, beta = matched_moments(q, k, mask)
+    run = _Run(q, mask, mix)
+    out = fresh_result(q)
+    log_sums = torch.empty(run.heads, 1, q.shape[3], dtype=run.scratch.dtype, device=q.device)
+    states = torch.empty(run.heads, q.shape[3], q.shape[3], dtype=run.scratch.dtype, device=q.device)
+    inputs, results = _flat(q, k, v), _flat(out)
+    per_head = (*run.factors(alpha, beta), log_sums, states)
+    for group in run.groups:
+        loaded, cut = run.load(group, inputs), run.cut(group, results)
+        (out_,) = targets = run.targets(cut)
+        if mix.lln_weight:
+            _lln_forward(run, group, *loaded, *run.cut(group, per_head), out_)
+        else:
+            out_.zero_()
+        if mix.diag_weight:
+            _BlockDiag(run, group).forward(*loaded, out_)
+        run.store(targets, cut)
+    return out, alpha, beta, (log_sums, states)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+    saved: Sequence[Tensor], grad: Tensor, needs_factors: Sequence[bool],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """The gradients of q, k, v, and those of α and β that are needed."""
+    run = _Run(q, mask, mix)
+    grads = [fresh_result(x) for x in (q, k, v)]
+    dalpha, dbeta = (
+        torch.zeros(run.heads, 1, 1, dtype=run.scratch.dtype, device=q.device) if needed else None
+        for needed in needs_factors
+    )
+    inputs, results = _flat(q, k, v, grad), _flat(*grads)
+    per_head = (*run.factors(alpha, beta), *saved)
+    for group in run.groups:
+        loaded, cut = run.load(group, inputs), run.cut(group, results)
+        targets = run.targets(cut)
+        if mix.lln_weight:
+            _lln_backward(run, group, *loaded, *run.cut(group, per_head), *targets, dalpha, dbeta)
+        else:
+            for target in targets:
+                target.zero_()
+        if mix.diag_weight:
+            _BlockDiag(run, group).backward(*loaded, *targets)
+        run.store(targets, cut)
+    to_alpha = (None if x is None else x.view(alpha.shape).to(alpha.dtype) for x in (dalpha, dbeta))
+    return *grads, *to_alpha
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
     """Batch and heads as one dimension."""
     return [x.flatten(0, 1) for x in tensors]
+
+
+def _clear_keys(x: Tensor, padded: Tensor) -> Tensor:
+    return x.masked_fill(padded, 0.0)
 
 
 class _Run:
@@ -101,7 +109,7 @@ class _Run:
         length = -(-n // self.block) * self.block
         self.scratch = Scratch(q, length)
         self.groups = list(head_groups(self.heads, length * max(dim, self.block), q))
-        self.padding = None
+        self.padding, self.masked, self.length = None, mask is not None, n
         if mask is not None or length != n:
             padding = q.new_zeros(batch, n, dtype=torch.bool) if mask is None else mask
             padding = torch.nn.functional.pad(padding, (0, length - n), value=True)
@@ -114,7 +122,13 @@ class _Run:
     def cut(self, group: slice, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors if len(self.groups) == 1 else [x[group] for x in tensors]
 
-    def load(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+    def load(self, group: slice, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """q, k, v and perhaps the gradient of a group, with padding that can be computed with."""
+        pieces = self.cut(group, tensors)
+        if self.masked:
+            padded = self.padding[group, : self.length, None]
+            clear = (clear_queries, _clear_keys, _clear_keys, lambda grad, _: grad)
+            pieces = [f(x, padded) for f, x in zip(clear, pieces, strict=False)]
         return [self.scratch.load(f"input{i}", x) for i, x in enumerate(pieces)]
 
     def targets(self, pieces: Sequence[Tensor]) -> list[Tensor]:

@@ -4,31 +4,33 @@ Nothing here waits for the device, every launch depends on shapes alone (so CUDA
 of splits of the tokens depends on N and D alone, so that a sentence gets the same bits whatever else is in the batch.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lln_fairseq.ops import lln_triton_backward as backward_kernels
 from lln_fairseq.ops import lln_triton_diag_backward as diag_backward_kernels
 from lln_fairseq.ops import lln_triton_forward as forward_kernels
 from lln_fairseq.ops import lln_triton_moments as moment_kernels
+from lln_fairseq.ops.lln_pytorch import Mixture
 from lln_fairseq.ops.lln_triton_launch import (
     aligned,
-    check_inputs,
     chunk_of,
     device_of,
     dot_options,
     is_supported,
     mask_bytes,
-    per_head,
     split_tokens,
     strides,
     tiles_for,
     workspace,
 )
+from lln_fairseq.ops.moment_matching import calibration_table
 
-__all__ = ["is_supported", "lln_attention", "lln_diag_attention", "match_moments"]
+__all__ = ["backward", "draw_seed", "forward", "is_supported", "match_moments"]
 
 
 def _state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,66 +54,83 @@ def _state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor) -> tuple[Tens
     return m, s, state
 
 
-class LLNFunction(torch.autograd.Function):
-    """LLN attention (block_size None) or ½ (LLN + block-diagonal softmax) on (B, H, N, D); 4 or 6 passes forward,
-    7 or 9 backward over N x D. Saved: the inputs, two (B H, D) vectors and the (B H, D, D) state."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        pad: Tensor | None,
-        block_size: int | None,
-        dropout_p: float,
-        seed: Tensor | None,
-    ) -> Tensor:
-        q, k, v = aligned(q, k, v)
-        alpha, beta = alpha.contiguous(), beta.contiguous()
-        batch, heads, length, dim = q.shape
-        tile = tiles_for(q).out if block_size is None else tiles_for(q).diag_out
-        out = torch.empty_like(q)
-        chunk = chunk_of(block_size, tile.rows)
-        with device_of(q):
-            m, s, state = _state(k, v, pad, beta)
-            forward_kernels._lln_out_kernel[batch * heads, triton.cdiv(length, chunk)](
-                q, k, v, pad, alpha, m, s, state, seed, out, *strides(q), *strides(out), heads, length,
-                SCALE=dim**-0.5, DROPOUT=dropout_p, BLOCK=block_size or 0, CHUNK=chunk,
-                D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q),
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-        ctx.save_for_backward(q, k, v, alpha, beta, pad, seed, m, s, state)
-        ctx.block_size, ctx.dropout_p = block_size, dropout_p
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
-        q = ctx.saved_tensors[0]
-        if do.stride(-1) != 1:  # an expanded gradient, of .sum() say
-            do = do.contiguous()
-        with device_of(q):
-            gradients = (_lln_backward if ctx.block_size is None else _lln_diag_backward)(ctx, do)
-        return (*gradients, None, None, None, None)
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed on the device: a CUDA graph then draws anew at each replay."""
+    return torch.randint(2**62, (1,), device=device)
 
 
-def _dstate(ctx: FunctionCtx, do: Tensor, share: float, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
+) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+    """As lln_pytorch.forward, for LLN alone or ½ (LLN + block-diagonal softmax): 4 or 6 passes over N x D."""
+    if alpha is None or beta is None:
+        alpha, beta = match_moments(q, k, mask, *calibration_table(q.shape[-1], q.device))
+    q, k, v = aligned(q, k, v)
+    batch, heads, length, dim = q.shape
+    block_size, pad = _block_size(mix), mask_bytes(mask)
+    tile = tiles_for(q).diag_out if block_size else tiles_for(q).out
+    out = torch.empty_like(q)
+    chunk = chunk_of(block_size, tile.rows)
+    with device_of(q):
+        m, s, state = _state(k, v, pad, beta.contiguous())
+        forward_kernels._lln_out_kernel[batch * heads, triton.cdiv(length, chunk)](
+            q, k, v, pad, alpha.contiguous(), m, s, state, mix.seed, out, *strides(q), *strides(out), heads, length,
+            SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=block_size or 0, CHUNK=chunk,
+            D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return out, alpha, beta, (m, s, state)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+    saved: Sequence[Tensor], grad: Tensor, needs_factors: Sequence[bool],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """As lln_pytorch.backward: 7 or 9 passes over N x D."""
+    q, k, v = aligned(q, k, v)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # an expanded one, of .sum() say
+    run = _Backward(q, k, v, alpha.contiguous(), beta.contiguous(), mask_bytes(mask), mix, *saved, grad, *needs_factors)
+    with device_of(q):
+        return (_lln_diag_backward if mix.diag_weight else _lln_backward)(run)
+
+
+def _block_size(mix: Mixture) -> int | None:
+    return mix.block_size if mix.diag_weight else None
+
+
+class _Backward(NamedTuple):
+    """What a backward pass needs: the inputs, what forward saved, and the incoming gradient."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alpha: Tensor
+    beta: Tensor
+    pad: Tensor | None
+    mix: Mixture
+    m: Tensor
+    s: Tensor
+    state: Tensor
+    do: Tensor
+    needs_alpha: bool
+    needs_beta: bool
+
+
+def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """g (B H, D) float32 and c dS / s (B H, D, D) of lln_triton_backward; with dq: filled in, and dα (B H,)."""
-    q, _, _, alpha, _, _, _, m, s, state = ctx.saved_tensors
+    q, do, s, state, share = run.q, run.do, run.s, run.state, run.mix.lln_weight
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).dstate
     bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
     g, dstate = workspace(q, bh, dim), torch.empty_like(state)
     parts = (g, dstate) if splits == 1 else (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
-    dalpha = workspace(q, bh, splits) if dq is not None and ctx.needs_input_grad[3] else None
+    dalpha = workspace(q, bh, splits) if dq is not None and run.needs_alpha else None
     out = q if dq is None else dq
     backward_kernels._lln_dstate_kernel[bh, splits](
-        q, do, alpha, m, s, state, *parts, dq, dalpha, *strides(q), *strides(do), *strides(out),
+        q, do, run.pad, run.alpha, run.m, s, state, *parts, dq, dalpha, *strides(q), *strides(do), *strides(out),
         heads, length, tokens,
         SHARE=share, WRITE_DQ=dq is not None, WRITE_DALPHA=dalpha is not None, FINAL=splits == 1,
-        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), **dot_options(q), num_warps=tile.warps, num_stages=tile.stages,
+        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=run.pad is not None, **dot_options(q),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
@@ -125,14 +144,14 @@ def _summed(partial: Tensor | None, like: Tensor) -> Tensor | None:
     return None if partial is None else partial.sum(-1).view_as(like)
 
 
-def _lln_backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, alpha, beta, pad, _, m, s, _ = ctx.saved_tensors
+def _lln_backward(run: _Backward) -> Sequence[Tensor | None]:
+    q, k, v, alpha, beta, pad, _, m, s, *_ = run
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).dkv
     dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
-    g, dstate, dalpha = _dstate(ctx, do, 1.0, dq)
+    g, dstate, dalpha = _dstate(run, dq)
     chunk = chunk_of(None, tile.rows)
     grid = (batch * heads, triton.cdiv(length, chunk))
-    dbeta = workspace(q, *grid) if ctx.needs_input_grad[4] else None
+    dbeta = workspace(q, *grid) if run.needs_beta else None
     backward_kernels._lln_dkv_kernel[grid](
         k, v, pad, beta, m, s, g, dstate, dk, dv, dbeta, *strides(q), *strides(dk), heads, length,
         WRITE_DBETA=dbeta is not None, CHUNK=chunk, D=dim, ROWS=tile.rows, SLICE=min(dim, 64),
@@ -141,79 +160,28 @@ def _lln_backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
 
 
-def _lln_diag_backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, alpha, beta, pad, seed, m, s, state = ctx.saved_tensors
+def _lln_diag_backward(run: _Backward) -> Sequence[Tensor | None]:
+    q, k, v, alpha, beta, pad, mix, m, s, state, do, *_ = run
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).diag_bwd
-    if ctx.block_size > tile.rows:
+    if mix.block_size > tile.rows:
         tile = tiles_for(q).diag_bwd_long
     dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
-    g, dstate, _ = _dstate(ctx, do, 0.5, None)
-    chunk = chunk_of(ctx.block_size, tile.rows)
+    g, dstate, _ = _dstate(run, None)
+    chunk = chunk_of(mix.block_size, tile.rows)
     grid = (batch * heads, triton.cdiv(length, chunk))
-    wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    wanted = run.needs_alpha or run.needs_beta
     dalpha, dbeta = (workspace(q, *grid), workspace(q, *grid)) if wanted else (None, None)
     statistics = workspace(q, 2, batch * heads, length) if chunk > tile.rows else (None, None)
     diag_backward_kernels._lln_diag_bwd_kernel[grid](
-        q, k, v, do, pad, alpha, beta, m, s, state, g, dstate, seed, *statistics, dq, dk, dv, dalpha, dbeta,
+        q, k, v, do, pad, alpha, beta, m, s, state, g, dstate, mix.seed, *statistics, dq, dk, dv, dalpha, dbeta,
         *strides(q), *strides(do), *strides(dq), heads, length,
-        SCALE=dim**-0.5, DROPOUT=ctx.dropout_p, BLOCK=ctx.block_size, CHUNK=chunk, WRITE_AB=wanted,
+        SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk, WRITE_AB=wanted,
         D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **dot_options(q),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
 
 
-def lln_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | float,
-    beta: Tensor | float,
-    key_padding_mask: Tensor | None = None,
-) -> Tensor:
-    """softmax_d(αq + L) Wᵀv, W_jd = exp(βk_jd - L_d), L_d = logsumexp_j βk_jd (arXiv 2311.13541, eq. 8, exact).
-
-    q, k, v: (B, H, N, D) in any layout with dense features; alpha, beta: broadcast to (B, H), and get gradients;
-    key_padding_mask: bool (B, N), True = padded. Returns (B, H, N, D) in the layout of q; 0 where every key is padded.
-    """
-    check_inputs(q, k, v, key_padding_mask)
-    pad = mask_bytes(key_padding_mask)
-    return LLNFunction.apply(q, k, v, per_head(alpha, q), per_head(beta, q), pad, None, 0.0, None)
-
-
-def lln_diag_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | float,
-    beta: Tensor | float,
-    key_padding_mask: Tensor | None = None,
-    block_size: int | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | int | None = None,
-) -> Tensor:
-    """½ (lln_attention + softmax(q kᵀ / √D) v inside blocks of `block_size` tokens); block_size defaults to D.
-
-    dropout_p applies to the probabilities of the blocks. seed: int64 tensor with one element on the device of q (a CUDA
-    graph then draws anew at each replay), an int, or None to draw one from PyTorch's generator of that device.
-    """
-    check_inputs(q, k, v, key_padding_mask)
-    block_size = q.shape[-1] if block_size is None else block_size
-    if not 16 <= block_size <= 256:
-        raise ValueError(f"block_size must lie in 16..256, not {block_size}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must lie in [0, 1), not {dropout_p}")
-    if dropout_p == 0.0:
-        seed = None
-    elif seed is None:
-        seed = torch.randint(2**62, (1,), device=q.device)
-    elif isinstance(seed, int):
-        seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
-    pad = mask_bytes(key_padding_mask)
-    return LLNFunction.apply(q, k, v, per_head(alpha, q), per_head(beta, q), pad, block_size, float(dropout_p), seed)
-
-
-@torch.no_grad()
 def match_moments(
     q: Tensor, k: Tensor, key_padding_mask: Tensor | None, log_s_table: Tensor, log_sigma2_table: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -223,7 +191,6 @@ def match_moments(
     1e-6; log σ̃² piecewise linear in log s, s = σ_q²σ_k², through the increasing table (T,), T >= 2, its end slopes
     continued (arXiv 2311.13541, section 4.1).
     """
-    check_inputs(q, k, k, key_padding_mask)
     q, k = aligned(q, k)
     pad = mask_bytes(key_padding_mask)
     batch, heads, length, dim = q.shape

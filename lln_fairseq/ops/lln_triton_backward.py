@@ -19,7 +19,7 @@ neither overflows nor drowns in half precision at any N (dS alone grows like √
 import triton
 import triton.language as tl
 
-from lln_fairseq.ops.lln_triton_forward import _features, _log_normaliser, _offset, _real_keys, _rows
+from lln_fairseq.ops.lln_triton_forward import _features, _log_normaliser, _offset, _queries, _real_keys, _rows
 
 
 @triton.jit
@@ -47,11 +47,12 @@ def _rounding(b_x, p):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def _lln_dstate_kernel(
-    q, do, alpha, m, s, S, g, dS, dq, dalpha,
+    q, do, pad, alpha, m, s, S, g, dS, dq, dalpha,
     stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n,
     H, N, T,
     SHARE: tl.constexpr, WRITE_DQ: tl.constexpr, WRITE_DALPHA: tl.constexpr, FINAL: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ_i A_id do_i and Σ_i A_id δ_i over tokens [i_s T, (i_s + 1) T); WRITE_DQ: also dq = α A (dA - δ) and Σ q dx.
 
@@ -80,6 +81,7 @@ def _lln_dstate_kernel(
         inside = (i_t + tl.arange(0, ROWS) < end)[:, None]
         # (ROWS, D)
         b_q = tl.load(_rows(p_q, i_t, stride_n, ROWS, D), mask=inside, other=0.0)
+        b_q = _queries(pad, b_q, i_bh // H, i_t + tl.arange(0, ROWS), N, HAS_PAD)
         b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside, other=0.0).to(DOT)
         b_a = _features(b_q, b_alpha, b_l)
         if SLICE == D:
@@ -142,11 +144,17 @@ def _lln_dcombine_kernel(
 
 
 @triton.jit
+def _exp_below_1(b_x):
+    """e^x of x <= 0; what rounding has left above 0, where x is a difference of large numbers, counts as 0."""
+    return tl.exp(tl.where(b_x > 0, 0.0, b_x))
+
+
+@triton.jit
 def _exp_keys(p_k, o_f, real, b_beta, p_m, stride_n, ROWS: tl.constexpr):
     """W = exp(βk - m) of a tile's features o_f, float32; 0 in padded rows."""
     p_k = p_k + tl.arange(0, ROWS)[:, None] * stride_n + o_f[None, :]
     b_y = b_beta * tl.load(p_k, mask=real[:, None], other=0.0).to(tl.float32)
-    return tl.exp(tl.where(real[:, None], b_y, float("-inf")) - tl.load(p_m + o_f)[None, :])
+    return _exp_below_1(tl.where(real[:, None], b_y, float("-inf")) - tl.load(p_m + o_f)[None, :])
 
 
 @triton.jit

@@ -10,12 +10,19 @@ dk = dxᵀ q · SCALE, dv = pᵀ do. A, dA, W and p are recomputed; nothing as l
 import triton
 import triton.language as tl
 
-from lln_fairseq.ops.lln_triton_backward import _exp_keys, _keys_times_state, _state_scale, _times_state_transposed
+from lln_fairseq.ops.lln_triton_backward import (
+    _exp_below_1,
+    _exp_keys,
+    _keys_times_state,
+    _state_scale,
+    _times_state_transposed,
+)
 from lln_fairseq.ops.lln_triton_forward import (
     _dropout_scale,
     _features,
     _log_normaliser,
     _offset,
+    _queries,
     _real_keys,
     _rows,
     _same_block,
@@ -64,7 +71,7 @@ def _diag_dq(
         b_dp = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
         if DROPOUT > 0:
             b_dp *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
-        b_dx = tl.exp(b_x - b_lse[:, None]) * (b_dp - b_delta[:, None])
+        b_dx = _exp_below_1(b_x - b_lse[:, None]) * (b_dp - b_delta[:, None])
         b_dq = tl.dot(b_dx.to(DOT), b_k.to(DOT), acc=b_dq, input_precision=PRECISION)
     return b_dq, b_lse, b_delta
 
@@ -103,6 +110,7 @@ def _lln_diag_bwd_kernel(
         inside = o_q < end
         # (ROWS, D)
         b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside[:, None], other=0.0)
+        b_q = _queries(pad, b_q, i_b, o_q, N, HAS_PAD)
         b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside[:, None], other=0.0).to(DOT)
         b_dq, b_lse, b_delta = _diag_dq(
             b_q.to(DOT), b_do, k + offset, v + offset, pad, seed, i_bh, i_b, o_q, start, end, stride_n, N,
@@ -112,6 +120,7 @@ def _lln_diag_bwd_kernel(
             p_do + i_t.to(tl.int64) * stride_do_n, inside, S + i_bh * D * D, stride_do_n, D, ROWS, SLICE, DOT, PRECISION
         )
         b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside[:, None], other=0.0)
+        b_q = _queries(pad, b_q, i_b, o_q, N, HAS_PAD)
         b_a = _features(b_q, b_alpha, b_l)
         b_dx = 0.5 * b_a * (b_da - tl.sum(b_a * b_da, 1)[:, None])
         b_dq = b_alpha * b_dx + (0.5 * SCALE) * b_dq
@@ -145,6 +154,7 @@ def _lln_diag_bwd_kernel(
             o_q = start + i_j + tl.arange(0, ROWS)
             # (queries, D)
             b_q = tl.load(_rows(q + offset, start + i_j, stride_n, ROWS, D), mask=(o_q < end)[:, None], other=0.0)
+            b_q = _queries(pad, b_q, i_b, o_q, N, HAS_PAD)
             b_do = tl.load(_rows(p_do, start + i_j, stride_do_n, ROWS, D), mask=(o_q < end)[:, None], other=0.0)
             if CHUNK > ROWS:
                 b_lse = tl.load(lse + i_bh * N + o_q, mask=o_q < end, other=0.0)
@@ -152,7 +162,7 @@ def _lln_diag_bwd_kernel(
             # (keys, queries)
             b_x = tl.dot(b_k.to(DOT), tl.trans(b_q.to(DOT)), input_precision=PRECISION) * SCALE
             b_x = tl.where(_same_block(o_q[None, :], o_k[:, None], real[:, None], BLOCK, CHUNK), b_x, float("-inf"))
-            b_p = tl.exp(b_x - b_lse[None, :])
+            b_p = _exp_below_1(b_x - b_lse[None, :])
             b_dp = tl.dot(b_v.to(DOT), tl.trans(b_do.to(DOT)), input_precision=PRECISION)
             b_pd = b_p
             if DROPOUT > 0:

@@ -43,6 +43,18 @@ def _real_keys(pad, i_b, rows, end, N, HAS_PAD: tl.constexpr):
 
 
 @triton.jit
+def _queries(p, b_x, i_b, rows, N, HAS_PAD: tl.constexpr):
+    """b_x (ROWS, D) of the queries `rows` with 0 for what no computation survives in padding, see ops/padding.py.
+
+    p: the mask.
+    """
+    if HAS_PAD:
+        padded = tl.load(p + i_b * N + rows, mask=rows < N, other=0) != 0
+        b_x = tl.where(padded[:, None] & ~(tl.abs(b_x.to(tl.float32)) < 1e6), 0.0, b_x.to(tl.float32)).to(b_x.dtype)
+    return b_x
+
+
+@triton.jit
 def _log_normaliser(m, s, i_bh, D: tl.constexpr):
     """L = m + log s, (D,); 0 where there is no real key (S and W are 0 there, so L only has to be finite)."""
     b_m = tl.load(m + i_bh * D + tl.arange(0, D))
@@ -216,6 +228,7 @@ def _lln_out_kernel(
         inside = (o_q < end)[:, None]
         # (ROWS, D)
         b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside, other=0.0)
+        b_q = _queries(pad, b_q, i_b, o_q, N, HAS_PAD)
         b_o = tl.dot(_features(b_q, b_alpha, b_l).to(DOT), b_S, input_precision=PRECISION)
         if BLOCK > 0:
             b_o += _diag_rows(

@@ -132,26 +132,5 @@ def mask_bytes(key_padding_mask: Tensor | None) -> Tensor | None:
     return None if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8)
 
 
-def per_head(x: Tensor | float, q: Tensor) -> Tensor:
-    """A number or a tensor that broadcasts to (B, H), as float32 (B, H); autograd sums the expanded gradient."""
-    if not isinstance(x, Tensor):
-        x = torch.full((), x, device=q.device)  # written by the device: torch.tensor would copy from the host and wait
-    return x.to(device=q.device, dtype=torch.float32).expand(q.shape[0], q.shape[1])
-
-
 def workspace(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
-    if reason := is_supported(q):
-        raise ValueError(reason)
-    for name, x in (("k", k), ("v", v)):
-        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"q and {name} must agree in shape, dtype and device: {tuple(q.shape)} {q.dtype} {q.device}"
-            )
-    if key_padding_mask is not None and (
-        key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (q.shape[0], q.shape[2])
-    ):
-        raise ValueError(f"key_padding_mask must be bool of shape (B, N) = {(q.shape[0], q.shape[2])}")

@@ -56,7 +56,9 @@ def _store_matched(
     sigma_q = tl.maximum(tl.sqrt(square_q / tl.maximum(count, 1.0)), 1e-6)
     sigma_k = tl.maximum(tl.sqrt(square_k / tl.maximum(count, 1.0)), 1e-6)
     log_s = 2.0 * (tl.log(sigma_q) + tl.log(sigma_k))
-    half_sigma = tl.exp(0.5 * (_look_up(log_s_table, log_sigma2_table, log_s, SIZE, SIZE_2) - 0.6931471805599453))
+    log_sigma2 = _look_up(log_s_table, log_sigma2_table, log_s, SIZE, SIZE_2)
+    log_sigma2 = tl.where(log_sigma2 > 24.0, 24.0, log_sigma2)  # moment_matching.LOG_SIGMA2_LIMIT
+    half_sigma = tl.exp(0.5 * (log_sigma2 - 0.6931471805599453))
     tl.store(alpha + i_bh, half_sigma / sigma_q)
     tl.store(beta + i_bh, half_sigma / sigma_k)
 

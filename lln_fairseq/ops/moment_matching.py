@@ -9,13 +9,16 @@ of LLN attention depends on σ̃² and the head dimension alone. α and β follo
 import functools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from lln_fairseq.ops._backends import choose_backend, kernels
-from lln_fairseq.ops._memory import compute_dtype
+from lln_fairseq.ops._backends import choose_backend, is_recorded, kernels
+from lln_fairseq.ops._checks import check_inputs
+from lln_fairseq.ops.dtypes import compute_dtype
 
 SCOPES = ("head", "batch")
 CONSTANTS = ("calibrated", "paper")
@@ -25,6 +28,9 @@ CONSTANTS = ("calibrated", "paper")
 PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
 
 MIN_SIGMA = 1e-6
+# log σ̃² at the most, where LLN attention has long had but one feature left. Beyond it float32 could not tell α q from
+# its neighbours. csrc/moments.h and the Triton kernels have the same limit.
+LOG_SIGMA2_LIMIT = 24.0
 TABLES_FILE = Path(__file__).with_name("moment_matching_tables.json")
 
 # The grid of s on which both attentions are simulated; between its points and beyond its ends log σ̃² is linear in
@@ -51,22 +57,34 @@ def match_moments(
         backend: as for `lln_attention`; the fused kernels compute scope "head" with calibrated constants.
 
     Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), without gradient.
-    Raises: ValueError for an unknown scope or unknown constants.
+    Raises: ValueError for an unknown scope, unknown constants, or tensors that do not fit.
     """
+    check_inputs(q, k, k, key_padding_mask)
     for value, known, name in ((scope, SCOPES, "scope"), (constants, CONSTANTS, "constants")):
         if value not in known:
             raise ValueError(f"unknown {name} '{value}', choose from {', '.join(known)}")
-    backend = choose_backend(backend, q) if (scope, constants) == ("head", "calibrated") else "torch"
-    if backend != "torch":
-        return kernels(backend).match_moments(q, k, key_padding_mask, *calibration_table(q.shape[-1], q.device))
-    with torch.no_grad():
-        sigma_q, sigma_k = (standard_deviation(x, key_padding_mask, scope) for x in (q, k))
-        log_s = 2 * (sigma_q.log() + sigma_k.log())
-        if constants == "paper":
-            sigma_tilde = ((log_s.exp() - PAPER_B) / PAPER_A).sqrt()
-        else:
-            sigma_tilde = (interpolate(log_s, *calibration_table(q.shape[-1], q.device)) / 2).exp()
-        return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
+    fused = (scope, constants) == ("head", "calibrated") and q.numel() > 0
+    backend = choose_backend(backend, q, None, k, key_padding_mask) if fused else "torch"
+    if backend == "torch":
+        return matched_moments(q, k, key_padding_mask, scope, constants)
+    q, k = q.detach().resolve_neg(), k.detach().resolve_neg()
+    return kernels(backend).match_moments(q, k, key_padding_mask, *calibration_table(q.shape[-1], q.device))
+
+
+@torch.no_grad()
+def matched_moments(
+    q: Tensor, k: Tensor, key_padding_mask: Tensor | None, scope: str = "head", constants: str = "calibrated"
+) -> tuple[Tensor, Tensor]:
+    """`match_moments` in PyTorch."""
+    sigma_q, sigma_k = (standard_deviation(x, key_padding_mask, scope) for x in (q, k))
+    log_s = 2 * (sigma_q.log() + sigma_k.log())
+    if constants == "paper":
+        log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log()
+    else:
+        table = _table_as_constants(q) if is_recorded(q, k) else calibration_table(q.shape[-1], q.device)
+        log_sigma2 = interpolate(log_s, *table)
+    sigma_tilde = (log_sigma2.clamp_max(LOG_SIGMA2_LIMIT) / 2).exp()
+    return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
 
 
 def standard_deviation(x: Tensor, key_padding_mask: Tensor | None = None, scope: str = "head") -> Tensor:
@@ -102,9 +120,16 @@ def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
 @functools.cache
 def calibration_table(head_dim: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """(log s, log σ̃²) for a head dimension, float32 on the device: shipped for common ones, else simulated once."""
-    shipped = _shipped_tables().get(str(head_dim))
-    log_s, log_sigma2 = shipped or simulate_table(head_dim)
-    return torch.tensor(log_s, device=device), torch.tensor(log_sigma2, device=device)
+    with _disable_current_modes():  # what is kept must be tensors with data, whatever is traced at the moment
+        log_s, log_sigma2 = _shipped_tables().get(str(head_dim)) or simulate_table(head_dim)
+        return tuple(torch.tensor(x, dtype=torch.float32, device=device) for x in (log_s, log_sigma2))
+
+
+def _table_as_constants(q: Tensor) -> Sequence[Tensor]:
+    """The table for q where operations are recorded or imitated: tensors made there."""
+    with _disable_current_modes():
+        numbers = [x.tolist() for x in calibration_table(int(q.shape[-1]))]  # while tracing, a size is a tensor
+    return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in numbers]
 
 
 @functools.cache
@@ -132,8 +157,8 @@ def simulate_table(head_dim: int, tokens: int = 1024, heads: int = 4, seed: int 
     The variances depend little on `tokens`: 4% at most between 512 and 2048 for s up to 16.
     """
     generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(2, heads, tokens, head_dim, generator=generator)
-    log_s = torch.linspace(math.log(S_RANGE[0]), math.log(S_RANGE[1]), S_POINTS, dtype=torch.float64)
+    x, y = torch.randn(2, heads, tokens, head_dim, generator=generator, dtype=torch.float32, device="cpu")
+    log_s = torch.linspace(*map(math.log, S_RANGE), S_POINTS, dtype=torch.float64, device="cpu")
     wanted = torch.tensor([log_variance_softmax(x, y, math.exp(point)) for point in log_s], dtype=torch.float64)
     # The variance grows by less than σ̃⁴ and more than σ̃²/100 here, so this range holds every solution.
     log_sigma2 = torch.linspace(math.log(1e-1), math.log(1.2e2), 2 * S_POINTS, dtype=torch.float64)

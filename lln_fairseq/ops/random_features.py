@@ -5,16 +5,22 @@ backward pass: q, k, v, and per head the logsumexp L (M) and the state S (M x D)
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lln_fairseq.ops._backends import is_recorded
 from lln_fairseq.ops._checks import check_inputs
 from lln_fairseq.ops._memory import Scratch, fresh_result, head_groups
+from lln_fairseq.ops.autograd import differentiable_gradients
+from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
+from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
+from lln_fairseq.ops.padding import clear_padding
 
 
+@without_autocast
 def random_feature_attention(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, key_padding_mask: Tensor | None = None
 ) -> Tensor:
@@ -28,10 +34,25 @@ def random_feature_attention(
         omega: (D, M), random directions over D^¼; no gradient flows to them.
         key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
 
-    Returns: (B, H, N, D) in the dtype of q. Differentiable once.
+    Returns: (B, H, N, D) in the dtype of q. Differentiable any number of times.
     """
     check_inputs(q, k, v, key_padding_mask)
+    q, k, v = clear_padding(q, k, v, key_padding_mask)
+    if q.numel() == 0 or is_recorded(q, k, v, omega, key_padding_mask):
+        return _formula(q, k, v, omega, key_padding_mask)
     return RandomFeatureFunction.apply(q, k, v, omega, key_padding_mask)
+
+
+def log_features(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """x and y, (B, H, N, M), in float32 (float64 for float64 inputs)."""
+    dtype = compute_dtype(q.dtype)
+    q, k, omega = q.to(dtype), k.to(dtype), omega.to(dtype)
+    return q @ omega, k @ omega - k.square().sum(dim=-1, keepdim=True) / (2 * math.sqrt(q.shape[-1]))
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None) -> Tensor:
+    """The same in plain operations."""
+    return linear_attention(*balanced_features(*log_features(q, k, omega), mask), v, mask)
 
 
 class RandomFeatureFunction(torch.autograd.Function):
@@ -57,30 +78,41 @@ class RandomFeatureFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """As LLN's: the logsumexp terms cancel; the norm of a key adds -k/√D Σ_m dy to dk."""
-        q, k, v, omega, mask, log_sums, states = ctx.saved_tensors
-        run = _Run(q, omega, mask)
-        dq, dk, dv = (fresh_result(x) for x in (q, k, v))
-        for group in run.groups:
-            q_, k_, v_, grad_ = run.load(group, q=q, k=k, v=v, grad=grad)
-            log_sum, state = log_sums[group], states[group]
-            out = run.scratch("out", *q_.shape)
+        q, k, v, omega, mask, *_ = saved = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_recorded(grad):
+            needed = ctx.needs_input_grad[:3]
+            grads = differentiable_gradients(lambda *x: _formula(*x, omega, mask), (q, k, v), needed, grad)
+        else:
+            grads = _gradients(grad, *saved)
+        return *grads, None, None
 
-            a = run.query_features(q_, log_sum)
-            dx = torch.bmm(grad_, state.mT, out=run.scratch("dx", *a.shape)).mul_(a)
-            delta = dx.sum(dim=-1, keepdim=True)
-            dx.addcmul_(a, delta, value=-1)
-            dstate, g = torch.bmm(a.mT, grad_), torch.bmm(a.mT, delta).mT
-            run.store(group, dq, run.matmul(dx, run.omega.mT, out))
 
-            w = run.log_keys(group, k_).sub_(log_sum).exp_()
-            run.store(group, dv, torch.bmm(w, dstate, out=out))
-            dy = torch.bmm(v_, dstate.mT, out=dx).sub_(g).mul_(w)
-            dk_ = run.matmul(dy, run.omega.mT, out)
-            run.store(group, dk, dk_.addcmul_(k_, dy.sum(dim=-1, keepdim=True), value=-run.scale))
-        return dq, dk, dv, None, None
+@without_autocast
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None, log_sums: Tensor, states: Tensor
+) -> Sequence[Tensor]:
+    """As LLN's: the logsumexp terms cancel; the norm of a key adds -k/√D Σ_m dy to dk."""
+    run = _Run(q, omega, mask)
+    dq, dk, dv = (fresh_result(x) for x in (q, k, v))
+    for group in run.groups:
+        q_, k_, v_, grad_ = run.load(group, q=q, k=k, v=v, grad=grad)
+        log_sum, state = log_sums[group], states[group]
+        out = run.scratch("out", *q_.shape)
+
+        a = run.query_features(q_, log_sum)
+        dx = torch.bmm(grad_, state.mT, out=run.scratch("dx", *a.shape)).mul_(a)
+        delta = dx.sum(dim=-1, keepdim=True)
+        dx.addcmul_(a, delta, value=-1)
+        dstate, g = torch.bmm(a.mT, grad_), torch.bmm(a.mT, delta).mT
+        run.store(group, dq, run.matmul(dx, run.omega.mT, out))
+
+        w = run.log_keys(group, k_).sub_(log_sum).exp_()
+        run.store(group, dv, torch.bmm(w, dstate, out=out))
+        dy = torch.bmm(v_, dstate.mT, out=dx).sub_(g).mul_(w)
+        dk_ = run.matmul(dy, run.omega.mT, out)
+        run.store(group, dk, dk_.addcmul_(k_, dy.sum(dim=-1, keepdim=True), value=-run.scale))
+    return dq, dk, dv
 
 
 class _Run:

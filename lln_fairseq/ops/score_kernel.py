@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 
+
+@without_autocast
 def score_kernel_attention(
     q: Tensor,
     k: Tensor,
@@ -26,7 +29,7 @@ def score_kernel_attention(
 
     Returns: (B, H, N, D) in the dtype of v; a sequence without a real key gives 0.
     """
-    dtype = torch.promote_types(v.dtype, torch.float32)
+    dtype = compute_dtype(v.dtype)
     weights, values = kernel(q.to(dtype) @ k.to(dtype).mT), v.to(dtype)
     count = v.shape[-2]
     if key_padding_mask is not None:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln_fairseq.ops._memory import compute_dtype
+from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 
 EPSILON = 1e-12  # of a mean square: an output of 0 stays 0
 
 
+@without_autocast
 def norm_attention(
     q: Tensor,
     k: Tensor,
@@ -33,6 +34,7 @@ def norm_attention(
     return rms_norm_over_heads(phi_q @ (phi_k.mT @ values)).to(v.dtype)
 
 
+@without_autocast
 def block_relu_attention(
     q: Tensor,
     k: Tensor,

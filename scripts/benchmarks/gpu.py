@@ -104,8 +104,8 @@ def report(name: str, block_size: int | None, args: argparse.Namespace, bandwidt
 
         def ours(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor = alpha, beta: Tensor = beta) -> Tensor:
             if block_size is None:
-                return lln_triton.lln_attention(q, k, v, alpha, beta)
-            return lln_triton.lln_diag_attention(q, k, v, alpha, beta, None, block_size)
+                return lln.lln_attention(q, k, v, alpha, beta, backend="triton")
+            return lln.lln_diag_attention(q, k, v, alpha, beta, None, block_size, backend="triton")
 
         def plain(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor = alpha, beta: Tensor = beta) -> Tensor:
             return torch_path(block_size)(q, k, v, alpha, beta)

@@ -26,6 +26,8 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lln_fairseq.ops import lln_triton, lln_triton_launch
+from lln_fairseq.ops.autograd import mixture
+from lln_fairseq.ops.lln_pytorch import Mixture
 
 
 class NamedDriver:
@@ -67,11 +69,12 @@ def cases(dim, dtype):
         return q, k, v, alpha, beta, torch.zeros(2, length, dtype=torch.bool)
 
     def lln(length):
-        out = lln_triton.lln_attention(*inputs(length))
+        out = mixture(*inputs(length), Mixture(1.0, 0.0), "triton")
         out.backward(torch.empty_like(out))
 
     def diag(length, block_size, dropout=0.0):
-        out = lln_triton.lln_diag_attention(*inputs(length), block_size, dropout, 1)
+        seed = torch.ones(1, dtype=torch.int64) if dropout else None
+        out = mixture(*inputs(length), Mixture(0.5, 0.5, block_size, dropout, seed), "triton")
         out.backward(torch.empty_like(out))
 
     def moments(length):
@@ -103,7 +106,6 @@ def main():
 
     driver.set_active(NamedDriver(args.arch))
     lln_triton_launch.capability = lambda device: args.arch
-    lln_triton_launch.is_supported = lambda q, block_size=None: None
     compile_only = JITFunction.run
     seen = set()
 

@@ -5,6 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from lln_fairseq.ops import lln_triton, reference
+from lln_fairseq.ops.autograd import mixture
+from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
+from lln_fairseq.ops.lln_pytorch import Mixture
 from tests import helpers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,11 +58,17 @@ def gradients(function, tensors, do):
     return [out.detach(), *torch.autograd.grad(out, tensors, do.to(out.dtype))]
 
 
+def diag(q, k, v, alpha, beta, mask=None, block_size=64, dropout_p=0.0, seed=None):
+    """½ (LLN + Diag) with a seed, an int or a tensor."""
+    seed = torch.tensor([seed], device=DEVICE) if isinstance(seed, int) else seed
+    return mixture(q, k, v, alpha, beta, mask, Mixture(0.5, 0.5, block_size, dropout_p, seed), "triton")
+
+
 def kernels(mask, block_size, **options):
     def function(q, k, v, alpha, beta):
         if block_size is None:
-            return lln_triton.lln_attention(q, k, v, alpha, beta, mask)
-        return lln_triton.lln_diag_attention(q, k, v, alpha, beta, mask, block_size, **options)
+            return lln_attention(q, k, v, alpha, beta, mask, backend="triton")
+        return diag(q, k, v, alpha, beta, mask, block_size, **options)
 
     return function
 
@@ -225,7 +234,7 @@ def test_alpha_and_beta_broadcast(shape):
         do.double(),
     )
     assert_float32(found, expected)
-    same = lln_triton.lln_attention(q, k, v, 1.2, 0.7)
+    same = lln_attention(q, k, v, 1.2, 0.7, backend="triton")
     torch.testing.assert_close(same, found[0], rtol=0, atol=0)
 
 
@@ -252,7 +261,7 @@ def test_dropout_of_the_blocks(block_size):
         v = torch.zeros_like(zeros)
         for i in range(min(dim, length - start)):
             v[:, :, start + i, i] = 1.0
-        out = lln_triton.lln_diag_attention(zeros, zeros, v, 1.0, 1.0, None, block_size, p, 7)
+        out = diag(zeros, zeros, v, tensors[3], tensors[4], None, block_size, p, 7)
         keep[..., start : start + dim] = (2 * out - v.mean(-2, keepdim=True))[..., : length - start] * block_size
     block = torch.arange(length, device=DEVICE) // block_size
     same = (block[:, None] == block[None, :]).expand_as(keep)
@@ -325,12 +334,12 @@ def test_what_is_not_supported_says_why():
     assert lln_triton.is_supported(q) is None
     assert "float64" in lln_triton.is_supported(q.double())
     assert "48" in lln_triton.is_supported(q[..., :48])
-    with pytest.raises(ValueError, match="k must agree"):
-        lln_triton.lln_attention(q, q[:, :, :4], q, 1.0, 1.0)
+    with pytest.raises(ValueError, match="one shape"):
+        lln_attention(q, q[:, :, :4], q, 1.0, 1.0, backend="triton")
     with pytest.raises(ValueError, match="key_padding_mask"):
-        lln_triton.lln_attention(q, q, q, 1.0, 1.0, torch.zeros(1, 9, dtype=torch.bool, device=DEVICE))
-    with pytest.raises(ValueError, match="block_size"):
-        lln_triton.lln_diag_attention(q, q, q, 1.0, 1.0, None, 8)
+        lln_attention(q, q, q, 1.0, 1.0, torch.zeros(1, 9, dtype=torch.bool, device=DEVICE), backend="triton")
+    with pytest.raises(ValueError, match="blocks of 16 to 256 tokens, not 8"):
+        lln_diag_attention(q, q, q, 1.0, 1.0, None, 8, backend="triton")
 
 
 def test_blockwise_part_equals_scaled_dot_product_attention():
@@ -338,7 +347,7 @@ def test_blockwise_part_equals_scaled_dot_product_attention():
     (q, k, v, _, _), _ = inputs(length=128, dim=64)
     blocks = [x.reshape(2, 2, 2, 64, 64) for x in (q, k, v)]
     expected = F.scaled_dot_product_attention(*(x.double() for x in blocks)).reshape_as(q).float()
-    out = lln_triton.lln_diag_attention(q, k, v, 1.0, 0.0, None, 64)
+    out = lln_diag_attention(q, k, v, 1.0, 0.0, None, 64, backend="triton")
     torch.testing.assert_close(2 * out - v.mean(-2, keepdim=True), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -397,7 +406,7 @@ def test_a_million_tokens(monkeypatch, heads):
     monkeypatch.undo()  # poisoning would cost time here
     length, dim, block = 2**20, 64, 64
     q, k, v = (torch.randn(1, length, heads, dim, device=DEVICE, dtype=torch.float16).transpose(1, 2) for _ in range(3))
-    out = lln_triton.lln_diag_attention(q, k, v, 1.4, 1.4, None, block)
+    out = lln_diag_attention(q, k, v, 1.4, 1.4, None, block, backend="triton")
     h = heads - 1
     y = 1.4 * k[0, h].float()
     features = (1.4 * q[0, h, -block:].float() + y.logsumexp(0)).softmax(-1)

@@ -16,7 +16,7 @@ static void head_forward(const problem *p, int64_t head, scratch c) {
     if (p->lln) sum_keys(p, head, c);
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
-        const float *q = load(&p->q, s, c.tile[0]);
+        const float *q = load_queries(&p->q, s, valid_of(p, s, c), c.tile[0]);
         float *out = target(&p->out, s, c.tile[4]);
         if (p->lln) {
             features(s, q, p->alpha[head], log_sum_of(p, head), c.tile[5]);
@@ -38,7 +38,8 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
     double dbeta = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
-        const float *k = load(&p->k, s, c.tile[0]), *v = load(&p->v, s, c.tile[1]);
+        const float *valid = valid_of(p, s, c);
+        const float *k = load_keys(&p->k, s, valid, c.tile[0]), *v = load_keys(&p->v, s, valid, c.tile[1]);
         float *dk = target(&p->dk, s, c.tile[8]), *dv = target(&p->dv, s, c.tile[9]);
         if (p->lln) {
             dbeta += keys_backward(p, head, s, c, g, k, v, dk, dv);

@@ -33,9 +33,10 @@ static float diag_weight(const problem *p) { return p->kept ? p->diag * 65536 / 
 
 /* out += weight * P v */
 static void block_forward(const problem *p, span s, scratch c, const float *q, float *out) {
-    const float *k = load(&p->k, s, c.tile[1]), *v = load(&p->v, s, c.tile[2]);
+    const float *valid = valid_of(p, s, c);
+    const float *k = load_keys(&p->k, s, valid, c.tile[1]), *v = load_keys(&p->v, s, valid, c.tile[2]);
     float *weight = c.square[0], *kept = c.square[1];
-    block_weights(s, q, k, valid_of(p, s, c), c.tile[3], weight);
+    block_weights(s, q, k, valid, c.tile[3], weight);
     if (p->kept) {
         draw(p, s, kept);
         for (int64_t i = 0; i < s.padded * s.padded; i++) weight[i] *= kept[i];
@@ -45,12 +46,13 @@ static void block_forward(const problem *p, span s, scratch c, const float *q, f
 
 /* dv += P' do, dq += dscores k, dk += dscores' q */
 static void block_backward(const problem *p, span s, scratch c, const float *k, const float *v, float *dk, float *dv) {
-    const float *q = load(&p->q, s, c.tile[4]), *grad = load(&p->out, s, c.tile[5]);
-    float *dq = load(&p->dq, s, c.tile[6]);
+    const float *valid = valid_of(p, s, c);
+    const float *q = load_queries(&p->q, s, valid, c.tile[4]), *grad = load(&p->out, s, NULL, 0, c.tile[5]);
+    float *dq = load(&p->dq, s, NULL, 0, c.tile[6]);
     const int64_t n = s.padded;
     const float share = diag_weight(p), scale = share / sqrtf(D);
     float *weight = c.square[0], *dweight = c.square[1], *kept = c.square[2], *turned = c.tile[7], *dropped = weight;
-    block_weights(s, q, k, valid_of(p, s, c), turned, weight);
+    block_weights(s, q, k, valid, turned, weight);
     transpose(n, D, v, turned);
     multiply(0, n, n, D, grad, D, 1, turned, 1, dweight, AHEAD(&p->q, &p->out));
     if (p->kept) {

@@ -60,7 +60,7 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
         const span s = tile_of(p, head, start);
         const float *valid = valid_of(p, s, c);
         for (int64_t j = 0; j < s.padded && !any; j++) any = !valid || valid[j];
-        const float *k = load(&p->k, s, c.tile[0]), *v = load(&p->v, s, c.tile[1]);
+        const float *k = load_keys(&p->k, s, valid, c.tile[0]), *v = load_keys(&p->v, s, valid, c.tile[1]);
         raise_top(s, k, p->beta[head], valid, top, total, state, c.vector[2]);
         weights(s, k, p->beta[head], top, valid, c.tile[2]);
         add_weights(s, c.tile[2], total);
@@ -83,7 +83,8 @@ static void queries_backward(const problem *p, int64_t head, scratch c, float *d
     memset(g, 0, D * sizeof(float));
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
-        const float *q = load(&p->q, s, c.tile[0]), *grad = load(&p->out, s, c.tile[1]);
+        const float *valid = valid_of(p, s, c);
+        const float *q = load_queries(&p->q, s, valid, c.tile[0]), *grad = load(&p->out, s, NULL, 0, c.tile[1]);
         float *dq = target(&p->dq, s, c.tile[4]);
         features(s, q, alpha, log_sum_of(p, head), a);
         multiply(0, s.padded, D, D, grad, D, 1, turned, 1, dx, AHEAD(&p->q, &p->out));

@@ -31,10 +31,13 @@ static double interpolate(table t, double x) {
     return t.y[right - 1] + slope * (x - t.x[right - 1]);
 }
 
+enum { LOG_SIGMA2_LIMIT = 24 }; /* moment_matching.py has the same limit */
+
 /* alpha = σ̃ / (√2 σ_q), beta = σ̃ / (√2 σ_k): moment_matching.py */
 static void head_match_moments(const problem *p, int64_t head, scratch c) {
     const double sigma_q = deviation(p, &p->q, head, c), sigma_k = deviation(p, &p->k, head, c);
-    const double sigma = exp(interpolate(p->calibration, 2 * log(sigma_q * sigma_k)) / 2);
+    const double matched = interpolate(p->calibration, 2 * log(sigma_q * sigma_k));
+    const double sigma = exp((matched > LOG_SIGMA2_LIMIT ? LOG_SIGMA2_LIMIT : matched) / 2);
     p->alpha[head] = sigma / (sqrt(2) * sigma_q);
     p->beta[head] = sigma / (sqrt(2) * sigma_k);
 }

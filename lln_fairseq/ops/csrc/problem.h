@@ -52,9 +52,19 @@ static span tile_of(const problem *p, int64_t head, int64_t start) {
 /* 1 for real tokens, 0 for padded ones and for rows beyond the end; NULL where all are real. */
 static const float *valid_of(const problem *p, span s, scratch c) {
     const uint8_t *padding = p->padding ? p->padding + s.batch * p->tokens + s.start : NULL;
+    if (padding && !memchr(padding, 1, s.count)) padding = NULL;
     if (padding == NULL && s.count == s.padded) return NULL;
     for (int64_t j = 0; j < s.padded; j++) c.valid[j] = j < s.count && !(padding && padding[j]);
     return c.valid;
+}
+
+/* Queries of padding are answered like others where that can be; its keys and values are 0. */
+static const float *load_queries(const view *x, span s, const float *valid, float *copy) {
+    return load(x, s, valid, 1e6f, copy); /* ops/padding.py has the same limit */
+}
+
+static const float *load_keys(const view *x, span s, const float *valid, float *copy) {
+    return load(x, s, valid, 0, copy);
 }
 
 static float *state_of(const problem *p, int64_t head) { return p->states + head * (D + 1) * D; }

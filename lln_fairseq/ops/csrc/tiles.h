@@ -29,10 +29,11 @@ static inline float *at(const view *x, span s) {
 
 /* ---- arithmetic ---- */
 
-/* e^x to 1e-7 with x clamped to the range of float32; NaN stays NaN. The polynomial is that of Cephes' expf. */
+/* e^x to 1e-7 for x <= 0, the lowest clamped to the range of float32; NaN stays NaN. What rounding has left above 0,
+   where x is a difference of large numbers, counts as 0. The polynomial is that of Cephes' expf. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
+    x = x > 0.0f ? 0.0f : x;
     const float n = rintf(x * 1.44269504088896341f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -155,10 +156,20 @@ static inline void store(const view *x, span s, const float *from) {
     for (int64_t i = 0; i < s.count; i++) memcpy(at(x, s) + i * x->token, from + i * D, D * sizeof(float));
 }
 
-/* A tile: in the tensor itself or, if that cannot be, a copy with zeros beyond the end. */
-static inline float *load(const view *x, span s, float *copy) {
-    if (in_place(x, s)) return at(x, s);
-    for (int64_t i = 0; i < s.count; i++) memcpy(copy + i * D, at(x, s) + i * x->token, D * sizeof(float));
+/* A tile: in the tensor itself or, if that cannot be, a copy with zeros beyond the end and, of the rows whose valid
+   is 0, only the numbers below `limit`: what padding holds, NaN and inf too, must not get into a sum. */
+static inline float *load(const view *x, span s, const float *valid, float limit, float *copy) {
+    if (in_place(x, s) && valid == NULL) return at(x, s);
+    for (int64_t i = 0; i < s.count; i++) {
+        const float *from = at(x, s) + i * x->token;
+        float *to = copy + i * D;
+        if (valid == NULL || valid[i] > 0) {
+            memcpy(to, from, D * sizeof(float));
+        } else {
+#pragma omp simd
+            for (int d = 0; d < D; d++) to[d] = fabsf(from[d]) < limit ? from[d] : 0;
+        }
+    }
     memset(copy + s.count * D, 0, (s.padded - s.count) * D * sizeof(float));
     return copy;
 }

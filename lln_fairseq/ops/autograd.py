@@ -1,0 +1,77 @@
+"""The one differentiable function behind LLN, LLN+Diag and block-diagonal attention, whichever backend computes it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln_fairseq.ops._backends import is_recorded, kernels
+from lln_fairseq.ops.dtypes import without_autocast
+from lln_fairseq.ops.formula import mixture_formula
+from lln_fairseq.ops.lln_pytorch import Mixture
+from lln_fairseq.ops.moment_matching import match_moments
+
+
+@without_autocast
+def mixture(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture,
+    backend: str,
+) -> Tensor:  # fmt: skip
+    """The mixture by a backend, "cpu", "triton" or "torch": q, k, v (B, H, N, D), alpha and beta (B, H), mask (B, N).
+
+    α and β None are matched to the moments of q and k, by the backend and in its own passes where it can.
+    """
+    if q.numel() == 0 or is_recorded(q, k, v, alpha, beta, mask):
+        if alpha is None:
+            alpha, beta = match_moments(q, k, mask, backend="torch")
+        return mixture_formula(q, k, v, alpha, beta, mask, mix)
+    if mix.dropout_p and mix.seed is None:
+        mix = replace(mix, seed=kernels(backend).draw_seed(q.device))
+    # A tensor may carry a sign that it has yet to take; kernels read the numbers alone.
+    q, k, v, alpha, beta = (x if x is None else x.resolve_neg() for x in (q, k, v, alpha, beta))
+    return MixtureFunction.apply(q, k, v, alpha, beta, mask, mix, backend)
+
+
+class MixtureFunction(torch.autograd.Function):
+    """Saved for the backward pass: the inputs, α, β, and what the backend asks for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None,
+        mix: Mixture, backend: str,
+    ) -> Tensor:  # fmt: skip
+        out, alpha, beta, saved = kernels(backend).forward(q, k, v, alpha, beta, mask, mix)
+        ctx.save_for_backward(q, k, v, alpha, beta, mask, *saved)
+        ctx.mix, ctx.backend = mix, backend
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(grad, ctx), None, None, None
+
+
+@without_autocast
+def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
+    """Of q, k, v, α, β: by the backend, or differentiable where somebody asks for that (create_graph=True)."""
+    tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[:5]
+    inputs, saved = tensors[:6], tensors[6:]
+    if not (torch.is_grad_enabled() or is_recorded(grad)):
+        return kernels(ctx.backend).backward(*inputs, ctx.mix, saved, grad.resolve_neg(), needed[3:])
+    if ctx.mix.dropout_p:
+        raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
+    return differentiable_gradients(lambda *x: mixture_formula(*x, inputs[5], ctx.mix), inputs[:5], needed, grad)
+
+
+def differentiable_gradients(
+    formula: Callable[..., Tensor], inputs: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """The gradients of formula(*inputs) with respect to the inputs that need them, as differentiable tensors."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views: where one input is made of another, q of k say, each gradient must be that of its own place alone.
+        inputs = [x.view_as(x) for x in inputs]
+        wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+        found = iter(torch.autograd.grad(formula(*inputs), wanted, grad, create_graph=create_graph, allow_unused=True))
+    return [next(found) if need else None for need in needed]

@@ -1,0 +1,30 @@
+"""In which precision attention is computed."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays; everything else is computed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function of tensors on one device that computes in the dtypes it says: autocast would round its products."""
+
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        device = "meta" if x is None else x.device.type
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapper
