@@ -7,11 +7,12 @@ fail() { echo "error: $*" >&2; exit 1; }
 
 # Runs a command that Ctrl-C and SIGTERM of this script end too.
 run() {
-    local code=0
+    local child="" code=0
+    trap 'kill $child 2>/dev/null; echo interrupted >&2; exit 130' INT
+    trap 'kill $child 2>/dev/null; echo interrupted >&2; exit 143' TERM
     "$@" &
-    trap "kill $! 2>/dev/null; echo interrupted >&2; exit 130" INT
-    trap "kill $! 2>/dev/null; echo interrupted >&2; exit 143" TERM
-    wait $! || code=$?
+    child=$!
+    wait "$child" || code=$?
     trap - INT TERM
     return $code
 }

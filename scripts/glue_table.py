@@ -16,6 +16,8 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from scripts.columns import aligned
+
 TASKS = {"mnli": "MNLI", "qnli": "QNLI", "qqp": "QQP", "sst2": "SST-2"}
 
 # Table 1 of arXiv 2311.13541, accuracy in per cent: MNLI, QNLI, QQP, SST-2, the mean that it states.
@@ -77,12 +79,11 @@ def cells(row: Row) -> list[str]:
 
 
 def as_text(rows: list[Row]) -> str:
-    width = max(len(row.name) for row in rows) + 2
-    lines = [" " * width + "".join(f"{title:>8}" for title in [*TASKS.values(), "mean"]) + "   seeds"]
+    lines = [["", *TASKS.values(), "mean", "seeds"]]
     for row in rows:
         seeds = "/".join(str(row.seeds.get(task, 0)) for task in TASKS) if row.seeds else ""
-        lines.append((f"{row.name:<{width}}" + "".join(f"{cell:>8}" for cell in cells(row)) + f"   {seeds}").rstrip())
-    return "\n".join(lines)
+        lines.append([row.name, *cells(row), seeds])
+    return aligned(lines)
 
 
 def as_latex(rows: list[Row]) -> str:

@@ -36,6 +36,7 @@ from scripts.benchmarks.meter import (
     relative_rms,
     resident_peak_of,
 )
+from scripts.columns import aligned
 
 SDPA = "sdpa"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -157,24 +158,15 @@ def growth(rows: list[Row], name: str, start: int = 2048) -> float | None:
 
 def table(rows: list[Row], names: list[str]) -> str:
     baseline = {row.length: row for row in rows if row.attention == SDPA}
-    heads = ("forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory")
-    widths = (24, 9, 26, 9, 8)
-    lines = [f"{'attention':<12}{'N':>8}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))]
-
+    cells = [("attention", "N", "forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory")]
     for row in rows:
         base = baseline[row.length]
-        cells = (
-            Spread(row.forward, *row.forward_range).text(),
-            f"{base.forward / row.forward:.2f}x",
-            Spread(row.both, *row.both_range).text(),
-            f"{base.both / row.both:.2f}x",
-            "-" if row.memory is None else f"{row.memory:.1f}",
-        )
-        lines.append(
-            f"{row.attention:<12}{row.length:>8}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
-        )
+        forward, both = Spread(row.forward, *row.forward_range).text(), Spread(row.both, *row.both_range).text()
+        ratios = f"{base.forward / row.forward:.2f}x", f"{base.both / row.both:.2f}x"
+        memory = "-" if row.memory is None else f"{row.memory:.1f}"
+        cells.append((row.attention, str(row.length), forward, ratios[0], both, ratios[1], memory))
     exponents = {name: growth(rows, name) for name in names}
-    lines += ["", "time of forward + backward grows like N^p from 2048 on:"]
+    lines = [aligned(cells), "", "time of forward + backward grows like N^p from 2048 on:"]
     lines += [f"  {name:<12} p = {p:.2f}" for name, p in exponents.items() if p is not None]
     return "\n".join([*lines, "memory: peak of forward + backward above the inputs, in tensors of the size of q"])
 

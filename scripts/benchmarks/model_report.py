@@ -8,6 +8,7 @@ from typing import Any
 
 from scripts.benchmarks.meter import Spread, draw_by_length
 from scripts.benchmarks.model_training import SOFTMAX
+from scripts.columns import aligned
 
 DEFAULT = "lln_diag"
 TIME, MEMORY = "time [ms/iteration]", "peak memory [GB]"
@@ -103,11 +104,8 @@ def _paper(head: str, values: dict[str, Sequence[float | None]], lengths: Sequen
 
 
 def _grid(head: str, cells: dict[str, list[str]], lengths: Sequence[int]) -> str:
-    lines = [["N =", *map(str, lengths)], *([name, *row] for name, row in cells.items())]
-    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
-    text = [line[0].ljust(widths[0]) + "".join(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))
-            for line in lines]  # fmt: skip
-    return "\n".join([head, *(line.rstrip() for line in text)])
+    rows = [["N =", *map(str, lengths)], *([name, *row] for name, row in cells.items())]
+    return f"{head}\n{aligned(rows)}"
 
 
 def title(settings: dict[str, Any]) -> str:

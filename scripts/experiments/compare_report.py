@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from lln_fairseq.analysis.events import Curve, read_curves
+from scripts.columns import aligned
 
 
 @dataclass
@@ -74,11 +75,8 @@ def table(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     if majority:
         shown = [f"{majority[column]:.1f}" if column in majority else "-" for column in columns]
         lines.append(["(majority class)", "-", *shown, ""])
-    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
-    text = [line[0].ljust(widths[0]) + "".join(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))
-            for line in lines]  # fmt: skip
     note = f"median (lowest-highest) over the seeds {', '.join(map(str, seeds))}; valid loss: of pre-training, its last"
-    return "\n".join([*(line.rstrip() for line in text), note])
+    return f"{aligned(lines)}\n{note}"
 
 
 def write_json(path: Path, rows: Sequence[Row], times: dict[str, float]) -> None:

@@ -8,6 +8,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from lln_fairseq.analysis.events import Curve, read_curves
+from scripts.columns import aligned
 
 
 def table(out: Path, scores: dict[str, dict], pretrained: dict[str, str | None], times: dict[str, float]) -> str:
@@ -25,12 +26,10 @@ def table(out: Path, scores: dict[str, dict], pretrained: dict[str, str | None],
     for split, label in (("valid", "dev"), ("test", "test")):
         rows[f"accuracy on {label} [%]"] = [f"{100 * scores[name][split]['accuracy']:.1f}" for name in columns]
         rows[f"majority class of {label} [%]"] = [f"{100 * scores[name][split]['majority']:.1f}" for name in columns]
-    width = max(map(len, rows)) + 2
-    lines = [" " * width + "".join(f"{name:>16}" for name in columns)]
-    lines += [f"{label:<{width}}" + "".join(f"{cell:>16}" for cell in cells) for label, cells in rows.items()]
-    lines += ["", "wall time [s]"]
-    lines += [f"  {name:<{width}}{seconds:>14.0f}" for name, seconds in times.items()]
-    return "\n".join([*lines, f"  {'sum':<{width}}{sum(times.values()):>14.0f}"])
+    shown = aligned([["", *columns], *([label, *cells] for label, cells in rows.items())])
+    seconds = {**times, "sum": sum(times.values())}
+    steps = aligned([("wall time", "[s]"), *((name, f"{value:.0f}") for name, value in seconds.items())])
+    return f"{shown}\n\n{steps}"
 
 
 def draw(out: Path, pretrained: dict[str, str | None]) -> Path:
