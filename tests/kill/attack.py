@@ -48,15 +48,20 @@ def start(subject: Subject, folder: Path) -> int:
 
 
 def finish(subject: Subject, folder: Path) -> None:
-    """A run to its end. AssertionError where it fails or prints a traceback."""
+    """A run to its end. AssertionError where it fails or prints a traceback.
+
+    A loader process of a run that was killed may have printed one: multiprocessing misses who it was sending to.
+    """
+    before = len(output_of(folder))
     code = os.waitstatus_to_exitcode(os.waitpid(start(subject, folder), 0)[1])
-    output = output_of(folder)
+    output = output_of(folder)[before:]
     assert code == 0, f"exit code {code}: ...{output[-1500:]}"
     assert "Traceback" not in output, output[output.index("Traceback") :]
 
 
 def output_of(folder: Path) -> str:
-    return Path(f"{folder}.log").read_text(errors="replace")
+    log = Path(f"{folder}.log")
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def undisturbed(subject: Subject, folder: Path) -> Undisturbed:
