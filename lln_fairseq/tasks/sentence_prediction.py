@@ -7,6 +7,7 @@ from typing import Any, Optional
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 from omegaconf import II
+from omegaconf.errors import InterpolationKeyError
 
 from lln_fairseq.host.errors import InputError, input_errors
 from lln_fairseq.host.fit import longest_sequence
@@ -46,8 +47,7 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
             require_files(cfg.data, "label/dict.txt")
             read_symbols(Path(cfg.data, "label/dict.txt"))
         if cfg.max_positions is None:
-            pretrained = cfg.finetune_from_model and longest_sequence(cfg.finetune_from_model)
-            cfg.max_positions = pretrained or POSITIONS
+            cfg.max_positions = _positions_of_checkpoint(cfg) or POSITIONS
         with input_errors():
             task = super().setup_task(cfg, **kwargs)
         if not cfg.regression_target and len(task.labels) != cfg.num_classes:
@@ -88,3 +88,11 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
             return []
         symbols = self.label_dictionary.symbols[self.label_dictionary.nspecial :]
         return [symbol for symbol in symbols if not symbol.startswith(NOT_LABELS)]
+
+
+def _positions_of_checkpoint(cfg: Any) -> int | None:
+    try:
+        path = cfg.finetune_from_model
+    except InterpolationKeyError:  # a task that somebody builds by hand, without the other groups
+        return None
+    return longest_sequence(path) if path else None

@@ -1,6 +1,5 @@
 """Binarised data with a damaged file, or files of other data, read through our tasks."""
 
-import logging
 import random
 import tempfile
 from collections.abc import Callable
@@ -29,7 +28,6 @@ TASKS = {
 @cache
 def sound() -> dict[str, dict[str, bytes]]:
     """The files of a small data set for each task."""
-    logging.getLogger("fairseq").setLevel(logging.ERROR)
     sizes = (("train", 9),)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
