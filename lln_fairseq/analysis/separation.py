@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.moment_matching import match_moments
+from lln_fairseq.ops.moment_matching import matched_moments
 
 
 def distinct(q: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def distinct(q: Tensor) -> Tensor:
 NORMALISATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax": lambda q, k: reference.softmax_matrix(distinct(q), k),
     "linear": lambda q, k: reference.kernel_matrix(distinct(q), k),
-    "lln": lambda q, k: reference.lln_matrix(distinct(q), k, *match_moments(q, k)),
+    "lln": lambda q, k: reference.lln_matrix(distinct(q), k, *matched_moments(q, k)),
 }
 
 SELF_ATTENTION_A1 = {"ones": 0.8, "identity": 2.0}  # a1 by X, large enough for softmax at any n

@@ -73,9 +73,9 @@ def match_moments(
 
 @torch.no_grad()
 def matched_moments(
-    q: Tensor, k: Tensor, key_padding_mask: Tensor | None, scope: str = "head", constants: str = "calibrated"
+    q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, scope: str = "head", constants: str = "calibrated"
 ) -> tuple[Tensor, Tensor]:
-    """`match_moments` in PyTorch."""
+    """`match_moments` in PyTorch, unchecked; without a mask q and k may differ in length."""
     sigma_q, sigma_k = (standard_deviation(x, key_padding_mask, scope) for x in (q, k))
     log_s = 2 * (sigma_q.log() + sigma_k.log())
     if constants == "paper":
