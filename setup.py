@@ -16,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["lln_fairseq", "lln_fairseq.*"]),
-    package_data={"lln_fairseq": ["py.typed", "ops/*.json", "ops/csrc/*"]},
+    package_data={"lln_fairseq": ["py.typed", "ops/*.json", "ops/backends/cpu/csrc/*"]},
     # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
     python_requires=">=3.11,<3.13",
     install_requires=[

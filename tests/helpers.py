@@ -2,7 +2,7 @@
 
 import torch
 
-from lln_fairseq.ops._memory import forget_scratch
+from lln_fairseq.ops.scratch import forget_scratch
 
 # Relative RMS error. float32 is measured against a float64 oracle; half precision against the error that the
 # plain PyTorch formula makes in the same dtype: error <= factor * that + floor.

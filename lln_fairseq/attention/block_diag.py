@@ -6,8 +6,8 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops._checks import check_block_size
 from lln_fairseq.ops.block_diag import block_diag_attention
+from lln_fairseq.ops.checks import check_block_size
 
 
 @dataclass

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from lln_fairseq.attention.lln import LLNConfig, MomentMatched
 from lln_fairseq.attention.registry import option, register_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops._checks import check_block_size
 from lln_fairseq.ops.block_diag import block_diag_attention
+from lln_fairseq.ops.checks import check_block_size
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 
 MIXES = ("average", "ratio", "scale")

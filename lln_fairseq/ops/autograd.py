@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops._backends import is_recorded, kernels
+from lln_fairseq.ops.backends import Mixture, is_recorded, load_backend
 from lln_fairseq.ops.dtypes import without_autocast
 from lln_fairseq.ops.formula import mixture_formula
-from lln_fairseq.ops.lln_pytorch import Mixture
 from lln_fairseq.ops.moment_matching import match_moments
 
 
@@ -28,7 +27,7 @@ def mixture(
             alpha, beta = match_moments(q, k, mask, backend="torch")
         return mixture_formula(q, k, v, alpha, beta, mask, mix)
     if mix.dropout_p and mix.seed is None:
-        mix = replace(mix, seed=kernels(backend).draw_seed(q.device))
+        mix = replace(mix, seed=load_backend(backend).draw_seed(q.device))
     # A tensor may carry a sign that it has yet to take; kernels read the numbers alone.
     q, k, v, alpha, beta = (x if x is None else x.resolve_neg() for x in (q, k, v, alpha, beta))
     return MixtureFunction.apply(q, k, v, alpha, beta, mask, mix, backend)
@@ -42,7 +41,7 @@ class MixtureFunction(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None,
         mix: Mixture, backend: str,
     ) -> Tensor:  # fmt: skip
-        out, alpha, beta, saved = kernels(backend).forward(q, k, v, alpha, beta, mask, mix)
+        out, alpha, beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, mix)
         ctx.save_for_backward(q, k, v, alpha, beta, mask, *saved)
         ctx.mix, ctx.backend = mix, backend
         return out
@@ -58,7 +57,7 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[:5]
     inputs, saved = tensors[:6], tensors[6:]
     if not (torch.is_grad_enabled() or is_recorded(grad)):
-        return kernels(ctx.backend).backward(*inputs, ctx.mix, saved, grad.resolve_neg(), needed[3:])
+        return load_backend(ctx.backend).backward(*inputs, ctx.mix, saved, grad.resolve_neg(), needed[3:])
     if ctx.mix.dropout_p:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
     return differentiable_gradients(lambda *x: mixture_formula(*x, inputs[5], ctx.mix), inputs[:5], needed, grad)

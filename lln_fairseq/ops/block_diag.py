@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-from lln_fairseq.ops._backends import choose_backend
-from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.autograd import mixture
-from lln_fairseq.ops.lln_pytorch import Mixture
+from lln_fairseq.ops.backends import Mixture, choose_backend
+from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 
 
 def block_diag_attention(

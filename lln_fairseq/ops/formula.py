@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lln_fairseq.ops.backends import Mixture
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
-from lln_fairseq.ops.lln_pytorch import Mixture
 from lln_fairseq.ops.padding import clear_padding
 
 

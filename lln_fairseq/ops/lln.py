@@ -12,12 +12,11 @@ and infinities stay in their head, and what padding holds gets nowhere: see padd
 
 from torch import Tensor
 
-from lln_fairseq.ops._backends import choose_backend
-from lln_fairseq.ops._checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.autograd import mixture
+from lln_fairseq.ops.backends import Mixture, choose_backend
+from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features
-from lln_fairseq.ops.lln_pytorch import Mixture
 
 
 def lln_attention(

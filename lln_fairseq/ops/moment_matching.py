@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lln_fairseq.ops._backends import choose_backend, is_recorded, kernels
-from lln_fairseq.ops._checks import check_inputs
+from lln_fairseq.ops.backends import choose_backend, is_recorded, load_backend
+from lln_fairseq.ops.checks import check_inputs
 from lln_fairseq.ops.dtypes import compute_dtype
 
 SCOPES = ("head", "batch")
@@ -63,26 +63,25 @@ def match_moments(
     for value, known, name in ((scope, SCOPES, "scope"), (constants, CONSTANTS, "constants")):
         if value not in known:
             raise ValueError(f"unknown {name} '{value}', choose from {', '.join(known)}")
-    fused = (scope, constants) == ("head", "calibrated") and q.numel() > 0
-    backend = choose_backend(backend, q, None, k, key_padding_mask) if fused else "torch"
-    if backend == "torch":
+    name = choose_backend(backend, q, None, k, key_padding_mask)
+    if (scope, constants) != ("head", "calibrated") or q.numel() == 0 or is_recorded(q, k, key_padding_mask):
         return matched_moments(q, k, key_padding_mask, scope, constants)
     q, k = q.detach().resolve_neg(), k.detach().resolve_neg()
-    return kernels(backend).match_moments(q, k, key_padding_mask, *calibration_table(q.shape[-1], q.device))
+    return load_backend(name).match_moments(q, k, key_padding_mask, calibration_table(q.shape[-1], q.device))
 
 
 @torch.no_grad()
 def matched_moments(
-    q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, scope: str = "head", constants: str = "calibrated"
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, scope: str = "head", constants: str = "calibrated",
+    table: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`match_moments` in PyTorch, unchecked; without a mask q and k may differ in length."""
     sigma_q, sigma_k = (standard_deviation(x, key_padding_mask, scope) for x in (q, k))
     log_s = 2 * (sigma_q.log() + sigma_k.log())
     if constants == "paper":
         log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log()
     else:
-        table = _table_as_constants(q) if is_recorded(q, k) else calibration_table(q.shape[-1], q.device)
-        log_sigma2 = interpolate(log_s, *table)
+        log_sigma2 = interpolate(log_s, *(table or _table_of(q)))
     sigma_tilde = (log_sigma2.clamp_max(LOG_SIGMA2_LIMIT) / 2).exp()
     return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
 
@@ -125,8 +124,10 @@ def calibration_table(head_dim: int, device: torch.device | str = "cpu") -> tupl
         return tuple(torch.tensor(x, dtype=torch.float32, device=device) for x in (log_s, log_sigma2))
 
 
-def _table_as_constants(q: Tensor) -> Sequence[Tensor]:
-    """The table for q where operations are recorded or imitated: tensors made there."""
+def _table_of(q: Tensor) -> Sequence[Tensor]:
+    """The table for q; where operations are recorded or imitated, as tensors made there."""
+    if not is_recorded(q):
+        return calibration_table(q.shape[-1], q.device)
     with _disable_current_modes():
         numbers = [x.tolist() for x in calibration_table(int(q.shape[-1]))]  # while tracing, a size is a tensor
     return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in numbers]

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops._backends import is_recorded
-from lln_fairseq.ops._checks import check_inputs
-from lln_fairseq.ops._memory import Scratch, fresh_result, head_groups
 from lln_fairseq.ops.autograd import differentiable_gradients
+from lln_fairseq.ops.backends import is_recorded
+from lln_fairseq.ops.checks import check_inputs
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
+from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
 from lln_fairseq.ops.padding import clear_padding
+from lln_fairseq.ops.scratch import Scratch, head_groups
 
 
 @without_autocast

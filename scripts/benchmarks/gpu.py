@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lln_fairseq.ops import lln, lln_triton
+from lln_fairseq.ops import lln
+from lln_fairseq.ops.backends import triton as backend
 from scripts.benchmarks import meter
 
 PASSES = {"lln_diag": (6, 15), "lln": (4, 11)}  # tensors moved forward, and forward + backward
@@ -168,7 +169,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("no CUDA device: torch.cuda.is_available() is False")
-    if reason := lln_triton.is_supported(
+    if reason := backend.is_supported(
         torch.empty(1, 1, 1, args.dim, device="cuda", dtype=getattr(torch, args.dtype))
     ):
         raise UserError(reason)

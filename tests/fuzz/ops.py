@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops._backends import kernels
+from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
@@ -86,7 +86,7 @@ class Call:
 @functools.cache
 def available(backend):
     """The backend, or PyTorch where it cannot run."""
-    return "torch" if kernels(backend).is_supported(torch.empty(1, 1, 1, 16)) else backend
+    return "torch" if load_backend(backend).is_supported(torch.empty(1, 1, 1, 16)) else backend
 
 
 def random_mask(rng, batch, length):

@@ -8,20 +8,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.ops import _checks, reference
-from lln_fairseq.ops._backends import choose_backend, kernels
-from lln_fairseq.ops._memory import forget_scratch
+from lln_fairseq.ops import checks, reference
+from lln_fairseq.ops.backends import choose_backend, load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments
 from lln_fairseq.ops.random_features import random_feature_attention
+from lln_fairseq.ops.scratch import forget_scratch
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
 BLOCK = 16
 
 
 def backend_or_skip(name):
-    if name != "torch" and (reason := kernels(name).is_supported(torch.empty(1, 1, 1, 32))):
+    if name != "torch" and (reason := load_backend(name).is_supported(torch.empty(1, 1, 1, 32))):
         pytest.skip(reason)
     return name
 
@@ -376,4 +376,4 @@ def test_moments_check_their_inputs(backend):
 
 
 def test_whole_numbers_of_other_libraries_are_block_sizes():
-    assert _checks.check_block_size(torch.tensor(3), 8) == 3
+    assert checks.check_block_size(torch.tensor(3), 8) == 3

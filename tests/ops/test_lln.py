@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops._backends import choose_backend
+from lln_fairseq.ops.backends import choose_backend
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import (

@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
 
 
 # (architecture, bytes of an element, head dim up to): chosen so that half precision does not spill, shared memory fits
-# and many warps share a multiprocessor (tests/ops/test_lln_triton_aot.py prints all that). Compute capability 8.x and
+# and many warps share a multiprocessor (tests/ops/backends/test_triton_aot.py prints it). Compute capability 8.x and
 # 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small tiles: tf32x3 needs three operands for one.
 _TABLE = {  # rows, warps, stages of each kernel in the order of Tiles
     (80, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2), (32, 4, 1), (32, 4, 1)),

@@ -1,7 +1,7 @@
 """Every kernel compiles for sm_80 and sm_90 without a GPU, keeps its registers and fits in shared memory.
 
-`pytest -s tests/ops/test_lln_triton_aot.py` prints the table. float32 is not held to it: three tf32 products for one
-need more registers than there are at head dim 128; it runs, slower.
+`pytest -s tests/ops/backends/test_triton_aot.py` prints the table. float32 is not held to it: three tf32 products for
+one need more registers than there are at head dim 128; it runs, slower.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Triton kernels of the backward pass of LLN attention, and the first of LLN+Diag. Notation of lln_triton_forward.
+"""Triton kernels of the backward pass of LLN attention, and the first of LLN+Diag. Notation of forward_kernels.py.
 
 With do the incoming gradient (times ½ for LLN+Diag), A = softmax_d(αq + L), W = exp(βk - m):
 
@@ -8,7 +8,7 @@ With do the incoming gradient (times ½ for LLN+Diag), A = softmax_d(αq + L), W
     _lln_dstate_kernel     q, do -> dS, g per split of the tokens; for LLN alone also dq and dα: they need nothing else
     _lln_dcombine_kernel   adds the splits (launched only when there are several)
     _lln_dkv_kernel        k, v -> dk, dv, dβ                       for LLN alone
-    lln_triton_diag_backward has the second pass of LLN+Diag
+    diag_backward_kernels.py has the second pass of LLN+Diag
 
 dS is multiplied by c / s rather than 1 / s, c a power of two near min_d s_d / √N: the operand of the product then
 neither overflows nor drowns in half precision at any N (dS alone grows like √N to N, 1 / s falls like 1 / N).
@@ -19,7 +19,14 @@ neither overflows nor drowns in half precision at any N (dS alone grows like √
 import triton
 import triton.language as tl
 
-from lln_fairseq.ops.lln_triton_forward import _features, _log_normaliser, _offset, _queries, _real_keys, _rows
+from lln_fairseq.ops.backends.triton.forward_kernels import (
+    _features,
+    _log_normaliser,
+    _offset,
+    _queries,
+    _real_keys,
+    _rows,
+)
 
 
 @triton.jit

@@ -3,26 +3,27 @@
 test_lln.py, test_block_diag.py and the contract tests run on them too, wherever their inputs are float32.
 """
 
+import ctypes
 import logging
 import multiprocessing
 import os
 import platform
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lln_fairseq.ops import _compile, lln_cpu
-from lln_fairseq.ops._backends import choose_backend
-from lln_fairseq.ops._compile import CannotCompile, load_library
 from lln_fairseq.ops.autograd import mixture
+from lln_fairseq.ops.backends import Mixture, choose_backend, cpu
+from lln_fairseq.ops.backends.cpu import compile
+from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
-from lln_fairseq.ops.lln_pytorch import Mixture
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
-reason = lln_cpu.is_supported(torch.empty(1, 1, 1, 64))
+reason = cpu.is_supported(torch.empty(1, 1, 1, 64))
 needs_compiler = pytest.mark.skipif(reason is not None, reason=str(reason))
 ZEROS = torch.zeros(3, 2)  # α and β where there is no LLN
 MIXTURES = [Mixture(1.0, 0.0), *(Mixture(0.5, 0.5, size) for size in (1, 5, 50, 64, 256)), Mixture(0.0, 1.0, 64)]
@@ -175,10 +176,10 @@ def test_nan_shows_in_its_head_unless_it_is_padding():
 def test_narrower_vectors_give_the_same(arch, monkeypatch, tmp_path):
     if arch == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
-    flags = [f"-march={arch}" if flag.startswith("-march") else flag for flag in _compile.FLAGS]
-    monkeypatch.setattr(_compile, "FLAGS", flags)
+    flags = [f"-march={arch}" if flag.startswith("-march") else flag for flag in compile.FLAGS]
+    monkeypatch.setattr(compile, "FLAGS", flags)
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(lln_cpu, "_library", lln_cpu._library.__wrapped__)
+    monkeypatch.setattr(cpu, "_library", cpu._library.__wrapped__)
     tensors, mix = random_tensors(130, 48), Mixture(0.5, 0.5, 48)
     check(results("cpu", mix, tensors), results("torch", mix, tensors, None, torch.float64))
 
@@ -186,11 +187,11 @@ def test_narrower_vectors_give_the_same(arch, monkeypatch, tmp_path):
 def test_what_the_kernels_do_not_take():
     q = torch.empty(1, 1, 4, 64)
     for other, message in ((q.double(), "float32"), (q.half(), "float32"), (q[..., :40], "not 40")):
-        assert message in lln_cpu.is_supported(other)
+        assert message in cpu.is_supported(other)
         assert choose_backend("auto", other) == "torch"
         with pytest.raises(ValueError, match=f"backend 'cpu' cannot run here: .*{message}"):
             choose_backend("cpu", other)
-    assert "up to 256 tokens, not 257" in lln_cpu.is_supported(q, block_size=257)
+    assert "up to 256 tokens, not 257" in cpu.is_supported(q, block_size=257)
 
 
 # ---- compiling ----
@@ -199,16 +200,16 @@ def test_what_the_kernels_do_not_take():
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path / "cache"))
-    lln_cpu._library.cache_clear()
+    cpu._library.cache_clear()
     yield tmp_path / "cache"
-    lln_cpu._library.cache_clear()
+    cpu._library.cache_clear()
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """The commands of the compiler."""
-    commands, original = [], _compile._compile
-    monkeypatch.setattr(_compile, "_compile", lambda command: (commands.append(command), original(command)))
+    commands, original = [], compile._compile
+    monkeypatch.setattr(compile, "_compile", lambda command: (commands.append(command), original(command)))
     return commands
 
 
@@ -239,8 +240,8 @@ def test_without_a_compiler_pytorch_computes_and_says_so_once(environment, messa
 
 @needs_compiler
 def test_the_library_is_compiled_once_and_again_if_it_is_broken(cache, compiled, tmp_path, monkeypatch):
-    load_library(lln_cpu.SOURCE, D=16)
-    load_library(lln_cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
     assert len(compiled) == 1
     (library,) = cache.iterdir()
     assert (cache.stat().st_mode & 0o777, library.stat().st_mode & 0o777) == (0o700, 0o600)
@@ -248,7 +249,7 @@ def test_the_library_is_compiled_once_and_again_if_it_is_broken(cache, compiled,
     broken.parent.mkdir()
     broken.write_bytes(library.read_bytes()[:100])
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(broken.parent))
-    load_library(lln_cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
     assert len(compiled) == 2
     assert [path.name for path in broken.parent.iterdir()] == [library.name]
 
@@ -256,24 +257,24 @@ def test_the_library_is_compiled_once_and_again_if_it_is_broken(cache, compiled,
 @needs_compiler
 @pytest.mark.parametrize("damage", [lambda x: x[:5000], lambda x: x[:9000] + b"!" + x[9001:], lambda x: b""])
 def test_a_damaged_library_is_compiled_again(damage, cache, compiled):
-    load_library(lln_cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
     (library,) = cache.iterdir()
     content = library.read_bytes()
     # A file of its own: the library that is loaded must stay whole.
     library.unlink()
     library.write_bytes(damage(content))
     library.chmod(0o600)
-    load_library(lln_cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
     assert len(compiled) == 2
     assert [path.read_bytes() for path in cache.iterdir()] == [content]
 
 
 @needs_compiler
 def test_a_cache_of_somebody_else_is_not_trusted(cache, compiled, monkeypatch, caplog):
-    load_library(lln_cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
     monkeypatch.setattr("os.geteuid", lambda: cache.stat().st_uid + 1)
     with caplog.at_level(logging.WARNING):
-        assert load_library(lln_cpu.SOURCE, D=16).scratch_floats
+        assert load_library(cpu.SOURCE, D=16).scratch_floats
     assert len(compiled) == 2
     assert not str(compiled[1]).count(str(cache))
     assert f"{cache} belongs to another user: set LLN_KERNEL_CACHE" in caplog.text
@@ -282,24 +283,24 @@ def test_a_cache_of_somebody_else_is_not_trusted(cache, compiled, monkeypatch, c
 @needs_compiler
 @pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_a_cache_that_others_can_write_to_is_not_trusted(mode, cache, compiled, caplog):
-    load_library(lln_cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
     cache.chmod(mode)
     with caplog.at_level(logging.WARNING):
-        assert load_library(lln_cpu.SOURCE, D=16).scratch_floats
+        assert load_library(cpu.SOURCE, D=16).scratch_floats
     assert len(compiled) == 2
     assert f"others may write to {cache}: empty it, and then chmod 700 {cache}" in caplog.text
 
 
 @needs_compiler
 def test_a_library_that_others_can_write_or_have_linked_is_not_trusted(cache, compiled, tmp_path):
-    load_library(lln_cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
     (library,) = cache.iterdir()
     library.chmod(0o620)
-    load_library(lln_cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
     assert len(compiled) == 2
     library.rename(tmp_path / library.name)
     library.symlink_to(tmp_path / library.name)
-    load_library(lln_cpu.SOURCE, D=16)
+    load_library(cpu.SOURCE, D=16)
     assert len(compiled) == 3
 
 
@@ -310,7 +311,7 @@ def test_the_cache_is_private_whatever_the_umask(umask, tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(cache))
     before = os.umask(umask)
     try:
-        load_library(lln_cpu.SOURCE, D=16)
+        load_library(cpu.SOURCE, D=16)
     finally:
         os.umask(before)
     (library,) = cache.iterdir()
@@ -322,20 +323,20 @@ def test_the_cache_is_private_whatever_the_umask(umask, tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path / "file" / "cache"))
-    assert load_library(lln_cpu.SOURCE, D=16).scratch_floats
+    assert load_library(cpu.SOURCE, D=16).scratch_floats
 
 
 def test_users_without_a_home_have_no_cache(monkeypatch):
     for name in ("LLN_KERNEL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert _compile.cache_directory() is None
+    assert compile.cache_directory() is None
 
 
 @needs_compiler
 def test_processes_that_compile_at_the_same_time(cache):
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=load_library, args=(lln_cpu.SOURCE,), kwargs={"D": 16}) for _ in range(3)]
+    processes = [context.Process(target=load_library, args=(cpu.SOURCE,), kwargs={"D": 16}) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -350,3 +351,22 @@ def test_what_the_compiler_says_is_passed_on(tmp_path, cache):
     source.write_text("int f(void) { return nothing; }\n")
     with pytest.raises(CannotCompile, match="nothing"):
         load_library(source)
+
+
+OFFSETS = """
+#include <stddef.h>
+#include "problem.h"
+int64_t offsets[] = {%s, sizeof(problem)};
+"""
+
+
+@needs_compiler
+def test_python_packs_what_c_reads(tmp_path, cache):
+    names = [(kind, name) for kind, names in cpu.FIELDS for name in names]
+    for header in cpu.SOURCE.parent.glob("*.h"):
+        (tmp_path / header.name).write_bytes(header.read_bytes())
+    source = tmp_path / "offsets.c"
+    source.write_text(OFFSETS % ", ".join(f"offsetof(problem, {name})" for _, name in names))
+    found = list((ctypes.c_int64 * (len(names) + 1)).in_dll(load_library(source, D=16), "offsets"))
+    kinds = "".join(kind for kind, _ in names)
+    assert found == [struct.calcsize(kinds[: i + 1]) - 8 for i in range(len(kinds))] + [struct.calcsize(kinds)]

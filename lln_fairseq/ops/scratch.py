@@ -1,13 +1,9 @@
-"""Memory for results and scratch; in PyTorch heads are taken in groups that fit the cache, and scratch is reused.
+"""Scratch memory: heads are taken in groups that fit the cache, and the buffers of one group serve the next.
 
 A fresh 50 MB tensor costs about 18 ms of page faults on a CPU, more than most operations on it, and every one of them
 adds to the peak. One set of small buffers avoids both; on a CPU a thread keeps it from call to call.
 """
 
-import ctypes
-import functools
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from math import prod
@@ -21,9 +17,6 @@ from lln_fairseq.ops.dtypes import compute_dtype
 GROUP_BYTES = {"cpu": 4 << 20}
 GROUP_BYTES_ELSEWHERE = 256 << 20
 
-GLIBC_KEEPS = 32 << 20  # bytes; glibc gives larger blocks back to the system as soon as they are freed
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-
 
 def head_groups(heads: int, elements_per_head: int, like: Tensor) -> Iterator[slice]:
     """Slices of range(heads) so that one scratch tensor of a group has about GROUP_BYTES."""
@@ -31,31 +24,6 @@ def head_groups(heads: int, elements_per_head: int, like: Tensor) -> Iterator[sl
     size = max(1, budget // max(1, elements_per_head * compute_dtype(like.dtype).itemsize))
     for start in range(0, heads, size):
         yield slice(start, min(start + size, heads))
-
-
-def fresh_result(x: Tensor) -> Tensor:
-    """A tensor like x, in x's own layout if features are dense in it and batch and heads one dimension, as in fairseq's
-    (T, B, C)."""
-    if x.device.type == "cpu" and x.nbytes > GLIBC_KEEPS:
-        _keep_freed_memory()
-    result = torch.empty_like(x)
-    one_dimension = x.shape[0] == 1 or result.stride(0) == x.shape[1] * result.stride(1)
-    if one_dimension and result.stride(-1) == 1:
-        return result
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def _keep_freed_memory() -> None:
-    """Lets this process keep what it frees, as on a GPU: new pages under large tensors are a sixth of a training step.
-
-    The price is memory: 3 % more at the peak where lengths stay, 17 % where they vary, and none of it is given back.
-    Does nothing where the C library is not glibc, or where the environment tunes it by MALLOC_... or GLIBC_TUNABLES.
-    """
-    if sys.platform.startswith("linux") and not any(name.startswith(("MALLOC_", "GLIBC_T")) for name in os.environ):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 _THREAD = threading.local()

@@ -7,7 +7,7 @@ typedef struct {
     int64_t points;
 } table;
 
-typedef struct { /* lln_cpu.py packs it */
+typedef struct { /* backends/cpu/__init__.py packs it, field by field */
     int64_t batches, heads, tokens, tile, threads;
     int64_t kept; /* of the 2^16 values of 16 random bits, those that keep a weight; 0 = no dropout */
     uint64_t seed;
@@ -21,26 +21,33 @@ typedef struct { /* lln_cpu.py packs it */
     view q, k, v, out, dq, dk, dv; /* backward, out is the gradient of the output */
 } problem;
 
-/* Of the tiles, 0 and 1 hold what a pass reads, 2 and 3 what it computes, 8 and 9 dk and dv, the others what is left. */
-enum { TILES = 10, SQUARES = 3, STATES = 2, VECTORS = 3 };
+/* What a thread works in: tiles of tokens (n, D), squares of a block (n, n), states (D, D), vectors (D). A or W are the
+   features, dx or dy the slopes; what is turned is transposed. */
+#define TILES(_) _(q) _(k) _(v) _(grad) _(out) _(features) _(slopes) _(turned) _(dq) _(dk) _(dv)
+#define SQUARES(_) _(weight) _(dweight) _(kept)
+#define STATES(_) _(dstate) _(turned_state)
+#define VECTORS(_) _(top) _(total) _(factor) _(g)
+#define POINTER(name) float *name;
+#define ONE(name) +1
 typedef struct {
-    float *tile[TILES], *square[SQUARES], *state[STATES], *vector[VECTORS], *valid;
+    TILES(POINTER) SQUARES(POINTER) STATES(POINTER) VECTORS(POINTER) float *valid; /* (n) */
 } scratch;
 
 int64_t scratch_floats(int64_t tile) {
     const int64_t n = multiple(tile);
-    return TILES * n * D + SQUARES * n * n + STATES * D * D + VECTORS * D + n;
+    return (TILES(ONE)) * n * D + (SQUARES(ONE)) * n * n + (STATES(ONE)) * D * D + (VECTORS(ONE)) * D + n;
 }
 
 static scratch carve(const problem *p, int thread) {
     const int64_t n = multiple(p->tile);
     float *next = p->scratch + thread * scratch_floats(p->tile);
     scratch c;
-    for (int i = 0; i < TILES; i++, next += n * D) c.tile[i] = next;
-    for (int i = 0; i < SQUARES; i++, next += n * n) c.square[i] = next;
-    for (int i = 0; i < STATES; i++, next += D * D) c.state[i] = next;
-    for (int i = 0; i < VECTORS; i++, next += D) c.vector[i] = next;
-    c.valid = next;
+#define TAKE(size, name) c.name = next, next += size;
+#define TILE(name) TAKE(n * D, name)
+#define SQUARE(name) TAKE(n * n, name)
+#define STATE(name) TAKE(D * D, name)
+#define VECTOR(name) TAKE(D, name)
+    TILES(TILE) SQUARES(SQUARE) STATES(STATE) VECTORS(VECTOR) c.valid = next;
     return c;
 }
 

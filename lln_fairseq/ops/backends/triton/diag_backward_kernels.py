@@ -1,6 +1,6 @@
 """Triton kernel of the second backward pass of LLN+Diag: q, k, v, do -> dq, dk, dv, dα, dβ in one launch.
 
-The LLN part follows lln_triton_backward, whose first pass made dS and g. The block-diagonal part, with p the softmax of
+The LLN part follows backward_kernels.py, whose first pass made dS and g. The block-diagonal part, with p the softmax of
 x_ij = q_i k_j · SCALE over the block of query i: dp = do vᵀ, δ_i = Σ_j p dp, dx = p (dp - δ), dq = dx k · SCALE,
 dk = dxᵀ q · SCALE, dv = pᵀ do. A, dA, W and p are recomputed; nothing as long as N was saved but q, k and v.
 """
@@ -10,14 +10,14 @@ dk = dxᵀ q · SCALE, dv = pᵀ do. A, dA, W and p are recomputed; nothing as l
 import triton
 import triton.language as tl
 
-from lln_fairseq.ops.lln_triton_backward import (
+from lln_fairseq.ops.backends.triton.backward_kernels import (
     _exp_below_1,
     _exp_keys,
     _keys_times_state,
     _state_scale,
     _times_state_transposed,
 )
-from lln_fairseq.ops.lln_triton_forward import (
+from lln_fairseq.ops.backends.triton.forward_kernels import (
     _dropout_scale,
     _features,
     _log_normaliser,

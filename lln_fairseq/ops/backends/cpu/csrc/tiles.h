@@ -50,7 +50,7 @@ typedef struct {
     span s;
     const view *views[4];
 } ahead;
-#define AHEAD(...) &(ahead){s, {__VA_ARGS__}}
+#define AHEAD(span, ...) &(ahead){span, {__VA_ARGS__}}
 
 static inline __attribute__((always_inline)) void fetch(const ahead *next, int64_t i) {
     if (next == NULL || i >= next->s.count) return;

@@ -6,30 +6,20 @@ the backward pass: q, k, v, and per head the logsumexp L (D) and the state S (D 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops._memory import Scratch, fresh_result, head_groups
-from lln_fairseq.ops.moment_matching import matched_moments
+from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.layout import fresh_result
+from lln_fairseq.ops.moment_matching import calibration_table, matched_moments
 from lln_fairseq.ops.padding import clear_queries
+from lln_fairseq.ops.scratch import Scratch, head_groups
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """out = lln_weight · LLN + diag_weight · block-diagonal softmax; a part of weight 0 is not computed."""
-
-    lln_weight: float
-    diag_weight: float
-    block_size: int = 1
-    dropout_p: float = 0.0  # of the block-diagonal probabilities
-    seed: int | Tensor | None = None  # of the dropout; None: the backend draws one
-
-    @property
-    def kept_values(self) -> int:
-        """Of the 2^16 values of 16 random bits, those that keep a probability: p is right to 1e-5."""
-        return min(max(round((1 - self.dropout_p) * 2**16), 1), 2**16 - 1)
+def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
+    """None: it runs everywhere."""
+    return None
 
 
 def draw_seed(device: torch.device) -> int:
@@ -42,13 +32,13 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """The mixture, α and β as given or matched, and what `backward` wants to see again."""
     if alpha is None or beta is None:
-        alpha, beta = matched_moments(q, k, mask)
+        alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
     run = _Run(q, mask, mix)
     out = fresh_result(q)
     log_sums = torch.empty(run.heads, 1, q.shape[3], dtype=run.scratch.dtype, device=q.device)
     states = torch.empty(run.heads, q.shape[3], q.shape[3], dtype=run.scratch.dtype, device=q.device)
     inputs, results = _flat(q, k, v), _flat(out)
-    per_head = (*run.factors(alpha, beta), log_sums, states)
+    per_head = (*run.by_head(alpha, beta), log_sums, states)
     for group in run.groups:
         loaded, cut = run.load(group, inputs), run.cut(group, results)
         (out_,) = targets = run.targets(cut)
@@ -64,17 +54,17 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
-    saved: Sequence[Tensor], grad: Tensor, needs_factors: Sequence[bool],
+    saved: Sequence[Tensor], grad: Tensor, needs_alpha_beta: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients of q, k, v, and those of α and β that are needed."""
     run = _Run(q, mask, mix)
     grads = [fresh_result(x) for x in (q, k, v)]
     dalpha, dbeta = (
         torch.zeros(run.heads, 1, 1, dtype=run.scratch.dtype, device=q.device) if needed else None
-        for needed in needs_factors
+        for needed in needs_alpha_beta
     )
     inputs, results = _flat(q, k, v, grad), _flat(*grads)
-    per_head = (*run.factors(alpha, beta), *saved)
+    per_head = (*run.by_head(alpha, beta), *saved)
     for group in run.groups:
         loaded, cut = run.load(group, inputs), run.cut(group, results)
         targets = run.targets(cut)
@@ -88,6 +78,10 @@ def backward(
         run.store(targets, cut)
     to_alpha = (None if x is None else x.view(alpha.shape).to(alpha.dtype) for x in (dalpha, dbeta))
     return *grads, *to_alpha
+
+
+def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return matched_moments(q, k, mask, table=table)
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
@@ -115,9 +109,9 @@ class _Run:
             padding = torch.nn.functional.pad(padding, (0, length - n), value=True)
             self.padding = padding.repeat_interleave(heads, dim=0)
 
-    def factors(self, *factors: Tensor) -> list[Tensor]:
-        """α, β (B, H) as factors of (B·H, N, D)."""
-        return [x.reshape(-1, 1, 1).to(self.scratch.dtype) for x in factors]
+    def by_head(self, *alpha_beta: Tensor) -> list[Tensor]:
+        """α, β (B, H) as they multiply (B·H, N, D)."""
+        return [x.reshape(-1, 1, 1).to(self.scratch.dtype) for x in alpha_beta]
 
     def cut(self, group: slice, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors if len(self.groups) == 1 else [x[group] for x in tensors]

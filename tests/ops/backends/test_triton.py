@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lln_fairseq.ops import lln_triton, reference
+from lln_fairseq.ops import reference
 from lln_fairseq.ops.autograd import mixture
+from lln_fairseq.ops.backends import Mixture, triton
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
-from lln_fairseq.ops.lln_pytorch import Mixture
 from tests import helpers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -15,7 +15,7 @@ native = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 HALF = [torch.float16, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, native])]  # the interpreter gets it wrong
 
 pytestmark = pytest.mark.skipif(
-    (reason := lln_triton.is_supported(torch.empty(1, 1, 1, 64, device=DEVICE))) is not None, reason=str(reason)
+    (reason := triton.is_supported(torch.empty(1, 1, 1, 64, device=DEVICE))) is not None, reason=str(reason)
 )
 
 
@@ -35,7 +35,7 @@ def poisoned(monkeypatch):
 @pytest.fixture
 def many_splits(monkeypatch):
     """Splits of 32 tokens, so that short sequences exercise the combining kernels."""
-    monkeypatch.setattr(lln_triton, "split_tokens", lambda length, dim: ((length + 31) // 32, 32))
+    monkeypatch.setattr(triton, "split_tokens", lambda length, dim: ((length + 31) // 32, 32))
 
 
 def inputs(batch=2, heads=2, length=97, dim=32, dtype=torch.float32, scale=1.0, seed=0):
@@ -148,7 +148,7 @@ def test_float32_over_several_splits(many_splits, block_size):
 @pytest.mark.parametrize("block_size", [None, 64])
 def test_float32_at_the_real_number_of_splits(block_size):
     tensors, do = inputs(batch=1, heads=1, length=2100, dim=16)
-    assert lln_triton.split_tokens(2100, 16)[0] == 2
+    assert triton.split_tokens(2100, 16)[0] == 2
     mask = torch.arange(2100, device=DEVICE)[None, :] >= 2077
     assert_float32(gradients(kernels(mask, block_size), tensors, do), exact(tensors, do, mask, block_size))
 
@@ -198,12 +198,12 @@ def test_layouts_give_the_same_bits_without_copies(block_size):
     tensors, do = inputs()
     expected = gradients(kernels(None, block_size), tensors, do)
     by_token = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors[:3]]
-    assert lln_triton.aligned(*by_token)[2].data_ptr() == by_token[2].data_ptr()
+    assert triton.aligned(*by_token)[2].data_ptr() == by_token[2].data_ptr()
     out = kernels(None, block_size)(*by_token, *tensors[3:])
     assert out.stride() == by_token[0].stride()
     found = [out, *torch.autograd.grad(out, by_token, do)]
     packed = torch.cat([x.detach() for x in by_token], dim=-1).requires_grad_()
-    assert packed.chunk(3, -1)[1].data_ptr() == lln_triton.aligned(*packed.chunk(3, -1))[1].data_ptr()
+    assert packed.chunk(3, -1)[1].data_ptr() == triton.aligned(*packed.chunk(3, -1))[1].data_ptr()
     out = kernels(None, block_size)(*packed.chunk(3, -1), *tensors[3:])
     (gradient,) = torch.autograd.grad(out, packed, do)
     for x, y, z in zip(expected, found, [out, *gradient.chunk(3, -1)], strict=False):
@@ -314,10 +314,10 @@ def test_moment_matching(request, scale, offset, splits):
     mask[0, :40] = True  # a split without a real token
     table = [x.to(DEVICE) for x in TABLE]
     rows = mask[:, None, :, None]
-    found = lln_triton.match_moments(q.masked_fill(rows, 1e4), k.masked_fill(rows, 1e4), mask, *table)
+    found = triton.match_moments(q.masked_fill(rows, 1e4), k.masked_fill(rows, 1e4), mask, table)
     for x, y in zip(found, matched(q, k, mask), strict=True):
         torch.testing.assert_close(x.cpu().double(), y, rtol=2e-5, atol=0)
-    for x, y in zip(lln_triton.match_moments(q, k, None, *table), matched(q, k, None), strict=True):
+    for x, y in zip(triton.match_moments(q, k, None, table), matched(q, k, None), strict=True):
         torch.testing.assert_close(x.cpu().double(), y, rtol=2e-5, atol=0)
 
 
@@ -325,15 +325,15 @@ def test_moment_matching_of_constant_and_of_no_tokens():
     q = torch.ones(2, 2, 40, 32, device=DEVICE)
     mask = torch.zeros(2, 40, dtype=torch.bool, device=DEVICE)
     mask[1] = True
-    for x in lln_triton.match_moments(q, q, mask, *(x.to(DEVICE) for x in TABLE)):
+    for x in triton.match_moments(q, q, mask, [x.to(DEVICE) for x in TABLE]):
         assert x.isfinite().all()
 
 
 def test_what_is_not_supported_says_why():
     q = torch.zeros(1, 2, 8, 64, device=DEVICE)
-    assert lln_triton.is_supported(q) is None
-    assert "float64" in lln_triton.is_supported(q.double())
-    assert "48" in lln_triton.is_supported(q[..., :48])
+    assert triton.is_supported(q) is None
+    assert "float64" in triton.is_supported(q.double())
+    assert "48" in triton.is_supported(q[..., :48])
     with pytest.raises(ValueError, match="one shape"):
         lln_attention(q, q[:, :, :4], q, 1.0, 1.0, backend="triton")
     with pytest.raises(ValueError, match="key_padding_mask"):
@@ -360,11 +360,11 @@ def test_no_waiting_for_the_device(block_size):
     table = [x.to(DEVICE) for x in TABLE]
     function = kernels(mask, block_size, **({} if block_size is None else {"dropout_p": 0.1}))
     gradients(function, tensors, do)  # compiles
-    lln_triton.match_moments(*tensors[:2], mask, *table)
+    triton.match_moments(*tensors[:2], mask, table)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tensors[3:] = lln_triton.match_moments(*tensors[:2], mask, *table)
+        tensors[3:] = triton.match_moments(*tensors[:2], mask, table)
         gradients(function, tensors, do)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,7 +1,7 @@
 """LLN and block-diagonal attention and moment matching on a CPU: Python's side of the C kernels in csrc/.
 
 They do in two or three passes over the tokens what takes PyTorch a dozen, read any layout with dense features and need
-a C compiler when they are first used. Where they cannot run, lln_pytorch.py does the same.
+a C compiler when they are first used. Where they cannot run, the backend pytorch does the same.
 """
 
 import ctypes
@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops._compile import CannotCompile, load_library
-from lln_fairseq.ops._memory import fresh_result, kept_buffers
-from lln_fairseq.ops.lln_pytorch import Mixture, draw_seed
+from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
+from lln_fairseq.ops.backends.pytorch import draw_seed
+from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table
+from lln_fairseq.ops.scratch import kept_buffers
 
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"
 HEAD_DIMS = range(16, 257, 16)
@@ -30,9 +32,20 @@ logger = logging.getLogger(__name__)
 __all__ = ["backward", "draw_seed", "forward", "is_supported", "match_moments"]
 
 
-# `problem` of csrc/problem.h: 6 numbers, seed, 2 weights, 7 pointers, the calibration table, 7 views. Packed in one go,
-# because Python's share of a call counts where sequences are short: a tenth at 512 tokens.
-_PROBLEM = struct.Struct("6q Q 2d 7Q 2Qq 28q")
+VIEWS = ("q", "k", "v", "out", "dq", "dk", "dv")
+# `problem` of csrc/problem.h, as the module struct writes it. Packed in one go, because Python's share of a call counts
+# where sequences are short: a tenth at 512 tokens.
+FIELDS = (
+    ("q", ("batches", "heads", "tokens", "tile", "threads", "kept")),
+    ("Q", ("seed",)),
+    ("d", ("lln", "diag")),
+    ("P", ("padding", "alpha", "beta", "states", "dalpha", "dbeta", "scratch")),
+    ("P", ("calibration.x", "calibration.y")),
+    ("q", ("calibration.points",)),
+    *((kind, (f"{view}.{name}",)) for view in VIEWS
+      for kind, name in (("P", "data"), ("q", "batch"), ("q", "head"), ("q", "token"))),
+)  # fmt: skip
+_PROBLEM = struct.Struct("".join(kind * len(names) for kind, names in FIELDS))
 _NO_VIEW = (0, 0, 0, 0)
 
 
@@ -95,10 +108,10 @@ def _scratch(floats: int) -> Tensor:
 
 def _run(
     function: str, mix: Mixture, views: Sequence[Tensor], pointers: Sequence[Tensor | None],
-    table: tuple[Tensor, Tensor] | None = None,
+    table: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Calls a kernel; of `problem`, views are the first of q, k, v, out, dq, dk, dv and pointers padding, alpha, beta,
-    states, dalpha, dbeta."""
+    """Calls a kernel; of `problem`, views are the first of VIEWS and pointers padding, alpha, beta, states, dalpha,
+    dbeta."""
     batch, heads, tokens, dim = views[0].shape
     threads, tile = _threads(), max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
     scratch = _scratch(threads * _scratch_floats(dim, tile))
@@ -107,7 +120,7 @@ def _run(
         mix.seed or 0, mix.lln_weight, mix.diag_weight,
         *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(),
         *(0, 0, 0) if table is None else (table[0].data_ptr(), table[1].data_ptr(), len(table[0])),
-        *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (7 - len(views)),
+        *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (len(VIEWS) - len(views)),
     )  # fmt: skip
     getattr(_library(dim), function)(problem)
 
@@ -128,7 +141,7 @@ def _dense_mask(mask: Tensor | None) -> Tensor | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """As lln_pytorch.forward; α and β None are matched head by head, while q and k are in the cache."""
+    """α and β None are matched head by head, while q and k are in the cache."""
     q, k, v = _dense(q), _dense(k), _dense(v)
     batch, heads, _, dim = q.shape
     out, states = fresh_result(q), _empty(batch, heads, dim + 1, dim)
@@ -142,19 +155,17 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
-    saved: Sequence[Tensor], grad: Tensor, needs_factors: Sequence[bool],
+    saved: Sequence[Tensor], grad: Tensor, needs_alpha_beta: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """As lln_pytorch.backward."""
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
     dq, dk, dv = fresh_result(q), fresh_result(k), fresh_result(v)
-    dalpha, dbeta = (_empty(*alpha.shape) if needed else None for needed in needs_factors)
+    dalpha, dbeta = (_empty(*alpha.shape) if needed else None for needed in needs_alpha_beta)
     pointers = (_dense_mask(mask), alpha.contiguous(), beta.contiguous(), *saved, dalpha, dbeta)
     _run("backward", mix, (q, k, v, grad, dq, dk, dv), pointers)
     return dq, dk, dv, dalpha, dbeta
 
 
-def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, *table: Tensor) -> tuple[Tensor, Tensor]:
-    """moment_matching.match_moments of scope "head" with the two tensors of `calibration_table`."""
+def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     alpha, beta = _empty(*q.shape[:2]), _empty(*q.shape[:2])
     pointers = (_dense_mask(mask), alpha, beta, None, None, None)
     _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)

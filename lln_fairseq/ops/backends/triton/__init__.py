@@ -11,12 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
-from lln_fairseq.ops import lln_triton_backward as backward_kernels
-from lln_fairseq.ops import lln_triton_diag_backward as diag_backward_kernels
-from lln_fairseq.ops import lln_triton_forward as forward_kernels
-from lln_fairseq.ops import lln_triton_moments as moment_kernels
-from lln_fairseq.ops.lln_pytorch import Mixture
-from lln_fairseq.ops.lln_triton_launch import (
+from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends.triton import (
+    backward_kernels,
+    diag_backward_kernels,
+    forward_kernels,
+    moment_kernels,
+)
+from lln_fairseq.ops.backends.triton.launch import (
     aligned,
     chunk_of,
     device_of,
@@ -34,7 +36,7 @@ __all__ = ["backward", "draw_seed", "forward", "is_supported", "match_moments"]
 
 
 def _state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """m, s (B H, D) float32 and S (B H, D, D) in the dtype of v: see lln_triton_forward."""
+    """m, s (B H, D) float32 and S (B H, D, D) in the dtype of v: see forward_kernels.py."""
     (batch, heads, length, dim), tile = k.shape, tiles_for(k).state
     bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
     m, s = workspace(k, bh, dim), workspace(k, bh, dim)
@@ -62,9 +64,9 @@ def draw_seed(device: torch.device) -> Tensor:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """As lln_pytorch.forward, for LLN alone or ½ (LLN + block-diagonal softmax): 4 or 6 passes over N x D."""
+    """LLN alone or ½ (LLN + block-diagonal softmax): 4 or 6 passes over N x D."""
     if alpha is None or beta is None:
-        alpha, beta = match_moments(q, k, mask, *calibration_table(q.shape[-1], q.device))
+        alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
     q, k, v = aligned(q, k, v)
     batch, heads, length, dim = q.shape
     block_size, pad = _block_size(mix), mask_bytes(mask)
@@ -84,12 +86,14 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
-    saved: Sequence[Tensor], grad: Tensor, needs_factors: Sequence[bool],
+    saved: Sequence[Tensor], grad: Tensor, needs_alpha_beta: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """As lln_pytorch.backward: 7 or 9 passes over N x D."""
+    """7 or 9 passes over N x D."""
     q, k, v = aligned(q, k, v)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # an expanded one, of .sum() say
-    run = _Backward(q, k, v, alpha.contiguous(), beta.contiguous(), mask_bytes(mask), mix, *saved, grad, *needs_factors)
+    run = _Backward(
+        q, k, v, alpha.contiguous(), beta.contiguous(), mask_bytes(mask), mix, *saved, grad, *needs_alpha_beta
+    )
     with device_of(q):
         return (_lln_diag_backward if mix.diag_weight else _lln_backward)(run)
 
@@ -117,7 +121,7 @@ class _Backward(NamedTuple):
 
 
 def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """g (B H, D) float32 and c dS / s (B H, D, D) of lln_triton_backward; with dq: filled in, and dα (B H,)."""
+    """g (B H, D) float32 and c dS / s (B H, D, D) of backward_kernels.py; with dq: filled in, and dα (B H,)."""
     q, do, s, state, share = run.q, run.do, run.s, run.state, run.mix.lln_weight
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).dstate
     bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
@@ -182,9 +186,7 @@ def _lln_diag_backward(run: _Backward) -> Sequence[Tensor | None]:
     return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
 
 
-def match_moments(
-    q: Tensor, k: Tensor, key_padding_mask: Tensor | None, log_s_table: Tensor, log_sigma2_table: Tensor
-) -> tuple[Tensor, Tensor]:
+def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """α = σ̃ / (√2 σ_q), β = σ̃ / (√2 σ_k), float32 (B, H), without gradient and without waiting for the device.
 
     σ: population standard deviation about the mean over the real tokens and the features of a (batch, head), at least
@@ -192,10 +194,10 @@ def match_moments(
     continued (arXiv 2311.13541, section 4.1).
     """
     q, k = aligned(q, k)
-    pad = mask_bytes(key_padding_mask)
+    pad = mask_bytes(mask)
     batch, heads, length, dim = q.shape
     splits, tokens = split_tokens(length, dim)
-    table = [x.to(device=q.device, dtype=torch.float32).contiguous() for x in (log_s_table, log_sigma2_table)]
+    table = [x.to(device=q.device, dtype=torch.float32).contiguous() for x in table]
     size = {"SIZE": len(table[0]), "SIZE_2": triton.next_power_of_2(len(table[0]))}
     alpha, beta = workspace(q, batch, heads), workspace(q, batch, heads)
     part = workspace(q, 5, batch * heads, splits) if splits > 1 else None

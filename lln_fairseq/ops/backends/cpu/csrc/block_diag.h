@@ -34,32 +34,32 @@ static float diag_weight(const problem *p) { return p->kept ? p->diag * 65536 / 
 /* out += weight * P v */
 static void block_forward(const problem *p, span s, scratch c, const float *q, float *out) {
     const float *valid = valid_of(p, s, c);
-    const float *k = load_keys(&p->k, s, valid, c.tile[1]), *v = load_keys(&p->v, s, valid, c.tile[2]);
-    float *weight = c.square[0], *kept = c.square[1];
-    block_weights(s, q, k, valid, c.tile[3], weight);
+    const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
+    float *weight = c.weight, *kept = c.kept;
+    block_weights(s, q, k, valid, c.turned, weight);
     if (p->kept) {
         draw(p, s, kept);
         for (int64_t i = 0; i < s.padded * s.padded; i++) weight[i] *= kept[i];
     }
-    multiply(1, s.padded, D, s.padded, weight, s.padded, 1, v, diag_weight(p), out, AHEAD(&p->k, &p->v));
+    multiply(1, s.padded, D, s.padded, weight, s.padded, 1, v, diag_weight(p), out, AHEAD(s, &p->k, &p->v));
 }
 
 /* dv += P' do, dq += dscores k, dk += dscores' q */
 static void block_backward(const problem *p, span s, scratch c, const float *k, const float *v, float *dk, float *dv) {
     const float *valid = valid_of(p, s, c);
-    const float *q = load_queries(&p->q, s, valid, c.tile[4]), *grad = load(&p->out, s, NULL, 0, c.tile[5]);
-    float *dq = load(&p->dq, s, NULL, 0, c.tile[6]);
+    const float *q = load_queries(&p->q, s, valid, c.q), *grad = load(&p->out, s, NULL, 0, c.grad);
+    float *dq = load(&p->dq, s, NULL, 0, c.dq);
     const int64_t n = s.padded;
     const float share = diag_weight(p), scale = share / sqrtf(D);
-    float *weight = c.square[0], *dweight = c.square[1], *kept = c.square[2], *turned = c.tile[7], *dropped = weight;
+    float *weight = c.weight, *dweight = c.dweight, *kept = c.kept, *turned = c.turned, *dropped = weight;
     block_weights(s, q, k, valid, turned, weight);
     transpose(n, D, v, turned);
-    multiply(0, n, n, D, grad, D, 1, turned, 1, dweight, AHEAD(&p->q, &p->out));
+    multiply(0, n, n, D, grad, D, 1, turned, 1, dweight, AHEAD(s, &p->q, &p->out));
     if (p->kept) {
         draw(p, s, dropped = kept);
         for (int64_t i = 0; i < n * n; i++) dweight[i] *= kept[i], kept[i] *= weight[i];
     }
-    multiply(1, n, D, n, dropped, 1, n, grad, share, dv, AHEAD(&p->dq));
+    multiply(1, n, D, n, dropped, 1, n, grad, share, dv, AHEAD(s, &p->dq));
     for (int64_t i = 0; i < n; i++) softmax_backward(n, weight + i * n, dweight + i * n);
     multiply(1, n, D, n, dweight, n, 1, k, scale, dq, NULL);
     multiply(1, n, D, n, dweight, 1, n, q, scale, dk, NULL);

@@ -1,4 +1,4 @@
-/* LLN attention: the formulas of lln_pytorch.py. */
+/* LLN attention: the formulas of backends/pytorch.py. */
 
 /* a = softmax_d(alpha q + L) */
 static void features(span s, const float *q, float alpha, const float *log_sum, float *a) {
@@ -52,7 +52,7 @@ static void raise_top(span s, const float *k, float beta, const float *valid, fl
 /* L = logsumexp_j(beta k_j) and S = weight * W' v, both 0 for a sequence without a real key. */
 static void sum_keys(const problem *p, int64_t head, scratch c) {
     float *log_sum = log_sum_of(p, head), *state = state_of(p, head);
-    float *top = c.vector[0], *total = c.vector[1];
+    float *top = c.top, *total = c.total;
     int any = 0;
     memset(state, 0, D * D * sizeof(float));
     for (int d = 0; d < D; d++) top[d] = -1e30f, total[d] = 0;
@@ -60,11 +60,11 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
         const span s = tile_of(p, head, start);
         const float *valid = valid_of(p, s, c);
         for (int64_t j = 0; j < s.padded && !any; j++) any = !valid || valid[j];
-        const float *k = load_keys(&p->k, s, valid, c.tile[0]), *v = load_keys(&p->v, s, valid, c.tile[1]);
-        raise_top(s, k, p->beta[head], valid, top, total, state, c.vector[2]);
-        weights(s, k, p->beta[head], top, valid, c.tile[2]);
-        add_weights(s, c.tile[2], total);
-        multiply(1, D, D, s.padded, c.tile[2], 1, D, v, 1, state, AHEAD(&p->k, &p->v));
+        const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
+        raise_top(s, k, p->beta[head], valid, top, total, state, c.factor);
+        weights(s, k, p->beta[head], top, valid, c.features);
+        add_weights(s, c.features, total);
+        multiply(1, D, D, s.padded, c.features, 1, D, v, 1, state, AHEAD(s, &p->k, &p->v));
     }
     for (int d = 0; d < D; d++) {
         const float factor = any ? p->lln / total[d] : 0;
@@ -73,9 +73,11 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
     }
 }
 
-/* dA = do S', dx = A (dA - Σ_d A dA), dq = alpha dx; fills dS = A' do and g = diag(S dS') - Σ_i dx_i. */
-static void queries_backward(const problem *p, int64_t head, scratch c, float *dstate, float *g) {
-    float *state = state_of(p, head), *turned = c.state[1], *a = c.tile[2], *dx = c.tile[3];
+/* dA = do S', dx = A (dA - Σ_d A dA), dq = alpha dx;
+   fills dS = A' do and g = diag(S dS') - Σ_i dx_i. */
+static void queries_backward(const problem *p, int64_t head, scratch c) {
+    float *state = state_of(p, head), *turned = c.turned_state, *dstate = c.dstate, *g = c.g;
+    float *a = c.features, *dx = c.slopes;
     const float alpha = p->alpha[head];
     double dalpha = 0;
     transpose(D, D, state, turned);
@@ -84,11 +86,11 @@ static void queries_backward(const problem *p, int64_t head, scratch c, float *d
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
         const float *valid = valid_of(p, s, c);
-        const float *q = load_queries(&p->q, s, valid, c.tile[0]), *grad = load(&p->out, s, NULL, 0, c.tile[1]);
-        float *dq = target(&p->dq, s, c.tile[4]);
+        const float *q = load_queries(&p->q, s, valid, c.q), *grad = load(&p->out, s, NULL, 0, c.grad);
+        float *dq = target(&p->dq, s, c.dq);
         features(s, q, alpha, log_sum_of(p, head), a);
-        multiply(0, s.padded, D, D, grad, D, 1, turned, 1, dx, AHEAD(&p->q, &p->out));
-        multiply(1, D, D, s.padded, a, 1, D, grad, 1, dstate, AHEAD(&p->dq));
+        multiply(0, s.padded, D, D, grad, D, 1, turned, 1, dx, AHEAD(s, &p->q, &p->out));
+        multiply(1, D, D, s.padded, a, 1, D, grad, 1, dstate, AHEAD(s, &p->dq));
         for (int64_t i = 0; i < s.padded; i++) {
             const float *y = dx + i * D;
             float *to = dq + i * D;
@@ -107,18 +109,18 @@ static void queries_backward(const problem *p, int64_t head, scratch c, float *d
 }
 
 /* dv = W dS, dy = W (v dS' - g), dk = beta dy for a tile of keys; returns Σ k dy, its part of dbeta. */
-static float keys_backward(const problem *p, int64_t head, span s, scratch c, const float *g, const float *k,
-                           const float *v, float *dk, float *dv) {
-    float *dstate = c.state[0], *turned = c.state[1], *w = c.tile[2], *dy = c.tile[3], dbeta = 0;
+static float keys_backward(const problem *p, int64_t head, span s, scratch c, const float *k, const float *v, float *dk,
+                           float *dv) {
+    float *w = c.features, *dy = c.slopes, dbeta = 0;
     const float beta = p->beta[head];
     weights(s, k, beta, log_sum_of(p, head), valid_of(p, s, c), w);
-    multiply(0, s.padded, D, D, w, D, 1, dstate, p->lln, dv, AHEAD(&p->k, &p->v));
-    multiply(0, s.padded, D, D, v, D, 1, turned, p->lln, dy, AHEAD(&p->dk, &p->dv));
+    multiply(0, s.padded, D, D, w, D, 1, c.dstate, p->lln, dv, AHEAD(s, &p->k, &p->v));
+    multiply(0, s.padded, D, D, v, D, 1, c.turned_state, p->lln, dy, AHEAD(s, &p->dk, &p->dv));
     for (int64_t j = 0; j < s.padded; j++) {
         float *y = dy + j * D, *to = dk + j * D;
 #pragma omp simd
         for (int d = 0; d < D; d++) {
-            y[d] = w[j * D + d] * (y[d] - g[d]);
+            y[d] = w[j * D + d] * (y[d] - c.g[d]);
             to[d] = beta * y[d];
         }
         if (p->dbeta) dbeta += dot(D, k + j * D, y);

@@ -1,6 +1,6 @@
 """Compile every kernel for an architecture without a GPU and print registers, stack and shared memory as JSON lines.
 
-    python tests/ops/aot_compile.py ARCH [DIM ...] [--dtypes float16 ...] [--cases NAME ...] [--timeout SECONDS]
+    python tests/ops/backends/aot_compile.py ARCH [DIM ...] [--dtypes float16 ...] [--cases NAME ...] [--timeout S]
 
 The host code runs as it does on a GPU, on CPU tensors, with a driver that only names the architecture: what is compiled
 is exactly what would be launched, specialisation of strides and pointers included. Spilled registers live on the stack,
@@ -23,11 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from lln_fairseq.ops import lln_triton, lln_triton_launch
 from lln_fairseq.ops.autograd import mixture
-from lln_fairseq.ops.lln_pytorch import Mixture
+from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends import triton as backend
+from lln_fairseq.ops.backends.triton import launch as launching
 
 
 class NamedDriver:
@@ -79,7 +80,7 @@ def cases(dim, dtype):
 
     def moments(length):
         q, k, _, _, _, mask = inputs(length)
-        lln_triton.match_moments(q, k, mask, torch.arange(64.0), torch.arange(64.0))
+        backend.match_moments(q, k, mask, (torch.arange(64.0), torch.arange(64.0)))
 
     found = {
         "lln": lambda: (lln(512), lln(8192)),
@@ -105,7 +106,7 @@ def main():
     args = parser.parse_args()
 
     driver.set_active(NamedDriver(args.arch))
-    lln_triton_launch.capability = lambda device: args.arch
+    launching.capability = lambda device: args.arch
     compile_only = JITFunction.run
     seen = set()
 

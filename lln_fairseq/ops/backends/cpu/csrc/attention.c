@@ -1,7 +1,7 @@
 /* LLN and block-diagonal attention and moment matching on a CPU in float32.
 
    A thread takes whole heads. What belongs to a tile of tokens stays in the cache of its core: q, k, v, the gradient
-   and the results are read and written once or twice, and nothing else of their size exists. Compiled by _compile.py
+   and the results are read and written once or twice, and nothing else of their size exists. Compiled by compile.py
    for one head dimension (-DD=64) and for the CPU at hand. */
 
 #include <omp.h>
@@ -16,11 +16,11 @@ static void head_forward(const problem *p, int64_t head, scratch c) {
     if (p->lln) sum_keys(p, head, c);
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
-        const float *q = load_queries(&p->q, s, valid_of(p, s, c), c.tile[0]);
-        float *out = target(&p->out, s, c.tile[4]);
+        const float *q = load_queries(&p->q, s, valid_of(p, s, c), c.q);
+        float *out = target(&p->out, s, c.out);
         if (p->lln) {
-            features(s, q, p->alpha[head], log_sum_of(p, head), c.tile[5]);
-            multiply(0, s.padded, D, D, c.tile[5], D, 1, state_of(p, head), 1, out, AHEAD(&p->q, &p->out));
+            features(s, q, p->alpha[head], log_sum_of(p, head), c.features);
+            multiply(0, s.padded, D, D, c.features, D, 1, state_of(p, head), 1, out, AHEAD(s, &p->q, &p->out));
         } else {
             memset(out, 0, s.padded * D * sizeof(float));
         }
@@ -30,21 +30,20 @@ static void head_forward(const problem *p, int64_t head, scratch c) {
 }
 
 static void head_backward(const problem *p, int64_t head, scratch c) {
-    float *dstate = c.state[0], *g = c.vector[0];
     if (p->lln) {
-        queries_backward(p, head, c, dstate, g);
-        transpose(D, D, dstate, c.state[1]);
+        queries_backward(p, head, c);
+        transpose(D, D, c.dstate, c.turned_state);
     }
     double dbeta = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
         const float *valid = valid_of(p, s, c);
-        const float *k = load_keys(&p->k, s, valid, c.tile[0]), *v = load_keys(&p->v, s, valid, c.tile[1]);
-        float *dk = target(&p->dk, s, c.tile[8]), *dv = target(&p->dv, s, c.tile[9]);
+        const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
+        float *dk = target(&p->dk, s, c.dk), *dv = target(&p->dv, s, c.dv);
         if (p->lln) {
-            dbeta += keys_backward(p, head, s, c, g, k, v, dk, dv);
+            dbeta += keys_backward(p, head, s, c, k, v, dk, dv);
         } else {
-            float *results[] = {target(&p->dq, s, c.tile[6]), dk, dv};
+            float *results[] = {target(&p->dq, s, c.dq), dk, dv};
             for (int i = 0; i < 3; i++) memset(results[i], 0, s.padded * D * sizeof(float));
             store(&p->dq, s, results[0]);
         }

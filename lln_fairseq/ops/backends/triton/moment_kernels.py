@@ -8,7 +8,7 @@ Per (batch, head): s = σ_q²σ_k², log σ̃² = piecewise linear in log s, α 
 import triton
 import triton.language as tl
 
-from lln_fairseq.ops.lln_triton_forward import _offset, _real_keys, _rows
+from lln_fairseq.ops.backends.triton.forward_kernels import _offset, _real_keys, _rows
 
 
 @triton.jit

@@ -1,0 +1,21 @@
+"""What a process does with the memory that it frees."""
+
+import ctypes
+import os
+import sys
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Lets this process keep what it frees, as on a GPU: new pages under large tensors are a sixth of a training step.
+
+    For programs that train or measure; call it once, before the work. glibc gives blocks of over 32 MB back to the
+    system as soon as they are freed. The price is memory: 3 % more at the peak where lengths stay, 17 % where they
+    vary, and none of it is given back. Where the C library is not glibc, or the environment tunes it by MALLOC_... or
+    GLIBC_TUNABLES, nothing changes.
+    """
+    if sys.platform.startswith("linux") and not any(name.startswith(("MALLOC_", "GLIBC_T")) for name in os.environ):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)

@@ -1,0 +1,110 @@
+"""What a backend is, and which one computes a call: Triton on a GPU, the C kernels on a CPU, PyTorch everywhere else.
+
+To add one: a module with the functions of `Backend`, and a line in MODULES; tests/ops/test_backends.py then asks of it
+what it asks of all.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+MODULES = {name: f"{__name__}.{name}" for name in ("triton", "cpu")} | {"torch": f"{__name__}.pytorch"}
+_AUTO = {"cuda": "triton", "cpu": "cpu"}  # by the type of the device
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """out = lln_weight · LLN + diag_weight · block-diagonal softmax; a part of weight 0 is not computed."""
+
+    lln_weight: float
+    diag_weight: float
+    block_size: int = 1
+    dropout_p: float = 0.0  # of the block-diagonal probabilities
+    seed: int | Tensor | None = None  # of the dropout, from the backend's draw_seed
+
+    @property
+    def kept_values(self) -> int:
+        """Of the 2^16 values of 16 random bits, those that keep a probability: p is right to 1e-5."""
+        return min(max(round((1 - self.dropout_p) * 2**16), 1), 2**16 - 1)
+
+
+class Backend(Protocol):
+    """A module that computes mixtures.
+
+    It gets tensors that are checked, plain, on one device and with at least one element: q, k, v and the gradient
+    (B, H, N, D) with any strides, α and β (B, H) of any strides in float32 (float64 for float64 q), the mask bool
+    (B, N) with True = padded or None. What padding holds must not get into results and gradients, see ops/padding.py.
+    """
+
+    def is_supported(self, q: Tensor, block_size: int | None = None) -> str | None:
+        """None where it can run on tensors like q, with blocks of so many tokens if any; else why not, one sentence."""
+
+    def draw_seed(self, device: torch.device) -> int | Tensor:
+        """What the dropout of one call depends on, from torch's generator."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None,
+        mix: Mixture,
+    ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
+        """The mixture, in q's memory layout where it can be; α and β, as given or matched; what backward needs."""
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+        saved: Sequence[Tensor], grad: Tensor, needs_alpha_beta: Sequence[bool],
+    ) -> Sequence[Tensor | None]:  # fmt: skip
+        """The gradients of q, k, v, and those of α and β that are needed."""
+
+    def match_moments(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """α and β by `moment_matching.match_moments` of scope "head", with a `moment_matching.calibration_table`."""
+
+
+def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *others: object) -> str:
+    """The name of the backend for tensors like q, (B, H, N, D), and blocks of so many tokens if any.
+
+    Args: others: whatever else takes part; kernels read tensors alone that lie in memory as they are.
+    Raises: ValueError for an unknown backend, or with the reason if one is asked for where it cannot run.
+    """
+    if backend != "auto" and backend not in MODULES:
+        raise ValueError(f"unknown backend '{backend}', choose from {', '.join(('auto', *MODULES))}")
+    wanted = _AUTO.get(q.device.type, "torch") if backend == "auto" else backend
+    if wanted == "torch":
+        return wanted
+    if is_recorded(q, *others):
+        reason: str | None = "The kernels are no operations of torch: what records or imitates those does not see them."
+    elif wanted == "triton" and importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed."
+    else:
+        reason = load_backend(wanted).is_supported(q, block_size)
+    if reason and backend != "auto":
+        raise ValueError(f"backend '{backend}' cannot run here: {reason}")
+    return "torch" if reason else wanted
+
+
+@functools.cache
+def load_backend(name: str) -> Backend:
+    """A backend, imported when needed: triton takes a moment."""
+    return cast(Backend, importlib.import_module(MODULES[name]))
+
+
+def is_recorded(*values: object) -> bool:
+    """Whether operations on these values are recorded, imitated or transformed, so that only torch's own may be used.
+
+    Tracing, export, compilation, functorch; tensors without data; subclasses. Values that are no tensors do not count.
+    """
+    return (
+        torch.jit.is_tracing()
+        or torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or any(isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta) for x in values)
+    )
