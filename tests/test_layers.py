@@ -17,6 +17,7 @@ PACKAGE = ROOT / "lln_fairseq"
 ALLOWED = {
     "command": set(),
     "presets": set(),
+    "memory": set(),
     "ops": set(),
     "attention": {"ops"},
     "host": {"attention", "command"},
@@ -29,7 +30,7 @@ ALLOWED = {
     "loading": {"__init__", "host"},
 }
 PROGRAMS = {"train", "evaluate", "analysis.__main__"}  # they may import all of them
-WITHOUT_FAIRSEQ = ("ops", "attention", "presets", "command", "__init__")
+WITHOUT_FAIRSEQ = ("ops", "attention", "presets", "memory", "command", "__init__")
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 

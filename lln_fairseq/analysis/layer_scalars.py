@@ -1,5 +1,6 @@
 """The six numbers that say how concentrated a layer's attention is, read off while it runs."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,20 +20,20 @@ def layer_scalars(
     q: Tensor,
     k: Tensor,
     key_padding_mask: Tensor | None = None,
-    temperatures: tuple[Tensor, Tensor] | None = None,
+    alpha_beta: tuple[Tensor, Tensor] | None = None,
     constants: str = "calibrated",
 ) -> Tensor:
     """(6,) float32 in the order of NAMES: means over sequences and heads of q, k (B, H, N, D), without gradient.
 
     τ_sm = 1/(σ_q σ_k)   the temperature of softmax attention, eq. 5
-    τ_lln = 1/σ_lln      the same for LLN attention with α, β = `temperatures`, each (B, H), eq. 11 (concentration.py)
+    τ_lln = 1/σ_lln      the same for LLN attention with α, β (B, H), eq. 11 (concentration.py)
     """
     with torch.no_grad():
         sigma_q, sigma_k = (standard_deviation(x, key_padding_mask) for x in (q, k))
-        if temperatures is None:
+        if alpha_beta is None:
             rest = [torch.full_like(sigma_q, torch.nan)] * 3
         else:
-            alpha, beta = temperatures
+            alpha, beta = alpha_beta
             sigma_tilde2 = (alpha * sigma_q).square() + (beta * sigma_k).square()
             rest = [lln_log_variance(sigma_tilde2, q.shape[-1], constants).rsqrt(), alpha, beta]
         values = torch.stack([sigma_q, sigma_k, 1 / (sigma_q * sigma_k), *rest])
@@ -42,9 +43,16 @@ def layer_scalars(
 @torch.no_grad()
 def of_attention(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
     """`layer_scalars` with the α and β of this mechanism, if it has them."""
-    matched = getattr(attention, "temperatures", None)
-    temperatures = matched(q, k, key_padding_mask) if matched else None
-    return layer_scalars(q, k, key_padding_mask, temperatures, getattr(attention.config, "constants", "calibrated"))
+    alpha_beta = attention.alpha_beta(q, k, key_padding_mask)
+    return layer_scalars(q, k, key_padding_mask, alpha_beta, attention.constants)
+
+
+def queries_keys_mask(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """q, k and the mask of a call of the attention, whichever of them it gives by keyword."""
+    call = inspect.signature(attention.forward).bind(*args, **kwargs)
+    call.apply_defaults()
+    q, k, _, mask, *_ = call.arguments.values()
+    return q, k, mask
 
 
 @contextmanager
@@ -52,11 +60,10 @@ def observe(model: nn.Module) -> Iterator[list[Tensor]]:
     """Within it every call of an attention of the model adds its `layer_scalars` to the list, in the order of calls."""
     seen: list[Tensor] = []
 
-    def look(module: Attention, inputs: tuple[Any, ...]) -> None:
-        q, k, _, mask = inputs
-        seen.append(of_attention(module, q, k, mask))
+    def look(module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(of_attention(module, *queries_keys_mask(module, args, kwargs)))
 
-    hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, Attention)]
+    hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules() if isinstance(m, Attention)]
     try:
         yield seen
     finally:

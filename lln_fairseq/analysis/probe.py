@@ -66,8 +66,8 @@ def record(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
     def enter(module: nn.Module, inputs: tuple[Any, ...], _: dict[str, Any]) -> None:
         found.append({"before": inputs[0].transpose(0, 1)})
 
-    def look(module: Attention, inputs: tuple[Any, ...]) -> None:
-        q, k, _, mask = inputs
+    def look(module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        q, k, mask = layer_scalars.queries_keys_mask(module, args, kwargs)
         attention = copy.deepcopy(module).float().eval()
         found[-1] |= dict(attention=attention, q=q.float(), k=k.float(), key_padding_mask=mask)
 
@@ -77,7 +77,9 @@ def record(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
     hooks = []
     for layer in encoder_layers(model):
         hooks += [layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave)]
-        hooks += [m.register_forward_pre_hook(look) for m in layer.modules() if isinstance(m, Attention)]
+        hooks += [
+            m.register_forward_pre_hook(look, with_kwargs=True) for m in layer.modules() if isinstance(m, Attention)
+        ]
     try:
         with undisturbed(model):
             model(**net_input, features_only=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.kernel_features import KernelFeatureAttention
 from lln_fairseq.attention.registry import register_attention
+from lln_fairseq.ops.dtypes import compute_dtype
 
 
 @dataclass
@@ -25,7 +26,7 @@ class CosformerAttention(KernelFeatureAttention):
     """
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = compute_dtype(q.dtype)
         angles = self._angles(q, key_padding_mask).to(dtype)
         waves = torch.stack([angles.cos(), angles.sin()], dim=-1)  # (B or 1, 1, N, 2), all >= 0
         return tuple((x.to(dtype).relu()[..., None, :] * waves[..., None]).flatten(-2) for x in (q, k))

@@ -1,10 +1,10 @@
 """What linear attentions with explicit features share (arXiv 2311.13541, eq. 4)."""
 
-import torch
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention
 from lln_fairseq.ops import reference
+from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.linear_attention import linear_attention
 from lln_fairseq.ops.padding import clear_padding
 
@@ -24,7 +24,7 @@ class KernelFeatureAttention(Attention):
         return reference.kernel_matrix(*self.feature_maps(q, k, key_padding_mask), key_padding_mask)
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = compute_dtype(q.dtype)
         return self.features(q.to(dtype)), self.features(k.to(dtype))
 
     @staticmethod

@@ -32,18 +32,16 @@ class MomentMatched(Attention):
         if config.alpha is not None and not (config.alpha > 0 and config.beta > 0):
             raise ValueError(f"α and β must be positive, got alpha={fixed[0]}, beta={fixed[1]}")
         self.batch_independent = config.alpha is not None or config.scope == "head"
+        self.constants = config.constants
 
-    def factors(
-        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """α and β for the operations, None where they match them themselves, which takes less time."""
+    def given(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """`alpha_beta` for the operations; None where they match them themselves, which takes less time."""
         config = self.config
         if (config.alpha, config.scope, config.constants) == (None, "head", "calibrated"):
             return None, None
-        return self.temperatures(q, k, key_padding_mask)
+        return self.alpha_beta(q, k, key_padding_mask)
 
-    def temperatures(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """α and β, float32 of shape (B, H), without gradient."""
+    def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         config = self.config
         if config.alpha is None:
             return match_moments(q, k, key_padding_mask, config.scope, config.constants)
@@ -56,10 +54,10 @@ class LLNAttention(MomentMatched):
     """LLN attention alone. It has no attention matrix, so attention dropout does not apply."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return lln_attention(q, k, v, *self.factors(q, k, key_padding_mask), key_padding_mask)
+        return lln_attention(q, k, v, *self.given(q, k, key_padding_mask), key_padding_mask)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return reference.lln_matrix(q, k, *self.temperatures(q, k, key_padding_mask), key_padding_mask)
+        return reference.lln_matrix(q, k, *self.alpha_beta(q, k, key_padding_mask), key_padding_mask)
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return lln_features(q, k, *self.temperatures(q, k, key_padding_mask), key_padding_mask)
+        return lln_features(q, k, *self.alpha_beta(q, k, key_padding_mask), key_padding_mask)

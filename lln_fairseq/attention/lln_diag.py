@@ -40,7 +40,7 @@ class LLNDiagAttention(MomentMatched):
             self.register_parameter(name, nn.Parameter(torch.full((num_heads, 1, head_dim), 0.5)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        alpha, beta = self.factors(q, k, key_padding_mask)
+        alpha, beta = self.given(q, k, key_padding_mask)
         if self.config.mix == "average":
             return lln_diag_attention(
                 q, k, v, alpha, beta, key_padding_mask, self.block_size, dropout_p=self.active_dropout
@@ -53,7 +53,7 @@ class LLNDiagAttention(MomentMatched):
         """P of the average. A learned mix has one matrix for every feature: ValueError."""
         if self.config.mix != "average":
             raise ValueError(f"mix '{self.config.mix}' has no single attention matrix")
-        alpha, beta = self.temperatures(q, k, key_padding_mask)
+        alpha, beta = self.alpha_beta(q, k, key_padding_mask)
         return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, key_padding_mask)
 
     def _mix(self, lln: Tensor, diag: Tensor) -> Tensor:

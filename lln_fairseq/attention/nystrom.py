@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
+from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.landmarks import Landmarks, iterative_pinv
 from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.softmax import softmax_attention
@@ -60,7 +61,7 @@ class NystromAttention(Attention):
         landmarks = Landmarks(q.shape[2], self.config.landmarks, key_padding_mask, q.device)
         q_mean, k_mean = landmarks.means(q), landmarks.means(k)
         # The inverse amplifies rounding: it and its product are float32 in half precision too.
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = compute_dtype(q.dtype)
         with torch.autocast(q.device.type, enabled=False):
             scores = (q_mean.to(dtype) * self.head_dim**-0.5) @ k_mean.to(dtype).mT
             inverse = iterative_pinv(scores.softmax(dim=-1), self.config.iterations)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
+from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.random_features import log_features, random_feature_attention
 
@@ -57,7 +58,7 @@ class PerformerAttention(Attention):
 
     def omega(self, dtype: torch.dtype) -> Tensor:
         """ω / D^¼ (D, M) in float32 or float64; a copy, so that drawing anew leaves the graph alone."""
-        return self.projection.to(torch.promote_types(dtype, torch.float32)).mT * self.head_dim**-0.25
+        return self.projection.to(compute_dtype(dtype)).mT * self.head_dim**-0.25
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.seed, self.forwards])

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.padding import clear_padding
 
 
@@ -60,7 +61,7 @@ class ReformerAttention(Attention):
         queries = _rows(q, order.clamp(max=q.shape[2] - 1)) * self.head_dim**-0.5
         chunks, m = keys.shape[2], self.config.chunk_size
         scores = queries.unflatten(2, (chunks, m)) @ _rows(k, keys.flatten(2)).unflatten(2, keys.shape[2:]).mT
-        scores = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~met[:, :, :, None], float("-inf"))
+        scores = scores.to(compute_dtype(q.dtype)).masked_fill(~met[:, :, :, None], float("-inf"))
         weights = F.dropout(scores.softmax(dim=-1).to(v.dtype), self.active_dropout)
         out = weights @ _rows(v, keys.flatten(2)).unflatten(2, keys.shape[2:])
         back = order.argsort(dim=-1)[:, :, : q.shape[2]]

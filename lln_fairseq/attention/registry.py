@@ -34,6 +34,7 @@ class Attention(nn.Module):
     has_matrix = True  # forward(q, k, v) = P v for one matrix P
     stochastic_rows = True  # and its rows sum to 1
     batch_independent = True  # a sequence gives the same output whatever its batch mates are
+    constants = "calibrated"  # of the moment matching of α and β, where there are any
 
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -54,6 +55,13 @@ class Attention(nn.Module):
         """φ(Q), φ(K) (B, H, N, F) of a linear mechanism: its P is φ(Q) φ(K)ᵀ with every row divided by its sum.
 
         None where P has no such form with F independent of N. Exact instruments at any length follow from it.
+        """
+        return None
+
+    def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        """α and β (B, H) of the LLN attention in it for these queries and keys, without gradient; None without one.
+
+        The temperature τ of LLN attention follows from them (lln_fairseq.analysis).
         """
         return None
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.landmarks import iterative_pinv
 from lln_fairseq.ops.padding import clear_padding
 
@@ -41,7 +42,7 @@ class SkyformerAttention(Attention):
             raise ValueError(f"gamma must be positive, got {config.gamma}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        dtype = compute_dtype(v.dtype)
         scale = self.head_dim**-0.25
         with torch.autocast(q.device.type, enabled=False):
             q, k, values = q.to(dtype) * scale, k.to(dtype) * scale, v.to(dtype)

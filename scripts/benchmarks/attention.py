@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.memory import keep_freed_memory
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
@@ -215,6 +216,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
+    keep_freed_memory()
     names = [SDPA, *args.attentions]
     for name in names:
         check(name, args)

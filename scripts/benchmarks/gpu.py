@@ -169,9 +169,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("no CUDA device: torch.cuda.is_available() is False")
-    if reason := backend.is_supported(
-        torch.empty(1, 1, 1, args.dim, device="cuda", dtype=getattr(torch, args.dtype))
-    ):
+    if reason := backend.is_supported(torch.empty(1, 1, 1, args.dim, device="cuda", dtype=getattr(torch, args.dtype))):
         raise UserError(reason)
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth / 1e12:.2f} TB/s (read + written)")

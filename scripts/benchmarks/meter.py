@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lln_fairseq.memory import keep_freed_memory
+
 MIN_REPEATS = 3  # of what takes longer than the limit
 MEMORY_SHARE = 0.9  # of what is free: a process that takes more is out of memory
 _STATUS, _CLEAR, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
@@ -112,6 +114,7 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _child(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
+    keep_freed_memory()
     try:
         with limited_memory():
             sender.send((function(*arguments), None))

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.presets import PRESETS
 from scripts.benchmarks.meter import (
     OutOfMemory,
@@ -172,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
+    keep_freed_memory()
     rows: dict[tuple[str, int], Row] = {}
     if args.add and args.json.exists():
         found, old = read_rows(args.json)

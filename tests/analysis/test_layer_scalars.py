@@ -50,7 +50,22 @@ def test_every_attention_can_be_observed_and_is_left_as_it_was(name):
     expected = attention(q, k, v, None)
     with observe(model) as seen:
         assert torch.equal(attention(q, k, v, None), expected)
+        attention(q, k, v)
+        attention(v=v, q=q, key_padding_mask=None, k=k)
     attention(q, k, v, None)
-    assert len(seen) == 1
+    assert len(seen) == 3
     assert seen[0].shape == (len(NAMES),)
     assert seen[0][:3].isfinite().all()
+    for other in seen[1:]:
+        torch.testing.assert_close(other, seen[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_mask_given_by_keyword_is_seen():
+    attention = build_attention("lln", num_heads=3, head_dim=32, max_positions=97).eval()
+    q, k, v = random_qkv()
+    mask = random_padding(2, 97)
+    with observe(attention) as seen:
+        attention(q, k, v, mask)
+        attention(q, k, v, key_padding_mask=mask)
+    assert torch.equal(*seen)
+    assert not torch.equal(seen[0], layer_scalars(q, k, None, attention.alpha_beta(q, k)))

@@ -106,7 +106,7 @@ def test_the_probe_writes_the_instruments_of_every_layer(attention, tmp_path):
         mechanism = layer.self_attn.attention
         names = {*layer_scalars.NAMES[:3], "residual"}
         names |= set(measure.NAMES) if mechanism.stochastic_rows else set()
-        names |= set(layer_scalars.NAMES) if hasattr(mechanism, "temperatures") else set()
+        names |= set(layer_scalars.NAMES) if mechanism.alpha_beta(*2 * [torch.ones(1, 2, 3, 4)]) else set()
         expected |= {f"probe/{name}/layer_{n:02d}" for name in names}
     assert set(curves) == expected
     for tag, curve in curves.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-MODULES = {name: f"{__name__}.{name}" for name in ("triton", "cpu")} | {"torch": f"{__name__}.pytorch"}
+MODULES = {"torch": f"{__name__}.pytorch", "triton": f"{__name__}.triton", "cpu": f"{__name__}.cpu"}
 _AUTO = {"cuda": "triton", "cpu": "cpu"}  # by the type of the device
 _PLAIN = (Tensor, torch.nn.Parameter)
 
