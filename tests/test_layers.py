@@ -25,7 +25,7 @@ ALLOWED = {
     "models": {"attention", "host", "modules", "presets"},
     "criterions": {"host"},
     "analysis": {"attention", "ops"},
-    "tasks": {"analysis", "attention", "command", "criterions", "host", "models"},
+    "tasks": {"analysis", "attention", "command", "criterions", "host", "memory", "models"},
     "__init__": {"tasks"},
     "loading": {"__init__", "host"},
 }

@@ -86,6 +86,13 @@ def test_the_lock_is_free_after_the_training(tmp_path):
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
+def test_a_training_keeps_the_memory_that_it_frees(monkeypatch):
+    asked = []
+    monkeypatch.setattr(_worker, "keep_freed_memory", lambda: asked.append(True))
+    assert _worker.run(lambda cfg: cfg, "done") == "done"
+    assert asked == [True]
+
+
 def test_spawned_workers_end_with_the_process_that_spawned_them(monkeypatch):
     ended_with = []
     monkeypatch.setattr(command, "end_with", ended_with.append)
