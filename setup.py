@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "lln_fairseq" / "__init__.py").read_text(), re.MULTILINE)[1]
+FOLDERS = {"lln_fairseq.configs": "configs", "lln_fairseq.data_prep": "data_prep"}  # where they are in a checkout
 
 setup(
     name="lln-fairseq",
@@ -15,8 +16,9 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
-    packages=find_packages(include=["lln_fairseq", "lln_fairseq.*"]),
-    package_data={"lln_fairseq": ["py.typed", "ops/*.json", "ops/backends/cpu/csrc/*"]},
+    packages=[*find_packages(include=["lln_fairseq", "lln_fairseq.*"]), *FOLDERS],
+    package_dir=FOLDERS,
+    package_data={"lln_fairseq": ["py.typed", "ops/*.json", "ops/backends/cpu/csrc/*"], "lln_fairseq.configs": ["**/*.yaml"]},
     # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
     python_requires=">=3.11,<3.13",
     install_requires=[

@@ -1,4 +1,6 @@
-"""Programs that turn public text into fairseq's binary format; run them as `python -m data_prep.<name>` from here.
+"""Programs that turn public text into fairseq's binary format; run them as `python -m data_prep.<name>` in a checkout.
+
+A wheel has them as `python -m lln_fairseq.data_prep.<name>`.
 
 Programs: demo, wikitext103, glue; and fetch, tokenizers for one step alone. What they share, one concern a file:
 command (errors and exit codes), files (atomic writes), streams (limits) and archives (reading), sources (every

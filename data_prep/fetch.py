@@ -156,7 +156,7 @@ def _fetch_files(names: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
     parser = argparse.ArgumentParser(
-        prog="python -m data_prep.fetch", description="Fetch published files into the cache ($LLN_DATA_CACHE)."
+        prog=f"python -m {__name__}", description="Fetch published files into the cache ($LLN_DATA_CACHE)."
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}; without any: list them")
     names = parser.parse_args(argv).files

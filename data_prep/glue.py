@@ -239,7 +239,7 @@ def summary(task: GlueTask, content: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.glue", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/glue"), help="OUT of OUT/TASK (%(default)s)")
     parser.add_argument(
         "--tokenizer", required=True, help="the pre-training data's directory, or what else vocabulary.py lists"

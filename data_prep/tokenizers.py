@@ -230,7 +230,7 @@ def _train_command(text: Sequence[Path], out: Path, vocab_size: int, model_type:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
     parser = argparse.ArgumentParser(
-        prog="python -m data_prep.tokenizers", description="Train a SentencePiece model that keeps every text."
+        prog=f"python -m {__name__}", description="Train a SentencePiece model that keeps every text."
     )
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 files, one sentence or line a line")
     parser.add_argument("--out", type=Path, required=True, help="directory for spm.model and spm.vocab")

@@ -186,7 +186,7 @@ def summary(content: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.wikitext103", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/wikitext-103"), help="directory (%(default)s)")
     parser.add_argument("--source", type=Path, help=f"local {ARCHIVE.name}, another archive or a directory")
     parser.add_argument(

@@ -18,6 +18,7 @@ ALLOWED = {
     "command": set(),
     "presets": set(),
     "memory": set(),
+    "recipes": {"command"},
     "ops": set(),
     "attention": {"ops"},
     "host": {"attention", "command"},
@@ -30,7 +31,7 @@ ALLOWED = {
     "loading": {"__init__", "host"},
 }
 PROGRAMS = {"train", "evaluate", "analysis.__main__"}  # they may import all of them
-WITHOUT_FAIRSEQ = ("ops", "attention", "presets", "memory", "command", "__init__")
+WITHOUT_FAIRSEQ = ("ops", "attention", "presets", "memory", "recipes", "command", "__init__")
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 

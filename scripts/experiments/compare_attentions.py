@@ -32,8 +32,9 @@ from omegaconf.errors import OmegaConfBaseException
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.host.errors import InputError
+from lln_fairseq.recipes import CONFIGS
 from scripts.experiments.compare_report import draw, read_rows, table, write_json
-from scripts.experiments.steps import ROOT, StepFailed, Steps, evaluation, prepare_demo_data, training
+from scripts.experiments.steps import StepFailed, Steps, evaluation, prepare_demo_data, training
 
 DEMO = "demo"
 DEFAULT_ATTENTIONS = "softmax,lln,lln_diag,elu,performer,nystrom"
@@ -163,7 +164,7 @@ def configuration(stage: str, overrides: list[str]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about 1.1: what fairseq's command line composes with
-            with initialize_config_dir(str(ROOT / "configs"), version_base="1.1"):
+            with initialize_config_dir(str(CONFIGS), version_base="1.1"):
                 return compose(stage, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(" ".join(str(error).split("\n\n")[0].split())) from None

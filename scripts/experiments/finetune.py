@@ -15,7 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.experiments.steps import ROOT, call, evaluation, training
+from lln_fairseq.recipes import CONFIGS
+from scripts.experiments.steps import call, evaluation, training
 
 SAVE_DIR = "checkpoint.save_dir="
 FINISHED = "valid.json"  # the last file written
@@ -26,7 +27,7 @@ def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> No
 
     Raises: UserError for a task without recipe and for a training or an evaluation that fails.
     """
-    known = sorted(path.stem for path in (ROOT / "configs" / "glue").glob("*.yaml"))
+    known = sorted(path.stem for path in (CONFIGS / "glue").glob("*.yaml"))
     if task not in known:
         raise UserError(f"no such task: {task} (known: {' '.join(known)})")
     given = [Path(override.removeprefix(SAVE_DIR)) for override in overrides if override.startswith(SAVE_DIR)]

@@ -14,8 +14,6 @@ from tqdm import tqdm
 from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, child_environment
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 class StepFailed(UserError):
     """A step ended with an error that its own output explains."""
@@ -120,9 +118,8 @@ def read_times(file: Path) -> dict[str, float]:
 
 def training(stage: str, save_dir: Path, *overrides: str) -> list[str]:
     """The command of a training with configs/STAGE.yaml (pretrain or finetune), which resumes if it was interrupted."""
-    configs = ["--config-dir", str(ROOT / "configs"), "--config-name", stage]
     settings = [f"checkpoint.save_dir={save_dir}", "common.log_format=json"]
-    return [sys.executable, "-m", "lln_fairseq.train", *configs, *settings, *overrides]
+    return [sys.executable, "-m", "lln_fairseq.train", "--config-name", stage, *settings, *overrides]
 
 
 def evaluation(checkpoint: Path, split: str, result: Path) -> list[str]:
