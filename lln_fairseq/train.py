@@ -12,20 +12,17 @@ if __name__ == "__main__":
 
 import os
 import sys
-import warnings
 from pathlib import Path
 
 from lln_fairseq import register
+from lln_fairseq.host.advice import hide_advice
 from lln_fairseq.recipes import CONFIGS, PACKAGE, check_recipe
 
-# Hydra's advice to the authors of fairseq's command line
-NOT_FOR_USERS = (r"\s*The version_base parameter is not specified", r"\s*'\w+' is validated against ConfigStore schema")
 WITHOUT_RECIPE = ("config_path", "experimental_rerun", "hydra_help", "shell_completion")  # Hydra's options
 
 
 def main() -> None:
-    for message in NOT_FOR_USERS:
-        warnings.filterwarnings("ignore", message)
+    hide_advice()
     find_recipe()
     register()
     from fairseq_cli.hydra_train import cli_main

@@ -34,6 +34,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.host import checkpoints, nan, run_state, saving, settings
+from lln_fairseq.host.advice import hide_advice
 from lln_fairseq.host.errors import InputError, first_line, one_line_instead_of_a_traceback
 from lln_fairseq.host.fit import check_fit
 from lln_fairseq.host.run_lock import one_training
@@ -46,6 +47,7 @@ def install(worker: Callable) -> None:
     """Puts the patches in place, once. `worker(main, cfg, ...)` runs in each worker of a training in place of main."""
     if hasattr(PathManager.copy, "__wrapped__"):
         return
+    hide_advice()
     checkpoints.allow_fairseq_checkpoints()
     PathManager.copy = staticmethod(functools.wraps(PathManager.copy)(saving.atomic_copy))
     _wrap(checkpoint_utils, "torch_persistent_save", saving.save)

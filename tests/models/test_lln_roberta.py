@@ -136,6 +136,8 @@ def test_both_command_lines_build_the_same_model(corpus, tmp_path):
                    "lr_scheduler._name=fixed", "~lr_scheduler.warmup_updates", "~lr_scheduler.total_num_update",
                    "optimization.max_update=3")  # fmt: skip
     assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stdout + theirs.stderr
+    assert "Warning" not in ours.stderr
+    assert not re.search("torch/.*Warning|fairseq/.*Warning", theirs.stderr)  # Hydra has some before it loads a thing
     counts = [re.search(r"num\. shared model params: ([\d,]+)", x.stdout + x.stderr)[1] for x in (ours, theirs)]
     assert counts[0] == counts[1]
     ours, theirs = (losses(read_log(x.stdout + x.stderr)) for x in (ours, theirs))

@@ -43,7 +43,9 @@ def test_pre_train_kill_resume_fine_tune_score(tmp_path):
         time.sleep(0.02)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    assert "Loaded checkpoint runs/pretrain_lln_diag/checkpoint_last.pt" in finished(script(tmp_path, *pretrain))
+    output = finished(script(tmp_path, *pretrain))
+    assert "Loaded checkpoint runs/pretrain_lln_diag/checkpoint_last.pt" in output
+    assert "Warning" not in output
     curves = read_curves(tmp_path / "runs" / "pretrain_lln_diag" / "tensorboard")
     assert curves["train_inner/loss"].steps == curves["attention/tau_lln/layer_01"].steps == list(range(2, 25, 2))
 
@@ -52,6 +54,7 @@ def test_pre_train_kill_resume_fine_tune_score(tmp_path):
             "optimization.max_update=4", "task.max_positions=128")  # fmt: skip
     output = finished(script(tmp_path, *tune))
     assert "valid: 11 rows, accuracy" in output
+    assert "Warning" not in output
     assert output.splitlines()[-1].startswith("pretrain_lln_diag")
     out = tmp_path / "runs" / "pretrain_lln_diag" / "glue" / "sst2" / "seed7"
     assert json.loads((out / "valid.json").read_text())["rows"] == 11

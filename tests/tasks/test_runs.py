@@ -3,6 +3,7 @@
 import errno
 import logging
 import shutil
+import warnings
 from pathlib import Path
 
 import fairseq.tasks
@@ -237,6 +238,7 @@ def test_the_split_of_a_global_batch_over_devices(given, expected):
 def wrong_input(cfg):
     """A training's main, in a process that fairseq spawns: everything is registered, and the input is wrong."""
     assert "lln_masked_lm" in fairseq.tasks.TASK_REGISTRY
+    warnings.warn_explicit("`torch.cuda.amp.autocast(args...)` is deprecated", FutureWarning, "x", 1, "fairseq.tasks.x")
     raise InputError("no such file: x")
 
 
@@ -258,6 +260,7 @@ def test_an_error_in_a_worker_is_one_line_too(capfd):
     said = capfd.readouterr().err
     assert "error: no such file: x\n" in said
     assert "Traceback" not in said
+    assert "autocast" not in said
 
 
 def test_bf16_on_the_command_line_needs_no_tpu(corpus, tmp_path, monkeypatch):
