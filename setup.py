@@ -18,7 +18,10 @@ setup(
     license="MIT",
     packages=[*find_packages(include=["lln_fairseq", "lln_fairseq.*"]), *FOLDERS],
     package_dir=FOLDERS,
-    package_data={"lln_fairseq": ["py.typed", "ops/*.json", "ops/backends/cpu/csrc/*"], "lln_fairseq.configs": ["**/*.yaml"]},
+    package_data={
+        "lln_fairseq": ["py.typed", "ops/*.json", "ops/backends/cpu/csrc/*"],
+        "lln_fairseq.configs": ["**/*.yaml"],
+    },
     # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
     python_requires=">=3.11,<3.13",
     install_requires=[

@@ -9,6 +9,7 @@
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
     call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU; two
                                 trainings in one directory
+    WandBProgressBarWrapper     what wandb cannot do ended in a traceback; without wandb nothing was logged
     merge_with_parent           an option that a dataclass does not know ended in a traceback
     sys.excepthook              an InputError that nobody catches ended in a traceback
 
@@ -28,12 +29,13 @@ import fairseq.dataclass.utils
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.logging import progress_bar
 from fairseq.trainer import Trainer
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch.multiprocessing import ProcessExitedException
 
 from lln_fairseq.attention.registry import did_you_mean
-from lln_fairseq.host import checkpoints, nan, run_state, saving, settings
+from lln_fairseq.host import checkpoints, nan, run_state, saving, settings, wandb_run
 from lln_fairseq.host.advice import hide_advice
 from lln_fairseq.host.errors import InputError, first_line, one_line_instead_of_a_traceback
 from lln_fairseq.host.fit import check_fit
@@ -57,6 +59,7 @@ def install(worker: Callable) -> None:
     )
     _wrap(Trainer, "load_checkpoint", _load)
     _wrap(Trainer, "train_step", nan.step)
+    _wrap(progress_bar.WandBProgressBarWrapper, "__init__", wandb_run.start)
     _wrap(distributed_utils, "call_main", functools.partial(_call_main, worker))
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge)
     _wrap(sys, "excepthook", _show)
@@ -76,6 +79,7 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
     # fairseq-train calls this first of all with a complete trainer: here the whole configuration is known.
     settings.split_global_batch(trainer.cfg)
     settings.check(trainer.cfg)
+    wandb_run.check_wandb(trainer.cfg)
     check_same_run(trainer.cfg)
     loaded = original(cfg, trainer, **kwargs)
     if reason := run_state.complete(trainer.cfg, trainer.get_num_updates()):

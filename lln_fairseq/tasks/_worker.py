@@ -18,6 +18,7 @@ from fairseq.data.iterators import BackgroundConsumer
 from lln_fairseq import command
 from lln_fairseq.host import run_state
 from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.wandb_run import own_run
 from lln_fairseq.memory import keep_freed_memory
 
 LONGEST_BATCH = 10  # seconds; a loader process that was interrupted is missed after five
@@ -31,7 +32,8 @@ def run(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     keep_freed_memory()
     run_state.begin(main)
     try:
-        return main(cfg, **kwargs)
+        with own_run():
+            return main(cfg, **kwargs)
     except InputError as error:
         if not parent:
             raise
