@@ -48,3 +48,9 @@ def poison_empty(monkeypatch):
         monkeypatch.setattr(
             torch, name, lambda *args, _original=original, **kw: _original(*args, **kw).fill_(torch.nan)
         )
+
+
+def metrics_of(task_metric: str) -> tuple[str, ...]:
+    """The names of this module's metrics that a sentence such as "accuracy, F1 of class 1" mentions."""
+    words = {"accuracy": "accuracy", "F1": "f1", "Matthews": "mcc", "Pearson": "pearson", "Spearman": "spearman"}
+    return tuple(name for word, name in words.items() if word in task_metric)

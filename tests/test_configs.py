@@ -17,10 +17,10 @@ from omegaconf import OmegaConf, open_dict
 
 from data_prep.glue_tasks import GLUE_TASKS
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.criterions.scores import metrics_of
 from lln_fairseq.host.settings import split_global_batch
 from lln_fairseq.models.lln_roberta import PRESETS, RobertaConfig
 from tests.fairseq_runs import make_classification, make_corpus
+from tests.helpers import metrics_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -72,9 +72,3 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
     """Spearman's correlation: Pearson's of the ranks, ties at their mean rank."""
     return pearson(rankdata(x), rankdata(y))
-
-
-def metrics_of(task_metric: str) -> tuple[str, ...]:
-    """The names of this module's metrics that a sentence such as "accuracy, F1 of class 1" mentions."""
-    words = {"accuracy": "accuracy", "F1": "f1", "Matthews": "mcc", "Pearson": "pearson", "Spearman": "spearman"}
-    return tuple(name for word, name in words.items() if word in task_metric)

@@ -7,7 +7,8 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import f1_score, matthews_corrcoef
 
 from data_prep.glue_tasks import GLUE_TASKS
-from lln_fairseq.criterions.scores import Counts, metrics_of, pearson, spearman
+from lln_fairseq.criterions.scores import Counts, pearson, spearman
+from tests.helpers import metrics_of
 
 
 @pytest.mark.parametrize("num_classes", [2, 3, 7])
