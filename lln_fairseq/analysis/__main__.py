@@ -11,7 +11,7 @@ over the split.
 from lln_fairseq.command import run_main, start
 
 if __name__ == "__main__":
-    start(__spec__.name)
+    start(__spec__.name)  # type: ignore[union-attr]  # there is one under python -m
 
 import argparse
 import json

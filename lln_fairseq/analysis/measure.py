@@ -50,8 +50,8 @@ def sequences(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tens
         features, P = attention.feature_maps(*inputs), None
         is_short = q.shape[2] <= MAX_TOKENS
         if features is not None:
-            features = tuple(x[row][:, real] for x in features)
-            P = _rows(*features, None if is_short else ROWS)
+            phi_q, phi_k = features = features[0][row][:, real], features[1][row][:, real]
+            P = _rows(phi_q, phi_k, None if is_short else ROWS)
         elif attention.stochastic_rows and is_short:
             P = attention.attention_matrix(*inputs)[row][:, real][:, :, real]
         yield Measured(q.shape[1], P, features)

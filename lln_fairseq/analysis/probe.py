@@ -114,9 +114,7 @@ def ablated(model: nn.Module, skip: bool = True, mlp: bool = True) -> Iterator[N
                 attributes["forward"] = forward
 
 
-def _forward(
-    layer: nn.Module, x: Tensor, encoder_padding_mask: Tensor | None = None, *, skip: bool, mlp: bool
-) -> Tensor:
+def _forward(layer: Any, x: Tensor, encoder_padding_mask: Tensor | None = None, *, skip: bool, mlp: bool) -> Tensor:
     """fairseq's encoder layer in evaluation, x (T, B, C), with the two switches."""
 
     def attend(y: Tensor) -> Tensor:

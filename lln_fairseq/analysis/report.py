@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lln_fairseq.analysis import layer_scalars, measure
 from lln_fairseq.analysis.lognormal import normality
@@ -71,7 +71,7 @@ class Report:
         return counts | {"layers": layers} | self.by_depth
 
 
-def collect(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Report:
+def collect(model: Any, batches: Iterable[dict[str, Any]]) -> Report:
     """Measures every layer of the model on batches of fairseq's `net_input`.
 
     Raises: ValueError for a model without an attention of this package, or a sequence longer than it takes.
@@ -165,8 +165,8 @@ def draw(report: Report, path: Path) -> None:
                     if len(heads) > 1:
                         axis.plot([number] * len(heads), heads, ".", color=line.get_color(), alpha=0.3)
         axis.set(xlabel="layer", ylabel=label)
-    for name, values in report.by_depth["residual"].items():
-        axes[5].semilogy(values, "o-", label=name)
+    for name, residuals in report.by_depth["residual"].items():
+        axes[5].semilogy(residuals, "o-", label=name)
     axes[5].set(xlabel="depth (0: embeddings)", ylabel="relative residual ‖X - 1xᵀ‖ / ‖X‖")
     for axis in axes:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -93,7 +93,7 @@ def softmax_regression(
         products = products.clone()
         products[:, :, :1] = large  # which entry it is does not matter: the signs are independent
         problems.append(Problem(math.sqrt(d) * x, products * x / x.square().sum(-1, keepdim=True)))
-    return _separate(*problems, y, tau=0.5)
+    return _separate(problems[0], problems[1], y, tau=0.5)
 
 
 def self_attention(

@@ -29,7 +29,8 @@ class CosformerAttention(KernelFeatureAttention):
         dtype = compute_dtype(q.dtype)
         angles = self._angles(q, key_padding_mask).to(dtype)
         waves = torch.stack([angles.cos(), angles.sin()], dim=-1)  # (B or 1, 1, N, 2), all >= 0
-        return tuple((x.to(dtype).relu()[..., None, :] * waves[..., None]).flatten(-2) for x in (q, k))
+        phi_q, phi_k = ((x.to(dtype).relu()[..., None, :] * waves[..., None]).flatten(-2) for x in (q, k))
+        return phi_q, phi_k
 
     @staticmethod
     def _angles(q: Tensor, key_padding_mask: Tensor | None) -> Tensor:

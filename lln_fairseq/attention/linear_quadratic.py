@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from lln_fairseq.attention.kernel_features import KernelFeatureAttention
 from lln_fairseq.attention.registry import register_attention
@@ -20,4 +20,6 @@ class LinearQuadraticAttention(KernelFeatureAttention):
     The exact features of `quadratic`, κ(s) = s², would be all D² products.
     """
 
-    features = staticmethod(torch.square)
+    @staticmethod
+    def features(x: Tensor) -> Tensor:
+        return x.square()

@@ -26,12 +26,13 @@ class MomentMatched(Attention):
 
     def __init__(self, config: LLNConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        fixed = (config.alpha, config.beta)
-        if (config.alpha is None) != (config.beta is None):
-            raise ValueError(f"α and β must be given together or not at all, got alpha={fixed[0]}, beta={fixed[1]}")
-        if config.alpha is not None and not (config.alpha > 0 and config.beta > 0):
-            raise ValueError(f"α and β must be positive, got alpha={fixed[0]}, beta={fixed[1]}")
-        self.batch_independent = config.alpha is not None or config.scope == "head"
+        fixed = [x for x in (config.alpha, config.beta) if x is not None]
+        got = f"got alpha={config.alpha}, beta={config.beta}"
+        if len(fixed) == 1:
+            raise ValueError(f"α and β must be given together or not at all, {got}")
+        if not all(x > 0 for x in fixed):
+            raise ValueError(f"α and β must be positive, {got}")
+        self.batch_independent = bool(fixed) or config.scope == "head"
         self.constants = config.constants
 
     def given(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -43,7 +44,7 @@ class MomentMatched(Attention):
 
     def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         config = self.config
-        if config.alpha is None:
+        if config.alpha is None or config.beta is None:
             return match_moments(q, k, key_padding_mask, config.scope, config.constants)
         ones = torch.ones(q.shape[:2], device=q.device)
         return config.alpha * ones, config.beta * ones
@@ -54,7 +55,8 @@ class LLNAttention(MomentMatched):
     """LLN attention alone. It has no attention matrix, so attention dropout does not apply."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return lln_attention(q, k, v, *self.given(q, k, key_padding_mask), key_padding_mask)
+        alpha, beta = self.given(q, k, key_padding_mask)
+        return lln_attention(q, k, v, alpha, beta, key_padding_mask)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return reference.lln_matrix(q, k, *self.alpha_beta(q, k, key_padding_mask), key_padding_mask)

@@ -28,6 +28,8 @@ class LLNDiagAttention(MomentMatched):
     """½ (LLN + block-diagonal softmax), the paper's layer; attention dropout applies to the block-diagonal part."""
 
     config: LLNDiagConfig
+    ratio: nn.Parameter
+    diag_scale: nn.Parameter
 
     def __init__(
         self, config: LLNDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float

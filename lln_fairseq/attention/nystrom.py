@@ -55,7 +55,7 @@ class NystromAttention(Attention):
             out = softmax_attention(q, k, v, key_padding_mask)
         else:
             out = self._through_landmarks(q, k, v, key_padding_mask)
-        return out if self.conv is None else out + self._convolve(v)
+        return out if self.conv is None else out + self._convolve(v, self.conv.weight)
 
     def _through_landmarks(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         landmarks = Landmarks(q.shape[2], self.config.landmarks, key_padding_mask, q.device)
@@ -71,10 +71,9 @@ class NystromAttention(Attention):
             values = torch.where(landmarks.is_short[:, None, None, None], landmarks.means(v), values)
         return softmax_attention(q, k_mean, values, landmarks.padding)
 
-    def _convolve(self, v: Tensor) -> Tensor:
+    def _convolve(self, v: Tensor, weight: Tensor) -> Tensor:
         """Σ_t w_t v_{i + t - width // 2} for each head; zeros beyond the ends, as in padding."""
-        weight = self.conv.weight.to(v.dtype)
-        return F.conv2d(v, weight, padding=(self.config.conv_kernel // 2, 0), groups=self.num_heads)
+        return F.conv2d(v, weight.to(v.dtype), padding=(self.config.conv_kernel // 2, 0), groups=self.num_heads)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """P, by segments cut out one by one and the iteration on the singular values."""

@@ -32,6 +32,7 @@ class PerformerAttention(Attention):
     """
 
     config: PerformerConfig
+    projection: Tensor
 
     def __init__(
         self, config: PerformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from lln_fairseq.attention.registry import register_attention
 from lln_fairseq.attention.relu import ScoreKernelAttention
@@ -17,4 +17,6 @@ class QuadraticConfig:
 class QuadraticAttention(ScoreKernelAttention):
     """κ(s) = s²: opposite keys count like equal ones."""
 
-    kernel = staticmethod(torch.square)
+    @staticmethod
+    def kernel(scores: Tensor) -> Tensor:
+        return scores.square()

@@ -34,6 +34,7 @@ class ReformerAttention(Attention):
     """
 
     config: ReformerConfig
+    rotations: Tensor
 
     def __init__(
         self, config: ReformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
@@ -57,7 +58,8 @@ class ReformerAttention(Attention):
 
     def _round(self, q: Tensor, k: Tensor, v: Tensor, rotation: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
         """Attention by one hash: the output (B, H, N, D) and the logsumexp (B, H, N) of every query."""
-        order, keys, met = self._meetings(*(self.buckets(x, rotation, padding) for x in (q, k)), padding)
+        q_bucket, k_bucket = (self.buckets(x, rotation, padding) for x in (q, k))
+        order, keys, met = self._meetings(q_bucket, k_bucket, padding)
         queries = _rows(q, order.clamp(max=q.shape[2] - 1)) * self.head_dim**-0.5
         chunks, m = keys.shape[2], self.config.chunk_size
         scores = queries.unflatten(2, (chunks, m)) @ _rows(k, keys.flatten(2)).unflatten(2, keys.shape[2:]).mT
@@ -112,7 +114,7 @@ class ReformerAttention(Attention):
             hashes = [self.buckets(x, rotation, padding).tolist() for x in (q, k)]
             for b, h in torch.cartesian_prod(torch.arange(q.shape[0]), torch.arange(q.shape[1])).tolist():
                 q_hash, k_hash = hashes[0][b][h], hashes[1][b][h]
-                real = (~padding[b]).sum().item()
+                real = int((~padding[b]).sum())
                 queries, keys = (sorted(range(length), key=x.__getitem__) for x in (q_hash, k_hash))
                 for first in range(0, length, m) if real else ():
                     bucket = q_hash[queries[min(first + m // 2, real - 1)]]

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, register_attention
@@ -39,4 +38,6 @@ class ScoreKernelAttention(Attention):
 class ReluAttention(ScoreKernelAttention):
     """κ(s) = max(s, 0); a query without a positive score attends to all tokens alike."""
 
-    kernel = staticmethod(torch.relu)
+    @staticmethod
+    def kernel(scores: Tensor) -> Tensor:
+        return scores.relu()

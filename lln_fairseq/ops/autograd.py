@@ -1,5 +1,6 @@
 """The one differentiable function behind LLN, LLN+Diag and block-diagonal attention, whichever backend computes it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,13 +24,14 @@ def mixture(
     α and β None are matched to the moments of q and k, by the backend and in its own passes where it can.
     """
     if q.numel() == 0 or is_recorded(q, k, v, alpha, beta, mask):
-        if alpha is None:
+        if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
         return mixture_formula(q, k, v, alpha, beta, mask, mix)
     if mix.dropout_p and mix.seed is None:
         mix = replace(mix, seed=load_backend(backend).draw_seed(q.device))
     # A tensor may carry a sign that it has yet to take; kernels read the numbers alone.
-    q, k, v, alpha, beta = (x if x is None else x.resolve_neg() for x in (q, k, v, alpha, beta))
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    alpha, beta = (x if x is None else x.resolve_neg() for x in (alpha, beta))
     return MixtureFunction.apply(q, k, v, alpha, beta, mask, mix, backend)
 
 
@@ -54,13 +56,15 @@ class MixtureFunction(torch.autograd.Function):
 @without_autocast
 def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     """Of q, k, v, α, β: by the backend, or differentiable where somebody asks for that (create_graph=True)."""
-    tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[:5]
-    inputs, saved = tensors[:6], tensors[6:]
+    q, k, v, alpha, beta, mask, *saved = ctx.saved_tensors
+    needed, mix = ctx.needs_input_grad[:5], ctx.mix
     if not (torch.is_grad_enabled() or is_recorded(grad)):
-        return load_backend(ctx.backend).backward(*inputs, ctx.mix, saved, grad.resolve_neg(), needed[3:])
-    if ctx.mix.dropout_p:
+        backend = load_backend(ctx.backend)
+        return backend.backward(q, k, v, alpha, beta, mask, mix, saved, grad.resolve_neg(), needed[3:])
+    if mix.dropout_p:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
-    return differentiable_gradients(lambda *x: mixture_formula(*x, inputs[5], ctx.mix), inputs[:5], needed, grad)
+    formula = functools.partial(mixture_formula, mask=mask, mix=mix)
+    return differentiable_gradients(formula, (q, k, v, alpha, beta), needed, grad)
 
 
 def differentiable_gradients(

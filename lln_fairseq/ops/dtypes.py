@@ -7,7 +7,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

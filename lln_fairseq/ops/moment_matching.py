@@ -120,8 +120,9 @@ def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
 def calibration_table(head_dim: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """(log s, log σ̃²) for a head dimension, float32 on the device: shipped for common ones, else simulated once."""
     with _disable_current_modes():  # what is kept must be tensors with data, whatever is traced at the moment
-        log_s, log_sigma2 = _shipped_tables().get(str(head_dim)) or simulate_table(head_dim)
-        return tuple(torch.tensor(x, dtype=torch.float32, device=device) for x in (log_s, log_sigma2))
+        points = _shipped_tables().get(str(head_dim)) or simulate_table(head_dim)
+        log_s, log_sigma2 = (torch.tensor(x, dtype=torch.float32, device=device) for x in points)
+        return log_s, log_sigma2
 
 
 def _table_of(q: Tensor) -> Sequence[Tensor]:
@@ -159,7 +160,7 @@ def simulate_table(head_dim: int, tokens: int = 1024, heads: int = 4, seed: int 
     """
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, heads, tokens, head_dim, generator=generator, dtype=torch.float32, device="cpu")
-    log_s = torch.linspace(*map(math.log, S_RANGE), S_POINTS, dtype=torch.float64, device="cpu")
+    log_s = torch.linspace(math.log(S_RANGE[0]), math.log(S_RANGE[1]), S_POINTS, dtype=torch.float64, device="cpu")
     wanted = torch.tensor([log_variance_softmax(x, y, math.exp(point)) for point in log_s], dtype=torch.float64)
     # The variance grows by less than σ̃⁴ and more than σ̃²/100 here, so this range holds every solution.
     log_sigma2 = torch.linspace(math.log(1e-1), math.log(1.2e2), 2 * S_POINTS, dtype=torch.float64)

@@ -81,12 +81,13 @@ class RandomFeatureFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, omega, mask, *_ = saved = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_recorded(grad):
-            needed = ctx.needs_input_grad[:3]
-            grads = differentiable_gradients(lambda *x: _formula(*x, omega, mask), (q, k, v), needed, grad)
-        else:
-            grads = _gradients(grad, *saved)
-        return *grads, None, None
+        if not (torch.is_grad_enabled() or is_recorded(grad)):
+            return *_gradients(grad, *saved), None, None
+
+        def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _formula(q, k, v, omega, mask)
+
+        return *differentiable_gradients(formula, (q, k, v), ctx.needs_input_grad[:3], grad), None, None
 
 
 @without_autocast

@@ -31,7 +31,7 @@ def score_kernel_attention(
     """
     dtype = compute_dtype(v.dtype)
     weights, values = kernel(q.to(dtype) @ k.to(dtype).mT), v.to(dtype)
-    count = v.shape[-2]
+    count: int | Tensor = v.shape[-2]
     if key_padding_mask is not None:
         weights = weights.masked_fill(key_padding_mask[:, None, None, :], 0.0)
         values = values.masked_fill(key_padding_mask[:, None, :, None], 0.0)

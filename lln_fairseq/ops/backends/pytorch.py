@@ -43,11 +43,11 @@ def forward(
         loaded, cut = run.load(group, inputs), run.cut(group, results)
         (out_,) = targets = run.targets(cut)
         if mix.lln_weight:
-            _lln_forward(run, group, *loaded, *run.cut(group, per_head), out_)
+            _lln_forward(run, group, loaded, run.cut(group, per_head), out_)
         else:
             out_.zero_()
         if mix.diag_weight:
-            _BlockDiag(run, group).forward(*loaded, out_)
+            _BlockDiag(run, group).forward(loaded, out_)
         run.store(targets, cut)
     return out, alpha, beta, (log_sums, states)
 
@@ -69,12 +69,12 @@ def backward(
         loaded, cut = run.load(group, inputs), run.cut(group, results)
         targets = run.targets(cut)
         if mix.lln_weight:
-            _lln_backward(run, group, *loaded, *run.cut(group, per_head), *targets, dalpha, dbeta)
+            _lln_backward(run, group, loaded, run.cut(group, per_head), targets, dalpha, dbeta)
         else:
             for target in targets:
                 target.zero_()
         if mix.diag_weight:
-            _BlockDiag(run, group).backward(*loaded, *targets)
+            _BlockDiag(run, group).backward(loaded, targets)
         run.store(targets, cut)
     to_alpha = (None if x is None else x.view(alpha.shape).to(alpha.dtype) for x in (dalpha, dbeta))
     return *grads, *to_alpha
@@ -119,7 +119,7 @@ class _Run:
     def load(self, group: slice, tensors: Sequence[Tensor]) -> list[Tensor]:
         """q, k, v and perhaps the gradient of a group, with padding that can be computed with."""
         pieces = self.cut(group, tensors)
-        if self.masked:
+        if self.padding is not None and self.masked:
             padded = self.padding[group, : self.length, None]
             clear = (clear_queries, _clear_keys, _clear_keys, lambda grad, _: grad)
             pieces = [f(x, padded) for f, x in zip(clear, pieces, strict=False)]
@@ -156,11 +156,10 @@ def _largest(run: _Run, group: slice, k: Tensor, beta: Tensor) -> Tensor:
     return x.amax(dim=1, keepdim=True).nan_to_num_(neginf=0.0)
 
 
-def _lln_forward(
-    run: _Run, group: slice, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor,
-    log_sum: Tensor, state: Tensor, out: Tensor,
-) -> None:  # fmt: skip
-    """out = weight · A (Wᵀ v); fills L = logsumexp_j(β k_j) and S = weight · Wᵀ v."""
+def _lln_forward(run: _Run, group: slice, inputs: Sequence[Tensor], per_head: Sequence[Tensor], out: Tensor) -> None:
+    """out = weight · A (Wᵀ v); fills L = logsumexp_j(β k_j) and S = weight · Wᵀ v, the last two of per_head."""
+    q, k, v = inputs
+    alpha, beta, log_sum, state = per_head
     top = _largest(run, group, k, beta)
     w = _weights(run, group, k, beta, top)
     # With a real key the sum is at least 1, its largest term: the clamp concerns the empty sequence alone.
@@ -171,13 +170,16 @@ def _lln_forward(
 
 
 def _lln_backward(
-    run: _Run, group: slice, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, alpha: Tensor, beta: Tensor,
-    log_sum: Tensor, state: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dalpha: Tensor | None, dbeta: Tensor | None,
+    run: _Run, group: slice, inputs: Sequence[Tensor], per_head: Sequence[Tensor], results: Sequence[Tensor],
+    dalpha: Tensor | None, dbeta: Tensor | None,
 ) -> None:  # fmt: skip
     """dA = do Sᵀ, dx = A (dA - Σ_d A dA), dS = Aᵀ do, dv = W dS, dy = W (v dSᵀ - g); the logsumexp terms cancel.
 
     g_d = Σ_i A_id Σ_d' A_id' dA_id' = Σ_i A_id dA_id - Σ_i dx_id = (S dSᵀ)_dd - Σ_i dx_id.
     """
+    q, k, v, grad = inputs
+    dq, dk, dv = results
+    alpha, beta, log_sum, state = per_head
     a = _features(run, q, alpha, log_sum)
     dx = _softmax_backward(torch.bmm(grad, state.mT, out=dq), a)
     dstate = torch.bmm(a.mT, grad)
@@ -212,15 +214,15 @@ class _BlockDiag:
             self.generator = torch.Generator(run.scratch.device).manual_seed(run.mix.seed + group.start)
             self.weight *= 2**16 / self.kept_values
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        q, k, v, out = (self._blocks(x) for x in (q, k, v, out))
+    def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:
+        q, k, v, out = (self._blocks(x) for x in (*inputs, out))
         p = self._probabilities(q, k)
         if self.generator is not None:
             p.mul_(self._kept(p))
         out.baddbmm_(p, v, alpha=self.weight)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        q, k, v, grad, dq, dk, dv = (self._blocks(x) for x in (q, k, v, grad, dq, dk, dv))
+    def backward(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        q, k, v, grad, dq, dk, dv = (self._blocks(x) for x in (*inputs, *results))
         scale = self.weight / math.sqrt(q.shape[-1])
         p = self._probabilities(q, k)
         # The buffer of the scores is free once their softmax is taken.

@@ -75,7 +75,9 @@ def _library(dim: int) -> ctypes.CDLL | str:
 
 @functools.cache
 def _scratch_floats(dim: int, tile: int) -> int:
-    return _library(dim).scratch_floats(tile)
+    library = _library(dim)
+    assert isinstance(library, ctypes.CDLL)  # is_supported has been asked
+    return library.scratch_floats(tile)
 
 
 _threads_started = False  # by a kernel, in this process or in the one that it was forked from

@@ -91,9 +91,9 @@ def backward(
     """7 or 9 passes over N x D."""
     q, k, v = aligned(q, k, v)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # an expanded one, of .sum() say
-    run = _Backward(
-        q, k, v, alpha.contiguous(), beta.contiguous(), mask_bytes(mask), mix, *saved, grad, *needs_alpha_beta
-    )
+    m, s, state = saved
+    alpha, beta, pad = alpha.contiguous(), beta.contiguous(), mask_bytes(mask)
+    run = _Backward(q, k, v, alpha, beta, pad, mix, m, s, state, grad, needs_alpha_beta[0], needs_alpha_beta[1])
     with device_of(q):
         return (_lln_diag_backward if mix.diag_weight else _lln_backward)(run)
 
