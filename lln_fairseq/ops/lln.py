@@ -44,7 +44,7 @@ def lln_attention(
     Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable any number of times.
     """
     check_inputs(q, k, v, key_padding_mask)
-    alpha, beta = _factors(alpha, beta, q)
+    alpha, beta = _alpha_beta(alpha, beta, q)
     backend = choose_backend(backend, q, None, k, v, alpha, beta, key_padding_mask)
     return mixture(q, k, v, alpha, beta, key_padding_mask, Mixture(1.0, 0.0), backend)
 
@@ -68,7 +68,7 @@ def lln_diag_attention(
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     check_dropout(dropout_p)
-    alpha, beta = _factors(alpha, beta, q)
+    alpha, beta = _alpha_beta(alpha, beta, q)
     backend = choose_backend(backend, q, block_size, k, v, alpha, beta, key_padding_mask)
     mix = Mixture(0.5, 0.5, block_size, dropout_p)
     return mixture(q, k, v, alpha, beta, key_padding_mask, mix, backend)
@@ -88,7 +88,7 @@ def lln_features(
     return balanced_features(x, y, key_padding_mask)
 
 
-def _factors(
+def _alpha_beta(
     alpha: float | Tensor | None, beta: float | Tensor | None, q: Tensor
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """α and β of shape (B, H), or None twice: then they are matched."""

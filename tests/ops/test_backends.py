@@ -1,6 +1,7 @@
 """What every backend promises: the same for PyTorch, the C kernels and the Triton kernels (interpreted on a CPU)."""
 
 import copy
+import inspect
 import multiprocessing
 
 import pytest
@@ -9,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.ops import checks, reference
-from lln_fairseq.ops.backends import choose_backend, load_backend
+from lln_fairseq.ops.backends import Backend, Mixture, choose_backend, load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments
@@ -50,6 +51,28 @@ def inputs(length=40, dim=32, dtype=torch.float32):
     tensors = random_qkv(length=length, dim=dim, dtype=dtype)
     factors = 1 + torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(1))
     return [x.clone().requires_grad_() for x in (*tensors, *factors.to(dtype))]
+
+
+@pytest.mark.parametrize("function", [name for name in vars(Backend) if not name.startswith("_")])
+def test_a_backend_has_the_functions_of_the_contract(function, backend):
+    expected = inspect.signature(getattr(Backend, function)).parameters
+    found = inspect.signature(getattr(load_backend(backend), function)).parameters
+    assert [(x.name, x.default) for x in found.values()] == [(x.name, x.default) for x in expected.values()][1:]
+
+
+@both
+def test_forward_hands_alpha_and_beta_back(function, backend):
+    """As they came, so that their gradients find them, or matched."""
+    q, k, v, alpha, beta = (x.detach() for x in inputs())
+    mix = Mixture(1.0, 0.0) if function == "lln" else Mixture(0.5, 0.5, BLOCK)
+    mask = random_padding(2, 40)
+    out, *given, _ = load_backend(backend).forward(q, k, v, alpha, beta, mask, mix)
+    assert given[0] is alpha
+    assert given[1] is beta
+    assert relative_rms(out, ORACLES[function](*(x.double() for x in (q, k, v, alpha, beta)), mask)) <= FLOAT32_FORWARD
+    _, *matched, _ = load_backend(backend).forward(q, k, v, None, None, mask, mix)
+    for x, y in zip(matched, match_moments(q, k, mask, backend=backend), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=0)
 
 
 # ---- padding ----
