@@ -13,7 +13,7 @@ from lln_fairseq.analysis import entropy, measure
 from lln_fairseq.analysis.__main__ import analyse, main
 from lln_fairseq.analysis.probe import record, spread_batches
 from lln_fairseq.analysis.report import VARIANTS, collect
-from lln_fairseq.host.checkpoints import load_model
+from lln_fairseq.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
 
 USER_DIR = ("--user-dir", Path(__file__).parents[2] / "lln_fairseq")
