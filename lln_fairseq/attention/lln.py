@@ -34,13 +34,8 @@ class MomentMatched(Attention):
             raise ValueError(f"α and β must be positive, {got}")
         self.batch_independent = bool(fixed) or config.scope == "head"
         self.constants = config.constants
-
-    def given(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """`alpha_beta` for the operations; None where they match them themselves, which takes less time."""
-        config = self.config
-        if (config.alpha, config.scope, config.constants) == (None, "head", "calibrated"):
-            return None, None
-        return self.alpha_beta(q, k, key_padding_mask)
+        # how α and β come about, as the operations take it
+        self.matching = {name: getattr(config, name) for name in ("alpha", "beta", "scope", "constants")}
 
     def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -55,8 +50,7 @@ class LLNAttention(MomentMatched):
     """LLN attention alone. It has no attention matrix, so attention dropout does not apply."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        alpha, beta = self.given(q, k, key_padding_mask)
-        return lln_attention(q, k, v, alpha, beta, key_padding_mask)
+        return lln_attention(q, k, v, key_padding_mask=key_padding_mask, **self.matching)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return reference.lln_matrix(q, k, *self.alpha_beta(q, k, key_padding_mask), key_padding_mask)

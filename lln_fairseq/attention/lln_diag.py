@@ -42,12 +42,12 @@ class LLNDiagAttention(MomentMatched):
             self.register_parameter(name, nn.Parameter(torch.full((num_heads, 1, head_dim), 0.5)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        alpha, beta = self.given(q, k, key_padding_mask)
         if self.config.mix == "average":
             return lln_diag_attention(
-                q, k, v, alpha, beta, key_padding_mask, self.block_size, dropout_p=self.active_dropout
-            )
-        lln = lln_attention(q, k, v, alpha, beta, key_padding_mask)
+                q, k, v, key_padding_mask=key_padding_mask, block_size=self.block_size, dropout_p=self.active_dropout,
+                **self.matching,
+            )  # fmt: skip
+        lln = lln_attention(q, k, v, key_padding_mask=key_padding_mask, **self.matching)
         diag = block_diag_attention(q, k, v, key_padding_mask, self.block_size, self.active_dropout)
         return self._mix(lln, diag)
 

@@ -17,6 +17,9 @@ from lln_fairseq.ops.backends import Mixture, choose_backend
 from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features
+from lln_fairseq.ops.moment_matching import match_moments
+
+IN_ONE_PASS = ("head", "calibrated")  # scope and constants that every backend can match while it reads q and k
 
 
 def lln_attention(
@@ -27,6 +30,8 @@ def lln_attention(
     beta: float | Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     backend: str = "auto",
+    scope: str = "head",
+    constants: str = "calibrated",
 ) -> Tensor:
     """LLN attention (paper, eq. 8): Σ_j <e^{αq_i}, e^{βk_j}> v_j / Σ_l <e^{αq_i}, e^{βk_l}>.
 
@@ -35,7 +40,7 @@ def lln_attention(
     Args:
         q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
         alpha, beta: numbers or tensors that broadcast to (B, H); gradients flow to tensors that require them. None:
-            `match_moments` of q and k, in the same pass where the backend can.
+            `match_moments` of q and k, with `scope` and `constants`.
         key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
         backend: "triton" for the fused kernels of a GPU (compute capability 8.0 or higher), "cpu" for those of a CPU
             (float32, compiled at first use), "torch" for everything else, "auto" for the kernels where they can run.
@@ -44,7 +49,7 @@ def lln_attention(
     Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable any number of times.
     """
     check_inputs(q, k, v, key_padding_mask)
-    alpha, beta = _alpha_beta(alpha, beta, q)
+    alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants)
     backend = choose_backend(backend, q, None, k, v, alpha, beta, key_padding_mask)
     return mixture(q, k, v, alpha, beta, key_padding_mask, Mixture(1.0, 0.0), backend)
 
@@ -59,6 +64,8 @@ def lln_diag_attention(
     block_size: int | None = None,
     backend: str = "auto",
     dropout_p: float = 0.0,
+    scope: str = "head",
+    constants: str = "calibrated",
 ) -> Tensor:
     """½ (LLN + block-diagonal softmax) in one pass (paper, section 4.2 and figure 3).
 
@@ -68,7 +75,7 @@ def lln_diag_attention(
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     check_dropout(dropout_p)
-    alpha, beta = _alpha_beta(alpha, beta, q)
+    alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants)
     backend = choose_backend(backend, q, block_size, k, v, alpha, beta, key_padding_mask)
     mix = Mixture(0.5, 0.5, block_size, dropout_p)
     return mixture(q, k, v, alpha, beta, key_padding_mask, mix, backend)
@@ -89,11 +96,12 @@ def lln_features(
 
 
 def _alpha_beta(
-    alpha: float | Tensor | None, beta: float | Tensor | None, q: Tensor
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """α and β of shape (B, H), or None twice: then they are matched."""
-    if alpha is None and beta is None:
-        return None, None
-    if alpha is None or beta is None:
+    alpha: float | Tensor | None, beta: float | Tensor | None, q: Tensor, k: Tensor, mask: Tensor | None, scope: str,
+    constants: str,
+) -> tuple[Tensor, Tensor] | tuple[None, None]:  # fmt: skip
+    """α and β of shape (B, H): what is given, else what matches. None twice: the backend matches in its own passes."""
+    if (alpha is None) != (beta is None):
         raise ValueError("alpha and beta must be given together or not at all")
-    return per_head(alpha, q, "alpha"), per_head(beta, q, "beta")
+    if alpha is not None and beta is not None:
+        return per_head(alpha, q, "alpha"), per_head(beta, q, "beta")
+    return (None, None) if (scope, constants) == IN_ONE_PASS else match_moments(q, k, mask, scope, constants)
