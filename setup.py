@@ -24,18 +24,25 @@ setup(
     },
     # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
     python_requires=">=3.11,<3.13",
+    # What the tests have run with, from the lowest to below the next that may break something. torch has one minor
+    # version: each brings a triton of its own, and its newest is several gigabytes of another CUDA.
     install_requires=[
-        "torch>=2.6",
-        'triton>=3.4; platform_system == "Linux"',
+        "torch>=2.13,<2.14",
+        'triton>=3.7.1,<3.8; platform_system == "Linux"',
         "ve-fairseq==0.12.3",
         "hydra-core>=1.3.2,<1.4",
-        "sentencepiece>=0.2",
-        "tiktoken>=0.8",
-        "tensorboard>=2.15",
-        "matplotlib>=3.8",
-        "scipy>=1.11",
-        "threadpoolctl>=3.1",
-        "tqdm>=4.66",
+        "omegaconf>=2.3,<2.4",
+        "numpy>=2.0,<2.5",
+        "scipy>=1.13,<1.18",
+        "sentencepiece>=0.2,<0.3",
+        "tiktoken>=0.8,<1",
+        "tensorboard>=2.18,<3",
+        "matplotlib>=3.9,<4",
+        "threadpoolctl>=3.1,<4",
+        "tqdm>=4.66,<5",
     ],
-    extras_require={"test": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff==0.17.5", "mypy==2.4.1"]},
+    extras_require={
+        "test": ["pytest>=8,<10", "pytest-timeout>=2.3,<3", "pytest-xdist>=3.6,<4", "ruff==0.17.5", "mypy==2.4.1"],
+        "wandb": ["wandb>=0.31,<0.32"],
+    },
 )
