@@ -16,18 +16,19 @@ from tests.fuzz.run import SUBJECTS, attack
 LONG = 4000
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("subjects", nargs="*", choices=[*SUBJECTS, []], metavar="subject", default=SUBJECTS,
-                        help=", ".join(SUBJECTS))  # fmt: skip
+    parser.add_argument("subjects", nargs="*", metavar="subject", help=f"{', '.join(SUBJECTS)} (default: all)")
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--long", action="store_true", help=f"{LONG} cases of each subject")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if unknown := set(args.subjects) - set(SUBJECTS):
+        parser.error(f"no such subject: {', '.join(sorted(unknown))}")
     failed = 0
-    for subject in args.subjects:
+    for subject in args.subjects or SUBJECTS:
         start = time.monotonic()
         try:
             tally = attack(subject, args.seed, LONG if args.long else args.cases, first=args.first)
