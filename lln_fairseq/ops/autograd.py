@@ -23,7 +23,7 @@ def mixture(
 
     α and β None are matched to the moments of q and k, by the backend and in its own passes where it can.
     """
-    if q.numel() == 0 or is_recorded(q, k, v, alpha, beta, mask):
+    if q.numel() == 0 or (backend == "torch" and is_recorded(q, k, v, alpha, beta, mask)):
         if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
         return mixture_formula(q, k, v, alpha, beta, mask, mix)
@@ -31,7 +31,8 @@ def mixture(
         mix = replace(mix, seed=load_backend(backend).draw_seed(q.device))
     # A tensor may carry a sign that it has yet to take; kernels read the numbers alone.
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    alpha, beta = (x if x is None else x.resolve_neg() for x in (alpha, beta))
+    if alpha is not None and beta is not None:
+        alpha, beta = alpha.resolve_neg(), beta.resolve_neg()
     return MixtureFunction.apply(q, k, v, alpha, beta, mask, mix, backend)
 
 

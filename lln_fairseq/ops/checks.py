@@ -10,9 +10,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
     """Raises ValueError unless q, k, v share shape (B, H, N, D), dtype and device, the mask is bool (B, N) or None."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("key_padding_mask", key_padding_mask)):
-        if not isinstance(x, Tensor) and not (x is None and name == "key_padding_mask"):
-            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    mask = key_padding_mask
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        names = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise ValueError(f"q, k, v must be tensors, got {names}")
+    if not (mask is None or isinstance(mask, Tensor)):
+        raise ValueError(f"key_padding_mask must be a tensor or None, got {type(mask).__name__}")
     if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape or q.shape[3] == 0:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v must share one shape (B, H, N, D) with D > 0, got {shapes}")
@@ -21,7 +24,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | Non
         raise ValueError(f"q, k, v must share one floating-point dtype of {names}, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.layout == k.layout == v.layout == torch.strided:
         raise ValueError(f"q, k, v must be dense tensors, got {q.layout}, {k.layout}, {v.layout}")
-    mask, expected = key_padding_mask, (q.shape[0], q.shape[2])
+    expected = (q.shape[0], q.shape[2])
     if mask is not None and (mask.dtype != torch.bool or mask.shape != expected or mask.layout != torch.strided):
         raise ValueError(
             f"key_padding_mask must be bool of shape (B, N) = {expected}, got {mask.dtype} of {tuple(mask.shape)}"

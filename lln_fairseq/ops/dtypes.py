@@ -1,5 +1,6 @@
 """In which precision attention is computed."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -17,15 +18,16 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of tensors on one device that computes in the dtypes it says: autocast would round its products."""
+    """A function of tensors that computes in the dtypes it says: autocast would round its products."""
 
     @functools.wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        device = "meta" if x is None else x.device.type
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        if not torch._C._is_any_autocast_enabled():
             return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
+        devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+        with contextlib.ExitStack() as stack:
+            for device in filter(torch.amp.is_autocast_available, devices):
+                stack.enter_context(torch.autocast(device, enabled=False))
             return function(*args, **kwargs)
 
     return wrapper

@@ -21,6 +21,8 @@ from lln_fairseq.ops.moment_matching import match_moments
 
 IN_ONE_PASS = ("head", "calibrated")  # scope and constants that every backend can match while it reads q and k
 
+LLN_ALONE = Mixture(1.0, 0.0)
+
 
 def lln_attention(
     q: Tensor,
@@ -51,7 +53,7 @@ def lln_attention(
     check_inputs(q, k, v, key_padding_mask)
     alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants)
     backend = choose_backend(backend, q, None, k, v, alpha, beta, key_padding_mask)
-    return mixture(q, k, v, alpha, beta, key_padding_mask, Mixture(1.0, 0.0), backend)
+    return mixture(q, k, v, alpha, beta, key_padding_mask, LLN_ALONE, backend)
 
 
 def lln_diag_attention(

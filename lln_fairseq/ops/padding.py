@@ -6,8 +6,9 @@ nobody; only numbers that no computation would survive are taken as 0 in it. Sel
 
 from torch import Tensor
 
-# Numbers of a padded query from here on count as 0; so α q and q·k stay finite. csrc/problem.h has the same limit.
-PADDED_QUERY_LIMIT = 1e6
+# Numbers of a padded query from here on count as 0: all of float16 that can be told from inf, and α q and q·k stay
+# finite. csrc/problem.h and the Triton kernels have the same limit.
+PADDED_QUERY_LIMIT = 3e4
 
 
 def clear_padding(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -367,9 +367,9 @@ def test_nothing_in_nothing_out(function, matched, shape, backend):
 
 REFUSED = [
     (dict(q=torch.zeros(1, 2, 4, 0), k=torch.zeros(1, 2, 4, 0), v=torch.zeros(1, 2, 4, 0)), "D > 0"),
-    (dict(q=[[1.0]]), "q must be a tensor, got list"),
-    (dict(v=None), "v must be a tensor, got NoneType"),
-    (dict(key_padding_mask=[[False] * 4]), "key_padding_mask must be a tensor, got list"),
+    (dict(q=[[1.0]]), "q, k, v must be tensors, got list, Tensor, Tensor"),
+    (dict(v=None), "q, k, v must be tensors, got Tensor, Tensor, NoneType"),
+    (dict(key_padding_mask=[[False] * 4]), "key_padding_mask must be a tensor or None, got list"),
     (dict(block_size=3.5), r"block_size must be a whole number, got 3\.5"),
     (dict(block_size="8"), "block_size must be a whole number, got '8'"),
     (dict(dropout_p="0.1"), r"dropout_p must be a number in \[0, 1\), got '0.1'"),

@@ -104,7 +104,7 @@ def _scratch(floats: int) -> Tensor:
     """This thread's working memory, kept from call to call."""
     buffers = kept_buffers(torch.float32)
     if "cpu kernels" not in buffers or buffers["cpu kernels"].numel() < floats:
-        buffers["cpu kernels"] = _empty(floats)
+        buffers["cpu kernels"] = torch.empty(floats, dtype=torch.float32, device="cpu")
     return buffers["cpu kernels"]
 
 
@@ -127,11 +127,6 @@ def _run(
     getattr(_library(dim), function)(problem)
 
 
-def _empty(*shape: int) -> Tensor:
-    """float32 on the CPU, whatever torch's defaults are."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
-
-
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -146,10 +141,10 @@ def forward(
     """α and β None are matched head by head, while q and k are in the cache."""
     q, k, v = _dense(q), _dense(k), _dense(v)
     batch, heads, _, dim = q.shape
-    out, states = fresh_result(q), _empty(batch, heads, dim + 1, dim)
+    out, states = fresh_result(q), q.new_empty(batch, heads, dim + 1, dim)
     table = None
     if alpha is None or beta is None:
-        alpha, beta, table = _empty(batch, heads), _empty(batch, heads), calibration_table(dim)
+        alpha, beta, table = q.new_empty(batch, heads), q.new_empty(batch, heads), calibration_table(dim)
     pointers = (_dense_mask(mask), alpha.contiguous(), beta.contiguous(), states, None, None)
     _run("forward", mix, (q, k, v, out), pointers, table)
     return out, alpha, beta, (states,)
@@ -161,14 +156,15 @@ def backward(
 ) -> Sequence[Tensor | None]:  # fmt: skip
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
     dq, dk, dv = fresh_result(q), fresh_result(k), fresh_result(v)
-    dalpha, dbeta = (_empty(*alpha.shape) if needed else None for needed in needs_alpha_beta)
-    pointers = (_dense_mask(mask), alpha.contiguous(), beta.contiguous(), *saved, dalpha, dbeta)
+    alpha, beta = alpha.contiguous(), beta.contiguous()
+    dalpha, dbeta = (torch.empty_like(alpha) if needed else None for needed in needs_alpha_beta)
+    pointers = (_dense_mask(mask), alpha, beta, *saved, dalpha, dbeta)
     _run("backward", mix, (q, k, v, grad, dq, dk, dv), pointers)
     return dq, dk, dv, dalpha, dbeta
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    alpha, beta = _empty(*q.shape[:2]), _empty(*q.shape[:2])
+    alpha, beta = q.new_empty(*q.shape[:2]), q.new_empty(*q.shape[:2])
     pointers = (_dense_mask(mask), alpha, beta, None, None, None)
     _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)
     return alpha, beta

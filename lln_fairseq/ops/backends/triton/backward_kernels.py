@@ -23,9 +23,9 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _features,
     _log_normaliser,
     _offset,
-    _queries,
     _real_keys,
     _rows,
+    _usable,
 )
 
 
@@ -85,10 +85,12 @@ def _lln_dstate_kernel(
     b_dalpha = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, end - start, ROWS):
         i_t = start + i_r
-        inside = (i_t + tl.arange(0, ROWS) < end)[:, None]
+        o_q = i_t + tl.arange(0, ROWS)
+        inside = (o_q < end)[:, None]
         # (ROWS, D)
         b_q = tl.load(_rows(p_q, i_t, stride_n, ROWS, D), mask=inside, other=0.0)
-        b_q = _queries(pad, b_q, i_bh // H, i_t + tl.arange(0, ROWS), N, HAS_PAD)
+        if HAS_PAD:
+            b_q = tl.where(_usable(b_q, pad, i_bh // H, o_q, end, N, HAS_PAD)[:, None], b_q, 0.0)
         b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside, other=0.0).to(DOT)
         b_a = _features(b_q, b_alpha, b_l)
         if SLICE == D:

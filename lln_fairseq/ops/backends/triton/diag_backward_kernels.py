@@ -22,10 +22,10 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _features,
     _log_normaliser,
     _offset,
-    _queries,
     _real_keys,
     _rows,
     _same_block,
+    _usable,
 )
 
 
@@ -110,7 +110,9 @@ def _lln_diag_bwd_kernel(
         inside = o_q < end
         # (ROWS, D)
         b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside[:, None], other=0.0)
-        b_q = _queries(pad, b_q, i_b, o_q, N, HAS_PAD)
+        usable = _usable(b_q, pad, i_b, o_q, end, N, HAS_PAD)
+        if HAS_PAD:
+            b_q = tl.where(usable[:, None], b_q, 0.0)
         b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside[:, None], other=0.0).to(DOT)
         b_dq, b_lse, b_delta = _diag_dq(
             b_q.to(DOT), b_do, k + offset, v + offset, pad, seed, i_bh, i_b, o_q, start, end, stride_n, N,
@@ -119,8 +121,9 @@ def _lln_diag_bwd_kernel(
         b_da = _times_state_transposed(
             p_do + i_t.to(tl.int64) * stride_do_n, inside, S + i_bh * D * D, stride_do_n, D, ROWS, SLICE, DOT, PRECISION
         )
-        b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside[:, None], other=0.0)
-        b_q = _queries(pad, b_q, i_b, o_q, N, HAS_PAD)
+        if HAS_PAD:
+            b_lse = tl.where(usable, b_lse, float("inf"))  # no weight for a query that cannot be used
+        b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
         b_a = _features(b_q, b_alpha, b_l)
         b_dx = 0.5 * b_a * (b_da - tl.sum(b_a * b_da, 1)[:, None])
         b_dq = b_alpha * b_dx + (0.5 * SCALE) * b_dq
@@ -153,11 +156,14 @@ def _lln_diag_bwd_kernel(
         for i_j in range(0, CHUNK, ROWS):
             o_q = start + i_j + tl.arange(0, ROWS)
             # (queries, D)
-            b_q = tl.load(_rows(q + offset, start + i_j, stride_n, ROWS, D), mask=(o_q < end)[:, None], other=0.0)
-            b_q = _queries(pad, b_q, i_b, o_q, N, HAS_PAD)
-            b_do = tl.load(_rows(p_do, start + i_j, stride_do_n, ROWS, D), mask=(o_q < end)[:, None], other=0.0)
             if CHUNK > ROWS:
                 b_lse = tl.load(lse + i_bh * N + o_q, mask=o_q < end, other=0.0)
+            usable = o_q < end
+            if HAS_PAD:
+                usable = usable & (b_lse != float("inf"))
+            b_q = tl.load(_rows(q + offset, start + i_j, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
+            b_do = tl.load(_rows(p_do, start + i_j, stride_do_n, ROWS, D), mask=(o_q < end)[:, None], other=0.0)
+            if CHUNK > ROWS:
                 b_delta = tl.load(delta + i_bh * N + o_q, mask=o_q < end, other=0.0)
             # (keys, queries)
             b_x = tl.dot(b_k.to(DOT), tl.trans(b_q.to(DOT)), input_precision=PRECISION) * SCALE

@@ -43,15 +43,14 @@ def _real_keys(pad, i_b, rows, end, N, HAS_PAD: tl.constexpr):
 
 
 @triton.jit
-def _queries(p, b_x, i_b, rows, N, HAS_PAD: tl.constexpr):
-    """b_x (ROWS, D) of the queries `rows` with 0 for what no computation survives in padding, see ops/padding.py.
-
-    p: the mask.
-    """
+def _usable(b_q, pad, i_b, rows, end, N, HAS_PAD: tl.constexpr):
+    """Which of the queries `rows`, b_q (ROWS, D), lie before `end` and are not padding with numbers that no computation
+    survives, see ops/padding.py; to take the others as 0 keeps them out of all sums."""
+    usable = rows < end
     if HAS_PAD:
-        padded = tl.load(p + i_b * N + rows, mask=rows < N, other=0) != 0
-        b_x = tl.where(padded[:, None] & ~(tl.abs(b_x.to(tl.float32)) < 1e6), 0.0, b_x.to(tl.float32)).to(b_x.dtype)
-    return b_x
+        padded = tl.load(pad + i_b * N + rows, mask=usable, other=0) != 0
+        usable = usable & ~(padded & (tl.sum((~(tl.abs(b_q) < 3e4)).to(tl.int32), 1) > 0))
+    return usable
 
 
 @triton.jit
@@ -228,7 +227,8 @@ def _lln_out_kernel(
         inside = (o_q < end)[:, None]
         # (ROWS, D)
         b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside, other=0.0)
-        b_q = _queries(pad, b_q, i_b, o_q, N, HAS_PAD)
+        if HAS_PAD:
+            b_q = tl.where(_usable(b_q, pad, i_b, o_q, end, N, HAS_PAD)[:, None], b_q, 0.0)
         b_o = tl.dot(_features(b_q, b_alpha, b_l).to(DOT), b_S, input_precision=PRECISION)
         if BLOCK > 0:
             b_o += _diag_rows(
