@@ -376,6 +376,7 @@ REFUSED = [
     (dict(dropout_p=float("nan")), "dropout_p"),
     (dict(alpha="1"), "alpha must be a number or a tensor, got str"),
     (dict(beta=torch.zeros(1, dtype=torch.complex64)), "beta must be real"),
+    (dict(backend=["cpu"]), "unknown backend"),
     ({x: torch.zeros(1, 2, 4, 8).to(torch.float8_e4m3fn) for x in "qkv"}, "got torch.float8_e4m3fn"),
     ({x: torch.zeros(1, 2, 4, 8, dtype=torch.int64) for x in "qkv"}, "share one floating-point dtype"),
     (dict(k=torch.zeros(1, 2, 4, 8).to_sparse()), "must be dense tensors"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 MODULES = {"torch": f"{__name__}.pytorch", "triton": f"{__name__}.triton", "cpu": f"{__name__}.cpu"}
+BACKENDS = ("auto", *MODULES)
 _AUTO = {"cuda": "triton", "cpu": "cpu"}  # by the type of the device
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -74,8 +75,8 @@ def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *othe
     Args: others: whatever else takes part; kernels read tensors alone that lie in memory as they are.
     Raises: ValueError for an unknown backend, or with the reason if one is asked for where it cannot run.
     """
-    if backend != "auto" and backend not in MODULES:
-        raise ValueError(f"unknown backend '{backend}', choose from {', '.join(('auto', *MODULES))}")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend '{backend}', choose from {', '.join(BACKENDS)}")
     wanted = _AUTO.get(q.device.type, "torch") if backend == "auto" else backend
     if wanted == "torch":
         return wanted
