@@ -80,10 +80,11 @@ def test_a_handler_of_the_caller_stays():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "module", ["lln_fairseq.train", "lln_fairseq.analysis", "scripts.experiments.compare_attentions"]
+    "program",
+    ["lln_fairseq.train --config-name pretrain", "lln_fairseq.analysis", "scripts.experiments.compare_attentions"],
 )
-def test_a_signal_while_a_program_is_imported_is_one_line(module, number):
-    program = subprocess.Popen([sys.executable, "-m", module], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def test_a_signal_while_a_program_is_imported_is_one_line(program, number):
+    program = subprocess.Popen([sys.executable, "-m", *program.split()], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while "libtorch" not in Path(f"/proc/{program.pid}/maps").read_text():  # torch is being imported
         assert program.poll() is None
         time.sleep(0.01)
