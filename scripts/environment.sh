@@ -7,12 +7,11 @@ fail() { echo "error: $*" >&2; exit 1; }
 
 # Runs a command that Ctrl-C and SIGTERM of this script end too.
 run() {
-    local child="" code=0
-    trap 'kill $child 2>/dev/null; echo interrupted >&2; exit 130' INT
-    trap 'kill $child 2>/dev/null; echo interrupted >&2; exit 143' TERM
+    local code=0
+    trap 'kill $(jobs -p) 2>/dev/null; echo interrupted >&2; exit 130' INT
+    trap 'kill $(jobs -p) 2>/dev/null; echo interrupted >&2; exit 143' TERM
     "$@" &
-    child=$!
-    wait "$child" || code=$?
+    wait "$!" || code=$?
     trap - INT TERM
     return $code
 }
