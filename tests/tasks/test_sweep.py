@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 
+import fairseq_cli.hydra_train
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
 
 from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.recipes import CONFIGS
 from tests.fairseq_runs import USER_DIR, make_corpus
 
 OPTIONS = ("corpus=demo", "model=tiny", "run=cpu", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
@@ -18,8 +21,7 @@ CURVES = {"attention/alpha/layer_00", "train/loss", "train_inner/loss", "valid/l
 
 
 def run(directory, *options):
-    configs = USER_DIR[1].parent / "configs"
-    command = [sys.executable, "-m", "lln_fairseq.train", "--config-dir", configs, "--config-name", "pretrain"]
+    command = [sys.executable, "-m", "lln_fairseq.train", "--config-dir", CONFIGS, "--config-name", "pretrain"]
     done = subprocess.run([*map(str, command), *options, *OPTIONS], cwd=directory, env=os.environ, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -33,11 +35,11 @@ def files_of(folder):
 def test_a_job_after_a_better_one_equals_a_process_of_its_own(tmp_path):
     make_corpus(tmp_path / "corpus")
     worse = ("optimization.lr=[0.00001]", "common.seed=2")
-    run(tmp_path, "--multirun", "optimization.lr=[0.01],[0.00001]", "common.seed=2",
-        "checkpoint.save_dir=sweep/${hydra:job.num}", "hydra.sweep.dir=jobs")  # fmt: skip
+    run(tmp_path, "--multirun", "optimization.lr=[0.01],[0.00001]", "common.seed=2", "hydra.sweep.dir=jobs")
     run(tmp_path, *worse, "checkpoint.save_dir=alone", "hydra.run.dir=job")
-    sweep, alone = tmp_path / "sweep" / "1", tmp_path / "alone"
-    assert files_of(sweep) == files_of(alone) == files_of(tmp_path / "sweep" / "0")
+    alone, runs = tmp_path / "alone", tmp_path / "runs" / "pretrain_lln_diag"
+    better, sweep = (runs / f"optimization.lr=[{rate}]" for rate in ("0.01", "1e-05"))
+    assert files_of(sweep) == files_of(alone) == files_of(better)
     ours, wanted = (torch.load(folder / "checkpoint_best.pt") for folder in (sweep, alone))
     assert all(torch.equal(ours["model"][name], value) for name, value in wanted["model"].items())
     assert ours["extra_state"]["best"] == wanted["extra_state"]["best"]
@@ -45,3 +47,25 @@ def test_a_job_after_a_better_one_equals_a_process_of_its_own(tmp_path):
     assert ours.keys() == wanted.keys() >= CURVES
     for name in CURVES:
         assert (ours[name].steps, ours[name].values) == (wanted[name].steps, wanted[name].values), name
+
+
+JOBS = {
+    ("attention=lln,elu", "common.seed=1,2"): [f"runs/pretrain_{name}/common.seed={seed}" for name in ("lln", "elu")
+                                               for seed in (1, 2)],
+    ("model=tiny,small",): [f"runs/pretrain_lln_diag/model={name}" for name in ("tiny", "small")],
+    ("common.seed=1,2", "checkpoint.save_dir='own/${common.seed}'"): ["own/1", "own/2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", JOBS)
+def test_each_job_has_a_directory_of_its_own(overrides, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", lambda cfg: seen.append(cfg))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fairseq-hydra-train", "--multirun", "--config-dir", str(CONFIGS),
+        "--config-name", "pretrain", "task.data=x", f"common.user_dir={USER_DIR[1]}", "hydra/job_logging=none",
+        "hydra/hydra_logging=none", *overrides])  # fmt: skip
+    GlobalHydra.instance().clear()
+    fairseq_cli.hydra_train.cli_main()
+    assert [cfg.checkpoint.save_dir for cfg in seen] == JOBS[overrides]
+    assert all(cfg.common.tensorboard_logdir == f"{cfg.checkpoint.save_dir}/tensorboard" for cfg in seen)
