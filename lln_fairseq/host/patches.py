@@ -35,7 +35,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch.multiprocessing import ProcessExitedException
 
 from lln_fairseq.attention.registry import did_you_mean
-from lln_fairseq.host import checkpoints, nan, run_state, saving, settings, wandb_run
+from lln_fairseq.host import checkpoints, nan, run_state, saving, settings, tensorboard_run, wandb_run
 from lln_fairseq.host.advice import hide_advice
 from lln_fairseq.host.errors import InputError, first_line, one_line_instead_of_a_traceback
 from lln_fairseq.host.fit import check_fit
@@ -85,6 +85,8 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
     if reason := run_state.complete(trainer.cfg, trainer.get_num_updates()):
         logger.info(f"{cfg.save_dir} is complete: {reason}")
         trainer.cfg.optimization.max_epoch = -1
+    else:
+        tensorboard_run.write_configuration(trainer.cfg)
     return loaded
 
 

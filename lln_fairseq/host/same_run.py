@@ -61,12 +61,16 @@ def differences(saved: Any, here: DictConfig) -> list[str]:
     """
     if not isinstance(saved, Mapping):
         return []
-    before, now = dict(_settings(saved)), dict(_settings(OmegaConf.to_container(here, resolve=True, enum_to_str=True)))
+    before, now = (
+        dict(result_settings(saved)),
+        dict(result_settings(OmegaConf.to_container(here, resolve=True, enum_to_str=True))),
+    )
     unlike = [key for key in before if key in now and before[key] != now[key] and None not in (before[key], now[key])]
     return [f"{key} = {before[key]}, here it is {now[key]}" for key in unlike]
 
 
-def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """("common.seed", 1), ... : of a configuration as plain dictionaries, what changes the result of its training."""
     for group in WHOLE:
         options = _as_dict(config.get(group))
         ignored = MAY_CHANGE[group] | (_of_other_attentions(options) if group == "model" else set())

@@ -1,11 +1,17 @@
 """What a run leaves for TensorBoard."""
 
+import json
 import re
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
 
 import pytest
 import torch
 from fairseq.logging.progress_bar import _tensorboard_writers
 from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
+from tensorboard import program
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
@@ -69,3 +75,38 @@ def test_overflows_show_in_the_inverse_loss_scale(corpus, tmp_path, monkeypatch)
     assert curves["train_inner/overflows"].values == [0, 0, 2, 2, 2, 2]
     last = torch.load(tmp_path / "checkpoint_last.pt")["extra_state"]["LLNMaskedLMTask"]
     assert last["overflows"] == 2
+
+
+def ask_tensorboard(logdir, path, question, wanted):
+    """The answer of TensorBoard's own server, with so many results."""
+    server = program.TensorBoard()
+    server.configure(argv=[None, "--logdir", str(logdir), "--load_fast", "false", "--port", "0"])
+    request = urllib.request.Request(
+        f"{server.launch()}data/plugin/{path}", json.dumps(question).encode(), {"Content-Type": "application/json"}
+    )
+    for _ in range(100):
+        with suppress(urllib.error.HTTPError):  # it has read no run yet
+            with urllib.request.urlopen(request) as answer:
+                found = json.load(answer)
+            if found.get("totalSize") == wanted:
+                return found
+        time.sleep(0.2)
+    pytest.fail("TensorBoard does not show the runs")
+
+
+def test_runs_can_be_compared_by_their_settings(corpus, tmp_path, monkeypatch):
+    for rate in (0.001, 0.002):
+        (tmp_path / str(rate)).mkdir()
+        curves = run(monkeypatch, corpus, tmp_path / str(rate), "--lr", rate)
+    question = {
+        "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_RUNNING"],
+        "colParams": [{"metric": {"group": "valid", "tag": "loss"}}],
+        "sliceSize": 9,
+    }
+    groups = ask_tensorboard(tmp_path, "hparams/session_groups", question, 2)["sessionGroups"]
+    assert [group["hparams"]["optimization.lr"] for group in groups] == ["[0.001]", "[0.002]"]
+    assert groups[0]["hparams"]["model.attention"] == "lln_diag"
+    assert groups[0]["hparams"]["common.seed"] == 3
+    assert groups[0]["hparams"]["task.mask_whole_words"] == "False"
+    metrics = {(value["name"]["group"], value["name"]["tag"]): value["value"] for value in groups[1]["metricValues"]}
+    assert metrics["valid", "loss"] == pytest.approx(curves["valid/loss"].values[-1])
