@@ -42,6 +42,7 @@ from scripts.benchmarks.model_report import Row, draw, read_rows, table, write_j
 from scripts.benchmarks.model_training import DTYPES, MATRIX, SOFTMAX, Training, build, has_fairseq, train_a_little
 
 PAPER_ROWS = ("nystrom:conv_kernel=33",)  # as the paper's row has it: with its convolution
+RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # as the recipes train, where other rows have none
 DEMO_VOCABULARY, VOCABULARY = 4000, 50265
 
 
@@ -114,8 +115,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     rows = [MATRIX, SOFTMAX, *(name for name in sorted(ATTENTION_REGISTRY) if name != SOFTMAX), *PAPER_ROWS]
     cuda = torch.cuda.is_available()
+    rows += () if cuda else RECIPE_ROWS
     parser.add_argument("--attentions", nargs="+", type=row_name, default=rows, metavar="NAME[:OPTION=VALUE,...]",
-                        help=f"default: all, {', '.join(PAPER_ROWS)}")  # fmt: skip
+                        help=f"default: all, {', '.join((*PAPER_ROWS, *RECIPE_ROWS))}")  # fmt: skip
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--preset", choices=PRESETS, default="base" if cuda else "tiny")
     parser.add_argument("--batch", type=int, default=1)

@@ -102,10 +102,10 @@ class Training:
 
 
 def build(row: str, **sizes: Any) -> Attention:
-    """The attention of a row: NAME, or NAME:OPTION=VALUE,OPTION=VALUE"""
+    """The attention of a row: NAME, or NAME:OPTION=VALUE,OPTION=VALUE; its attention dropout is an option too."""
     name, _, given = row.partition(":")
     options = dict(option.split("=", 1) for option in given.split(",") if option)
-    return build_attention(name, **sizes, **{key: _value(text) for key, text in options.items()})
+    return build_attention(name, **sizes | {key: _value(text) for key, text in options.items()})
 
 
 def _value(text: str) -> Any:

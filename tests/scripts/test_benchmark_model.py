@@ -32,7 +32,7 @@ def test_smoke_run_covers_every_attention_and_adds_to_what_is_there(tmp_path, ca
     assert benchmark.main([*common, "--no-time", "--attentions", "lln_diag", "softmax_matrix"]) == 0
     assert benchmark.main([*common, "--no-memory", "--png", str(tmp_path / "t.png")]) == 0
     rows = {(row["attention"], row["length"]): row for row in json.loads(out.read_text())["rows"]}
-    names = (*ATTENTION_REGISTRY, benchmark.MATRIX, *benchmark.PAPER_ROWS)
+    names = (*ATTENTION_REGISTRY, benchmark.MATRIX, *benchmark.PAPER_ROWS, *benchmark.RECIPE_ROWS)
     assert rows.keys() == {(name, 96) for name in names}
     assert all(row["time"][0] > 0 and not row["oom"] for row in rows.values())
     assert {name for (name, _), row in rows.items() if row["memory"]} == {"lln_diag", "softmax_matrix"}
@@ -101,6 +101,7 @@ def test_both_softmax_rows_compute_the_same(monkeypatch):
 def test_a_row_may_state_options():
     module = build("lln_diag:block_size=16,mix=ratio", num_heads=2, head_dim=8, max_positions=64)
     assert (module.config.block_size, module.config.mix) == (16, "ratio")
+    assert build("softmax:dropout=0.1", num_heads=2, head_dim=8, max_positions=64, dropout=0.0).dropout == 0.1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
