@@ -29,7 +29,7 @@ find_python() {
 }
 
 use_environment() {
-    local argument venv="" python start=$SECONDS stamp wanted
+    local argument venv="" python start=$SECONDS stamp wanted clock code=0
     arguments=()
     for argument in "$@"; do
         if [ "$argument" = --no-venv ]; then venv=none; else arguments+=("$argument"); fi
@@ -52,8 +52,11 @@ parts = [pathlib.Path(name).read_bytes() for name in ("requirements.txt", "setup
 print(sys.version_info[:2], pathlib.Path.cwd(), hashlib.sha256(b"".join(parts)).hexdigest())')
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "installing the packages of requirements.txt (about a minute, more where torch brings CUDA)"
-        run "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[test]' \
-            || fail "installation failed, pip says why above"
+        while sleep 30 >/dev/null 2>&1; do echo "still installing, after $((SECONDS - start)) seconds"; done &
+        clock=$!
+        run "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[test]' || code=$?
+        { kill "$clock" && wait "$clock"; } 2>/dev/null || true
+        [ "$code" = 0 ] || fail "installation failed, pip says why above"
         echo "$wanted" >"$stamp"
     fi
     export LLN_INSTALL_SECONDS=$((SECONDS - start))

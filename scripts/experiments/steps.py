@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, child_environment
+from scripts.experiments.progress import Progress
 
 
 class StepFailed(UserError):
@@ -32,7 +33,7 @@ class Steps:
             environment: Mapping[str, str] | None = None) -> None:  # fmt: skip
         """Runs a command once: its wall time is written down when it ends well, and it is not run again.
 
-        `total_updates` of a training: its progress is shown as a bar. Raises: StepFailed with the last line it printed.
+        `total_updates`: those of a training. Raises: StepFailed with the last line it printed.
         """
         if name in self.times:
             tqdm.write(f"{name}: done before")
@@ -67,20 +68,16 @@ class Steps:
 
     def _follow(self, command: list[str], log: Path, name: str, total_updates: int | None,
                 environment: Mapping[str, str]) -> int:  # fmt: skip
-        """Runs a command with its output in a log; shows the updates of a training as a progress bar. Its exit code."""
+        """Runs a command with its output in a log; shows the progress. Its exit code."""
         process = self._start(command, environment)
         try:
-            with (
-                log.open("a", buffering=1) as file,
-                tqdm(total=total_updates, desc=name, unit="update", dynamic_ncols=True, disable=None) as bar,
-            ):
+            with log.open("a", buffering=1) as file, Progress(name, total_updates) as progress:
                 for line in process.stdout:
                     file.write(line)
                     updates = re.search(r'"num_updates": "?(\d+)', line)
                     loss = re.search(r'"(?:train_|valid_)?loss": "?([\d.]+)', line)
                     if updates and loss and "train_inner" in line:
-                        bar.set_postfix_str(f"loss {loss[1]} bits")
-                        bar.update(int(updates[1]) - bar.n)
+                        progress.update(int(updates[1]), loss[1])
             return process.wait()
         finally:
             end(process)

@@ -1,12 +1,14 @@
 """Steps run once, say what went wrong, and can be stopped from another thread."""
 
 import json
+import re
 import sys
 import threading
 import time
 
 import pytest
 
+from scripts.experiments.progress import Progress
 from scripts.experiments.steps import StepFailed, Steps
 
 APPEND = "import sys; open(sys.argv[1], 'a').write('x'); print('written')"
@@ -62,3 +64,17 @@ def test_stop_ends_what_runs_and_lets_nothing_start(tmp_path):
     with pytest.raises(StepFailed, match="stopped"):
         steps.run("next", python("print()"))
     assert not steps.times
+
+
+def test_in_a_file_progress_is_lines(capsys):
+    with Progress("pre-train", 100, silence=0.2) as progress:
+        time.sleep(0.3)
+        progress.update(10, "9.1")
+        time.sleep(0.2)
+        progress.update(20, "8.5")
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"pre-train: after 00:00", lines[0])
+    assert re.fullmatch(r"pre-train: update 20 of 100, loss 8\.5 bits, about 00:0\d left, after 00:0\d", lines[-2])
+    assert re.fullmatch(r"pre-train: ended after 00:0\d", lines[-1])
+    assert len(lines) >= 4
