@@ -29,7 +29,7 @@ DEFAULT_PRESET = "base"
 # a number as default Hydra would ignore the preset without a word. No field may be a bool with default True.
 @dataclass
 class RobertaConfig(FairseqDataclass):
-    """The options of fairseq's RoBERTa, with its defaults."""
+    """The options of fairseq's RoBERTa, with its defaults, and ε, which is fixed in fairseq."""
 
     encoder_layers: Optional[int] = field(default=None, metadata={"help": "number of encoder layers"})
     encoder_embed_dim: Optional[int] = field(default=None, metadata={"help": "embedding dimension"})
@@ -41,6 +41,7 @@ class RobertaConfig(FairseqDataclass):
     layernorm_embedding: Optional[bool] = field(
         default=None, metadata={"help": "layer norm after the embedding; default: unless --encoder-normalize-before"}
     )
+    layer_norm_eps: float = field(default=1e-5, metadata={"help": "ε of every layer norm; BERT has 1e-12"})
     dropout: float = field(default=0.1, metadata={"help": "dropout probability"})
     attention_dropout: float = field(default=0.1, metadata={"help": "dropout probability of attention weights"})
     activation_dropout: float = field(default=0.0, metadata={"help": "dropout after the activation"})

@@ -64,6 +64,9 @@ class LLNRobertaEncoder(RobertaEncoder):
     def __init__(self, args: Any, dictionary: Any, attention: str, options: dict[str, Any]) -> None:
         self.attention_name, self.attention_options = attention, options
         super().__init__(args, dictionary)
+        for name, module in self.named_modules():
+            if name.endswith(("layer_norm", "layernorm_embedding")) and ".attention." not in name:  # a mechanism's own
+                module.eps = args.layer_norm_eps
 
     def build_encoder(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> LLNTransformerEncoder:
         encoder = LLNTransformerEncoder(args, dictionary, embed_tokens, self.attention_name, self.attention_options)
