@@ -2,8 +2,8 @@
 
     python -m data_prep.tokenizers --text FILE --out DIR      trains SentencePiece; `--tokenizer DIR` uses it
 
-Implemented: SentencePiece, trained here, and the byte-level BPE of GPT-2. A further tokenizer is one more subclass of
-Tokenizer and one more row of TOKENIZERS.
+Implemented: SentencePiece, trained here, the byte-level BPE of GPT-2, and every tokenizer.json of Hugging Face. A
+further tokenizer is one more subclass of Tokenizer and one more row of TOKENIZERS.
 """
 
 from lln_fairseq.command import start
@@ -128,8 +128,43 @@ class GPT2Tokenizer(Tokenizer):
         return [self.encoding.encode_ordinary(line) for line in lines]
 
 
-TOKENIZERS: dict[str, type[Tokenizer]] = {cls.kind: cls for cls in (SentencePieceTokenizer, GPT2Tokenizer)}
-TOKENIZER_FILES = {"sentencepiece": ("spm.model",), "gpt2": ("encoder.json", "vocab.bpe")}
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json (byte-level BPE, WordPiece, ...), by Hugging Face's library; lln_fairseq.convert writes one.
+
+    The symbol of id i is the decimal number i, since tokens may hold what a dictionary cannot. Special tokens have no
+    symbol: where a text spells one it is <unk>.
+    """
+
+    kind = "huggingface"
+    _SPECIAL = (*FAIRSEQ_SPECIAL, MASK, "[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
+
+    def __init__(self, tokenizer_json: bytes) -> None:
+        try:
+            from tokenizers import Tokenizer as Library  # here: an extra
+        except ModuleNotFoundError as error:
+            raise DataError("tokenizer.json needs the package tokenizers: pip install 'lln-fairseq[hf]'") from error
+        try:
+            self.library = Library.from_str(tokenizer_json.decode())
+        except Exception as error:  # it has no class of its own for errors
+            raise DataError(f"not a tokenizer.json: {error}") from error
+        self.library.no_truncation()
+        self.library.no_padding()
+        added = self.library.get_added_tokens_decoder()
+        ids = self.library.get_vocab()
+        known = {number for token, number in ids.items() if token not in self._SPECIAL}
+        known -= {number for number, token in added.items() if token.special}
+        self.symbols_by_id = [str(i) if i in known else None for i in range(max(ids.values(), default=-1) + 1)]
+        self.files = {"tokenizer.json": tokenizer_json}
+
+    def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
+        return [encoded.ids for encoded in self.library.encode_batch(list(lines), add_special_tokens=False)]
+
+
+KINDS: tuple[type[Tokenizer], ...] = (SentencePieceTokenizer, GPT2Tokenizer, HuggingFaceTokenizer)
+TOKENIZERS = {cls.kind: cls for cls in KINDS}
+TOKENIZER_FILES = {
+    "sentencepiece": ("spm.model",), "gpt2": ("encoder.json", "vocab.bpe"), "huggingface": ("tokenizer.json",)
+}  # fmt: skip
 
 
 def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:

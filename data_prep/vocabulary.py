@@ -3,7 +3,8 @@
 `--tokenizer` of the programs is one of
     gpt2                the published GPT-2 BPE with fairseq's dict.txt (fetched once)
     DIR                 a directory built by a program of this package: its manifest names tokenizer and dictionary
-    DIR                 a directory with encoder.json, vocab.bpe and dict.txt, or with spm.model (and dict.txt)
+    DIR                 a directory with encoder.json, vocab.bpe and dict.txt, or with spm.model or tokenizer.json
+                        (and dict.txt): what `python -m lln_fairseq.convert` writes is one
     FILE.model          a SentencePiece model
 There is no default for fine-tuning data, and the manifest records `identity`, so two data sets with the same identity
 give every text the same ids, and others are told apart.
@@ -142,14 +143,15 @@ def _from_manifest(manifest: Path) -> Vocabulary:
     return vocabulary
 
 
-def _from_files(folder: Path) -> Vocabulary:
+def _from_files(folder: Path) -> Vocabulary | None:
+    """Of the tokenizer's own files in the directory; None where there are none."""
     for kind, names in TOKENIZER_FILES.items():
         if all((folder / name).is_file() for name in names):
             tokenizer = make_tokenizer(kind, {name: _read(folder / name) for name in names})
             if kind == "gpt2" or (folder / DICTIONARY).is_file():
                 return _with_dictionary(tokenizer, folder / DICTIONARY)
             return new_vocabulary(tokenizer)
-    raise DataError(f"{folder} holds neither a {MANIFEST} nor spm.model nor encoder.json and vocab.bpe")
+    return None
 
 
 def load_vocabulary(given: str) -> Vocabulary:
@@ -163,7 +165,10 @@ def load_vocabulary(given: str) -> Vocabulary:
         return new_vocabulary(load_sentencepiece(path))
     if not path.is_dir():
         raise DataError(f"--tokenizer {given}: no such file or directory (or the word gpt2)")
-    for manifest in (path / MANIFEST, path.parent / MANIFEST):  # DATA/lm of the demo is what one trains on
-        if manifest.is_file():
-            return _from_manifest(manifest)
-    return _from_files(path)
+    if (path / MANIFEST).is_file():
+        return _from_manifest(path / MANIFEST)
+    if vocabulary := _from_files(path):
+        return vocabulary
+    if (path.parent / MANIFEST).is_file():  # DATA/lm of the demo is what one trains on
+        return _from_manifest(path.parent / MANIFEST)
+    raise DataError(f"{path} holds neither a {MANIFEST} nor spm.model, encoder.json and vocab.bpe, or tokenizer.json")
