@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "lln_fairseq" / "__init__.py").read_text(), re.MULTILINE)[1]
 FOLDERS = {"lln_fairseq.configs": "configs", "lln_fairseq.data_prep": "data_prep"}  # where they are in a checkout
+HUGGING_FACE = ["safetensors>=0.5,<0.9", "tokenizers>=0.22,<0.24"]
 
 setup(
     name="lln-fairseq",
@@ -42,7 +43,16 @@ setup(
         "tqdm>=4.66,<5",
     ],
     extras_require={
-        "test": ["pytest>=8,<10", "pytest-timeout>=2.3,<3", "pytest-xdist>=3.6,<4", "ruff==0.17.5", "mypy==2.4.1"],
+        "test": [
+            "pytest>=8,<10",
+            "pytest-timeout>=2.3,<3",
+            "pytest-xdist>=3.6,<4",
+            "ruff==0.17.5",
+            "mypy==2.4.1",
+            "transformers==4.57.6",
+            *HUGGING_FACE,
+        ],
+        "hf": HUGGING_FACE,
         "wandb": ["wandb>=0.31,<0.32"],
     },
 )

@@ -29,8 +29,9 @@ ALLOWED = {
     "tasks": {"analysis", "attention", "command", "criterions", "host", "memory", "models"},
     "__init__": {"tasks"},
     "loading": {"__init__", "host"},
+    "hf": {"host", "ops"},
 }
-PROGRAMS = {"train", "evaluate", "analysis.__main__"}  # they may import all of them
+PROGRAMS = {"train", "evaluate", "convert", "analysis.__main__"}  # they may import all of them
 WITHOUT_FAIRSEQ = ("ops", "attention", "presets", "memory", "recipes", "command", "__init__")
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
@@ -109,6 +110,7 @@ def test_no_mechanism_is_named_above_attention():
     names = "|".join(sorted(ATTENTION_REGISTRY, key=len, reverse=True))
     own = {
         "lln_fairseq.models.lln_roberta": ["lln_diag"],  # its default
+        "lln_fairseq.hf.from_hf": ["relu", "relu"],  # the activation
         "lln_fairseq.host.fit": ["softmax"],  # what a RoBERTa of fairseq has
         "lln_fairseq.analysis.separation": ["softmax", "lln", "softmax"],  # the paper's experiment is about these
     }

@@ -53,20 +53,28 @@ def peek(path: str, mmap: bool = True) -> dict[str, Any]:
     Raises: InputError for a file that is missing, damaged or no checkpoint of fairseq, or that holds classes which are
     not allowed.
     """
-    if not os.path.isfile(path):
-        raise InputError(f"no such checkpoint: {path}")
-    try:
-        state = _load(path, mmap)
-    except Exception as error:  # an unpickler may end in any way on bytes that are no pickle
-        raise InputError(
-            f"cannot load {path}, which is damaged or no checkpoint: {_reason(error)}{_whole_ones_beside(path)}"
-        ) from error
+    state = plain_data(path, mmap)
     parameters = state.get("model") if isinstance(state, dict) else None
     if not isinstance(parameters, dict):
         raise InputError(f"{path} is not a checkpoint of fairseq: it holds no model")
     if not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in parameters.items()):
         raise InputError(f"{path} is not a checkpoint of fairseq: its model is not made of named tensors")
     return state
+
+
+def plain_data(path: str, mmap: bool = True) -> Any:
+    """What torch.save wrote, if it is plain data: tensors, containers and the classes above.
+
+    Raises: InputError for a file that is missing or damaged, or that wants to call anything else.
+    """
+    if not os.path.isfile(path):
+        raise InputError(f"no such checkpoint: {path}")
+    try:
+        return _load(path, mmap)
+    except Exception as error:  # an unpickler may end in any way on bytes that are no pickle
+        raise InputError(
+            f"cannot load {path}, which is damaged or no checkpoint: {_reason(error)}{_whole_ones_beside(path)}"
+        ) from error
 
 
 def _load(path: str, mmap: bool) -> Any:

@@ -1,0 +1,1 @@
+"""Encoders of Hugging Face and of fairseq into our checkpoints, and ours into directories of Hugging Face."""

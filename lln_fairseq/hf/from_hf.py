@@ -1,0 +1,157 @@
+"""A RoBERTa, XLM-R or BERT of Hugging Face as our encoder.
+
+A BERT is a RoBERTa with layer norms after each part: the embedding of token type 0, which every token of ours has, is
+added to the positions, and position p becomes row p + 2 of the table.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln_fairseq.hf.directory import CONFIG, as_float32, read_json, read_tensors
+from lln_fairseq.hf.encoder import EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
+from lln_fairseq.hf.names import HEAD_BIAS, HEAD_WEIGHT, TOKEN_TYPES, Sizes, encoder_names, head_names
+from lln_fairseq.hf.tokenizer import PIECES, Vocabulary, read_vocabulary
+from lln_fairseq.host.errors import InputError
+
+BERT, XLM_R = "bert", "xlm-roberta"
+MODEL_TYPES = ("roberta", XLM_R, BERT)
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
+REFUSED = {"is_decoder": True, "add_cross_attention": True}  # what no encoder of ours can be
+
+# Names of other parts: what they hold is not used, and said, if it is more than a buffer.
+BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)$")
+UNUSED = re.compile(
+    r"(pooler|classifier|qa_outputs|cls\.seq_relationship|lm_head\.decoder|cls\.predictions\.decoder)\."
+)
+
+
+def read(folder: Path) -> Encoder:
+    """The encoder in a directory of Hugging Face with its tokenizer, and its masked LM's head if there is one.
+
+    Raises: InputError for other architectures, tensors that are missing, of another shape or unknown, and a tokenizer
+    that does not fit the embedding.
+    """
+    config = read_json(folder / CONFIG)
+    bert, sizes, options = _options(config, folder / CONFIG)
+    tensors = _plain_names(read_tensors(folder))
+    if sizes.layers > len(tensors):  # a number may be anything, and a name is made for every layer
+        raise InputError(f"{folder}: num_hidden_layers is {sizes.layers}, but it holds {len(tensors)} tensors")
+    names = list(encoder_names(sizes))
+    head = list(head_names(sizes, bert))
+    has_head = any(name.theirs in tensors for name in head)
+    _check(tensors, {name.theirs: name.shape for name in [*names, *(head if has_head else [])]}, folder)
+    notes = _left_out(tensors, names + head, folder)
+    vocabulary = _vocabulary(folder, config, sizes.V)
+    parameters = as_float32({name.ours: tensors[name.theirs] for name in [*names, *(head if has_head else [])]})
+    _positions(parameters, tensors, bert, config, sizes, folder)
+    if has_head and not config.get("tie_word_embeddings", True):
+        options["untie_weights_roberta"] = True
+        output = "cls.predictions.decoder.weight" if bert else "lm_head.decoder.weight"
+        _check(tensors, {output: (sizes.V, sizes.C)}, folder)
+        parameters |= as_float32({HEAD_WEIGHT: tensors[output]})
+    options["max_positions"] = len(parameters[POSITIONS]) - OFFSET
+    _reorder(parameters, vocabulary)
+    return Encoder(parameters, options, vocabulary.symbols, vocabulary.files, notes)
+
+
+def _options(config: dict[str, Any], path: Path) -> tuple[bool, Sizes, dict[str, Any]]:
+    """Whether it is a BERT, its sizes, and the options of our model."""
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise InputError(f"{path}: this is a {kind or 'model of no known type'}, and may be {', '.join(MODEL_TYPES)}")
+    for option, value in REFUSED.items():
+        if config.get(option) == value:
+            raise InputError(f"{path}: {option} is {value}: this is no encoder")
+    if config.get("position_embedding_type", "absolute") != "absolute":
+        raise InputError(f"{path}: its positions are {config['position_embedding_type']}, not absolute")
+    if config.get("hidden_act", "gelu") not in ACTIVATIONS or (kind != BERT and config.get("hidden_act") == "gelu_new"):
+        raise InputError(f"{path}: its activation is {config['hidden_act']}, which fairseq's RoBERTa does not have")
+
+    def number(key: str) -> int:
+        value = config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{path}: {key} is {value!r}, not a positive number")
+        return value
+
+    layers, width = number("num_hidden_layers"), number("intermediate_size")
+    sizes = Sizes(number("vocab_size"), number("max_position_embeddings"), number("hidden_size"), width, layers)
+    options: dict[str, Any] = {
+        "encoder_layers": layers,
+        "encoder_embed_dim": sizes.C,
+        "encoder_ffn_embed_dim": width,
+        "encoder_attention_heads": number("num_attention_heads"),
+        "activation_fn": ACTIVATIONS[config.get("hidden_act", "gelu")],
+        "dropout": float(config.get("hidden_dropout_prob", 0.1)),
+        "attention_dropout": float(config.get("attention_probs_dropout_prob", 0.1)),
+        "layer_norm_eps": float(config.get("layer_norm_eps", 1e-12)),  # transformers' own default
+    }
+    return kind == BERT, sizes, options
+
+
+def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the model's prefix; names of TensorFlow's layer norms as torch has them."""
+    renamed = {re.sub(r"^(roberta|bert)\.", "", name): value for name, value in tensors.items()}
+    return {re.sub(r"LayerNorm\.(gamma|beta)$", _norm, name): value for name, value in renamed.items()}
+
+
+def _norm(found: re.Match[str]) -> str:
+    return "LayerNorm." + {"gamma": "weight", "beta": "bias"}[found[1]]
+
+
+def _check(tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    if missing := [name for name in shapes if name not in tensors]:
+        raise InputError(f"{folder} lacks {first_few(missing)}")
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            raise InputError(f"{folder}: {name} is {_by(tensors[name].shape)}, and {CONFIG} says {_by(shape)}")
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _left_out(tensors: dict[str, Tensor], names: list[Any], folder: Path) -> list[str]:
+    """A note about the parts that are not used. Raises: InputError for tensors that no RoBERTa or BERT has."""
+    known = {name.theirs for name in names} | {TOKEN_TYPES}
+    others = [name for name in tensors if name not in known and not BUFFERS.search(name)]
+    if unknown := [name for name in others if not UNUSED.match(name)]:
+        raise InputError(f"{folder} has what no RoBERTa or BERT has: {first_few(unknown)}")
+    parts = {UNUSED.match(name)[1] for name in others}  # type: ignore[index]
+    parts -= {"lm_head.decoder", "cls.predictions.decoder"}  # the embedding again
+    return [f"left out: {', '.join(sorted(parts))}"] if parts else []
+
+
+def _vocabulary(folder: Path, config: dict[str, Any], rows: int) -> Vocabulary:
+    if (folder / PIECES).is_file() and config["model_type"] != XLM_R:
+        raise InputError(f"{folder}: {PIECES} is XLM-R's, and this is a {config['model_type']}")
+    return read_vocabulary(folder, rows, config.get("pad_token_id"))
+
+
+def _positions(parameters: dict[str, Tensor], tensors: dict[str, Tensor], bert: bool, config: dict[str, Any],
+               sizes: Sizes, folder: Path) -> None:  # fmt: skip
+    """Puts position p into row p + 2 and the token type into the positions, in place."""
+    table, skipped = parameters[POSITIONS], 0 if bert else config.get("pad_token_id", 1) + 1
+    if len(table) <= skipped:
+        raise InputError(f"{folder}: the positional table has {len(table)} rows, and {skipped} are no positions")
+    if TOKEN_TYPES in tensors:
+        kinds = tensors[TOKEN_TYPES]
+        _check(tensors, {TOKEN_TYPES: (kinds.shape[0], sizes.C)}, folder)
+        if kinds[0].any():  # else the table stays as it is to the bit, with the rows that are no positions
+            table = torch.cat([table[:skipped], table[skipped:] + kinds[0].to(table.dtype)])
+    if skipped != OFFSET:
+        table = torch.cat([table.new_zeros(OFFSET, sizes.C), table[skipped:]])
+    parameters[POSITIONS] = table
+
+
+def _reorder(parameters: dict[str, Tensor], vocabulary: Vocabulary) -> None:
+    """Puts everything that has a row a symbol into fairseq's order, in place."""
+    order = torch.tensor(vocabulary.order)
+    for name in (EMBEDDING, HEAD_BIAS, HEAD_WEIGHT):
+        if name in parameters:
+            parameters[name] = parameters[name][order]
+    if any(name.startswith(HEAD) for name in parameters):
+        parameters.setdefault(HEAD_WEIGHT, parameters[EMBEDDING])

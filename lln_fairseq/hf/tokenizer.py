@@ -1,0 +1,173 @@
+"""The tokenizer of a directory of Hugging Face as data_prep wants it, and the order of the embedding that goes with it.
+
+fairseq's ids are <s> <pad> </s> <unk>, the symbols of dict.txt, <mask>. dict.txt names the symbols by the tokenizer's
+own ids in decimal (tokenizer.json), or by SentencePiece's pieces (XLM-R), which is what data_prep/tokenizers.py expects
+of the two kinds.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lln_fairseq.hf import tokenizer_json
+from lln_fairseq.hf.directory import read_json
+from lln_fairseq.hf.encoder import MASK, SPECIAL
+from lln_fairseq.host.errors import InputError, first_line
+
+TOKENIZER = "tokenizer.json"
+PIECES = "sentencepiece.bpe.model"  # XLM-R's
+PIECE_OFFSET = 1  # XLM-R's id of a SentencePiece id, from the first piece that is no control symbol on
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`order`: the row of the source's embedding for each of fairseq's ids; `symbols`, `files`: as in Encoder."""
+
+    order: list[int]
+    symbols: list[str]
+    files: dict[str, bytes]
+
+
+def read_vocabulary(folder: Path, rows: int, padding: int | None) -> Vocabulary:
+    """The tokenizer in `folder` for an embedding of `rows` rows, whose configuration says where padding is.
+
+    Raises: InputError where there is none, where it is damaged, and for the first token that does not fit.
+    """
+    ids = _ids(folder)
+    if ids is None:
+        raise InputError(f"{folder} has no tokenizer: neither {TOKENIZER}, {PIECES}, vocab.txt, nor vocab.json")
+    beyond = min(((number, token) for token, number in ids.items() if number >= rows), default=None)
+    if beyond:
+        raise InputError(f"{folder}: the tokenizer has the token {beyond[1]!r} with id {beyond[0]}, but the "
+                         f"embedding has {rows} rows")  # fmt: skip
+    special = []
+    for name in (*SPECIAL, MASK):
+        token = tokenizer_json.special_token(ids, name)
+        if token is None:
+            raise InputError(f"{folder}: the tokenizer has no {' or '.join(tokenizer_json.SPECIAL[name])}")
+        special.append(ids[token])
+    if padding not in (None, special[1]):
+        raise InputError(f"{folder}: padding is {special[1]} to the tokenizer, and {padding} in config.json")
+    others = sorted(set(range(rows)) - set(special))
+    order = [*special[:-1], *others, special[-1]]
+    if (folder / PIECES).is_file():
+        return Vocabulary(order, _piece_symbols(ids, others), {"spm.model": (folder / PIECES).read_bytes()})
+    return Vocabulary(order, [str(row) for row in others], {TOKENIZER: _document(folder)})
+
+
+def _ids(folder: Path) -> dict[str, int] | None:
+    """The id of every token, after a comparison of the files that say so; None without a tokenizer."""
+    found: dict[str, dict[str, int]] = {}
+    for name, read in _READERS.items():
+        if (folder / name).is_file():
+            try:
+                found[name] = read(folder / name)
+            except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+                raise InputError(f"{folder / name} is damaged: {first_line(error)}") from error
+    if not found:
+        return None
+    (first, ids), *others = found.items()
+    for name, theirs in others:  # tokens that were added later are in tokenizer.json alone
+        for token, number in theirs.items():
+            if ids.get(token, number) != number:
+                raise InputError(
+                    f"{folder}: {token!r} is {ids[token]} in {first} and {number} in {name}; the tokenizer is not one"
+                )
+    return {token: number for part in reversed(found.values()) for token, number in part.items()}
+
+
+def _from_lines(path: Path) -> dict[str, int]:
+    return {line: number for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))}
+
+
+def _from_json(path: Path) -> dict[str, int]:
+    return {str(token): int(number) for token, number in read_json(path).items()}
+
+
+def _from_pieces(path: Path) -> dict[str, int]:
+    """XLM-R's ids of the pieces of a SentencePiece model, which begins with <unk> <s> </s>, and of <mask>, the last."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_proto=path.read_bytes())
+    pieces = [model.id_to_piece(number) for number in range(model.get_piece_size())]
+    if pieces[:3] != ["<unk>", "<s>", "</s>"]:
+        raise ValueError(f"its first pieces are {' '.join(pieces[:3])}, not <unk> <s> </s>")
+    ids = {piece: number + PIECE_OFFSET for number, piece in enumerate(pieces)}
+    return ids | {name: number for number, name in enumerate(SPECIAL)} | {MASK: len(pieces) + PIECE_OFFSET}
+
+
+_READERS = {
+    PIECES: _from_pieces,
+    TOKENIZER: lambda path: tokenizer_json.token_ids(read_json(path)),
+    "vocab.json": _from_json,
+    "vocab.txt": _from_lines,
+}
+
+
+def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
+    """The pieces of these rows; rows without a piece get names that no text has."""
+    pieces = {number: token for token, number in ids.items()}
+    symbols = [pieces.get(row, f"madeupword{row}") for row in rows]
+    for symbol in symbols:
+        if len(symbol.split()) != 1 or symbol != symbol.strip():
+            raise InputError(f"the piece {symbol!r} cannot stand in a fairseq dictionary")
+    return symbols
+
+
+def _document(folder: Path) -> bytes:
+    """tokenizer.json as it is there, or as the older files say it."""
+    if (folder / TOKENIZER).is_file():
+        return (folder / TOKENIZER).read_bytes()
+    settings: dict[str, Any] = {}
+    if (folder / "tokenizer_config.json").is_file():
+        settings = read_json(folder / "tokenizer_config.json")
+    if (folder / "vocab.txt").is_file():
+        content = tokenizer_json.word_piece(
+            _from_lines(folder / "vocab.txt"),
+            lowercase=bool(settings.get("do_lower_case", True)),
+            strip_accents=settings.get("strip_accents"),
+            chinese=bool(settings.get("tokenize_chinese_chars", True)),
+        )
+        return tokenizer_json.as_bytes(content)
+    if not (folder / "merges.txt").is_file():
+        raise InputError(f"{folder} has vocab.json without merges.txt")
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    prefix = bool(settings.get("add_prefix_space", False))
+    return tokenizer_json.as_bytes(tokenizer_json.byte_level_bpe(_from_json(folder / "vocab.json"), merges, prefix))
+
+
+def check_dictionary(symbols: list[str], files: Mapping[str, bytes], path: Path) -> None:
+    """Whether data_prep can use these files with this dict.txt. Raises: InputError that names the first piece that
+    dict.txt lacks."""
+    known = {*symbols, *SPECIAL, MASK}
+    for piece in _symbols_of(files):
+        if piece not in known:
+            raise InputError(f"{path} does not fit the tokenizer beside it: it lacks {piece!r}")
+
+
+def _symbols_of(files: Mapping[str, bytes]) -> list[str]:
+    """The symbols that a tokenizer writes, as data_prep names them."""
+    if "spm.model" in files:
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            model = SentencePieceProcessor(model_proto=files["spm.model"])
+        except RuntimeError as error:
+            raise InputError(f"spm.model is damaged: {first_line(error)}") from error
+        numbers = range(model.get_piece_size())
+        return [model.id_to_piece(i) for i in numbers if not (model.is_control(i) or model.is_unknown(i))]
+    try:
+        if "encoder.json" in files:
+            return [str(number) for number in sorted(json.loads(files["encoder.json"]).values())]
+        if TOKENIZER in files:
+            content = json.loads(files[TOKENIZER])
+            special = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
+            special |= {token for names in tokenizer_json.SPECIAL.values() for token in names}
+            ids = tokenizer_json.token_ids(content)
+            return [str(number) for token, number in ids.items() if token not in special]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"the tokenizer is damaged: {first_line(error)}") from error
+    return []

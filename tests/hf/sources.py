@@ -1,0 +1,76 @@
+"""Small models of Hugging Face with random weights and with tokenizers, as directories."""
+
+import json
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaModel,
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
+)
+
+from data_prep.tokenizers import train_sentencepiece
+
+TEXTS = ["The plot isn't new – but it holds.", "Éva saw 2 films; we saw none!", "a", "unknown ☃ letters and <mask>"]
+PIECES = 38
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+CLASSES = {
+    "roberta": (RobertaConfig, RobertaForMaskedLM, RobertaModel),
+    "xlm-roberta": (XLMRobertaConfig, XLMRobertaForMaskedLM, None),
+    "bert": (BertConfig, BertForMaskedLM, BertModel),
+}
+
+
+def make_model(kind, folder, headless=False, seed=0, **options):
+    """A model of Hugging Face that is saved in `folder`, tokenizer included; large weights show every mistake."""
+    rows = {"roberta": byte_level_bpe, "xlm-roberta": pieces, "bert": word_piece}[kind](folder)
+    config_class, with_head, without = CLASSES[kind]
+    special = {} if kind == "bert" else dict(bos_token_id=0, pad_token_id=1, eos_token_id=2, type_vocab_size=1)
+    positions = 40 if kind == "bert" else 42
+    config = config_class(vocab_size=rows, max_position_embeddings=positions, **special | SIZES | options)
+    torch.manual_seed(seed)
+    model = (without if headless else with_head)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model
+
+
+def byte_level_bpe(folder):
+    """RoBERTa's: vocab.json in fairseq's order, not that of the merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters,
+                                                                show_progress=False))  # fmt: skip
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(model["vocab"]), "<mask>"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in model["merges"]))
+    return len(tokens)
+
+
+def word_piece(folder):
+    """BERT's: [PAD] first, the special tokens in the midst."""
+    words = ["the", "plot", "isn", "new", "but", "it", "holds", "eva", "films", "we", "un", "##known", "##s", "t", "2"]
+    signs = list("–;!.'’☃") + ["##" + letter for letter in "abcdefghijklmnopqrstuvwxyz"] + list("abcdefghijklmnopqrstu")
+    tokens = [*dict.fromkeys(["[PAD]", "[unused0]", *words, "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs])]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
+    return len(tokens)
+
+
+def pieces(folder):
+    """XLM-R's: a SentencePiece model whose ids are shifted by one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sentencepiece.bpe.model").write_bytes(train_sentencepiece(TEXTS * 3, PIECES, "unigram"))
+    return PIECES + 2
