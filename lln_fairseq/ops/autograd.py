@@ -1,6 +1,5 @@
 """The one differentiable function behind LLN, LLN+Diag and block-diagonal attention, whichever backend computes it."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ def mixture(
 
     α and β None are matched to the moments of q and k, by the backend and in its own passes where it can.
     """
-    if q.numel() == 0 or (backend == "torch" and is_recorded(q, k, v, alpha, beta, mask)):
+    if q.numel() == 0 or (backend == "torch" and is_recorded(q, k, v, alpha, beta, mix.parameter, mask)):
         if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
         return mixture_formula(q, k, v, alpha, beta, mask, mix)
@@ -33,7 +32,10 @@ def mixture(
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if alpha is not None and beta is not None:
         alpha, beta = alpha.resolve_neg(), beta.resolve_neg()
-    return MixtureFunction.apply(q, k, v, alpha, beta, mask, mix, backend)
+    parameter = mix.parameter
+    if parameter is not None:  # a differentiable input of its own
+        parameter, mix = parameter.resolve_neg(), replace(mix, parameter=None)
+    return MixtureFunction.apply(q, k, v, alpha, beta, parameter, mask, mix, backend)
 
 
 class MixtureFunction(torch.autograd.Function):
@@ -41,11 +43,12 @@ class MixtureFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None,
-        mix: Mixture, backend: str,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None,
+        parameter: Tensor | None, mask: Tensor | None, mix: Mixture, backend: str,
     ) -> Tensor:  # fmt: skip
-        out, alpha, beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, mix)
-        ctx.save_for_backward(q, k, v, alpha, beta, mask, *saved)
+        whole = _with(mix, parameter)
+        out, alpha, beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, whole)
+        ctx.save_for_backward(q, k, v, alpha, beta, parameter, mask, *saved)
         ctx.mix, ctx.backend = mix, backend
         return out
 
@@ -54,28 +57,36 @@ class MixtureFunction(torch.autograd.Function):
         return *_gradients(grad, ctx), None, None, None
 
 
+def _with(mix: Mixture, parameter: Tensor | None) -> Mixture:
+    return mix if parameter is None else replace(mix, parameter=parameter)
+
+
 @without_autocast
 def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
-    """Of q, k, v, α, β: by the backend, or differentiable where somebody asks for that (create_graph=True)."""
-    q, k, v, alpha, beta, mask, *saved = ctx.saved_tensors
-    needed, mix = ctx.needs_input_grad[:5], ctx.mix
+    """Of q, k, v, α, β and the parameter: by the backend, or differentiable where somebody asks for that
+    (create_graph=True)."""
+    q, k, v, alpha, beta, parameter, mask, *saved = ctx.saved_tensors
+    needed, mix = ctx.needs_input_grad[:6], ctx.mix
     if not (torch.is_grad_enabled() or is_recorded(grad)):
-        backend = load_backend(ctx.backend)
+        backend, mix = load_backend(ctx.backend), _with(mix, parameter)
         return backend.backward(q, k, v, alpha, beta, mask, mix, saved, grad.resolve_neg(), needed[3:])
     if mix.dropout_p:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
-    formula = functools.partial(mixture_formula, mask=mask, mix=mix)
-    return differentiable_gradients(formula, (q, k, v, alpha, beta), needed, grad)
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None) -> Tensor:
+        return mixture_formula(q, k, v, alpha, beta, mask, _with(mix, parameter))
+
+    return differentiable_gradients(formula, (q, k, v, alpha, beta, parameter), needed, grad)
 
 
 def differentiable_gradients(
-    formula: Callable[..., Tensor], inputs: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
+    formula: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
     """The gradients of formula(*inputs) with respect to the inputs that need them, as differentiable tensors."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # Views: where one input is made of another, q of k say, each gradient must be that of its own place alone.
-        inputs = [x.view_as(x) for x in inputs]
-        wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+        inputs = [None if x is None else x.view_as(x) for x in inputs]
+        wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
         found = iter(torch.autograd.grad(formula(*inputs), wanted, grad, create_graph=create_graph, allow_unused=True))
     return [next(found) if need else None for need in needed]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lln_fairseq.ops.backends import Mixture
 from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.joint import Blocks, count_blocks, outside_mass, outside_weight
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
 from lln_fairseq.ops.padding import clear_padding
 
@@ -25,6 +26,8 @@ def mixture_formula(
     out = torch.zeros_like(values)
     if mix.lln_weight:
         features = balanced_features(alpha[..., None, None] * x, beta[..., None, None] * y, mask)
+        if mix.joint:
+            return _joint(*features, x, y, values, mask, mix).to(q.dtype)
         out = out + mix.lln_weight * linear_attention(*features, values, mask)
     if mix.diag_weight:
         out = out + mix.diag_weight * _block_diag(x, y, values, mask, mix)
@@ -34,11 +37,37 @@ def mixture_formula(
 def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: Mixture) -> Tensor:
     """softmax(q kᵀ / √D) v inside blocks; 0 in a block without a real key."""
     length = q.shape[2]
-    size = max(1, min(mix.block_size, length))
+    padding, q, k, v = _blocks(mask, mix.block_size, q, k, v)
+    return (_probabilities(q, k, padding, mix) @ v).flatten(2, 3)[:, :, :length]
+
+
+def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: Mixture) -> Tensor:
+    """The joint form: see joint.py. P = A Wᵀ."""
+    assert mix.joint is not None
+    assert mix.parameter is not None
+    length = q.shape[2]
+    total = a @ w.sum(dim=2)[..., None]
+    a = a / total.masked_fill(total == 0, 1.0)  # rows of P sum to 1 not only in their values, but their derivatives too
+    state = (w.mT @ v)[:, :, None]
+    padding, a, w, q, k, v = _blocks(mask, mix.block_size, a, w, q, k, v)
+    blocks = Blocks(*(x[..., None, None] for x in count_blocks(padding[:, :, :, 0])))
+    inside, p = a @ w.mT, _probabilities(q, k, padding, mix)
+    u = outside_mass(inside)
+    c = outside_weight(u, mix.joint, mix.parameter[..., None, None, None], blocks)
+    out = c * (a @ state) + ((1 - c * u) * p - c * inside) @ v
+    return out.flatten(2, 3)[:, :, :length]
+
+
+def _blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -> list[Tensor]:
+    """Padding (B, 1, blocks, 1, size) and the tensors (B, H, N, D) as (B, H, blocks, size, D)."""
+    (batch, _, length, _), device = tensors[0].shape, tensors[0].device
+    size = max(1, min(block_size, length))
     count = -(-length // size)
-    padding = q.new_zeros(q.shape[0], length, dtype=torch.bool) if mask is None else mask
+    padding = torch.zeros(batch, length, dtype=torch.bool, device=device) if mask is None else mask
     padding = F.pad(padding, (0, count * size - length), value=True).unflatten(1, (count, size))[:, None, :, None]
-    q, k, v = (F.pad(x, (0, 0, 0, count * size - length)).unflatten(2, (count, size)) for x in (q, k, v))
+    return [padding, *(F.pad(x, (0, 0, 0, count * size - length)).unflatten(2, (count, size)) for x in tensors)]
+
+
+def _probabilities(q: Tensor, k: Tensor, padding: Tensor, mix: Mixture) -> Tensor:
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(padding, torch.finfo(q.dtype).min)
-    weights = F.dropout(scores.softmax(dim=-1).masked_fill(padding, 0.0), mix.dropout_p)
-    return (weights @ v).flatten(2, 3)[:, :, :length]
+    return F.dropout(scores.softmax(dim=-1).masked_fill(padding, 0.0), mix.dropout_p)

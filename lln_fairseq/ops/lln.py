@@ -1,4 +1,4 @@
-"""Linear Log-Normal attention, alone and averaged with block-diagonal softmax: the public functions and their dispatch.
+"""Linear Log-Normal attention, alone and mixed with block-diagonal softmax: the public functions and their dispatch.
 
 For every batch entry and head, with L_d = logsumexp_j(β k_jd) over the keys that are not padded:
 
@@ -18,6 +18,15 @@ from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments
+
+# The names of the mixtures of LLN and block-diagonal softmax: the joint form, and its parameter where none is given.
+MIXES: dict[str, tuple[str | None, float]] = {
+    "average": (None, 0.0),
+    "joint": ("offset", 0.0),
+    "joint_offset": ("offset", 0.0),
+    "joint_share": ("share", 0.5),
+}
+WITHOUT_PARAMETER = ("average", "joint")
 
 IN_ONE_PASS = ("head", "calibrated")  # scope and constants that every backend can match while it reads q and k
 
@@ -68,19 +77,33 @@ def lln_diag_attention(
     dropout_p: float = 0.0,
     scope: str = "head",
     constants: str = "calibrated",
+    mix: str = "average",
+    mix_parameter: float | Tensor | None = None,
 ) -> Tensor:
-    """½ (LLN + block-diagonal softmax) in one pass (paper, section 4.2 and figure 3).
+    """½ (LLN + block-diagonal softmax) in one pass (paper, section 4.2 and figure 3), or a joint form of both.
+
+    In the joint forms a row sums to 1 and has softmax's shape inside the query's block, LLN's outside it: up to one
+    block of tokens they are softmax attention. With u the mass that LLN gives to the keys outside the block,
+
+        joint           inside 1 - u, outside u
+        joint_offset    inside and outside as 1 - u to e^o u
+        joint_share     inside g, outside 1 - g; where u < 1/16 the outside gets 16 (1 - g) u
 
     Args: as `lln_attention` and `block_diag_attention`; dropout concerns the block-diagonal probabilities alone, since
     LLN has no matrix to drop from. With dropout the result can be differentiated once.
+        mix: "average" or one of the joint forms.
+        mix_parameter: o in [-80, 80], None = 0, or g in [0, 1], None = ½: a number or a tensor that broadcasts to
+            (B, H); gradients flow to it. The others take none.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     check_dropout(dropout_p)
+    joint, parameter = _joint_form(mix, mix_parameter, q)
     alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants)
-    backend = choose_backend(backend, q, block_size, k, v, alpha, beta, key_padding_mask)
-    mix = Mixture(0.5, 0.5, block_size, dropout_p)
-    return mixture(q, k, v, alpha, beta, key_padding_mask, mix, backend)
+    backend = choose_backend(backend, q, block_size, k, v, alpha, beta, parameter, key_padding_mask, joint=joint)
+    weight = 1.0 if joint else 0.5
+    mixed = Mixture(weight, weight, block_size, dropout_p, joint=joint, parameter=parameter)
+    return mixture(q, k, v, alpha, beta, key_padding_mask, mixed, backend)
 
 
 def lln_features(
@@ -95,6 +118,16 @@ def lln_features(
         per_head(a, q, name)[..., None, None] * z.to(dtype) for a, z, name in ((alpha, q, "alpha"), (beta, k, "beta"))
     )
     return balanced_features(x, y, key_padding_mask)
+
+
+def _joint_form(mix: str, parameter: float | Tensor | None, q: Tensor) -> tuple[str | None, Tensor | None]:
+    """The joint form of a mix and its parameter (B, H); None twice for the average."""
+    if mix not in MIXES:
+        raise ValueError(f"unknown mix '{mix}', choose from {', '.join(MIXES)}")
+    if parameter is not None and mix in WITHOUT_PARAMETER:
+        raise ValueError(f"mix '{mix}' takes no mix_parameter")
+    form, start = MIXES[mix]
+    return form, None if form is None else per_head(start if parameter is None else parameter, q, "mix_parameter")
 
 
 def _alpha_beta(

@@ -7,6 +7,8 @@ A row without a single real key is 0. Nothing here is fast, and nothing here sha
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops.joint import SHARE_FLOOR
+
 
 def per_head(x: float | Tensor, like: Tensor) -> Tensor:
     """A number or a tensor that broadcasts to (B, H), as a tensor that broadcasts to (B, H, N, D)."""
@@ -61,6 +63,30 @@ def lln_diag_matrix(
     """The mean of the LLN and the block-diagonal matrix (paper, section 4.2)."""
     lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
     return (lln + block_diag_matrix(q, k, block_size, key_padding_mask)) / 2
+
+
+def joint_matrix(
+    q: Tensor,
+    k: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    block_size: int,
+    form: str,
+    parameter: float | Tensor,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """The joint form of LLN and block-diagonal softmax, "offset" or "share" with o or g per head: see joint.py."""
+    lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
+    diag = block_diag_matrix(q, k, block_size, key_padding_mask)
+    block = torch.arange(q.shape[-2], device=q.device) // block_size
+    outside = lln.masked_fill(block[:, None] == block[None, :], 0.0)
+    mass, parameter = outside.sum(dim=-1, keepdim=True), per_head(parameter, q)
+    if form == "offset":
+        odds = parameter.exp()
+        return ((1 - mass) * diag + odds * outside) / (1 - mass + odds * mass)
+    weight = (1 - parameter) / mass.clamp_min(SHARE_FLOOR)
+    without_key = diag.sum(dim=-1, keepdim=True) == 0
+    return torch.where(without_key, lln, (1 - weight * mass) * diag + weight * outside)
 
 
 def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

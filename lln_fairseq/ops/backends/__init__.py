@@ -23,13 +23,18 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class Mixture:
-    """out = lln_weight · LLN + diag_weight · block-diagonal softmax; a part of weight 0 is not computed."""
+    """out = lln_weight · LLN + diag_weight · block-diagonal softmax; a part of weight 0 is not computed.
+
+    Or, where `joint` names one of joint.FORMS, that form, with both weights 1.
+    """
 
     lln_weight: float
     diag_weight: float
     block_size: int = 1
     dropout_p: float = 0.0  # of the block-diagonal probabilities
     seed: int | Tensor | None = None  # of the dropout, from the backend's draw_seed
+    joint: str | None = None
+    parameter: Tensor | None = None  # of the joint form, (B, H) as α and β
 
     @property
     def kept_values(self) -> int:
@@ -45,8 +50,9 @@ class Backend(Protocol):
     (B, N) with True = padded or None. What padding holds must not get into results and gradients, see ops/padding.py.
     """
 
-    def is_supported(self, q: Tensor, block_size: int | None = None) -> str | None:
-        """None where it can run on tensors like q, with blocks of so many tokens if any; else why not, one sentence."""
+    def is_supported(self, q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
+        """None where it can run on tensors like q, with blocks of so many tokens and a joint form if any; else why not,
+        one sentence."""
 
     def draw_seed(self, device: torch.device) -> int | Tensor:
         """What the dropout of one call depends on, from torch's generator."""
@@ -59,9 +65,9 @@ class Backend(Protocol):
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
-        saved: Sequence[Tensor], grad: Tensor, needs_alpha_beta: Sequence[bool],
+        saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
     ) -> Sequence[Tensor | None]:  # fmt: skip
-        """The gradients of q, k, v, and those of α and β that are needed."""
+        """The gradients of q, k, v, and those of α, β and the mixture's parameter that are needed."""
 
     def match_moments(
         self, q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]
@@ -69,8 +75,10 @@ class Backend(Protocol):
         """α and β by `moment_matching.match_moments` of scope "head", with a `moment_matching.calibration_table`."""
 
 
-def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *others: object) -> str:
-    """The name of the backend for tensors like q, (B, H, N, D), and blocks of so many tokens if any.
+def choose_backend(
+    backend: str, q: Tensor, block_size: int | None = None, *others: object, joint: str | None = None
+) -> str:
+    """The name of the backend for tensors like q, (B, H, N, D), and blocks of so many tokens and a joint form if any.
 
     Args: others: whatever else takes part; kernels read tensors alone that lie in memory as they are.
     Raises: ValueError for an unknown backend, or with the reason if one is asked for where it cannot run.
@@ -85,7 +93,7 @@ def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *othe
     elif wanted == "triton" and importlib.util.find_spec("triton") is None:
         reason = "Triton is not installed."
     else:
-        reason = load_backend(wanted).is_supported(q, block_size)
+        reason = load_backend(wanted).is_supported(q, block_size, joint)
     if reason and backend != "auto":
         raise ValueError(f"backend '{backend}' cannot run here: {reason}")
     return "torch" if reason else wanted

@@ -49,8 +49,10 @@ _PROBLEM = struct.Struct("".join(kind * len(names) for kind, names in FIELDS))
 _NO_VIEW = (0, 0, 0, 0)
 
 
-def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
+    if joint:
+        return "They do not compute the joint forms of LLN+Diag."
     if q.device.type != "cpu" or q.dtype != torch.float32:
         return f"The CPU kernels take float32 on a CPU, not {q.dtype} on {q.device.type}."
     if q.shape[-1] not in HEAD_DIMS:
@@ -152,15 +154,15 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
-    saved: Sequence[Tensor], grad: Tensor, needs_alpha_beta: Sequence[bool],
+    saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
     dq, dk, dv = fresh_result(q), fresh_result(k), fresh_result(v)
     alpha, beta = alpha.contiguous(), beta.contiguous()
-    dalpha, dbeta = (torch.empty_like(alpha) if needed else None for needed in needs_alpha_beta)
+    dalpha, dbeta = (torch.empty_like(alpha) if need else None for need in needed[:2])
     pointers = (_dense_mask(mask), alpha, beta, *saved, dalpha, dbeta)
     _run("backward", mix, (q, k, v, grad, dq, dk, dv), pointers)
-    return dq, dk, dv, dalpha, dbeta
+    return dq, dk, dv, dalpha, dbeta, None
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -86,16 +86,16 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
-    saved: Sequence[Tensor], grad: Tensor, needs_alpha_beta: Sequence[bool],
+    saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """7 or 9 passes over N x D."""
     q, k, v = aligned(q, k, v)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # an expanded one, of .sum() say
     m, s, state = saved
     alpha, beta, pad = alpha.contiguous(), beta.contiguous(), mask_bytes(mask)
-    run = _Backward(q, k, v, alpha, beta, pad, mix, m, s, state, grad, needs_alpha_beta[0], needs_alpha_beta[1])
+    run = _Backward(q, k, v, alpha, beta, pad, mix, m, s, state, grad, needed[0], needed[1])
     with device_of(q):
-        return (_lln_diag_backward if mix.diag_weight else _lln_backward)(run)
+        return *(_lln_diag_backward if mix.diag_weight else _lln_backward)(run), None
 
 
 def _block_size(mix: Mixture) -> int | None:

@@ -68,8 +68,10 @@ def tiles_for(q: Tensor) -> Tiles:
     return TILES[arch, q.element_size(), 64 if q.shape[-1] <= 64 else 128]
 
 
-def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
+    if joint:
+        return "They do not compute the joint forms of LLN+Diag."
     if q.dtype not in _DTYPES:
         return f"The Triton kernels take float16, bfloat16 and float32, not {q.dtype}."
     if q.shape[-1] not in HEAD_DIMS:

@@ -1,4 +1,4 @@
-/* LLN attention: the formulas of backends/pytorch.py. */
+/* LLN attention: the formulas of backends/pytorch/lln.py. */
 
 /* a = softmax_d(alpha q + L) */
 static void features(span s, const float *q, float alpha, const float *log_sum, float *a) {

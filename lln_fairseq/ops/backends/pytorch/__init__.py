@@ -1,0 +1,98 @@
+"""LLN and block-diagonal attention in PyTorch, forward and closed-form backward, group of heads by group of heads.
+
+Everything here works on one group: contiguous (G, N, D) in the compute dtype, padding bool (G, N) or None. Saved for
+the backward pass: q, k, v, and per head the logsumexp L (D), the state S (D x D), and for a joint form L in two parts;
+the rest is recomputed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiag
+from lln_fairseq.ops.backends.pytorch.joint import Joint
+from lln_fairseq.ops.backends.pytorch.lln import lln_backward, lln_forward
+from lln_fairseq.ops.backends.pytorch.run import Run
+from lln_fairseq.ops.layout import fresh_result
+from lln_fairseq.ops.moment_matching import calibration_table, matched_moments
+
+
+def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
+    """None: it runs everywhere."""
+    return None
+
+
+def draw_seed(device: torch.device) -> int:
+    """A seed from torch's global CPU generator: torch.manual_seed and activation checkpointing then reproduce it."""
+    return int(torch.randint(2**31 - 1, (), device="cpu"))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
+) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+    """The mixture, α and β as given or matched, and what `backward` wants to see again."""
+    if alpha is None or beta is None:
+        alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
+    run = Run(q, mask, mix)
+    out = fresh_result(q)
+    dim = q.shape[3]
+    shapes = ((1, dim), (dim, dim), *((1, dim), (1, dim)) * bool(mix.joint))
+    saved = [torch.empty(run.heads, *shape, dtype=run.scratch.dtype, device=q.device) for shape in shapes]
+    inputs, results = _flat(q, k, v), _flat(out)
+    per_head = (*run.by_head(alpha, beta), *saved, *run.by_head(*_parameter(mix)))
+    for group in run.groups:
+        loaded, cut = run.load(group, inputs), run.cut(group, results)
+        (out_,) = targets = run.targets(cut)
+        if mix.joint:
+            Joint(run, group, run.cut(group, per_head)).forward(loaded, out_)
+        elif mix.lln_weight:
+            lln_forward(run, group, loaded, run.cut(group, per_head), out_)
+        else:
+            out_.zero_()
+        if mix.diag_weight and not mix.joint:
+            BlockDiag(run, group).forward(loaded, out_)
+        run.store(targets, cut)
+    return out, alpha, beta, saved
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+    saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """The gradients of q, k, v, and those of α, β and the parameter that are needed."""
+    run = Run(q, mask, mix)
+    grads = [fresh_result(x) for x in (q, k, v)]
+    scalars = [
+        torch.zeros(run.heads, 1, 1, dtype=run.scratch.dtype, device=q.device) if need else None for need in needed
+    ]
+    inputs, results = _flat(q, k, v, grad), _flat(*grads)
+    per_head = (*run.by_head(alpha, beta), *saved, *run.by_head(*_parameter(mix)))
+    for group in run.groups:
+        loaded, cut = run.load(group, inputs), run.cut(group, results)
+        targets = run.targets(cut)
+        if mix.joint:
+            Joint(run, group, run.cut(group, per_head)).backward(loaded, targets, *scalars)
+        elif mix.lln_weight:
+            lln_backward(run, group, loaded, run.cut(group, per_head), targets, *scalars[:2])
+        else:
+            for target in targets:
+                target.zero_()
+        if mix.diag_weight and not mix.joint:
+            BlockDiag(run, group).backward(loaded, targets)
+        run.store(targets, cut)
+    return *grads, *(None if x is None else x.view(alpha.shape).to(alpha.dtype) for x in scalars)
+
+
+def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return matched_moments(q, k, mask, table=table)
+
+
+def _parameter(mix: Mixture) -> Sequence[Tensor]:
+    return () if mix.parameter is None else (mix.parameter,)
+
+
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    """Batch and heads as one dimension."""
+    return [x.flatten(0, 1) for x in tensors]
