@@ -10,53 +10,80 @@ from lln_fairseq.attention.registry import option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.checks import check_block_size
-from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
+from lln_fairseq.ops.lln import joint_form, lln_attention, lln_diag_attention
 
-MIXES = ("average", "ratio", "scale")
+# The learned parameters of the mixes: ratio and scale have them per head and feature, the joint forms per head.
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "average": (),
+    "ratio": ("ratio",),
+    "scale": ("ratio", "diag_scale"),
+    "joint": (),
+    "joint_share": ("share_logit",),
+    "joint_offset": ("offset",),
+}
+PER_FEATURE = ("ratio", "scale")
 
 
 @dataclass
 class LLNDiagConfig(LLNConfig):
     block_size: int | None = option(None, "tokens in a block; default: the head dimension", at_least=1)
     mix: str = option(
-        "average", "½ LLN + ½ Diag, or learned per head and feature: r, 1-r (ratio) or r, p (scale)", MIXES
+        "average",
+        "½ LLN + ½ Diag; learned per head and feature: r, 1-r (ratio) or r, p (scale); Diag in the block, LLN outside, "
+        "in proportions that are LLN's (joint) or learned per head: a share (joint_share), odds (joint_offset)",
+        tuple(PARAMETERS),
     )
 
 
 @register_attention("lln_diag", LLNDiagConfig)
 class LLNDiagAttention(MomentMatched):
-    """½ (LLN + block-diagonal softmax), the paper's layer; attention dropout applies to the block-diagonal part."""
+    """½ (LLN + block-diagonal softmax), the paper's layer, or another mix of both (ops/joint.py has the joint forms).
+
+    Attention dropout applies to the block-diagonal part.
+    """
 
     config: LLNDiagConfig
     ratio: nn.Parameter
     diag_scale: nn.Parameter
+    share_logit: nn.Parameter
+    offset: nn.Parameter
 
     def __init__(
         self, config: LLNDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         self.block_size = check_block_size(config.block_size, head_dim)
-        # A learned mix weighs the features of the output, so one attention matrix cannot express it.
-        self.has_matrix = self.stochastic_rows = config.mix == "average"
-        for name in {"average": (), "ratio": ("ratio",), "scale": ("ratio", "diag_scale")}[config.mix]:
-            self.register_parameter(name, nn.Parameter(torch.full((num_heads, 1, head_dim), 0.5)))
+        # Those weigh the features of the output, so one attention matrix cannot express them.
+        self.has_matrix = self.stochastic_rows = config.mix not in PER_FEATURE
+        for name in PARAMETERS[config.mix]:
+            start = torch.full((num_heads, 1, head_dim), 0.5) if config.mix in PER_FEATURE else torch.zeros(num_heads)
+            self.register_parameter(name, nn.Parameter(start))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        if self.config.mix == "average":
+        if self.config.mix not in PER_FEATURE:
             return lln_diag_attention(
                 q, k, v, key_padding_mask=key_padding_mask, block_size=self.block_size, dropout_p=self.active_dropout,
-                **self.matching,
+                mix=self.config.mix, mix_parameter=self._mix_parameter(), **self.matching,
             )  # fmt: skip
         lln = lln_attention(q, k, v, key_padding_mask=key_padding_mask, **self.matching)
         diag = block_diag_attention(q, k, v, key_padding_mask, self.block_size, self.active_dropout)
         return self._mix(lln, diag)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """P of the average. A learned mix has one matrix for every feature: ValueError."""
-        if self.config.mix != "average":
-            raise ValueError(f"mix '{self.config.mix}' has no single attention matrix")
-        alpha, beta = self.alpha_beta(q, k, key_padding_mask)
-        return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, key_padding_mask)
+        """P of the average and of the joint forms. A mix per feature has a matrix for each: ValueError."""
+        mix = self.config.mix
+        if mix in PER_FEATURE:
+            raise ValueError(f"mix '{mix}' has no single attention matrix")
+        inputs = (q, k, *self.alpha_beta(q, k, key_padding_mask), self.block_size)
+        form, parameter = joint_form(mix, self._mix_parameter(), q)
+        if form is None or parameter is None:
+            return reference.lln_diag_matrix(*inputs, key_padding_mask)
+        return reference.joint_matrix(*inputs, form, parameter, key_padding_mask)
+
+    def _mix_parameter(self) -> Tensor | None:
+        """The share or offset of each head, (H,)."""
+        learned = {"joint_share": lambda: self.share_logit.sigmoid(), "joint_offset": lambda: self.offset}
+        return learned[self.config.mix]() if self.config.mix in learned else None
 
     def _mix(self, lln: Tensor, diag: Tensor) -> Tensor:
         ratio = self.ratio.to(lln.dtype)

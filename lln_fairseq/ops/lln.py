@@ -98,7 +98,7 @@ def lln_diag_attention(
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     check_dropout(dropout_p)
-    joint, parameter = _joint_form(mix, mix_parameter, q)
+    joint, parameter = joint_form(mix, mix_parameter, q)
     alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants)
     backend = choose_backend(backend, q, block_size, k, v, alpha, beta, parameter, key_padding_mask, joint=joint)
     weight = 1.0 if joint else 0.5
@@ -120,7 +120,7 @@ def lln_features(
     return balanced_features(x, y, key_padding_mask)
 
 
-def _joint_form(mix: str, parameter: float | Tensor | None, q: Tensor) -> tuple[str | None, Tensor | None]:
+def joint_form(mix: str, parameter: float | Tensor | None, q: Tensor) -> tuple[str | None, Tensor | None]:
     """The joint form of a mix and its parameter (B, H); None twice for the average."""
     if mix not in MIXES:
         raise ValueError(f"unknown mix '{mix}', choose from {', '.join(MIXES)}")

@@ -18,6 +18,10 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "lln_diag-7": ("lln_diag", dict(block_size=7)),
     "lln_diag-ratio": ("lln_diag", dict(mix="ratio")),
     "lln_diag-scale": ("lln_diag", dict(mix="scale")),
+    "lln_diag-joint": ("lln_diag", dict(mix="joint")),
+    "lln_diag-joint-share-7": ("lln_diag", dict(mix="joint_share", block_size=7)),
+    "lln_diag-joint-offset-7": ("lln_diag", dict(mix="joint_offset", block_size=7)),
+    "lln_diag-joint-offset-48": ("lln_diag", dict(mix="joint_offset", block_size=48)),
     "transnormer_t1-local": ("transnormer_t1", dict(local_layers=1)),
     "transnormer_t2-local-diag": ("transnormer_t2", dict(local_layers=1, block_size=7)),
     "nystrom-7": ("nystrom", dict(landmarks=7)),
@@ -57,7 +61,7 @@ def test_forward_is_the_matrix_times_v(variant, length):
         return
     rows = torch.ones(2, HEADS, length, dtype=torch.float64)
     rows[mask.all(dim=1)] = 0
-    if "diag" not in variant:  # there a block may be all padding
+    if "diag" not in variant or "joint" in variant:  # there a block may be all padding
         torch.testing.assert_close(matrix.sum(dim=-1), rows)
     assert (matrix.sum(dim=-1) <= 1 + 1e-9).all()
     no_padding = attention.double().attention_matrix(q.double(), k.double())
