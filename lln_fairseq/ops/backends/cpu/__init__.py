@@ -18,6 +18,7 @@ from torch import Tensor
 from lln_fairseq.ops.backends import Mixture
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 from lln_fairseq.ops.backends.pytorch import draw_seed
+from lln_fairseq.ops.joint import FORMS
 from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table
 from lln_fairseq.ops.scratch import kept_buffers
@@ -36,10 +37,10 @@ VIEWS = ("q", "k", "v", "out", "dq", "dk", "dv")
 # `problem` of csrc/problem.h, as the module struct writes it. Packed in one go, because Python's share of a call counts
 # where sequences are short: a tenth at 512 tokens.
 FIELDS = (
-    ("q", ("batches", "heads", "tokens", "tile", "threads", "kept")),
+    ("q", ("batches", "heads", "tokens", "tile", "threads", "kept", "joint")),
     ("Q", ("seed",)),
     ("d", ("lln", "diag")),
-    ("P", ("padding", "alpha", "beta", "states", "dalpha", "dbeta", "scratch")),
+    ("P", ("padding", "alpha", "beta", "states", "dalpha", "dbeta", "parameter", "dparameter", "scratch")),
     ("P", ("calibration.x", "calibration.y")),
     ("q", ("calibration.points",)),
     *((kind, (f"{view}.{name}",)) for view in VIEWS
@@ -51,8 +52,6 @@ _NO_VIEW = (0, 0, 0, 0)
 
 def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
-    if joint:
-        return "They do not compute the joint forms of LLN+Diag."
     if q.device.type != "cpu" or q.dtype != torch.float32:
         return f"The CPU kernels take float32 on a CPU, not {q.dtype} on {q.device.type}."
     if q.shape[-1] not in HEAD_DIMS:
@@ -115,18 +114,23 @@ def _run(
     table: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Calls a kernel; of `problem`, views are the first of VIEWS and pointers padding, alpha, beta, states, dalpha,
-    dbeta."""
+    dbeta, parameter, dparameter."""
     batch, heads, tokens, dim = views[0].shape
     threads, tile = _threads(), max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
     scratch = _scratch(threads * _scratch_floats(dim, tile))
     problem = _PROBLEM.pack(
         batch, heads, tokens, tile, threads, mix.kept_values if mix.dropout_p else 0,
+        1 + FORMS.index(mix.joint) if mix.joint else 0,
         mix.seed or 0, mix.lln_weight, mix.diag_weight,
         *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(),
         *(0, 0, 0) if table is None else (table[0].data_ptr(), table[1].data_ptr(), len(table[0])),
         *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (len(VIEWS) - len(views)),
     )  # fmt: skip
     getattr(_library(dim), function)(problem)
+
+
+def _parameter(mix: Mixture) -> Tensor | None:
+    return None if mix.parameter is None else mix.parameter.contiguous()
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -143,11 +147,11 @@ def forward(
     """α and β None are matched head by head, while q and k are in the cache."""
     q, k, v = _dense(q), _dense(k), _dense(v)
     batch, heads, _, dim = q.shape
-    out, states = fresh_result(q), q.new_empty(batch, heads, dim + 1, dim)
+    out, states = fresh_result(q), q.new_empty(batch, heads, dim + (3 if mix.joint else 1), dim)
     table = None
     if alpha is None or beta is None:
         alpha, beta, table = q.new_empty(batch, heads), q.new_empty(batch, heads), calibration_table(dim)
-    pointers = (_dense_mask(mask), alpha.contiguous(), beta.contiguous(), states, None, None)
+    pointers = (_dense_mask(mask), alpha.contiguous(), beta.contiguous(), states, None, None, _parameter(mix), None)
     _run("forward", mix, (q, k, v, out), pointers, table)
     return out, alpha, beta, (states,)
 
@@ -159,14 +163,14 @@ def backward(
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
     dq, dk, dv = fresh_result(q), fresh_result(k), fresh_result(v)
     alpha, beta = alpha.contiguous(), beta.contiguous()
-    dalpha, dbeta = (torch.empty_like(alpha) if need else None for need in needed[:2])
-    pointers = (_dense_mask(mask), alpha, beta, *saved, dalpha, dbeta)
+    dalpha, dbeta, dparameter = (torch.empty_like(alpha) if need else None for need in needed)
+    pointers = (_dense_mask(mask), alpha, beta, *saved, dalpha, dbeta, _parameter(mix), dparameter)
     _run("backward", mix, (q, k, v, grad, dq, dk, dv), pointers)
-    return dq, dk, dv, dalpha, dbeta, None
+    return dq, dk, dv, dalpha, dbeta, dparameter
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     alpha, beta = q.new_empty(*q.shape[:2]), q.new_empty(*q.shape[:2])
-    pointers = (_dense_mask(mask), alpha, beta, None, None, None)
+    pointers = (_dense_mask(mask), alpha, beta, None, None, None, None, None)
     _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)
     return alpha, beta

@@ -9,27 +9,35 @@
 #include "problem.h"
 #include "lln.h"
 #include "block_diag.h"
+#include "joint.h"
 #include "moments.h"
 
 static void head_forward(const problem *p, int64_t head, scratch c) {
     if (p->calibration.points) head_match_moments(p, head, c); /* q and k are in the cache then */
     if (p->lln) sum_keys(p, head, c);
+    const int64_t keys = p->joint ? real_keys(p, head, 0, p->tokens) : 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
         const float *q = load_queries(&p->q, s, valid_of(p, s, c), c.q);
         float *out = target(&p->out, s, c.out);
-        if (p->lln) {
+        if (p->joint) {
+            joint_forward(p, head, s, c, q, keys, out);
+        } else if (p->lln) {
             features(s, q, p->alpha[head], log_sum_of(p, head), c.features);
             multiply(0, s.padded, D, D, c.features, D, 1, state_of(p, head), 1, out, AHEAD(s, &p->q, &p->out));
         } else {
             memset(out, 0, s.padded * D * sizeof(float));
         }
-        if (p->diag) block_forward(p, s, c, q, out);
+        if (p->diag && !p->joint) block_forward(p, s, c, q, out);
         store(&p->out, s, out);
     }
 }
 
 static void head_backward(const problem *p, int64_t head, scratch c) {
+    if (p->joint) {
+        joint_backward(p, head, c);
+        return;
+    }
     if (p->lln) {
         queries_backward(p, head, c);
         transpose(D, D, c.dstate, c.turned_state);
@@ -41,7 +49,7 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
         const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
         float *dk = target(&p->dk, s, c.dk), *dv = target(&p->dv, s, c.dv);
         if (p->lln) {
-            dbeta += keys_backward(p, head, s, c, k, v, dk, dv);
+            dbeta += keys_backward(p, head, s, c, 0, log_sum_of(p, head), k, v, dk, dv);
         } else {
             float *results[] = {target(&p->dq, s, c.dq), dk, dv};
             for (int i = 0; i < 3; i++) memset(results[i], 0, s.padded * D * sizeof(float));

@@ -49,7 +49,8 @@ static void raise_top(span s, const float *k, float beta, const float *valid, fl
         for (int e = 0; e < D; e++) state[d * D + e] *= factor[d];
 }
 
-/* L = logsumexp_j(beta k_j) and S = weight * W' v, both 0 for a sequence without a real key. */
+/* L = logsumexp_j(beta k_j) and S = weight * W' v, both 0 for a sequence without a real key; for a joint form L in two
+   parts too. */
 static void sum_keys(const problem *p, int64_t head, scratch c) {
     float *log_sum = log_sum_of(p, head), *state = state_of(p, head);
     float *top = c.top, *total = c.total;
@@ -69,6 +70,7 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
     for (int d = 0; d < D; d++) {
         const float factor = any ? p->lln / total[d] : 0;
         log_sum[d] = any ? top[d] + logf(total[d]) : 0;
+        if (p->joint) log_sum[D + d] = any ? top[d] : 0, log_sum[2 * D + d] = any ? total[d] : 1;
         for (int e = 0; e < D; e++) state[d * D + e] *= factor;
     }
 }
@@ -108,20 +110,21 @@ static void queries_backward(const problem *p, int64_t head, scratch c) {
     if (p->dalpha) p->dalpha[head] = dalpha;
 }
 
-/* dv = W dS, dy = W (v dS' - g), dk = beta dy for a tile of keys; returns Σ k dy, its part of dbeta. */
-static float keys_backward(const problem *p, int64_t head, span s, scratch c, const float *k, const float *v, float *dk,
-                           float *dv) {
+/* dv = W dS, dy = W (v dS' - g), dk = beta dy for a tile of keys, or added to what is there; W = e^(beta k - shift).
+   Returns Σ k dy, its part of dbeta. */
+static inline float keys_backward(const problem *p, int64_t head, span s, scratch c, const int add, const float *shift,
+                           const float *k, const float *v, float *dk, float *dv) {
     float *w = c.features, *dy = c.slopes, dbeta = 0;
     const float beta = p->beta[head];
-    weights(s, k, beta, log_sum_of(p, head), valid_of(p, s, c), w);
-    multiply(0, s.padded, D, D, w, D, 1, c.dstate, p->lln, dv, AHEAD(s, &p->k, &p->v));
+    weights(s, k, beta, shift, valid_of(p, s, c), w);
+    multiply(add, s.padded, D, D, w, D, 1, c.dstate, p->lln, dv, AHEAD(s, &p->k, &p->v));
     multiply(0, s.padded, D, D, v, D, 1, c.turned_state, p->lln, dy, AHEAD(s, &p->dk, &p->dv));
     for (int64_t j = 0; j < s.padded; j++) {
         float *y = dy + j * D, *to = dk + j * D;
 #pragma omp simd
         for (int d = 0; d < D; d++) {
             y[d] = w[j * D + d] * (y[d] - c.g[d]);
-            to[d] = beta * y[d];
+            to[d] = (add ? to[d] : 0) + beta * y[d];
         }
         if (p->dbeta) dbeta += dot(D, k + j * D, y);
     }

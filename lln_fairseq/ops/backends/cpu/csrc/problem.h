@@ -10,12 +10,14 @@ typedef struct {
 typedef struct { /* backends/cpu/__init__.py packs it, field by field */
     int64_t batches, heads, tokens, tile, threads;
     int64_t kept; /* of the 2^16 values of 16 random bits, those that keep a weight; 0 = no dropout */
+    int64_t joint; /* a joint form, see joint.h; 0 = none */
     uint64_t seed;
     double lln, diag;              /* weights of the two parts; a part of weight 0 is not computed */
     const uint8_t *padding;        /* (B, N), 1 = padded, or NULL */
     float *alpha, *beta;           /* (B H) */
-    float *states;                 /* (B H, D + 1, D): S, and L in the last row */
+    float *states;                 /* (B H, D + 1, D): S, and L; D + 3 rows for a joint form: max and sum of L behind */
     float *dalpha, *dbeta;         /* (B H) or NULL */
+    float *parameter, *dparameter; /* (B H) or NULL, of the joint form */
     float *scratch;                /* threads x scratch_floats(tile) */
     table calibration;             /* alpha and beta are matched with it if it has points */
     view q, k, v, out, dq, dk, dv; /* backward, out is the gradient of the output */
@@ -24,18 +26,18 @@ typedef struct { /* backends/cpu/__init__.py packs it, field by field */
 /* What a thread works in: tiles of tokens (n, D), squares of a block (n, n), states (D, D), vectors (D). A or W are the
    features, dx or dy the slopes; what is turned is transposed. */
 #define TILES(_) _(q) _(k) _(v) _(grad) _(out) _(features) _(slopes) _(turned) _(dq) _(dk) _(dv)
-#define SQUARES(_) _(weight) _(dweight) _(kept)
+#define SQUARES(_) _(weight) _(dweight) _(kept) _(inside)
 #define STATES(_) _(dstate) _(turned_state)
 #define VECTORS(_) _(top) _(total) _(factor) _(g)
 #define POINTER(name) float *name;
 #define ONE(name) +1
 typedef struct {
-    TILES(POINTER) SQUARES(POINTER) STATES(POINTER) VECTORS(POINTER) float *valid; /* (n) */
+    TILES(POINTER) SQUARES(POINTER) STATES(POINTER) VECTORS(POINTER) float *valid, *outer; /* (n) */
 } scratch;
 
 int64_t scratch_floats(int64_t tile) {
     const int64_t n = multiple(tile);
-    return (TILES(ONE)) * n * D + (SQUARES(ONE)) * n * n + (STATES(ONE)) * D * D + (VECTORS(ONE)) * D + n;
+    return (TILES(ONE)) * n * D + (SQUARES(ONE)) * n * n + (STATES(ONE)) * D * D + (VECTORS(ONE)) * D + 2 * n;
 }
 
 static scratch carve(const problem *p, int thread) {
@@ -47,7 +49,7 @@ static scratch carve(const problem *p, int thread) {
 #define SQUARE(name) TAKE(n * n, name)
 #define STATE(name) TAKE(D * D, name)
 #define VECTOR(name) TAKE(D, name)
-    TILES(TILE) SQUARES(SQUARE) STATES(STATE) VECTORS(VECTOR) c.valid = next;
+    TILES(TILE) SQUARES(SQUARE) STATES(STATE) VECTORS(VECTOR) c.valid = next, c.outer = next + n;
     return c;
 }
 
@@ -74,6 +76,6 @@ static const float *load_keys(const view *x, span s, const float *valid, float *
     return load(x, s, valid, 0, copy);
 }
 
-static float *state_of(const problem *p, int64_t head) { return p->states + head * (D + 1) * D; }
+static float *state_of(const problem *p, int64_t head) { return p->states + head * (p->joint ? D + 3 : D + 1) * D; }
 
 static float *log_sum_of(const problem *p, int64_t head) { return state_of(p, head) + D * D; }
