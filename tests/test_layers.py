@@ -19,9 +19,10 @@ ALLOWED = {
     "presets": set(),
     "memory": set(),
     "recipes": {"command"},
+    "preparation": {"command", "recipes"},
     "ops": set(),
     "attention": {"ops"},
-    "host": {"attention", "command"},
+    "host": {"attention", "command", "preparation"},
     "modules": {"attention"},
     "models": {"attention", "host", "modules", "presets"},
     "criterions": {"host"},
@@ -32,7 +33,7 @@ ALLOWED = {
     "hf": {"host", "ops"},
 }
 PROGRAMS = {"train", "evaluate", "convert", "analysis.__main__"}  # they may import all of them
-WITHOUT_FAIRSEQ = ("ops", "attention", "presets", "memory", "recipes", "command", "__init__")
+WITHOUT_FAIRSEQ = ("ops", "attention", "presets", "memory", "recipes", "command", "preparation", "__init__")
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 

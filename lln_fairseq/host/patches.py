@@ -3,7 +3,8 @@
     PathManager.copy            a kill while a checkpoint is copied left half a checkpoint_last.pt
     torch_persistent_save       a full disk ended in three tracebacks
     load_checkpoint             asked-for files that do not exist, and other settings for the same run, were ignored; a
-                                run that was complete, or had stopped early, trained on when it was started again
+                                run that was complete, or had stopped early, trained on when it was started again;
+                                what turns text into the model's ids stayed with the data
     load_checkpoint_to_cpu      built whatever the file's configuration named, and its options were evaluated
     Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
@@ -37,9 +38,11 @@ from torch.multiprocessing import ProcessExitedException
 from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.host import checkpoints, nan, run_state, saving, settings, tensorboard_run, wandb_run
 from lln_fairseq.host.advice import hide_advice
+from lln_fairseq.host.checkpoint_config import KNOWN
 from lln_fairseq.host.errors import InputError, first_line, one_line_instead_of_a_traceback
 from lln_fairseq.host.fit import check_fit
 from lln_fairseq.host.run_lock import one_training
+from lln_fairseq.host.run_tokenizer import keep_tokenizer
 from lln_fairseq.host.same_run import check_same_run
 
 logger = logging.getLogger(__name__)
@@ -82,6 +85,9 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
     wandb_run.check_wandb(trainer.cfg)
     check_same_run(trainer.cfg)
     loaded = original(cfg, trainer, **kwargs)
+    known = getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]
+    if known and trainer.is_data_parallel_master and not cfg.no_save:
+        keep_tokenizer(trainer.task, cfg.save_dir)
     if reason := run_state.complete(trainer.cfg, trainer.get_num_updates()):
         logger.info(f"{cfg.save_dir} is complete: {reason}")
         trainer.cfg.optimization.max_epoch = -1
