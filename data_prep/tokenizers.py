@@ -53,6 +53,10 @@ class Tokenizer(ABC):
         """All symbols of the vocabulary in the order of their ids, without fairseq's special ones."""
         return [symbol for symbol in self.symbols_by_id if symbol is not None]
 
+    @abstractmethod
+    def symbol_text(self, symbol: str) -> str:
+        """What a symbol stands for in the midst of a line, with the space in front that is part of it."""
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model file, used by the SentencePiece library (fairseq: `--bpe sentencepiece`)."""
@@ -75,6 +79,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         return self.processor.encode(list(lines), out_type=int, num_threads=1)
+
+    def symbol_text(self, symbol: str) -> str:
+        """As the base class; of a single byte of a character: �."""
+        is_byte = self.processor.is_byte(self.processor.piece_to_id(symbol))
+        return self.processor.decode_pieces([symbol]) if is_byte else symbol.replace("▁", " ")
 
     def vocabulary_text(self) -> str:
         """The text of SentencePiece's .vocab file: piece, tab, score, one a line in the order of the ids."""
@@ -126,6 +135,10 @@ class GPT2Tokenizer(Tokenizer):
         if any(len(line) > SPACES and _LONG_SPACE.search(line) for line in lines):
             raise DataError(f"a line has more than {SPACES} white-space characters in a row, too many for tiktoken")
         return [self.encoding.encode_ordinary(line) for line in lines]
+
+    def symbol_text(self, symbol: str) -> str:
+        """As the base class; of a part of a character: �."""
+        return self.encoding.decode_single_token_bytes(int(symbol)).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer(Tokenizer):

@@ -2,8 +2,11 @@
 
 Importing it loads and changes nothing: `lln_fairseq.ops` and `lln_fairseq.attention` need torch alone. fairseq imports
 the `tasks` of its user directory, and with them all that registers and what repairs the host; a program that imports
-this package before fairseq does calls `register`.
+this package before fairseq does calls `register`. `load`, for a trained model that takes text, imports all of it when
+it is asked for.
 """
+
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -21,3 +24,13 @@ def register() -> None:
     # Importing fairseq makes the root logger print everything that any library has to say; the caller's choice stands.
     root.setLevel(level)
     root.handlers[:] = handlers
+
+
+def __getattr__(name: str) -> Any:
+    """`lln_fairseq.load`, see text_model.py."""
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    register()  # before anything else imports fairseq
+    return importlib.import_module(f"{__name__}.text_model").load

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from lln_fairseq.criterions.scores import Counts, pearson, spearman
 from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import our_state, peek
+from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.fit import is_finetuned, label_names
 from lln_fairseq.loading import load_model
 
 SHOWN = {  # the metrics in the order in which they are printed, and how
@@ -53,15 +54,10 @@ def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     Raises: InputError for a checkpoint that is missing, cannot be read or was not fine-tuned, and for data without
     dictionaries, or with another dictionary or other labels than the checkpoint was trained with.
     """
-    state = peek(checkpoint)
-    task_name = stored_options(state)["task"].get("_name")
-    if not str(task_name).endswith("sentence_prediction"):
+    task_name = stored_options(peek(checkpoint))["task"].get("_name")
+    if not is_finetuned(task_name):
         raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
-    model, task = load_model(checkpoint, data)
-    trained = our_state(state).get("labels", [])
-    if trained and trained != task.labels:
-        raise InputError(f"{checkpoint} was trained with the labels {trained}, {task.cfg.data} has {task.labels}")
-    return model, task
+    return load_model(checkpoint, data)
 
 
 @torch.no_grad()
@@ -118,7 +114,8 @@ def predictions(task: Any, outputs: Outputs, scale: float = 5.0) -> list[str]:
     """One label a row by its name in label/dict.txt; of a regression the score times `scale`, within [0, scale]."""
     if task.cfg.regression_target:
         return [f"{value:.3f}" for value in (scale * outputs.logits.view(-1)).clamp(0, scale).tolist()]
-    return [task.labels[number] for number in outputs.logits.argmax(dim=-1).tolist()]
+    labels = label_names(task)
+    return [labels[number] for number in outputs.logits.argmax(dim=-1).tolist()]
 
 
 def write_predictions(path: Path, values: list[str]) -> None:

@@ -9,7 +9,7 @@ from fairseq import checkpoint_utils, tasks
 import lln_fairseq
 from lln_fairseq.host.checkpoints import load_to_cpu
 from lln_fairseq.host.errors import InputError, first_line
-from lln_fairseq.host.fit import check_dictionary
+from lln_fairseq.host.fit import check_dictionary, check_labels
 
 
 def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
@@ -17,7 +17,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     directory, or the checkpoint's own where dict.txt is beside it (`lln_fairseq.convert`), or the one of the training.
 
     Raises: InputError for a checkpoint that is missing or cannot be read, and for data without dictionaries or with
-    another dictionary than the checkpoint's.
+    another dictionary or other labels than the checkpoint's.
     """
     lln_fairseq.register()
     beside = os.path.dirname(os.path.abspath(checkpoint))
@@ -26,6 +26,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
     task = tasks.setup_task(state["cfg"].task, from_checkpoint=True)
     check_dictionary(state, task, checkpoint)
+    check_labels(state, task, checkpoint)
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=state)
     except InputError:

@@ -31,8 +31,10 @@ ALLOWED = {
     "__init__": {"tasks"},
     "loading": {"__init__", "host"},
     "hf": {"host", "ops"},
+    "text_ids": {"command", "host", "preparation"},
+    "text_model": {"__init__", "command", "host", "loading", "preparation", "text_ids"},
 }
-PROGRAMS = {"train", "evaluate", "convert", "analysis.__main__"}  # they may import all of them
+PROGRAMS = {"train", "evaluate", "convert", "predict", "analysis.__main__"}  # they may import all of them
 WITHOUT_FAIRSEQ = ("ops", "attention", "presets", "memory", "recipes", "command", "preparation", "__init__")
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 

@@ -16,6 +16,7 @@ from lln_fairseq.host.errors import InputError
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
 STOCK_ATTENTION = "softmax"
+NOT_LABELS = ("<mask>", "madeupword")  # what fairseq's tools add to every dictionary
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,30 @@ def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
     recorded = our_state(state).get("dictionary")
     if recorded and recorded != dictionary_hash(ours):
         raise InputError(f"{message}: as many symbols, but others or in another order. Binarise with that dict.txt")
+
+
+def check_labels(state: Mapping[str, Any], task: Any, path: str) -> None:
+    """Raises InputError if a fine-tuned model of ours had other labels, or in another order, than the task has."""
+    trained = our_state(state).get("labels", [])
+    if trained and trained != label_names(task):
+        raise InputError(f"{path} was trained with the labels {trained}, {task.cfg.data} has {label_names(task)}")
+
+
+def label_names(task: Any) -> list[str]:
+    """The label of every class, in the order of label/dict.txt; empty for a regression.
+
+    data_prep writes that file in the order of its table of tasks. fairseq-preprocess orders labels by frequency, so
+    that "1" may be class 0: a class number means nothing without this list.
+    """
+    if task.cfg.regression_target:
+        return []
+    symbols = task.label_dictionary.symbols[task.label_dictionary.nspecial :]
+    return [symbol for symbol in symbols if not symbol.startswith(NOT_LABELS)]
+
+
+def is_finetuned(task: Any) -> bool:
+    """Whether a model of the task of this name has labels or scores to give."""
+    return str(task).endswith("sentence_prediction")
 
 
 def longest_sequence(path: str) -> int | None:

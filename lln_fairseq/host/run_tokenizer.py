@@ -37,7 +37,8 @@ def keep_tokenizer(task: Any, save_dir: str) -> None:
         dictionaries.setdefault("input1/dict.txt", dictionaries["input0/dict.txt"])
     files = dict(dictionaries)
     try:
-        vocabulary = fitting_vocabulary(str(data), task)
+        vocabulary = preparation("vocabulary").load_vocabulary(str(data))  # of data_prep/vocabulary.py
+        check_vocabulary(vocabulary, task, str(data))
     except UserError as error:
         logger.info(f"text can be given to this run's model only with a --tokenizer: {error}")
     else:
@@ -50,15 +51,10 @@ def keep_tokenizer(task: Any, save_dir: str) -> None:
         preparation("files").write_bytes(folder / name, content)
 
 
-def fitting_vocabulary(tokenizer: str, task: Any) -> Any:
-    """The vocabulary (data_prep/vocabulary.py) that --tokenizer names.
-
-    Raises: UserError where there is none, or where its symbols have other ids than in the task's dictionary.
-    """
-    vocabulary = preparation("vocabulary").load_vocabulary(tokenizer)
+def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
+    """Raises: InputError where the symbols of a tokenizer have other ids than in the task's dictionary."""
     if task.source_dictionary.symbols[SPECIAL : SPECIAL + len(vocabulary.symbols)] != vocabulary.symbols:
-        raise InputError(f"the tokenizer of {tokenizer} has other symbols than the dictionary of {task.cfg.data}")
-    return vocabulary
+        raise InputError(f"the tokenizer of {where} has other symbols than the dictionary of {task.cfg.data}")
 
 
 def directories(checkpoint: str, data: str | None) -> list[Path]:

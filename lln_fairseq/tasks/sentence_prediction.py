@@ -10,15 +10,12 @@ from omegaconf import II
 from omegaconf.errors import InterpolationKeyError
 
 from lln_fairseq.host.errors import InputError, input_errors
-from lln_fairseq.host.fit import longest_sequence
+from lln_fairseq.host.fit import label_names, longest_sequence
 from lln_fairseq.tasks._data_checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._options import HostOptions
 
 INPUTS = ("input0", "input1")
-NOT_LABELS = ("<mask>", "madeupword")  # what fairseq's tools add to every dictionary
-
-
 POSITIONS = 512  # RoBERTa's
 
 
@@ -79,15 +76,8 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
 
     @property
     def labels(self) -> list[str]:
-        """The label of every class, in the order of label/dict.txt; empty for a regression.
-
-        data_prep writes that file in the order of its table of tasks. fairseq-preprocess orders labels by frequency,
-        so that "1" may be class 0: a class number means nothing without this list.
-        """
-        if self.cfg.regression_target:
-            return []
-        symbols = self.label_dictionary.symbols[self.label_dictionary.nspecial :]
-        return [symbol for symbol in symbols if not symbol.startswith(NOT_LABELS)]
+        """See `label_names`."""
+        return label_names(self)
 
 
 def _positions_of_checkpoint(cfg: Any) -> int | None:

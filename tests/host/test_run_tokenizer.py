@@ -58,7 +58,7 @@ def test_a_tokenizer_with_other_ids_is_refused(glue, tmp_path):
         source_dictionary = type("Dictionary", (), {"symbols": ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "<mask>"]})
 
     with pytest.raises(InputError, match="other symbols than the dictionary of"):
-        run_tokenizer.fitting_vocabulary(Task.cfg.data, Task)
+        run_tokenizer.check_vocabulary(load_vocabulary(Task.cfg.data), Task, "there")
 
 
 def test_where_dictionaries_are_looked_for(glue, tmp_path):
