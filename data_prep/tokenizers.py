@@ -172,6 +172,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         return [encoded.ids for encoded in self.library.encode_batch(list(lines), add_special_tokens=False)]
 
+    def symbol_text(self, symbol: str) -> str:
+        """As the base class; of a part of a character: �."""
+        token = self.library.id_to_token(int(symbol))
+        if type(self.library.model).__name__ == "WordPiece":
+            return token[2:] if token.startswith("##") else f" {token}"
+        byte_level = type(self.library.decoder).__name__ == "ByteLevel"
+        return self.library.decode([int(symbol)]) if byte_level else token.replace("▁", " ")
+
 
 KINDS: tuple[type[Tokenizer], ...] = (SentencePieceTokenizer, GPT2Tokenizer, HuggingFaceTokenizer)
 TOKENIZERS = {cls.kind: cls for cls in KINDS}

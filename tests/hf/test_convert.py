@@ -81,6 +81,16 @@ def theirs_of(folder, kind, ours):
     return [*special, *others, tokenizer.mask_token_id][ours]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_symbol_has_the_text_that_it_stands_for(kind, sources, tmp_path):
+    convert(sources[kind][1], tmp_path / "out", "softmax")
+    vocabulary, text = load_vocabulary(str(tmp_path / "out")), "the story is better than the film"
+    (ids,) = vocabulary.tokenizer.encode_ids([text])
+    symbols = [vocabulary.tokenizer.symbols_by_id[number] for number in ids]
+    assert "".join(map(vocabulary.tokenizer.symbol_text, symbols)).strip() == text
+    assert len(symbols) > 7  # of parts of words too
+
+
 def test_special_tokens_that_a_text_spells_are_unknown(sources, tmp_path):
     convert(sources["bert"][1], tmp_path / "out", "softmax")
     assert 3 in encoded(tmp_path / "out", ["the [MASK] plot"])[0]
