@@ -60,12 +60,13 @@ class LLNDiagAttention(MomentMatched):
             self.register_parameter(name, nn.Parameter(start))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        matching = self.matching(q, k, key_padding_mask)
         if self.config.mix not in PER_FEATURE:
             return lln_diag_attention(
                 q, k, v, key_padding_mask=key_padding_mask, block_size=self.block_size, dropout_p=self.active_dropout,
-                mix=self.config.mix, mix_parameter=self._mix_parameter(), **self.matching,
+                mix=self.config.mix, mix_parameter=self._mix_parameter(), **matching,
             )  # fmt: skip
-        lln = lln_attention(q, k, v, key_padding_mask=key_padding_mask, **self.matching)
+        lln = lln_attention(q, k, v, key_padding_mask=key_padding_mask, **matching)
         diag = block_diag_attention(q, k, v, key_padding_mask, self.block_size, self.active_dropout)
         return self._mix(lln, diag)
 

@@ -14,6 +14,8 @@ HEADS, DIM, MAX_POSITIONS = 3, 32, 1100
 VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "lln-fixed": ("lln", dict(alpha=2.0, beta=1.5)),
     "lln-paper-batch": ("lln", dict(constants="paper", scope="batch")),
+    "lln-gain": ("lln", dict(gain="learned")),
+    "lln_diag-gain": ("lln_diag", dict(gain="learned", mix="joint_offset")),
     "block_diag-7": ("block_diag", dict(block_size=7)),
     "lln_diag-7": ("lln_diag", dict(block_size=7)),
     "lln_diag-ratio": ("lln_diag", dict(mix="ratio")),
