@@ -13,11 +13,6 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +26,7 @@ lln_fairseq.register()  # before all that imports fairseq, which would talk
 
 from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
 from lln_fairseq.hf import from_fairseq, from_hf  # noqa: E402
+from lln_fairseq.hf.directory import new_directory  # noqa: E402
 from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, POSITIONS, Encoder  # noqa: E402
 from lln_fairseq.host.checkpoints import OUR_STATE  # noqa: E402
 from lln_fairseq.host.errors import InputError  # noqa: E402
@@ -114,22 +110,6 @@ def load(model: nn.Module, encoder: Encoder) -> None:
     if not encoder.has_head:
         encoder.notes.append("no masked LM's head in the source: a new one, untrained")
     nn.Module.load_state_dict(model, own | encoder.parameters)
-
-
-@contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` at the end, or nothing."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        yield part
-        mask = os.umask(0)
-        os.umask(mask)
-        part.chmod(0o777 & ~mask)
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,11 @@
-"""A model directory of Hugging Face: its JSON files and its tensors, in one file or in several."""
+"""A model directory of Hugging Face: its JSON files and its tensors, in one file or in several; and a new directory."""
 
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +81,21 @@ def _read(path: Path) -> dict[str, Tensor]:
 def as_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies in the dtype of our checkpoints."""
     return {name: value.to(torch.float32).contiguous() for name, value in tensors.items()}
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """A directory that becomes `out` at the end, or nothing."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield part
+        mask = os.umask(0)
+        os.umask(mask)
+        part.chmod(0o777 & ~mask)
+        for file in part.iterdir():  # some libraries write files for their owner alone
+            file.chmod(0o666 & ~mask)
+        part.rename(out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

@@ -33,7 +33,7 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str], add_prefix_spa
         "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": dict(ids), "merges": list(merges),
     }  # fmt: skip
     bytes_to_letters = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
-    return _document(
+    return document(
         ids,
         model,
         pre_tokenizer={**bytes_to_letters, "add_prefix_space": add_prefix_space},
@@ -52,7 +52,7 @@ def word_piece(ids: Mapping[str, int], lowercase: bool, strip_accents: bool | No
         "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": chinese, "strip_accents": strip_accents,
         "lowercase": lowercase,
     }  # fmt: skip
-    return _document(
+    return document(
         ids,
         model,
         normalizer=normalizer,
@@ -61,7 +61,7 @@ def word_piece(ids: Mapping[str, int], lowercase: bool, strip_accents: bool | No
     )
 
 
-def _document(ids: Mapping[str, int], model: dict[str, Any], **parts: Any) -> dict[str, Any]:
+def document(ids: Mapping[str, int], model: dict[str, Any], **parts: Any) -> dict[str, Any]:
     """A whole tokenizer.json; the special tokens are those of SPECIAL that there are ids for."""
     tokens = {name: token for name in SPECIAL if (token := special_token(ids, name))}
     added = [

@@ -1,0 +1,97 @@
+"""Turns a checkpoint of ours into a directory of Hugging Face: model, tokenizer, model card.
+
+    python -m lln_fairseq.export CHECKPOINT OUT
+
+A pre-trained model becomes a masked LM, a fine-tuned one a sequence classifier. With softmax attention it is a stock
+RoBERTa; lln and lln_diag come with their code: `AutoModel.from_pretrained(OUT, trust_remote_code=True)`.
+"""
+
+from lln_fairseq.command import run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
+import argparse
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import lln_fairseq
+
+lln_fairseq.register()  # before all that imports fairseq, which would talk
+
+from lln_fairseq.hf import to_hf, tokenizer_out  # noqa: E402
+from lln_fairseq.hf.directory import CONFIG, new_directory  # noqa: E402
+from lln_fairseq.hf.encoder import OFFSET  # noqa: E402
+from lln_fairseq.hf.model_card import model_card  # noqa: E402
+from lln_fairseq.host.checkpoints import peek  # noqa: E402
+from lln_fairseq.host.errors import InputError  # noqa: E402
+from lln_fairseq.loading import load_model  # noqa: E402
+from lln_fairseq.models.options import attention_options  # noqa: E402
+
+MADE_WITH = ("ve-fairseq", "torch")
+
+
+def export(checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Path | None = None) -> list[str]:
+    """Writes OUT whole or not at all; returns what the user should know of it.
+
+    `data`: the data directory, where it is not that of the training; `tokenizer`: a directory with the tokenizer, where
+    it is not with the checkpoint or the data. Raises: InputError.
+    """
+    if out.exists() or out.is_symlink():
+        raise InputError(f"{out} is there already")
+    model, task = load_model(str(checkpoint), str(data) if data else None)
+    head, labels = _head(model, task)
+    options = attention_options(model.args.attention, model.args)
+    found = to_hf.export(model.cpu().state_dict(), model.args, options, head, labels)
+    folders = [checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
+    files = tokenizer_out.find([tokenizer] if tokenizer else folders)
+    if tokenizer and not files:
+        raise InputError(f"{tokenizer} has no tokenizer")
+    if files:
+        positions = found.config["max_position_embeddings"] - OFFSET
+        files = tokenizer_out.exported(files, task.source_dictionary.symbols, positions)
+    files[CONFIG] = (json.dumps(found.config, indent=2, ensure_ascii=False) + "\n").encode()
+    if "auto_map" in found.config:
+        files[f"{to_hf.MODELING}.py"] = Path(to_hf.__file__).with_name(f"{to_hf.MODELING}.py").read_bytes()
+    updates = peek(str(checkpoint))["optimizer_history"][-1]["num_updates"]
+    versions = {"lln_fairseq": lln_fairseq.__version__} | {name: metadata.version(name) for name in MADE_WITH}
+    card = model_card(found.config, found.purpose, tokenizer_out.TOKENIZER in files, versions, updates, folders)
+    files["README.md"] = card.encode()
+    with new_directory(out) as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        _save(found.tensors, folder / "model.safetensors")
+    missing = [] if tokenizer_out.TOKENIZER in files else ["without a tokenizer: give --tokenizer DIRECTORY"]
+    return [*missing, f"{out}: {found.config['architectures'][0]}"]
+
+
+def _head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
+    """The classification head of a fine-tuned model, and its labels."""
+    name = getattr(task.cfg, "classification_head_name", "")
+    if not name:
+        return "", ()
+    if name not in model.classification_heads:
+        raise InputError(f"the model has no classification head {name}")
+    return name, tuple(task.labels)
+
+
+def _save(tensors: dict[str, Any], path: Path) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise InputError("model.safetensors needs the package safetensors: pip install 'lln-fairseq[hf]'") from error
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m lln_fairseq.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="pre-trained or fine-tuned")
+    parser.add_argument("out", type=Path, help="a new directory")
+    parser.add_argument("--data", type=Path, help="the data directory (default: that of the training)")
+    parser.add_argument("--tokenizer", type=Path, help="the tokenizer's directory (default: beside checkpoint or data)")
+    args = parser.parse_args(argv)
+    return run_main(lambda: print("\n".join(export(args.checkpoint, args.out, args.data, args.tokenizer))))

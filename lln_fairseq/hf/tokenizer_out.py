@@ -1,0 +1,152 @@
+"""The tokenizer of our data as files that transformers reads, with the ids of our dictionary.
+
+Whatever the tokenizer is, it becomes a tokenizer.json: GPT-2's BPE, SentencePiece (BPE and unigram), and those that are
+one already.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lln_fairseq.hf import tokenizer_json
+from lln_fairseq.hf.encoder import MASK, SPECIAL
+from lln_fairseq.hf.tokenizer import TOKENIZER
+from lln_fairseq.host.errors import InputError, first_line
+
+KINDS = (("spm.model",), ("encoder.json", "vocab.bpe"), (TOKENIZER,))
+ROLES = {"<s>": ("bos_token", "cls_token"), "<pad>": ("pad_token",), "</s>": ("eos_token", "sep_token"),
+         "<unk>": ("unk_token",), MASK: ("mask_token",)}  # fmt: skip
+NEVER = -1e4  # the score of a piece that no text has
+UNIGRAM, BPE = 1, 2  # SentencePiece's numbers
+
+
+def find(folders: Sequence[Path]) -> dict[str, bytes]:
+    """The files of the first tokenizer in these directories; empty where there is none."""
+    for folder in folders:
+        for names in KINDS:
+            if all((folder / name).is_file() for name in names):
+                return {name: (folder / name).read_bytes() for name in names}
+    return {}
+
+
+def exported(files: Mapping[str, bytes], symbols: Sequence[str], positions: int) -> dict[str, bytes]:
+    """tokenizer.json and what AutoTokenizer wants beside it, for the dictionary with these symbols in this order.
+
+    Raises: InputError for a tokenizer that is damaged or has a token that the dictionary lacks.
+    """
+    ids = {symbol: number for number, symbol in enumerate(symbols)}
+    try:
+        if "spm.model" in files:
+            content = _sentencepiece(files["spm.model"], ids)
+        elif "encoder.json" in files:
+            content = _gpt2(files, ids)
+        else:
+            content = _renumbered(json.loads(files[TOKENIZER]), ids)
+        token = {name: tokenizer_json.special_token(tokenizer_json.token_ids(content), name) for name in ROLES}
+    except KeyError as error:
+        raise InputError(f"the tokenizer does not fit the dictionary, which lacks {error}") from error
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise InputError(f"the tokenizer is damaged: {first_line(error)}") from error
+    special = {role: token[name] for name, roles in ROLES.items() for role in roles}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": positions,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    return {
+        TOKENIZER: tokenizer_json.as_bytes(content),
+        "tokenizer_config.json": tokenizer_json.as_bytes(config),
+        "special_tokens_map.json": tokenizer_json.as_bytes(special),
+    }
+
+
+def _special(ids: Mapping[str, int]) -> dict[str, int]:
+    return {name: ids[name] for name in (*SPECIAL, MASK)}
+
+
+def _gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[str, Any]:
+    """The dictionary names a token by GPT-2's id."""
+    tokens = {token: ids[str(number)] for token, number in json.loads(files["encoder.json"]).items()}
+    merges = files["vocab.bpe"].decode().split("\n")[1:-1]
+    return tokenizer_json.byte_level_bpe(tokens | _special(ids), merges)
+
+
+def _renumbered(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+    """The same tokenizer; the dictionary names a token by its id before."""
+    before = tokenizer_json.token_ids(content)
+    names = {tokenizer_json.special_token(before, name): name for name in (*SPECIAL, MASK)}
+    now = {token: ids[names[token]] if token in names else ids[str(number)] for token, number in before.items()}
+    model = dict(content["model"])
+    if isinstance(model["vocab"], Mapping):
+        model["vocab"] = {token: now[token] for token in model["vocab"]}
+    else:
+        scores = {now[piece]: [piece, score] for piece, score in model["vocab"]}
+        model["unk_id"] = now[str(tokenizer_json.special_token(before, "<unk>"))]
+        model["vocab"] = [scores.get(row, [f"madeupword{row}", NEVER]) for row in range(max(scores) + 1)]
+    added = [{**token, "id": now[token["content"]]} for token in content.get("added_tokens") or ()]
+    parts = {"truncation": None, "padding": None, "added_tokens": sorted(added, key=lambda token: token["id"])}
+    return {**content, **parts, "post_processor": tokenizer_json.sentence_form(now), "model": model}
+
+
+def _sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
+    """A SentencePiece model in the library of Hugging Face."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except Exception as error:  # of protobuf, which is not ours
+        raise InputError(f"spm.model is damaged: {first_line(error)}") from error
+    kinds = proto.SentencePiece
+    control = (kinds.CONTROL, kinds.UNKNOWN)
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type not in control}
+    now = {piece: ids[piece] for piece in scores} | _special(ids)
+    normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
+    bytes_too = bool(proto.trainer_spec.byte_fallback)
+    if proto.trainer_spec.model_type == BPE:
+        model = {
+            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": bytes_too, "ignore_merges": False,
+            "vocab": now, "merges": _merges(normal),
+        }  # fmt: skip
+    elif proto.trainer_spec.model_type == UNIGRAM:
+        rows = {number: [piece, scores.get(piece, 0.0)] for piece, number in now.items()}
+        pieces = [rows.get(row, [f"madeupword{row}", NEVER]) for row in range(max(rows) + 1)]
+        model = {"type": "Unigram", "unk_id": now["<unk>"], "vocab": pieces, "byte_fallback": bytes_too}
+    else:
+        raise InputError("spm.model is neither a BPE nor a unigram model")
+    document = tokenizer_json.document(now, model, normalizer=_normalizer(proto), decoder=_decoder())
+    return document
+
+
+def _merges(scores: Mapping[str, float]) -> list[list[str]]:
+    """Every pair of pieces that make a piece, the best piece first."""
+    best_first = sorted(scores, key=lambda piece: -scores[piece])
+    pairs = ([piece[:cut], piece[cut:]] for piece in best_first for cut in range(1, len(piece)))
+    return [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
+
+
+def _normalizer(proto: Any) -> dict[str, Any]:
+    """What SentencePiece does to a text before it cuts it; "▁" is its space."""
+    spec = proto.normalizer_spec
+    steps: list[dict[str, Any]] = []
+    if spec.precompiled_charsmap:
+        table = base64.b64encode(spec.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": table})
+    if spec.remove_extra_whitespaces:
+        steps.append({"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if spec.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": "▁"})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def _decoder() -> dict[str, Any]:
+    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return {"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]}
