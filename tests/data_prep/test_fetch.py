@@ -200,7 +200,12 @@ def test_pip_failure_shows_its_last_lines_and_pins_the_checksum(tmp_path, monkey
         pip_download(Published("pkg-1.tar.gz", "ab" * 32, pip=PipSource("pkg", "1", "pkg-1.tar.gz")), tmp_path)
     assert "first" not in str(error.value)
     assert seen["command"][:3] == [sys.executable, "-m", "pip"]
+    assert {"--no-binary", "--require-hashes"} <= set(seen["command"])
     assert seen["requirements"] == "pkg==1 --hash=sha256:" + "ab" * 32 + "\n"
+    with pytest.raises(DataError, match="ERROR: no index"):
+        pip_download(Published("pkg-1.whl", "cd" * 32, pip=PipSource("pkg", "1", "pkg-1.whl")), tmp_path)
+    assert {"--only-binary", "--require-hashes"} <= set(seen["command"])
+    assert seen["requirements"] == "pkg==1 --hash=sha256:" + "cd" * 32 + "\n"
 
 
 def test_command_lists_and_fetches(server, cache, monkeypatch, capsys):
