@@ -27,7 +27,7 @@ lln_fairseq.register()  # before all that imports fairseq, which would talk
 from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
 from lln_fairseq.hf import from_fairseq, from_hf  # noqa: E402
 from lln_fairseq.hf.directory import new_directory  # noqa: E402
-from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, POSITIONS, Encoder  # noqa: E402
+from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, PADDING, POSITIONS, Encoder  # noqa: E402
 from lln_fairseq.host.checkpoints import OUR_STATE  # noqa: E402
 from lln_fairseq.host.errors import InputError  # noqa: E402
 from lln_fairseq.host.fit import dictionary_hash  # noqa: E402
@@ -36,7 +36,6 @@ from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel  # 
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask  # noqa: E402
 
 CHECKPOINT = "model.pt"
-PADDING = OFFSET - 1
 SEED = 1  # of what the source does not have
 NOT_OF_A_TRAINING = ("max_positions", "dropout", "attention_dropout", "activation_dropout")
 

@@ -27,9 +27,12 @@ from lln_fairseq.hf.encoder import OFFSET  # noqa: E402
 from lln_fairseq.hf.model_card import model_card  # noqa: E402
 from lln_fairseq.host.checkpoints import peek  # noqa: E402
 from lln_fairseq.host.errors import InputError  # noqa: E402
+from lln_fairseq.host.fit import STOCK_ATTENTION  # noqa: E402
 from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.models.options import attention_options  # noqa: E402
+from lln_fairseq.host.fit import label_names  # noqa: E402
 
+STOCK = {"attention": STOCK_ATTENTION, "layer_norm_eps": 1e-5}
 MADE_WITH = ("ve-fairseq", "torch")
 
 
@@ -43,8 +46,9 @@ def export(checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Pat
         raise InputError(f"{out} is there already")
     model, task = load_model(str(checkpoint), str(data) if data else None)
     head, labels = _head(model, task)
-    options = attention_options(model.args.attention, model.args)
-    found = to_hf.export(model.cpu().state_dict(), model.args, options, head, labels)
+    args = _options(model)
+    options = attention_options(args.attention, args)
+    found = to_hf.export(model.cpu().state_dict(), args, options, head, labels)
     folders = [checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
     files = tokenizer_out.find([tokenizer] if tokenizer else folders)
     if tokenizer and not files:
@@ -55,7 +59,8 @@ def export(checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Pat
     files[CONFIG] = (json.dumps(found.config, indent=2, ensure_ascii=False) + "\n").encode()
     if "auto_map" in found.config:
         files[f"{to_hf.MODELING}.py"] = Path(to_hf.__file__).with_name(f"{to_hf.MODELING}.py").read_bytes()
-    updates = peek(str(checkpoint))["optimizer_history"][-1]["num_updates"]
+    history = peek(str(checkpoint)).get("optimizer_history") or [{}]
+    updates = history[-1].get("num_updates", 0)
     versions = {"lln_fairseq": lln_fairseq.__version__} | {name: metadata.version(name) for name in MADE_WITH}
     card = model_card(found.config, found.purpose, tokenizer_out.TOKENIZER in files, versions, updates, folders)
     files["README.md"] = card.encode()
@@ -67,6 +72,12 @@ def export(checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Pat
     return [*missing, f"{out}: {found.config['architectures'][0]}"]
 
 
+def _options(model: Any) -> argparse.Namespace:
+    """The model's options; fairseq's own RoBERTa has not all of them."""
+    given = vars(model.args) if isinstance(model.args, argparse.Namespace) else dict(model.args)
+    return argparse.Namespace(**STOCK | given)
+
+
 def _head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
     """The classification head of a fine-tuned model, and its labels."""
     name = getattr(task.cfg, "classification_head_name", "")
@@ -74,7 +85,7 @@ def _head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
         return "", ()
     if name not in model.classification_heads:
         raise InputError(f"the model has no classification head {name}")
-    return name, tuple(task.labels)
+    return name, tuple(label_names(task))
 
 
 def _save(tensors: dict[str, Any], path: Path) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # fairseq's first ids, which dict.txt does not list
 MASK = "<mask>"  # the last one; the tasks add it
 DICTIONARY = "dict.txt"
-OFFSET = 2  # fairseq and Hugging Face count positions from the padding's id + 1
+PADDING = 1
+OFFSET = PADDING + 1  # fairseq and Hugging Face count positions from the padding's id + 1
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"

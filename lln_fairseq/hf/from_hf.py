@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.hf.directory import CONFIG, as_float32, read_json, read_tensors
-from lln_fairseq.hf.encoder import EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
+from lln_fairseq.hf.encoder import EMBEDDING, HEAD, OFFSET, PADDING, POSITIONS, Encoder, first_few
 from lln_fairseq.hf.names import HEAD_BIAS, HEAD_WEIGHT, TOKEN_TYPES, Sizes, encoder_names, head_names
 from lln_fairseq.hf.tokenizer import PIECES, Vocabulary, read_vocabulary
 from lln_fairseq.host.errors import InputError
@@ -20,8 +20,10 @@ from lln_fairseq.host.errors import InputError
 BERT, XLM_R = "bert", "xlm-roberta"
 MODEL_TYPES = ("roberta", XLM_R, BERT)
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
+SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers")
 REFUSED = {"is_decoder": True, "add_cross_attention": True}  # what no encoder of ours can be
 
+OLD_NAMES = {re.compile(r"LayerNorm\.gamma$"): "LayerNorm.weight", re.compile(r"LayerNorm\.beta$"): "LayerNorm.bias"}
 # Names of other parts: what they hold is not used, and said, if it is more than a buffer.
 BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)$")
 UNUSED = re.compile(
@@ -47,7 +49,7 @@ def read(folder: Path) -> Encoder:
     notes = _left_out(tensors, names + head, folder)
     vocabulary = _vocabulary(folder, config, sizes.V)
     parameters = as_float32({name.ours: tensors[name.theirs] for name in [*names, *(head if has_head else [])]})
-    _positions(parameters, tensors, bert, config, sizes, folder)
+    _positions(parameters, tensors, bert, vocabulary.order[PADDING], sizes, folder)
     if has_head and not config.get("tie_word_embeddings", True):
         options["untie_weights_roberta"] = True
         output = "cls.predictions.decoder.weight" if bert else "lm_head.decoder.weight"
@@ -68,38 +70,46 @@ def _options(config: dict[str, Any], path: Path) -> tuple[bool, Sizes, dict[str,
             raise InputError(f"{path}: {option} is {value}: this is no encoder")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise InputError(f"{path}: its positions are {config['position_embedding_type']}, not absolute")
-    if config.get("hidden_act", "gelu") not in ACTIVATIONS or (kind != BERT and config.get("hidden_act") == "gelu_new"):
-        raise InputError(f"{path}: its activation is {config['hidden_act']}, which fairseq's RoBERTa does not have")
-
-    def number(key: str) -> int:
-        value = config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{path}: {key} is {value!r}, not a positive number")
-        return value
-
-    layers, width = number("num_hidden_layers"), number("intermediate_size")
-    sizes = Sizes(number("vocab_size"), number("max_position_embeddings"), number("hidden_size"), width, layers)
+    activation = str(config.get("hidden_act", "gelu"))
+    if activation not in (ACTIVATIONS if kind == BERT else ("gelu",)):  # RoBERTa's head has gelu, whatever this says
+        raise InputError(f"{path}: its activation is {activation}, which fairseq's RoBERTa does not have")
+    sizes = Sizes(*(_number(config, key, path) for key in SIZES))
     options: dict[str, Any] = {
-        "encoder_layers": layers,
+        "encoder_layers": sizes.layers,
         "encoder_embed_dim": sizes.C,
-        "encoder_ffn_embed_dim": width,
-        "encoder_attention_heads": number("num_attention_heads"),
-        "activation_fn": ACTIVATIONS[config.get("hidden_act", "gelu")],
-        "dropout": float(config.get("hidden_dropout_prob", 0.1)),
-        "attention_dropout": float(config.get("attention_probs_dropout_prob", 0.1)),
-        "layer_norm_eps": float(config.get("layer_norm_eps", 1e-12)),  # transformers' own default
+        "encoder_ffn_embed_dim": sizes.F,
+        "encoder_attention_heads": _number(config, "num_attention_heads", path),
+        "activation_fn": ACTIVATIONS[activation],
+        "dropout": _share(config, "hidden_dropout_prob", 0.1, path),
+        "attention_dropout": _share(config, "attention_probs_dropout_prob", 0.1, path),
+        "layer_norm_eps": _share(config, "layer_norm_eps", 1e-12, path),  # transformers' own default
     }
     return kind == BERT, sizes, options
 
 
+def _number(config: dict[str, Any], key: str, path: Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{path}: {key} is {value!r}, not a positive number")
+    return value
+
+
+def _share(config: dict[str, Any], key: str, default: float, path: Path) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise InputError(f"{path}: {key} is {value!r}, not a number from 0 to 1")
+    return float(value)
+
+
 def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the model's prefix; names of TensorFlow's layer norms as torch has them."""
+    """Without the model's prefix; names of TensorFlow's layer norms as torch has them; the head's bias by one name."""
     renamed = {re.sub(r"^(roberta|bert)\.", "", name): value for name, value in tensors.items()}
-    return {re.sub(r"LayerNorm\.(gamma|beta)$", _norm, name): value for name, value in renamed.items()}
-
-
-def _norm(found: re.Match[str]) -> str:
-    return "LayerNorm." + {"gamma": "weight", "beta": "bias"}[found[1]]
+    for pattern, name in OLD_NAMES.items():
+        renamed = {pattern.sub(name, key): value for key, value in renamed.items()}
+    for head in ("lm_head.", "cls.predictions."):
+        if f"{head}decoder.bias" in renamed:
+            renamed.setdefault(f"{head}bias", renamed[f"{head}decoder.bias"])
+    return renamed
 
 
 def _check(tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
@@ -131,10 +141,10 @@ def _vocabulary(folder: Path, config: dict[str, Any], rows: int) -> Vocabulary:
     return read_vocabulary(folder, rows, config.get("pad_token_id"))
 
 
-def _positions(parameters: dict[str, Tensor], tensors: dict[str, Tensor], bert: bool, config: dict[str, Any],
+def _positions(parameters: dict[str, Tensor], tensors: dict[str, Tensor], bert: bool, padding: int,
                sizes: Sizes, folder: Path) -> None:  # fmt: skip
     """Puts position p into row p + 2 and the token type into the positions, in place."""
-    table, skipped = parameters[POSITIONS], 0 if bert else config.get("pad_token_id", 1) + 1
+    table, skipped = parameters[POSITIONS], 0 if bert else padding + 1
     if len(table) <= skipped:
         raise InputError(f"{folder}: the positional table has {len(table)} rows, and {skipped} are no positions")
     if TOKEN_TYPES in tensors:

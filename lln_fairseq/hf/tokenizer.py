@@ -38,7 +38,7 @@ def read_vocabulary(folder: Path, rows: int, padding: int | None) -> Vocabulary:
     ids = _ids(folder)
     if ids is None:
         raise InputError(f"{folder} has no tokenizer: neither {TOKENIZER}, {PIECES}, vocab.txt, nor vocab.json")
-    beyond = min(((number, token) for token, number in ids.items() if number >= rows), default=None)
+    beyond = min(((number, token) for token, number in ids.items() if not 0 <= number < rows), default=None)
     if beyond:
         raise InputError(f"{folder}: the tokenizer has the token {beyond[1]!r} with id {beyond[0]}, but the "
                          f"embedding has {rows} rows")  # fmt: skip
@@ -48,6 +48,8 @@ def read_vocabulary(folder: Path, rows: int, padding: int | None) -> Vocabulary:
         if token is None:
             raise InputError(f"{folder}: the tokenizer has no {' or '.join(tokenizer_json.SPECIAL[name])}")
         special.append(ids[token])
+    if len(set(special)) != len(special):
+        raise InputError(f"{folder}: the tokenizer has special tokens with the same id: {special}")
     if padding not in (None, special[1]):
         raise InputError(f"{folder}: padding is {special[1]} to the tokenizer, and {padding} in config.json")
     others = sorted(set(range(rows)) - set(special))

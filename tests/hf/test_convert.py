@@ -161,6 +161,31 @@ def test_an_untied_head(tmp_path):
     torch.testing.assert_close(logits(tmp_path / "out", tokens)[tokens != 1], expected[tokens != 1])
 
 
+def test_old_names_and_another_id_of_padding(sources, copy, tmp_path):
+    """TensorFlow's layer norms, a head's bias beside its matrix, and positions that begin after another id."""
+    folder = copy("roberta")
+    tokens = json.loads((folder / "vocab.json").read_text())
+    tokens |= {"<pad>": 3, "<unk>": 1}
+    (folder / "vocab.json").write_text(json.dumps(tokens))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".LayerNorm." in name]:
+        rename(tensors, name, name.replace(".weight", ".gamma").replace(".bias", ".beta"))
+    rename(tensors, "lm_head.bias", "lm_head.decoder.bias")
+    for name in ("roberta.embeddings.word_embeddings.weight", "lm_head.decoder.bias"):
+        tensors[name] = tensors[name][[0, 3, 2, 1, *range(4, len(tokens))]]
+    name = "roberta.embeddings.position_embeddings.weight"
+    tensors[name] = torch.cat([torch.full((2, 32), 9.0), tensors[name]])
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": 3, "max_position_embeddings": 44}
+    (folder / "config.json").write_text(json.dumps(config))
+    convert(folder, tmp_path / "out", "softmax")
+    convert(sources["roberta"][1], tmp_path / "plain", "softmax")
+    tokens = encoded(tmp_path / "plain")
+    real = tokens != 1
+    a, b = (logits(tmp_path / name, tokens)[real] for name in ("out", "plain"))
+    torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
 @pytest.mark.parametrize(("positions", "how"), [(100, "repeats"), (24, "cut from")])
 def test_other_lengths(positions, how, attention, sources, tmp_path):
@@ -272,6 +297,8 @@ BAD = {
     "layers": (lambda c, t, f: c.update(num_hidden_layers=10**9), "num_hidden_layers is 1000000000, but it holds"),
     "no number": (lambda c, t, f: c.update(hidden_size="x"), "hidden_size is 'x', not a positive number"),
     "heads": (lambda c, t, f: c.update(num_attention_heads=5), "32 is not divisible by 5"),
+    "dropout": (lambda c, t, f: c.update(hidden_dropout_prob="x"), "hidden_dropout_prob is 'x', not a number from 0"),
+    "epsilon": (lambda c, t, f: c.update(layer_norm_eps=None), "layer_norm_eps is None, not a number from 0 to 1"),
     "shape": (lambda c, t, f: t.update({f"{KEY}.bias": torch.zeros(7)}),
               "encoder.layer.1.intermediate.dense.bias is 7, and config.json says 48"),
     "missing": (lambda c, t, f: t.pop(f"{KEY}.bias"), "lacks encoder.layer.1.intermediate.dense.bias"),
@@ -282,6 +309,8 @@ BAD = {
     "no merges": (lambda c, t, f: (f / "merges.txt").unlink(), "vocab.json without merges.txt"),
     "damaged tokenizer": (lambda c, t, f: (f / "vocab.json").write_text("[]"), "vocab.json cannot be read"),
     "too many tokens": (lambda c, t, f: add_token(f, "zebra", 9999), "the token 'zebra' with id 9999, but the embedd"),
+    "negative token": (lambda c, t, f: add_token(f, "zebra", -1), "the token 'zebra' with id -1, but the embedding"),
+    "one id twice": (lambda c, t, f: add_token(f, "<s>", 2), r"special tokens with the same id: \[2, 1, 2"),
     "two tokenizers": (lambda c, t, f: (f / "vocab.txt").write_text("<pad>\n"), "'<pad>' is 1 in vocab.json and 0 in"),
     "padding": (lambda c, t, f: c.update(pad_token_id=0), "padding is 1 to the tokenizer, and 0 in config.json"),
     "no mask": (lambda c, t, f: remove_token(f, "<mask>"), "the tokenizer has no <mask> or"),

@@ -23,7 +23,7 @@ from lln_fairseq.export import export, main
 from lln_fairseq.hf import to_hf, tokenizer_out
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, make_corpus, train
 from tests.hf.sources import TEXTS, make_model
 from tests.hf.test_convert import TOKENIZERS
 
@@ -225,6 +225,17 @@ def test_a_fine_tuned_model_keeps_its_labels(attention, tmp_path, monkeypatch):
     card = (tmp_path / "out" / "README.md").read_text()
     for line in ("labels: bad, good", "data: SST-2.zip", "validation set: rows 11, accuracy 0.5", "To be stated by"):
         assert line in card
+
+
+def test_a_model_that_fairseq_trained(tmp_path, monkeypatch):
+    data = make_classification(tmp_path / "data")
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *USER_DIR, "--arch", "roberta",
+          "--task", "sentence_prediction", "--max-update", 1)  # fmt: skip
+    checkpoint = shaken(tmp_path / "run" / "checkpoint_last.pt")
+    export(checkpoint, tmp_path / "out")
+    model, tokens = RobertaForSequenceClassification.from_pretrained(tmp_path / "out"), padded_batch()
+    expected = ours(checkpoint, tokens, "sentence_classification_head")
+    torch.testing.assert_close(logits(model, tokens), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_regression_has_one_score_without_a_name(pretrained):
