@@ -129,9 +129,18 @@ def _table_of(q: Tensor) -> Sequence[Tensor]:
     """The table for q; where operations are recorded or imitated, as tensors made there."""
     if not is_recorded(q):
         return calibration_table(q.shape[-1], q.device)
-    with _disable_current_modes():
-        numbers = [x.tolist() for x in calibration_table(int(q.shape[-1]))]  # while tracing, a size is a tensor
+    numbers = _table_numbers(int(q.shape[-1]))  # while tracing, a size is a tensor
     return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in numbers]
+
+
+def _table_numbers(head_dim: int) -> list[list[float]]:
+    """`calibration_table` as numbers, which torch.compile takes as they are."""
+    with _disable_current_modes():
+        return [x.tolist() for x in calibration_table(head_dim)]
+
+
+# What torch.compiler.assume_constant_result does, without its import of the compiler, which takes seconds.
+_table_numbers.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache

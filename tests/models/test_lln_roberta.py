@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.host.errors import InputError
+from lln_fairseq.loading import load_model
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -24,6 +25,7 @@ from tests.fairseq_runs import (
     read_log,
     train,
 )
+from tests.helpers import FLOAT32_FORWARD, relative_rms
 
 ROOT = Path(__file__).parents[2]
 
@@ -198,3 +200,19 @@ def test_bad_input_of_hydra(overrides, message, corpus, tmp_path):
     assert re.search(message, failed.stderr, re.DOTALL | re.MULTILINE), failed.stderr
     assert "Traceback" not in failed.stderr
     assert not list(tmp_path.rglob("*.pt"))
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_logits_of_the_model(corpus, tmp_path, monkeypatch):
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *MASKED_LM, *LLN, "--max-update", 1)
+    model, task = load_model(str(tmp_path / "run/checkpoint_last.pt"))
+    pad = task.source_dictionary.pad()
+    tokens = torch.randint(4, 60, (3, 50), generator=torch.Generator().manual_seed(0))
+    padded = tokens.clone()
+    padded[1, 30:] = pad
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        for batch in (tokens, padded):
+            (expected, _), (found, _), real = model(batch), compiled(batch), batch.ne(pad)
+            assert relative_rms(found[real], expected[real]) <= FLOAT32_FORWARD
+    torch.compiler.reset()
