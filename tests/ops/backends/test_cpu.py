@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import platform
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from lln_fairseq.ops.autograd import mixture
 from lln_fairseq.ops.backends import Mixture, choose_backend, cpu
 from lln_fairseq.ops.backends.cpu import compile
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
+from lln_fairseq.ops.joint import FORMS
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
@@ -26,13 +28,23 @@ from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, ran
 reason = cpu.is_supported(torch.empty(1, 1, 1, 64))
 needs_compiler = pytest.mark.skipif(reason is not None, reason=str(reason))
 ZEROS = torch.zeros(3, 2)  # α and β where there is no LLN
-MIXTURES = [Mixture(1.0, 0.0), *(Mixture(0.5, 0.5, size) for size in (1, 5, 50, 64, 256)), Mixture(0.0, 1.0, 64)]
+JOINT = [Mixture(1.0, 1.0, size, joint=form) for size in (5, 64, 256) for form in FORMS]
+MIXTURES = [
+    Mixture(1.0, 0.0),
+    *(Mixture(0.5, 0.5, size) for size in (1, 5, 50, 64, 256)),
+    Mixture(0.0, 1.0, 64),
+    *JOINT,
+]
 
 
 def results(backend, mix, tensors, mask=None, dtype=torch.float32):
-    """The output and the gradients of q, k, v, α, β for an incoming gradient; those of α, β only with LLN."""
+    """The output and the gradients of q, k, v, α, β for an incoming gradient; those of α, β only with LLN, and of the
+    parameter with a joint form."""
     *inputs, grad = [x.detach().to(dtype) for x in tensors]
     wanted = [x.requires_grad_() for x in inputs][: 5 if mix.lln_weight else 3]
+    if mix.joint:
+        mix = replace(mix, parameter=torch.linspace(0.1, 0.9, inputs[3].numel(), dtype=dtype).view_as(inputs[3]))
+        wanted.append(mix.parameter.requires_grad_())
     out = mixture(*inputs, mask, mix, backend)
     return out.detach(), *torch.autograd.grad(out, wanted, grad)
 
@@ -44,14 +56,14 @@ def random_tensors(length, dim, batch=3, heads=2):
 
 
 def check(actual, expected):
-    names = ("out", "q", "k", "v", "alpha", "beta")
+    names = ("out", "q", "k", "v", "alpha", "beta", "parameter")
     for name, a, e in zip(names, actual, expected, strict=False):
         assert relative_rms(a, e) <= (FLOAT32_FORWARD if name == "out" else FLOAT32_GRADIENT), name
 
 
 @needs_compiler
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("mix", MIXTURES, ids=lambda m: f"{m.lln_weight}-{m.diag_weight}-{m.block_size}")
+@pytest.mark.parametrize("mix", MIXTURES, ids=lambda m: f"{m.joint or ''}{m.lln_weight}-{m.diag_weight}-{m.block_size}")
 @pytest.mark.parametrize(("length", "dim"), [(3, 64), (64, 64), (130, 64), (300, 64), (97, 16), (97, 48), (97, 112)])
 def test_equals_pytorch_in_float64(length, dim, mix, padded):
     tensors = random_tensors(length, dim)
@@ -60,7 +72,7 @@ def test_equals_pytorch_in_float64(length, dim, mix, padded):
 
 
 @needs_compiler
-@pytest.mark.parametrize("mix", MIXTURES[:3], ids=lambda m: str(m.block_size))
+@pytest.mark.parametrize("mix", [*MIXTURES[:3], *JOINT[:4]], ids=lambda m: f"{m.joint or ''}{m.block_size}")
 def test_layouts_and_threads_change_no_bit(mix):
     tensors = random_tensors(130, 32)
     expected = results("cpu", mix, tensors)
@@ -172,15 +184,16 @@ def test_nan_shows_in_its_head_unless_it_is_padding():
 
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+@pytest.mark.parametrize("mix", [Mixture(0.5, 0.5, 48), Mixture(1.0, 1.0, 48, joint="share")], ids=["average", "joint"])
 @pytest.mark.parametrize("arch", ["x86-64", "haswell"])
-def test_narrower_vectors_give_the_same(arch, monkeypatch, tmp_path):
+def test_narrower_vectors_give_the_same(arch, mix, monkeypatch, tmp_path):
     if arch == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
     flags = [f"-march={arch}" if flag.startswith("-march") else flag for flag in compile.FLAGS]
     monkeypatch.setattr(compile, "FLAGS", flags)
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(cpu, "_library", cpu._library.__wrapped__)
-    tensors, mix = random_tensors(130, 48), Mixture(0.5, 0.5, 48)
+    tensors = random_tensors(130, 48)
     check(results("cpu", mix, tensors), results("torch", mix, tensors, None, torch.float64))
 
 

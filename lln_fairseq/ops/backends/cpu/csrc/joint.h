@@ -42,11 +42,14 @@ static inline outside outside_of(rule r, float u) {
     return (outside){c, -c * c * (1 - r.parameter), c * (1 - c * u)};
 }
 
-static inline float outside_mass(int64_t n, const float *inside) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < n; j++) sum += inside[j];
-    return sum < 0 ? 1 : sum > 1 ? 0 : 1 - sum;
+/* u, from the mass inside the block; rounding must not leave [0, 1] */
+static inline float outside_mass(float inside) { return inside < 0 ? 1 : inside > 1 ? 0 : 1 - inside; }
+
+static inline float sum(int64_t n, const float *x) {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < n; i++) total += x[i];
+    return total;
 }
 
 /* w (D, n), transposed, to the bits that S was made of: e^(beta k - L) would differ by what rounding does to a large L.
@@ -86,7 +89,7 @@ static void joint_forward(const problem *p, int64_t head, span s, scratch c, con
     }
     for (int64_t i = 0; i < n; i++) {
         float *w = weight + i * n, *m = inside + i * n;
-        const float u = outside_mass(n, m), outer = outside_of(r, u).weight, inner = (1 - outer * u) * rescale;
+        const float u = outside_mass(sum(n, m)), outer = outside_of(r, u).weight, inner = (1 - outer * u) * rescale;
 #pragma omp simd
         for (int64_t j = 0; j < n; j++) w[j] = inner * w[j] - outer * m[j];
         scale_row(D, outer, a + i * D);
@@ -97,20 +100,26 @@ static void joint_forward(const problem *p, int64_t head, span s, scratch c, con
 
 /* One query's row of the block, from w = the softmax, e = do v', m = M: w becomes the gradient of the scores, e X and
    m what multiplies do in dv; da = do S' becomes c da, and weight is c. Returns its part of the parameter's gradient. */
-static float joint_row(rule r, int64_t n, const float *kept, float rescale, const float *a, float *da, float *w,
-                       float *e, float *m, float *weight) {
-    float diag = 0;
-#pragma omp simd reduction(+ : diag)
-    for (int64_t j = 0; j < n; j++) diag += w[j] * e[j] * (kept ? rescale * kept[j] : 1);
-    const float u = outside_mass(n, m), outer = dot(D, a, da) - dot(n, m, e);
+static inline __attribute__((always_inline)) float joint_row(
+    rule r, int64_t n, const int dropout, const float *kept, float rescale, const float *a, float *da, float *w,
+    float *e, float *m, float *weight) {
+    float diag = 0, mass = 0, outer = 0;
+#pragma omp simd reduction(+ : diag, mass, outer)
+    for (int64_t j = 0; j < n; j++) {
+        diag += dropout ? rescale * kept[j] * w[j] * e[j] : w[j] * e[j];
+        mass += m[j];
+        outer -= m[j] * e[j];
+    }
+    outer += dot(D, a, da);
+    const float u = outside_mass(mass);
     const outside o = outside_of(r, u);
     const float inner = 1 - o.weight * u, du = o.by_u * outer - (o.weight + o.by_u * u) * diag;
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
-        const float share = kept ? rescale * kept[j] : 1;
-        m[j] = inner * share * w[j] - o.weight * m[j];
-        w[j] = inner * w[j] * (share * e[j] - diag);
-        e[j] = -(o.weight * e[j] + du);
+        const float share = dropout ? inner * rescale * kept[j] : inner, p = w[j], slope = e[j];
+        m[j] = share * p - o.weight * m[j];
+        w[j] = p * (share * slope - inner * diag);
+        e[j] = -(o.weight * slope + du);
     }
     scale_row(D, *weight = o.weight, da);
     return o.by_parameter * (outer - u * diag);
@@ -119,20 +128,32 @@ static float joint_row(rule r, int64_t n, const float *kept, float rescale, cons
 /* dx = A (dA - δ) in place of dA, dq = alpha dx, A becomes c A; adds Σ_i A δ to g and returns Σ q dx. */
 static float joint_queries(span s, const float *q, float alpha, const float *weight, float *a, float *dx, float *dq,
                            float *g) {
-    float dalpha = 0, sum[D] = {0};
+    float dalpha = 0, total[D] = {0};
     for (int64_t i = 0; i < s.padded; i++, a += D, dx += D) {
         const float delta = dot(D, a, dx);
 #pragma omp simd
         for (int d = 0; d < D; d++) {
-            sum[d] += a[d] * delta;
+            total[d] += a[d] * delta;
             dx[d] = a[d] * (dx[d] - delta);
             dq[i * D + d] = alpha * dx[d];
         }
         dalpha += dot(D, q + i * D, dx);
         scale_row(D, weight[i], a);
     }
-    for (int d = 0; d < D; d++) g[d] += sum[d];
+    for (int d = 0; d < D; d++) g[d] += total[d];
     return dalpha;
+}
+
+/* dk = beta W dW in place of dW; returns Σ k W dW. */
+static float joint_keys(int64_t n, const float *k, const float *w, float beta, float *dk) {
+    float dbeta = 0;
+#pragma omp simd reduction(+ : dbeta)
+    for (int64_t j = 0; j < n; j++) {
+        const float y = w[j] * dk[j];
+        dbeta += k[j] * y;
+        dk[j] = beta * y;
+    }
+    return dbeta;
 }
 
 typedef struct {
@@ -154,21 +175,21 @@ static void joint_block_backward(const problem *p, int64_t head, span s, scratch
     turned_weights(p, head, s, valid, c.turned);
     transpose(D, n, c.turned, w);
     features(s, q, p->alpha[head], log_sum_of(p, head), a);
-    multiply(0, n, n, D, a, D, 1, c.turned, 1, inside, NULL);
+    multiply(0, n, n, D, a, D, 1, c.turned, 1, inside, AHEAD(s, &p->dk, &p->dv));
     transpose(n, D, v, c.turned);
     multiply(0, n, n, D, grad, D, 1, c.turned, 1, x, AHEAD(s, &p->k, &p->v));
     multiply(0, n, D, D, grad, D, 1, c.turned_state, 1, dx, AHEAD(s, &p->q, &p->out));
     if (p->kept) draw(p, s, c.kept);
-    for (int64_t i = 0; i < n; i++)
-        sums->parameter += joint_row(r, n, p->kept ? c.kept + i * n : NULL, rescale, a + i * D, dx + i * D,
-                                     weight + i * n, x + i * n, inside + i * n, c.outer + i);
+#define ROWS_OF_BLOCK(dropout)                                                                                      \
+    for (int64_t i = 0; i < n; i++)                                                                                 \
+        sums->parameter += joint_row(r, n, dropout, c.kept + i * n, rescale, a + i * D, dx + i * D, weight + i * n, \
+                                     x + i * n, inside + i * n, c.outer + i);
+    if (p->kept) { ROWS_OF_BLOCK(1) } else { ROWS_OF_BLOCK(0) }
 
-    multiply(1, n, D, n, x, n, 1, w, 1, dx, NULL);
+    multiply(1, n, D, n, x, n, 1, w, 1, dx, AHEAD(s, &p->dq));
     multiply(0, n, D, n, inside, 1, n, grad, 1, dv, NULL);
     multiply(0, n, D, n, x, 1, n, a, 1, dk, NULL);
-    for (int64_t j = 0; j < n * D; j++) dk[j] *= w[j];
-    sums->beta += dot(n * D, k, dk);
-    scale_row(n * D, beta, dk);
+    sums->beta += joint_keys(n * D, k, w, beta, dk);
     sums->alpha += joint_queries(s, q, p->alpha[head], c.outer, a, dx, dq, c.g);
     multiply(1, D, D, n, a, 1, D, grad, 1, c.dstate, NULL);
     multiply(1, n, D, n, weight, n, 1, k, scale, dq, NULL);
