@@ -51,12 +51,19 @@ def convert(
     if positions:
         encoder.notes += resize(encoder, positions)
     with new_directory(out) as folder:
-        text = "".join(f"{symbol} 0\n" for symbol in encoder.symbols)
-        (folder / DICTIONARY).write_text(text, encoding="utf-8")
-        for name, data in encoder.files.items():
-            (folder / name).write_bytes(data)
-        torch.save(checkpoint(encoder, attention, folder), folder / CHECKPOINT)
+        write(encoder, attention, folder)
     return encoder
+
+
+def write(encoder: Encoder, attention: str, folder: Path) -> None:
+    """dict.txt, the tokenizer's files and, last, the checkpoint."""
+    text = "".join(f"{symbol} 0\n" for symbol in encoder.symbols)
+    (folder / DICTIONARY).write_text(text, encoding="utf-8")
+    for name, data in encoder.files.items():
+        (folder / name).write_bytes(data)
+    part = folder / f"{CHECKPOINT}.tmp"
+    torch.save(checkpoint(encoder, attention, folder), part)
+    part.replace(folder / CHECKPOINT)
 
 
 def resize(encoder: Encoder, positions: int) -> list[str]:

@@ -27,10 +27,10 @@ from lln_fairseq.hf.encoder import OFFSET  # noqa: E402
 from lln_fairseq.hf.model_card import model_card  # noqa: E402
 from lln_fairseq.host.checkpoints import peek  # noqa: E402
 from lln_fairseq.host.errors import InputError  # noqa: E402
-from lln_fairseq.host.fit import STOCK_ATTENTION  # noqa: E402
+from lln_fairseq.host.fit import STOCK_ATTENTION, label_names  # noqa: E402
+from lln_fairseq.host.run_tokenizer import FOLDER  # noqa: E402
 from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.models.options import attention_options  # noqa: E402
-from lln_fairseq.host.fit import label_names  # noqa: E402
 
 STOCK = {"attention": STOCK_ATTENTION, "layer_norm_eps": 1e-5}
 MADE_WITH = ("ve-fairseq", "torch")
@@ -49,7 +49,7 @@ def export(checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Pat
     args = _options(model)
     options = attention_options(args.attention, args)
     found = to_hf.export(model.cpu().state_dict(), args, options, head, labels)
-    folders = [checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
+    folders = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
     files = tokenizer_out.find([tokenizer] if tokenizer else folders)
     if tokenizer and not files:
         raise InputError(f"{tokenizer} has no tokenizer")

@@ -1,12 +1,14 @@
 """LLN+Diag: Linear Log-Normal attention mixed with block-diagonal softmax (arXiv 2311.13541, section 4.2)."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lln_fairseq.attention.lln import LLNConfig, MomentMatched
-from lln_fairseq.attention.registry import option, register_attention
+from lln_fairseq.attention.block_diag import BlockDiagAttention, BlockDiagConfig
+from lln_fairseq.attention.lln import LLNAttention, LLNConfig, MomentMatched
+from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.checks import check_block_size
@@ -80,6 +82,13 @@ class LLNDiagAttention(MomentMatched):
         if form is None or parameter is None:
             return reference.lln_diag_matrix(*inputs, key_padding_mask)
         return reference.joint_matrix(*inputs, form, parameter, key_padding_mask)
+
+    def branches(self) -> dict[str, Attention]:
+        sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
+        fields = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(LLNConfig)}
+        lln = LLNAttention(LLNConfig(**fields), *sizes)
+        lln.log_gain = self.log_gain
+        return {"LLN only": lln, "Diag only": BlockDiagAttention(BlockDiagConfig(self.block_size), *sizes)}
 
     def _mix_parameter(self) -> Tensor | None:
         """The share or offset of each head, (H,)."""

@@ -65,6 +65,10 @@ class Attention(nn.Module):
         """
         return None
 
+    def branches(self) -> dict[str, "Attention"]:
+        """Of a sum of several attentions, each alone with the same parameters, by name: what does it contribute?"""
+        return {}
+
     def place(self, layer: int, layers: int) -> None:
         """An encoder says that this is layer `layer` of `layers`, the first one 0: for what depends on the depth."""
 

@@ -1,0 +1,164 @@
+"""Gives a trained softmax encoder a linear attention, in minutes: attention transfer (see lln_fairseq/transfer.py).
+
+    python -m lln_fairseq.linearize TEACHER DATA OUT --attention lln_diag --option mix=joint_offset gain=learned
+
+TEACHER is a checkpoint with softmax attention, of a training or of `lln_fairseq.convert`; DATA a directory of text that
+was binarised for it. OUT/model.pt is an ordinary checkpoint of the encoder: it trains, is evaluated and exported, and
+with `softmax` it still computes what the teacher computes. The same command goes on after an interruption.
+"""
+
+from lln_fairseq.command import run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
+import argparse
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import lln_fairseq
+
+lln_fairseq.register()  # before all that imports fairseq, which would talk
+
+from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
+from lln_fairseq.convert import CHECKPOINT, write  # noqa: E402
+from lln_fairseq.hf import from_fairseq  # noqa: E402
+from lln_fairseq.host.checkpoint_config import stored_options  # noqa: E402
+from lln_fairseq.host.checkpoints import peek, plain_data  # noqa: E402
+from lln_fairseq.host.errors import InputError  # noqa: E402
+from lln_fairseq.loading import load_model  # noqa: E402
+from lln_fairseq.memory import keep_freed_memory  # noqa: E402
+from lln_fairseq.models.lln_roberta import LLNRobertaConfig  # noqa: E402
+from lln_fairseq.students import HeldOut, Students, report  # noqa: E402
+from lln_fairseq.transfer import Texts  # noqa: E402
+
+PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
+LOG_INTERVAL, SAVE_INTERVAL = 10, 50  # steps
+COUNT = 64  # of the held-out texts
+SHOWN = 128  # tokens: results are shown at this length and at the longest
+MOST_TOKENS = 50_000_000  # that are read of DATA
+
+
+def linearize(args: argparse.Namespace) -> None:
+    """Writes OUT/model.pt, beside it what the same command needs to go on. Raises: InputError."""
+    if (args.out / CHECKPOINT).exists():
+        print(f"{args.out / CHECKPOINT} is complete")
+        return
+    model, task = load_model(str(args.teacher))
+    if (found := stored_options(peek(str(args.teacher)))["model"].get("attention", "softmax")) != "softmax":
+        raise InputError(f"{args.teacher} has {found} attention, and a teacher has softmax")
+    encoder = from_fairseq.read(args.teacher)
+    train, valid = (read_texts(args.data, split, task.source_dictionary) for split in ("train", "valid"))
+    students = Students(model, args.attention, args.option, args.lr, args.steps, args.seed)
+    longest = min(args.length or model.max_positions(), model.max_positions())
+    held_out = [HeldOut(model, valid, COUNT, length) for length in sorted({min(SHOWN, longest), longest})]
+    before = [each.of(students) for each in held_out]
+    train_students(students, train, longest, args)
+    report(students, held_out, before)
+    encoder.parameters |= students.fold()
+    encoder.options |= {f"{args.attention}_{key}": value for key, value in args.option.items()}
+    write(encoder, args.attention, args.out)
+    print(f"{args.out / CHECKPOINT}: {args.attention}")
+
+
+def train_students(students: Students, texts: Texts, longest: int, args: argparse.Namespace) -> None:
+    """Trains them to the end, from where an earlier run stopped."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    progress, settings = args.out / PROGRESS, {key: str(value) for key, value in vars(args).items() if key != "out"}
+    if progress.exists():
+        saved = plain_data(str(progress))
+        if differing := [key for key, value in settings.items() if saved["settings"].get(key) != value]:
+            raise InputError(f"{args.out} holds a run with another {', another '.join(differing)}: give another OUT")
+        students.restore(saved["students"])
+    errors: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
+    bar = tqdm(total=args.steps, initial=students.step, desc="attention transfer", disable=None)
+    with SummaryWriter(str(args.out / "tensorboard")) as writer, bar:
+        while students.step < args.steps:
+            errors.append(students.train_step(texts, args.tokens, longest))
+            bar.update()
+            if students.step % LOG_INTERVAL == 0:
+                by_layer = [math.sqrt(sum(layer) / len(errors)) for layer in zip(*errors, strict=True)]
+                shown = f"relative error {sum(by_layer) / len(by_layer):.3f}"
+                bar.set_postfix_str(shown)
+                for layer, error in enumerate(by_layer):
+                    writer.add_scalar(f"relative_error/layer_{layer:02d}", error, students.step)
+            if students.step % SAVE_INTERVAL == 0:
+                part = progress.with_suffix(".tmp")
+                torch.save({"settings": settings, "students": students.state()}, part)
+                part.replace(progress)
+                if bar.disable:
+                    print(f"step {students.step} of {args.steps}, {shown}", flush=True)
+
+
+def read_texts(data: Path, split: str, dictionary: Any) -> Texts:
+    """The tokens of a split of a directory for masked_lm, or of the first sentences of one for sentence_prediction."""
+    from fairseq.data import Dictionary, data_utils
+
+    folder = data / "input0" if (data / "input0").is_dir() else data
+    if not (folder / "dict.txt").is_file():
+        raise InputError(f"{data} is not a binarised data directory: {folder / 'dict.txt'} is missing")
+    if Dictionary.load(str(folder / "dict.txt")).symbols != [s for s in dictionary.symbols if s != "<mask>"]:
+        raise InputError(f"the dictionary of {data} is not the teacher's: binarise with the teacher's tokenizer")
+    dataset = data_utils.load_indexed_dataset(str(folder / split), dictionary)
+    if dataset is None or len(dataset) == 0:
+        raise InputError(f"{data} has no text in its split '{split}'")
+    rows, count = [], 0
+    for number in range(len(dataset)):
+        rows.append(dataset[number])
+        count += len(rows[-1])
+        if count >= MOST_TOKENS:
+            break
+    return Texts(torch.cat(rows).long(), dictionary.bos(), dictionary.eos())
+
+
+class Options(argparse.Action):
+    """KEY=VALUE ... as a dictionary with the types of the attention's options."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, flag: Any = None) -> None:
+        pairs = [value.partition("=") for value in values]
+        if any(not sign for _, sign, _ in pairs):
+            parser.error(f"{flag} takes KEY=VALUE, as in mix=joint_offset")
+        setattr(namespace, self.dest, getattr(namespace, self.dest) | {key: typed(text) for key, _, text in pairs})
+
+
+def typed(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m lln_fairseq.linearize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("teacher", type=Path, help="a checkpoint with softmax attention")
+    parser.add_argument("data", type=Path, help="a directory of text, binarised with the teacher's tokenizer")
+    parser.add_argument("out", type=Path, help="a directory for model.pt")
+    default = LLNRobertaConfig.attention
+    parser.add_argument("--attention", choices=sorted(ATTENTION_REGISTRY), default=default, help="(%(default)s)")
+    parser.add_argument("--option", nargs="+", action=Options, default={}, metavar="KEY=VALUE",
+                        help="options of the attention, as in docs/attentions.md: mix=joint_offset")  # fmt: skip
+    parser.add_argument("--mix", help="short for --option mix=...")
+    parser.add_argument("--steps", type=int, default=400, help="updates (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=512, help="of each update (%(default)s)")
+    parser.add_argument("--length", type=int, help="of the longest texts (default: the model's positions)")
+    parser.add_argument("--lr", type=float, default=0.01, help="of Adam (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
+    args = parser.parse_args(argv)
+    if args.steps < 0 or args.tokens < 1 or not args.lr > 0 or (args.length is not None and args.length < 3):
+        parser.error("--steps must be at least 0, --tokens 1, --length 3, and --lr above 0")
+    if args.mix:
+        args.option = args.option | {"mix": args.mix}
+    keep_freed_memory()
+    return run_main(lambda: linearize(args), "\ninterrupted; the same command goes on from the last save")

@@ -1,0 +1,145 @@
+"""The students of a softmax encoder: a linear attention for each of its layers, trained side by side."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln_fairseq.attention import build_attention
+from lln_fairseq.host.errors import InputError
+from lln_fairseq.transfer import Student, Texts, exchanged, recorded, relative_error, similarity
+
+SHORTEST = 64  # tokens: LLN+Diag is softmax in a block anyway
+SEED = 5  # of the held-out texts
+ROWS = 4096  # tokens of a held-out batch, about
+
+
+class Students:
+    """Trains one student a layer with Adam; the second half of the steps goes down to a learning rate of 0."""
+
+    def __init__(self, model: Any, attention: str, options: dict[str, Any], lr: float, steps: int, seed: int) -> None:
+        """Raises: InputError for options that the attention does not have."""
+        self.model, self.lr, self.steps, self.step = model, lr, steps, 0
+        self.layers = list(model.encoder.sentence_encoder.layers)
+        teacher = self.layers[0].self_attn
+        sizes = dict(num_heads=teacher.num_heads, head_dim=teacher.head_dim, max_positions=model.max_positions())
+        torch.manual_seed(seed)
+        try:
+            built = [build_attention(attention, **sizes, **options) for _ in self.layers]
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        for number, module in enumerate(built):
+            module.place(number, len(built))
+        heads = (teacher.num_heads, teacher.head_dim)
+        self.modules = nn.ModuleList(Student(module, *heads) for module in built).to(teacher.q_proj.weight.device)
+        self.optimizer = torch.optim.Adam(self.modules.parameters(), lr=lr)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def train_step(self, texts: Texts, tokens: int, longest: int) -> list[float]:
+        """One update with so many tokens, in texts of `longest`, its half, its quarter, ... The error of each layer."""
+        lengths = [length for length in (longest >> k for k in range(16)) if length >= min(SHORTEST, longest)]
+        length = lengths[int(torch.randint(len(lengths), (), generator=self.generator))]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * min(1.0, 2 * (1 - self.step / self.steps))
+        errors = self.errors(texts.batch(max(1, tokens // length), length, self.generator))
+        self.optimizer.zero_grad()
+        torch.stack(errors).mean().backward()
+        self.optimizer.step()
+        self.step += 1
+        return [error.item() for error in errors]
+
+    def errors(self, tokens: Tensor) -> list[Tensor]:
+        """What `relative_error` says of each layer, with the teacher's hidden states as its input."""
+        device = next(self.model.parameters()).device
+        with torch.no_grad(), recorded(self.layers) as recorders:
+            self.model(src_tokens=tokens.to(device), features_only=True)
+        found = []
+        for layer, recorder, student in zip(self.layers, recorders, self.modules, strict=True):
+            heads = recorder.last
+            out = student(heads.q, heads.k, heads.v, heads.mask)
+            found.append(relative_error(out, heads, layer.self_attn.out_proj.weight.detach()))
+        return found
+
+    def branches(self) -> dict[str, list[nn.Module]]:
+        """Of a mixed attention, each part alone in all layers, with the same alignment."""
+        names = list(self.modules[0].attention.branches())
+        return {name: [student.with_attention(student.attention.branches()[name]) for student in self.modules]
+                for name in names}  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step, "modules": self.modules.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.modules.load_state_dict(state["modules"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+
+    def fold(self) -> dict[str, Tensor]:
+        """Folds the alignments into the model, and returns the parameters that changed or are new, by their names."""
+        found = {}
+        for number, (layer, student) in enumerate(zip(self.layers, self.modules, strict=True)):
+            student.alignment.fold(layer.self_attn.q_proj, layer.self_attn.k_proj)
+            layer.self_attn.attention = student.attention
+            prefix = f"encoder.sentence_encoder.layers.{number}.self_attn."
+            parameters = layer.self_attn.state_dict(prefix=prefix)
+            changed = ("q_proj.", "k_proj.", "attention.")
+            found |= {name: x.cpu() for name, x in parameters.items() if name[len(prefix) :].startswith(changed)}
+        return found
+
+
+@dataclass
+class Quality:
+    """How near the students come to the teacher on held-out texts."""
+
+    errors: list[float]  # of each layer, as a root mean square relative to the teacher's output
+    cosine: float  # between mean-pooled vectors of the last layer
+    same_neighbour: float
+
+
+class HeldOut:
+    """Texts that no student was trained on, all of one length, and the teacher's vectors of them."""
+
+    def __init__(self, model: Any, texts: Texts, count: int, length: int) -> None:
+        """Raises: InputError where there is too little text."""
+        self.model, self.length = model, length
+        self.layers = list(model.encoder.sentence_encoder.layers)
+        try:
+            tokens = texts.batch(count, length, torch.Generator().manual_seed(SEED))
+        except ValueError as error:
+            raise InputError(f"the held-out text is too short: {error}") from None
+        self.batches = tokens.split(max(1, ROWS // length))
+        self.teacher = self._vectors()
+
+    def of(self, students: Students) -> Quality:
+        with torch.no_grad():
+            errors = torch.stack([torch.stack(students.errors(tokens)) for tokens in self.batches]).mean(dim=0)
+        return Quality(errors.sqrt().tolist(), *self.similarity(list(students.modules)))
+
+    def similarity(self, attentions: list[nn.Module]) -> tuple[float, float]:
+        with exchanged(self.layers, attentions):
+            return similarity(self._vectors(), self.teacher)
+
+    @torch.no_grad()
+    def _vectors(self) -> Tensor:
+        device = next(self.model.parameters()).device
+        features = (self.model(src_tokens=tokens.to(device), features_only=True)[0] for tokens in self.batches)
+        return torch.cat([hidden.mean(dim=1) for hidden in features])
+
+
+def report(students: Students, held_out: list[HeldOut], before: list[Quality]) -> None:
+    """Prints what the transfer has brought, and what each part of a mixed attention would do alone."""
+    for texts, start in zip(held_out, before, strict=True):
+        now = texts.of(students)
+        print(f"held-out texts of {texts.length} tokens, beside the teacher's: before -> after")
+        print(f"  cosine of the texts' vectors    {start.cosine:.3f} -> {now.cosine:.3f}")
+        print(f"  same nearest text               {start.same_neighbour:.2f} -> {now.same_neighbour:.2f}")
+        for layer, errors in enumerate(zip(start.errors, now.errors, strict=True)):
+            print(f"  relative error of layer {layer:2d}       {errors[0]:.3f} -> {errors[1]:.3f}")
+        for name, attentions in students.branches().items():
+            cosine, neighbour = texts.similarity(attentions)
+            print(f"  {name:12s} cosine {cosine:.3f}, same nearest text {neighbour:.2f}")

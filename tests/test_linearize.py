@@ -1,0 +1,161 @@
+"""A softmax encoder becomes a linear one, and keeps its own softmax."""
+
+import re
+
+import pytest
+import torch
+
+from lln_fairseq import linearize
+from lln_fairseq.convert import convert
+from lln_fairseq.loading import load_model
+from lln_fairseq.students import Students
+from lln_fairseq.transfer import exchanged
+from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
+
+SIZES = (("train", 120), ("valid", 90))
+SOFTMAX = (*MASKED_LM, *LLN, "--attention", "softmax", "--max-positions", 64, "--dropout", 0)
+OPTIONS = (
+    "--option",
+    "mix=joint_offset",
+    "gain=learned",
+    "block_size=8",
+    "--steps",
+    100,
+    "--tokens",
+    192,
+    "--lr",
+    0.03,
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A small model with softmax attention of some contrast, and its data."""
+    folder, monkeypatch = tmp_path_factory.mktemp("teacher"), pytest.MonkeyPatch()
+    with monkeypatch.context():
+        data = make_corpus(folder / "data", SIZES)
+        train(monkeypatch, folder / "log", data, folder / "run", *SOFTMAX, "--max-update", 2)
+    path = folder / "run" / "checkpoint_last.pt"
+    state = torch.load(path, weights_only=False)
+    for name, value in state["model"].items():
+        if re.search(r"\.[qk]_proj\.(weight|bias)", name):
+            value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))) * 0.35)
+    torch.save(state, path)
+    return path, data
+
+
+def run(*arguments):
+    return linearize.main(list(map(str, arguments)))
+
+
+def tokens():
+    return torch.randint(4, 60, (3, 50), generator=torch.Generator().manual_seed(7))
+
+
+def output(path):
+    model, _ = load_model(str(path))
+    with torch.no_grad():
+        return model(src_tokens=tokens(), features_only=True)[0]
+
+
+def test_the_students_come_nearer_and_the_softmax_stays(teacher, tmp_path, capsys):
+    path, data = teacher
+    out = tmp_path / "out"
+    assert run(path, data, out, *OPTIONS) == 0
+    said = capsys.readouterr().out
+    errors = [tuple(map(float, pair)) for pair in re.findall(r"error of layer +\d+ +(\S+) -> (\S+)", said)]
+    assert len(errors) == 2
+    assert all(after < 0.8 * before for before, after in errors), said
+    cosines = [tuple(map(float, pair)) for pair in re.findall(r"vectors +(\S+) -> (\S+)", said)]
+    assert all(before < after <= 1 for before, after in cosines), said
+    assert re.search(r"LLN only +cosine .*\n +Diag only +cosine", said)
+    linear, _ = load_model(str(out / "model.pt"))
+    config = linear.encoder.sentence_encoder.layers[0].self_attn.attention.config
+    assert (config.mix, config.gain, config.block_size) == ("joint_offset", "learned", 8)
+    convert(out / "model.pt", tmp_path / "softmax", "softmax", dictionary=out / "dict.txt")
+    torch.testing.assert_close(output(tmp_path / "softmax" / "model.pt"), output(path), rtol=1e-5, atol=1e-5)
+    assert run(path, data, out, *OPTIONS) == 0
+    assert "is complete" in capsys.readouterr().out
+    assert list((out / "tensorboard").iterdir())
+
+
+def test_folding_keeps_what_the_students_computed(teacher):
+    path, data = teacher
+    model, task = load_model(str(path))
+    students = Students(model, "lln_diag", {"mix": "joint"}, 0.03, 10, seed=1)
+    texts = linearize.read_texts(data, "train", task.source_dictionary)
+    for _ in range(5):
+        students.train_step(texts, 128, 64)
+    with exchanged(students.layers, list(students.modules)), torch.no_grad():
+        wanted = model(src_tokens=tokens(), features_only=True)[0]
+    students.fold()
+    with torch.no_grad():
+        folded = model(src_tokens=tokens(), features_only=True)[0]
+    torch.testing.assert_close(folded, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_interrupted_transfer_goes_on_exactly(teacher, tmp_path, monkeypatch, capsys):
+    path, data = teacher
+    assert run(path, data, tmp_path / "whole", *OPTIONS) == 0
+    step = Students.train_step
+
+    def interrupted(self, *args):
+        if self.step == 73:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Students, "train_step", interrupted)
+        assert run(path, data, tmp_path / "out", *OPTIONS) == 130
+    assert not (tmp_path / "out" / "model.pt").exists()
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--seed", 2) == 1
+    assert "holds a run with another seed" in capsys.readouterr().err
+    assert run(path, data, tmp_path / "out", *OPTIONS) == 0
+    found, whole = (torch.load(tmp_path / name / "model.pt")["model"] for name in ("out", "whole"))
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def test_the_text_of_a_task_and_an_attention_without_branches(teacher, tmp_path, capsys):
+    path, _ = teacher
+    task = make_classification(tmp_path / "task", SIZES)
+    assert run(path, task, tmp_path / "out", "--attention", "elu", "--steps", 20, "--tokens", 64) == 0
+    assert "only" not in capsys.readouterr().out
+    assert output(tmp_path / "out" / "model.pt").isfinite().all()
+
+
+SHORT = (("train", 9), ("valid", 1))
+CASES = {
+    "no such checkpoint": lambda t, tmp: (tmp / "nowhere.pt", t[1], tmp / "out"),
+    "is not a binarised data directory": lambda t, tmp: (t[0], tmp, tmp / "out"),
+    "has no option 'nope'": lambda t, tmp: (*t, tmp / "out", "--option", "nope=1"),
+    "is not the teacher's": lambda t, tmp: (t[0], make_corpus(tmp / "c", SIZES, WORDS[::-1]), tmp / "out"),
+    "too few for a text of 64": lambda t, tmp: (
+        t[0],
+        make_corpus(tmp / "c", (("train", 9), ("valid", 1))),
+        tmp / "out",
+    ),
+    "has no text in its split 'valid'": lambda t, tmp: (t[0], make_corpus(tmp / "c", (("train", 9),)), tmp / "out"),
+}
+
+
+@pytest.mark.parametrize("message", CASES)
+def test_bad_input_ends_in_one_line_and_leaves_nothing(message, teacher, tmp_path, capsys):
+    assert run(*CASES[message](teacher, tmp_path)) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_teacher_has_softmax(teacher, tmp_path, monkeypatch, capsys):
+    data = teacher[1]
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *MASKED_LM, *LLN, "--max-update", 1)
+    assert run(tmp_path / "run" / "checkpoint_last.pt", data, tmp_path / "out") == 1
+    assert "has lln_diag attention, and a teacher has softmax" in capsys.readouterr().err
+
+
+def test_wrong_flags(teacher, tmp_path, capsys):
+    for flags in (["--option", "mix"], ["--steps", "-1"], ["--lr", "0"], ["--attention", "nope"]):
+        with pytest.raises(SystemExit) as error:
+            run(*teacher, tmp_path / "out", *flags)
+        assert error.value.code == 2
