@@ -41,7 +41,7 @@ def model_card(
 def _about(config: Mapping[str, Any]) -> str:
     if "attention" not in config:
         return "Its attention is softmax: it is a RoBERTa like any other and needs no code of its own."
-    keys = ("mix", "block_size", "scope", "constants", "alpha", "beta")
+    keys = ("mix", "block_size", "scope", "constants", "gain", "alpha", "beta")
     options = ", ".join(f"{key} {config[key]}" for key in keys if config.get(key) is not None)
     name = config["attention"]
     return f"Its attention is `{name}`, Linear Log-Normal attention ({PAPER}), at linear cost: {options}."

@@ -4,7 +4,9 @@ The file goes with every exported model; it needs torch and transformers, and us
 is installed. Shapes: B sequences, H heads, N tokens, D features of a head. `padded` is bool (B, N), True = padding.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +24,13 @@ except ImportError:
     HAS_KERNELS = False
 
 ATTENTIONS = ("lln", "lln_diag")
-MIXES: dict[str, tuple[str, ...]] = {"average": (), "ratio": ("ratio",), "scale": ("ratio", "diag_scale")}
+MIXES: dict[str, tuple[str, ...]] = {  # and their learned parameters
+    "average": (), "ratio": ("ratio",), "scale": ("ratio", "diag_scale"),
+    "joint": (), "joint_share": ("share_logit",), "joint_offset": ("offset",),
+}  # fmt: skip
+PER_FEATURE = ("ratio", "scale")
+GAINS = ("none", "learned")
+SHARE_FLOOR = 1 / 16
 CONSTANTS = ("calibrated", "paper")
 PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086  # σ_lln² = a σ̃² + b, of the authors' code
 MIN_SIGMA, LOG_SIGMA2_LIMIT = 1e-6, 24.0
@@ -35,16 +43,16 @@ class LLNRobertaConfig(RobertaConfig):
 
     def __init__(self, attention: str = "lln_diag", mix: str = "average", block_size: int | None = None,
                  alpha: float | None = None, beta: float | None = None, scope: str = "head",
-                 constants: str = "calibrated", moment_table: list[list[float]] | None = None,
-                 **options: Any) -> None:  # fmt: skip
+                 constants: str = "calibrated", gain: str = "none",
+                 moment_table: list[list[float]] | None = None, **options: Any) -> None:  # fmt: skip
         super().__init__(**options)
         for value, known, name in ((attention, ATTENTIONS, "attention"), (mix, MIXES, "mix"),
-                                   (constants, CONSTANTS, "constants")):  # fmt: skip
+                                   (constants, CONSTANTS, "constants"), (gain, GAINS, "gain")):  # fmt: skip
             if value not in known:
                 raise ValueError(f"unknown {name} '{value}', this file knows {', '.join(known)}")
         self.attention, self.mix, self.block_size = attention, mix, block_size
         self.alpha, self.beta, self.scope, self.constants = alpha, beta, scope, constants
-        self.moment_table = moment_table
+        self.gain, self.moment_table = gain, moment_table
 
 
 class LLNSelfAttention(RobertaSelfAttention):
@@ -53,10 +61,14 @@ class LLNSelfAttention(RobertaSelfAttention):
     def __init__(self, config: LLNRobertaConfig) -> None:
         super().__init__(config)
         self.config = config
-        if config.attention == "lln_diag":
-            for name in MIXES[config.mix]:
-                value = torch.full((config.num_attention_heads, 1, self.attention_head_size), 0.5)
-                self.register_parameter(name, nn.Parameter(value))
+        heads = config.num_attention_heads
+        if config.gain == "learned":
+            self.log_gain = nn.Parameter(torch.zeros(2, heads))
+        for name in MIXES[config.mix] if config.attention == "lln_diag" else ():
+            per_feature = torch.full((heads, 1, self.attention_head_size), 0.5)
+            self.register_parameter(
+                name, nn.Parameter(per_feature if config.mix in PER_FEATURE else torch.zeros(heads))
+            )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *unused: Any,
                 **unused_too: Any) -> tuple[Tensor, None]:  # fmt: skip
@@ -72,28 +84,56 @@ class LLNSelfAttention(RobertaSelfAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
         """q, k, v (B, H, N, D) -> (B, H, N, D)."""
         config, dropout = self.config, self.dropout.p if self.training else 0.0
-        matching = {"alpha": config.alpha, "beta": config.beta, "scope": config.scope, "constants": config.constants}
+        size = config.block_size or q.shape[-1]
         if HAS_KERNELS:
+            given = {name: getattr(config, name) for name in ("alpha", "beta", "scope", "constants")}
+            if config.gain == "learned":
+                given = dict(zip(("alpha", "beta"), self.alpha_beta(q, k, padded), strict=True))
+            if config.attention == "lln_diag" and config.mix not in PER_FEATURE:
+                return lln_diag_attention(q, k, v, key_padding_mask=padded, block_size=size, dropout_p=dropout,
+                                          mix=config.mix, mix_parameter=self.mix_parameter(), **given)  # fmt: skip
+            lln = lln_attention(q, k, v, key_padding_mask=padded, **given)
             if config.attention == "lln":
-                return lln_attention(q, k, v, key_padding_mask=padded, **matching)
-            if config.mix == "average":
-                return lln_diag_attention(q, k, v, key_padding_mask=padded, block_size=config.block_size,
-                                          dropout_p=dropout, **matching)  # fmt: skip
-            lln = lln_attention(q, k, v, key_padding_mask=padded, **matching)
-            return self.mixed(lln, block_diag_attention(q, k, v, padded, config.block_size, dropout))
-        dtype, size = q.dtype, config.block_size or q.shape[-1]
+                return lln
+            return self.mixed(lln, block_diag_attention(q, k, v, padded, size, dropout))
+        dtype = q.dtype
         q, k, v = q.float(), k.float(), v.float()
-        lln = plain_lln(q, k, v, *alpha_beta(q, k, padded, config), padded)
+        features = plain_features(q, k, *self.alpha_beta(q, k, padded), padded)
         if config.attention == "lln":
-            return lln.to(dtype)
-        return self.mixed(lln, plain_block_diag(q, k, v, padded, size, dropout)).to(dtype)
+            return plain_lln(*features, v, padded).to(dtype)
+        if config.mix.startswith("joint"):
+            weight = functools.partial(self.outside_weight, parameter=self.mix_parameter())
+            return plain_joint(q, k, v, *features, padded, size, dropout, weight).to(dtype)
+        return self.mixed(plain_lln(*features, v, padded), plain_block_diag(q, k, v, padded, size, dropout)).to(dtype)
+
+    def alpha_beta(self, q: Tensor, k: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
+        """α and β (B, H), with the factors that the heads have learned."""
+        alpha, beta = alpha_beta(q.float(), k.float(), padded, self.config)
+        if self.config.gain == "none":
+            return alpha, beta
+        gain = self.log_gain.float().exp()
+        return alpha * gain[0], beta * gain[1]
 
     def mixed(self, lln: Tensor, diag: Tensor) -> Tensor:
-        """Every mix of MIXES."""
+        """The mixes of two outputs."""
         if self.config.mix == "average":
             return (lln + diag) / 2
         ratio = self.ratio.to(lln.dtype)
         return ratio * lln + (1 - ratio if self.config.mix == "ratio" else self.diag_scale.to(lln.dtype)) * diag
+
+    def mix_parameter(self) -> Tensor | None:
+        """The share or offset of each head, (H,)."""
+        learned = {"joint_share": lambda: self.share_logit.sigmoid(), "joint_offset": lambda: self.offset}
+        return learned[self.config.mix]() if self.config.mix in learned else None
+
+    def outside_weight(self, u: Tensor, parameter: Tensor | None) -> Tensor:
+        """c of `plain_joint` for the mass u (B, H, blocks, queries, 1) that LLN gives to other blocks."""
+        if parameter is None:
+            return torch.ones_like(u)
+        parameter = parameter.float()[:, None, None, None]
+        if self.config.mix == "joint_share":
+            return (1 - parameter) / u.clamp_min(SHARE_FLOOR)
+        return 1 / (u + (1 - u) * (-parameter).exp())
 
 
 def padding_of(mask: Tensor | None) -> Tensor | None:
@@ -107,27 +147,61 @@ def padding_of(mask: Tensor | None) -> Tensor | None:
     return ~row if row.dtype == torch.bool else row < 0
 
 
-def plain_lln(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, padded: Tensor | None) -> Tensor:
-    """A (Wᵀ v) with W_jd = e^{βk_jd - L_d}, A_id = softmax_d(αq_id + L_d), L_d = logsumexp_j βk_jd: eq. 8, stable."""
+def plain_features(q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A and W with W_jd = e^{βk_jd - L_d}, A_id = softmax_d(αq_id + L_d), L_d = logsumexp_j βk_jd: eq. 8, stable."""
     y = beta[..., None, None] * k
     if padded is not None:
-        hidden = padded[:, None, :, None]
-        y, v = y.masked_fill(hidden, -math.inf), v.masked_fill(hidden, 0.0)
+        y = y.masked_fill(padded[:, None, :, None], -math.inf)
     total = y.logsumexp(dim=-2, keepdim=True)
     total = total.masked_fill(total == -math.inf, 0.0)  # a sequence without a token gives 0
-    return (alpha[..., None, None] * q + total).softmax(dim=-1) @ ((y - total).exp().mT @ v)
+    return (alpha[..., None, None] * q + total).softmax(dim=-1), (y - total).exp()
+
+
+def plain_lln(a: Tensor, w: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
+    """A (Wᵀ v)"""
+    return a @ (w.mT @ (v if padded is None else v.masked_fill(padded[:, None, :, None], 0.0)))
+
+
+class Blocks:
+    """Tensors (B, H, N, D) as blocks of `size` tokens (B, H, blocks, size, D); `hidden`: keys that are padding."""
+
+    def __init__(self, q: Tensor, padded: Tensor | None, size: int) -> None:
+        self.length, self.size = q.shape[2], size
+        self.count = -(-self.length // size)
+        padded = q.new_zeros(q.shape[0], self.length, dtype=torch.bool) if padded is None else padded
+        hidden = F.pad(padded, (0, self.count * size - self.length), value=True).unflatten(1, (self.count, size))
+        self.hidden = hidden[:, None, :, None]  # (B, 1, blocks, 1, keys)
+
+    def cut(self, *tensors: Tensor) -> list[Tensor]:
+        missing = self.count * self.size - self.length
+        return [F.pad(x, (0, 0, 0, missing)).unflatten(2, (self.count, self.size)) for x in tensors]
+
+    def join(self, x: Tensor) -> Tensor:
+        return x.flatten(2, 3)[:, :, : self.length]
 
 
 def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, size: int, dropout: float) -> Tensor:
     """softmax(q kᵀ / √D) v inside blocks of `size` tokens; 0 in a block without a token."""
-    length = q.shape[2]
-    count = -(-length // size)
-    padded = q.new_zeros(q.shape[0], length, dtype=torch.bool) if padded is None else padded
-    hidden = F.pad(padded, (0, count * size - length), value=True).unflatten(1, (count, size))[:, None, :, None]
-    q, k, v = (F.pad(x, (0, 0, 0, count * size - length)).unflatten(2, (count, size)) for x in (q, k, v))
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, torch.finfo(q.dtype).min)
-    weights = F.dropout(scores.softmax(dim=-1).masked_fill(hidden, 0.0), dropout)
-    return (weights @ v.masked_fill(hidden.mT, 0.0)).flatten(2, 3)[:, :, :length]
+    blocks = Blocks(q, padded, size)
+    q, k, v = blocks.cut(q, k, v)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(blocks.hidden, torch.finfo(q.dtype).min)
+    weights = F.dropout(scores.softmax(dim=-1).masked_fill(blocks.hidden, 0.0), dropout)
+    return blocks.join(weights @ v.masked_fill(blocks.hidden.mT, 0.0))
+
+
+def plain_joint(q: Tensor, k: Tensor, v: Tensor, a: Tensor, w: Tensor, padded: Tensor | None, size: int, dropout: float,
+                weight: Callable[[Tensor], Tensor]) -> Tensor:  # fmt: skip
+    """(1 - c u) Diag + c (LLN outside the block), u the mass of LLN outside it and c = weight(u)."""
+    blocks = Blocks(q, padded, size)
+    diag, whole = plain_block_diag(q, k, v, padded, size, dropout), plain_lln(a, w, v, padded)
+    a_b, w_b, v_b, diag_b, whole_b = blocks.cut(a, w, v, diag, whole)
+    inside = (a_b @ w_b.mT).masked_fill(blocks.hidden, 0.0)
+    u = (1 - inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
+    real = (~blocks.hidden).sum(dim=-1, keepdim=True)
+    c = torch.where(real == 0, 1.0, weight(u))
+    c = c.masked_fill((real == real.sum(dim=2, keepdim=True)) & (real > 0), 0.0)  # all tokens in one block: softmax
+    outside = whole_b - inside @ v_b.masked_fill(blocks.hidden.mT, 0.0)
+    return blocks.join((1 - c * u) * diag_b + c * outside)
 
 
 @torch.no_grad()

@@ -18,7 +18,11 @@ from lln_fairseq.ops.moment_matching import calibration_table
 
 MODELING = "modeling_lln_roberta"
 OURS = ("lln", "lln_diag")  # that the modeling file knows, and its values of the options below
-KNOWN = {"mix": ("average", "ratio", "scale"), "constants": ("calibrated", "paper")}
+KNOWN = {  # what a model of ours may have that the modeling file does not know
+    "mix": ("average", "ratio", "scale", "joint", "joint_share", "joint_offset"),
+    "constants": ("calibrated", "paper"),
+    "gain": ("none", "learned"),
+}
 CLASSES = {"": "AutoModel", "ForMaskedLM": "AutoModelForMaskedLM",
            "ForSequenceClassification": "AutoModelForSequenceClassification"}  # fmt: skip
 FIXED = {  # options of which Hugging Face's RoBERTa has one value

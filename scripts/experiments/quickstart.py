@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
+from scripts.experiments.from_pretrained import FromPretrained
 from scripts.experiments.quickstart_report import draw, table
 from scripts.experiments.steps import Steps, evaluation, prepare_demo_data, training
 
@@ -96,6 +97,8 @@ class Quickstart:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/quickstart.sh", description=__doc__)
     parser.add_argument("--compare", action="store_true", help="also softmax, and fine-tuning without pre-training")
+    parser.add_argument("--from-pretrained", action="store_true", help="instead: fetches all-MiniLM-L6-v2 (84 MB), "
+                        "gives it a linear attention and fine-tunes it, beside its own softmax")  # fmt: skip
     parser.add_argument("--archive", help="the demo's source archive, for machines without a network")
     parser.add_argument(
         "--data", default="data-bin/demo", help="where the demo data is or will be (default: %(default)s)"
@@ -103,4 +106,5 @@ def main() -> int:
     parser.add_argument("--out", default="runs/quickstart", help="checkpoints, logs, picture (default: %(default)s)")
     parser.add_argument("--updates", type=int, help="at most so many updates a training: a quick try of everything")
     args = parser.parse_args()
-    return run_main(lambda: Quickstart(args).all(), "\ninterrupted; the same command goes on from here")
+    what = FromPretrained if args.from_pretrained else Quickstart
+    return run_main(lambda: what(args).all(), "\ninterrupted; the same command goes on from here")

@@ -1,0 +1,67 @@
+"""The quickstart with a real pre-trained encoder: all-MiniLM-L6-v2 becomes linear, and learns the demo's reviews.
+
+Three models are fine-tuned alike: with its own softmax, with LLN+Diag put in its place, and with LLN+Diag after
+attention transfer on the demo's text (lln_fairseq.linearize).
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from data_prep.encoders import ENCODERS
+from scripts.columns import aligned
+from scripts.experiments.steps import Steps, call, evaluation, training
+
+NAME = "minilm"
+ATTENTION, TEACHER = "lln_diag", "softmax"
+OPTIONS = {"mix": "joint_offset", "gain": "learned", "block_size": "32"}
+LENGTH = "128"  # tokens of the longest text of the transfer; the demo's sentences have 27
+
+
+class FromPretrained:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.out, self.args = Path(args.out) / f"from_{NAME}", args
+        self.data = Path(f"{args.data}-{NAME}")
+        self.steps = Steps(self.out)
+
+    def all(self) -> None:
+        python = [sys.executable, "-m"]
+        encoder, teacher, linear = self.out / "encoder", self.out / TEACHER, self.out / "linear"
+        if not (encoder / ENCODERS[NAME].files[-1]).is_file():
+            call([*python, "data_prep.encoders", NAME, "--out", str(encoder)])
+        command = [*python, "lln_fairseq.convert", str(encoder), str(teacher), "--attention", TEACHER]
+        self.steps.run("convert", command)
+        archive = ["--archive", self.args.archive] if self.args.archive else []
+        call([*python, "data_prep.demo", "--out", str(self.data), "--tokenizer", str(teacher), *archive])
+        options = [f"{key}={value}" for key, value in OPTIONS.items()]
+        steps = ["--steps", str(self.args.updates)] if self.args.updates else []
+        command = [*python, "lln_fairseq.linearize", str(teacher / "model.pt"), str(self.data / "lm"), str(linear),
+                   "--attention", ATTENTION, "--option", *options, "--length", LENGTH, *steps]  # fmt: skip
+        self.steps.run("linearize", command)
+        print((self.out / "logs" / "linearize.log").read_text().partition("held-out")[2].partition("held-out")[0])
+        swapped = [f"attention={ATTENTION}", *(f"model.{ATTENTION}_{key}={value}" for key, value in OPTIONS.items())]
+        scores = {
+            "its softmax": self.tuned("softmax", teacher, [f"attention={TEACHER}"]),
+            "LLN+Diag put in": self.tuned("swapped", teacher, swapped),
+            "LLN+Diag after transfer": self.tuned("linearized", linear, swapped),
+        }
+        heads = ["", "dev [%]", "test [%]"]
+        rows = [[name, *(f"{100 * score:.1f}" for score in values)] for name, values in scores.items()]
+        print(f"accuracy after fine-tuning\n{aligned([heads, *rows])}")
+        print("\n" + aligned([("wall time", "[s]"), *((step, f"{t:.0f}") for step, t in self.steps.times.items())]))
+
+    def tuned(self, name: str, start: Path, attention: list[str]) -> list[float]:
+        """The accuracies on dev and test of the encoder in `start`, fine-tuned with an attention."""
+        folder = self.out / f"finetune_{name}"
+        overrides = ["glue=demo_minilm", "model=minilm", "run=cpu", f"task.data={self.data}/sentiment", *attention]
+        if self.args.updates:
+            overrides.append(f"optimization.max_update={self.args.updates}")
+        command = training("finetune", folder, f"checkpoint.finetune_from_model={start / 'model.pt'}", *overrides)
+        self.steps.run(f"fine-tune {name}", command, self.args.updates or 252)
+        found = []
+        for split in ("valid", "test"):
+            result = folder / f"{split}.json"
+            self.steps.run(f"evaluate {name} on {split}", evaluation(folder / "checkpoint_best.pt", split, result))
+            found.append(json.loads(result.read_text())["accuracy"])
+        return found
