@@ -26,13 +26,13 @@ lln_fairseq.register()  # before all that imports fairseq, which would talk
 
 from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
 from lln_fairseq.hf import from_fairseq, from_hf  # noqa: E402
-from lln_fairseq.hf.directory import new_directory  # noqa: E402
+from lln_fairseq.hf.directory import new_directory, write_large  # noqa: E402
 from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, PADDING, POSITIONS, Encoder  # noqa: E402
 from lln_fairseq.host.checkpoints import OUR_STATE  # noqa: E402
 from lln_fairseq.host.errors import InputError  # noqa: E402
 from lln_fairseq.host.fit import dictionary_hash  # noqa: E402
 from lln_fairseq.models.adapt import MECHANISM, resize_positions  # noqa: E402
-from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel  # noqa: E402
+from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel, RobertaConfig  # noqa: E402
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask  # noqa: E402
 
 CHECKPOINT = "model.pt"
@@ -45,12 +45,10 @@ def convert(
     heads: int | None = None,
 ) -> Encoder:  # fmt: skip
     """Writes OUT whole or not at all; returns what is in it. Raises: InputError."""
-    if out.exists() or out.is_symlink():
-        raise InputError(f"{out} is there already")
-    encoder = from_hf.read(source) if source.is_dir() else from_fairseq.read(source, dictionary, heads, attention)
-    if positions:
-        encoder.notes += resize(encoder, positions)
     with new_directory(out) as folder:
+        encoder = from_hf.read(source) if source.is_dir() else from_fairseq.read(source, dictionary, heads, attention)
+        if positions is not None:
+            encoder.notes += resize(encoder, positions)
         write(encoder, attention, folder)
     return encoder
 
@@ -61,8 +59,8 @@ def write(encoder: Encoder, attention: str, folder: Path) -> None:
     (folder / DICTIONARY).write_text(text, encoding="utf-8")
     for name, data in encoder.files.items():
         (folder / name).write_bytes(data)
-    part = folder / f"{CHECKPOINT}.tmp"
-    torch.save(checkpoint(encoder, attention, folder), part)
+    state, part = checkpoint(encoder, attention, folder), folder / f"{CHECKPOINT}.tmp"
+    write_large(part, lambda path: torch.save(state, path))
     part.replace(folder / CHECKPOINT)
 
 
@@ -124,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("source", type=Path, help="a directory of Hugging Face, or a checkpoint of fairseq")
     parser.add_argument("out", type=Path, help="a new directory, for model.pt, dict.txt and the tokenizer")
-    default = LLNRobertaConfig.attention
+    default = RobertaConfig.attention
     parser.add_argument("--attention", choices=sorted(ATTENTION_REGISTRY), default=default, help="(%(default)s)")
     parser.add_argument("--positions", type=int, help="the longest sequence (default: that of the source)")
     parser.add_argument("--dictionary", type=Path, help="dict.txt of a checkpoint of fairseq (default: beside it)")
@@ -148,4 +146,5 @@ def overrides(encoder: Encoder, attention: str) -> list[str]:
     unlike = {key: value for key, value in given.items() if key in known and value != known[key]}
     if unlike.get("layernorm_embedding") is not encoder.options.get("encoder_normalize_before"):
         unlike.pop("layernorm_embedding", None)  # as it would be anyway
-    return [f"attention={attention}", *(f"model.{key}={value}" for key, value in unlike.items())]
+    length = f"task.max_positions={encoder.options['max_positions']}"
+    return [f"attention={attention}", length, *(f"model.{key}={value}" for key, value in unlike.items())]

@@ -22,7 +22,7 @@ import lln_fairseq
 lln_fairseq.register()  # before all that imports fairseq, which would talk
 
 from lln_fairseq.hf import to_hf, tokenizer_out  # noqa: E402
-from lln_fairseq.hf.directory import CONFIG, new_directory  # noqa: E402
+from lln_fairseq.hf.directory import CONFIG, new_directory, write_large  # noqa: E402
 from lln_fairseq.hf.encoder import OFFSET  # noqa: E402
 from lln_fairseq.hf.model_card import model_card  # noqa: E402
 from lln_fairseq.host.checkpoints import peek  # noqa: E402
@@ -42,29 +42,27 @@ def export(checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Pat
     `data`: the data directory, where it is not that of the training; `tokenizer`: a directory with the tokenizer, where
     it is not with the checkpoint or the data. Raises: InputError.
     """
-    if out.exists() or out.is_symlink():
-        raise InputError(f"{out} is there already")
-    model, task = load_model(str(checkpoint), str(data) if data else None)
-    head, labels = _head(model, task)
-    args = _options(model)
-    options = attention_options(args.attention, args)
-    found = to_hf.export(model.cpu().state_dict(), args, options, head, labels)
-    folders = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
-    files = tokenizer_out.find([tokenizer] if tokenizer else folders)
-    if tokenizer and not files:
-        raise InputError(f"{tokenizer} has no tokenizer")
-    if files:
-        positions = found.config["max_position_embeddings"] - OFFSET
-        files = tokenizer_out.exported(files, task.source_dictionary.symbols, positions)
-    files[CONFIG] = (json.dumps(found.config, indent=2, ensure_ascii=False) + "\n").encode()
-    if "auto_map" in found.config:
-        files[f"{to_hf.MODELING}.py"] = Path(to_hf.__file__).with_name(f"{to_hf.MODELING}.py").read_bytes()
-    history = peek(str(checkpoint)).get("optimizer_history") or [{}]
-    updates = history[-1].get("num_updates", 0)
-    versions = {"lln_fairseq": lln_fairseq.__version__} | {name: metadata.version(name) for name in MADE_WITH}
-    card = model_card(found.config, found.purpose, tokenizer_out.TOKENIZER in files, versions, updates, folders)
-    files["README.md"] = card.encode()
     with new_directory(out) as folder:
+        model, task = load_model(str(checkpoint), str(data) if data else None)
+        head, labels = _head(model, task)
+        args = _options(model)
+        options = attention_options(args.attention, args)
+        found = to_hf.export(model.cpu().state_dict(), args, options, head, labels)
+        folders = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
+        files = tokenizer_out.find([tokenizer] if tokenizer else folders)
+        if tokenizer and not files:
+            raise InputError(f"{tokenizer} has no tokenizer")
+        if files:
+            positions = found.config["max_position_embeddings"] - OFFSET
+            files = tokenizer_out.exported(files, task.source_dictionary.symbols, positions)
+        files[CONFIG] = (json.dumps(found.config, indent=2, ensure_ascii=False) + "\n").encode()
+        if "auto_map" in found.config:
+            files[f"{to_hf.MODELING}.py"] = Path(to_hf.__file__).with_name(f"{to_hf.MODELING}.py").read_bytes()
+        history = peek(str(checkpoint)).get("optimizer_history") or [{}]
+        updates = history[-1].get("num_updates", 0)
+        versions = {"lln_fairseq": lln_fairseq.__version__} | {name: metadata.version(name) for name in MADE_WITH}
+        card = model_card(found.config, found.purpose, tokenizer_out.TOKENIZER in files, versions, updates, folders)
+        files["README.md"] = card.encode()
         for name, content in files.items():
             (folder / name).write_bytes(content)
         _save(found.tensors, folder / "model.safetensors")
@@ -93,7 +91,7 @@ def _save(tensors: dict[str, Any], path: Path) -> None:
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
         raise InputError("model.safetensors needs the package safetensors: pip install 'lln-fairseq[hf]'") from error
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_large(path, lambda place: save_file(tensors, place, metadata={"format": "pt"}))
 
 
 def main(argv: list[str] | None = None) -> int:

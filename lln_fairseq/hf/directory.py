@@ -4,8 +4,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,10 @@ def as_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` at the end, or nothing."""
+    """A directory that becomes `out` at the end, or nothing. Raises: InputError where `out` is there already."""
+    if out.exists() or out.is_symlink():
+        raise InputError(f"{out} is there already")
+    above = [path for path in out.parents if not path.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -98,4 +101,16 @@ def new_directory(out: Path) -> Iterator[Path]:
         part.rename(out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
+        for path in above:  # innermost first
+            with suppress(OSError):  # something else is in it by now
+                path.rmdir()
         raise
+
+
+def write_large(path: Path, write: Callable[[Path], None]) -> None:
+    """write(path), by a library that has errors of its own for a disk that is full. Raises: InputError."""
+    try:
+        write(path)
+    except Exception as error:
+        free = shutil.disk_usage(path.parent).free / 1e6
+        raise InputError(f"cannot write {path.name}: {first_line(error)} ({free:.0f} MB free)") from error

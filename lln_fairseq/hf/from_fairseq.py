@@ -54,6 +54,7 @@ def read(path: Path, dictionary: Path | None = None, heads: int | None = None, a
     _check(tensors, wanted, path)
     parameters, notes = {name: tensors[name] for name in wanted}, []
     if has_head:
+        _check({HEAD_WEIGHT: tensors[EMBEDDING], **tensors}, {HEAD_WEIGHT: (sizes.V, sizes.C)}, path)
         parameters[HEAD_WEIGHT] = tensors.get(HEAD_WEIGHT, tensors[EMBEDDING])
         options["untie_weights_roberta"] = not torch.equal(parameters[HEAD_WEIGHT], parameters[EMBEDDING])
     own = {name: value for name, value in tensors.items() if ".self_attn.attention." in name}
@@ -72,7 +73,7 @@ def read(path: Path, dictionary: Path | None = None, heads: int | None = None, a
 
 def _names_of_today(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whatever wraps the encoder and its head, and the names of 2019, as RoBERTa has them now."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, value in parameters.items():
         name = re.sub(r"^.*?\b(?=(sentence_encoder|lm_head)\.)", "encoder.", name)
         name = name.replace(".emb_layer_norm.", ".layernorm_embedding.")

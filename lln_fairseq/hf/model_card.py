@@ -23,7 +23,7 @@ def model_card(
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [lln_fairseq, roberta]", "---", ""]
     lines += ["# A RoBERTa of lln_fairseq", "", _about(config), "", "## Use", ""]
     lines += [f"    from transformers import {'AutoTokenizer, ' if tokenizer else ''}{auto}", ""]
-    lines += ["    tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)"] if tokenizer else []
+    lines += [f"    tokenizer = AutoTokenizer.from_pretrained(DIRECTORY{trusted})"] if tokenizer else []
     lines += [f"    model = {auto}.from_pretrained(DIRECTORY{trusted})", ""]
     lines += ["## What it is", ""]
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")

@@ -58,6 +58,9 @@ class LLNRobertaConfig(RobertaConfig):
 class LLNSelfAttention(RobertaSelfAttention):
     """The projections of RoBERTa with LLN attention between them."""
 
+    ratio: nn.Parameter
+    diag_scale: nn.Parameter
+
     def __init__(self, config: LLNRobertaConfig) -> None:
         super().__init__(config)
         self.config = config
@@ -244,7 +247,7 @@ class LLNRobertaModel(RobertaModel):
     def __init__(self, config: LLNRobertaConfig, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=add_pooling_layer)
         for layer in self.encoder.layer:
-            layer.attention.self = LLNSelfAttention(config)
+            layer.attention.self = LLNSelfAttention(config)  # type: ignore[union-attr]
         self.post_init()
 
 

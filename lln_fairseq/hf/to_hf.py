@@ -131,7 +131,7 @@ def _attention(name: str, options: Mapping[str, Any], head_dim: int) -> dict[str
 
 def _mechanism(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
     """The attention's own parameters."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for layer in range(layers):
         ours = f"{ENCODER}layers.{layer}.{MECHANISM}"
         theirs = f"roberta.encoder.layer.{layer}.attention.self."

@@ -135,10 +135,22 @@ def _document(folder: Path) -> bytes:
         return tokenizer_json.as_bytes(content)
     if not (folder / "merges.txt").is_file():
         raise InputError(f"{folder} has vocab.json without merges.txt")
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    ids, prefix = _from_json(folder / "vocab.json"), bool(settings.get("add_prefix_space", False))
+    return tokenizer_json.as_bytes(tokenizer_json.byte_level_bpe(ids, _merges(folder / "merges.txt", ids), prefix))
+
+
+def _merges(path: Path, ids: Mapping[str, int]) -> list[str]:
+    """The merges of a byte-level BPE. Raises: InputError for the first that makes no token."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is damaged: {error}") from error
     merges = [line for line in lines if line and not line.startswith("#version")]
-    prefix = bool(settings.get("add_prefix_space", False))
-    return tokenizer_json.as_bytes(tokenizer_json.byte_level_bpe(_from_json(folder / "vocab.json"), merges, prefix))
+    for merge in merges:
+        parts = merge.split(" ")
+        if len(parts) != 2 or not {*parts, "".join(parts)} <= ids.keys():
+            raise InputError(f"{path} does not fit vocab.json, first at {merge[:80]!r}")
+    return merges
 
 
 def check_dictionary(symbols: list[str], files: Mapping[str, bytes], path: Path) -> None:

@@ -96,7 +96,7 @@ def _sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
     """A SentencePiece model in the library of Hugging Face."""
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf makes it on import
     try:
         proto.ParseFromString(data)
     except Exception as error:  # of protobuf, which is not ours
@@ -108,7 +108,7 @@ def _sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
     normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
     bytes_too = bool(proto.trainer_spec.byte_fallback)
     if proto.trainer_spec.model_type == BPE:
-        model = {
+        model: dict[str, Any] = {
             "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": bytes_too, "ignore_merges": False,
             "vocab": now, "merges": _merges(normal),

@@ -1,5 +1,7 @@
 """The SentencePiece tokenizer and fairseq's dict.txt."""
 
+import sys
+
 import pytest
 from fairseq.data import Dictionary
 
@@ -10,6 +12,7 @@ from data_prep.tokenizers import (
     dictionary_text,
     load_sentencepiece,
     main,
+    make_tokenizer,
     train_sentencepiece,
 )
 from data_prep.vocabulary import load_vocabulary
@@ -52,6 +55,24 @@ def test_a_model_whose_pieces_are_no_text_or_that_has_none():
     for spoilt in (model.replace("é".encode(), b"\xc3(", 1), b""):
         with pytest.raises(DataError, match=r"not a SentencePiece model: ('utf-8' codec|it has no pieces)"):
             SentencePieceTokenizer(spoilt)
+
+
+def test_a_tokenizer_json_that_is_none_and_a_missing_package(monkeypatch):
+    with pytest.raises(DataError, match=r"not a tokenizer\.json"):
+        make_tokenizer("huggingface", {"tokenizer.json": b"{}"})
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"needs the package tokenizers: pip install 'lln-fairseq\[hf\]'"):
+        make_tokenizer("huggingface", {"tokenizer.json": b"{}"})
+
+
+def test_a_directory_with_a_tokenizer_comes_before_a_manifest_above_it(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "spm.model").write_bytes(train_sentencepiece(LINES, 60))
+    assert load_vocabulary(str(tmp_path / "model")).tokenizer.kind == "sentencepiece"
+    (tmp_path / "model" / "spm.model").unlink()
+    with pytest.raises(DataError, match=r"manifest\.json is damaged or names no tokenizer"):
+        load_vocabulary(str(tmp_path / "model"))
 
 
 def test_white_space_that_tiktoken_cannot_split(gpt2):

@@ -8,14 +8,19 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    BertTokenizerFast,
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaModel,
+    RobertaTokenizerFast,
     XLMRobertaConfig,
     XLMRobertaForMaskedLM,
+    XLMRobertaTokenizer,
 )
 
 from data_prep.tokenizers import train_sentencepiece
+from data_prep.vocabulary import load_vocabulary
+from lln_fairseq.loading import load_model
 
 TEXTS = ["The plot isn't new – but it holds.", "Éva saw 2 films; we saw none!", "a", "unknown ☃ letters and <mask>"]
 PIECES = 38
@@ -25,6 +30,7 @@ CLASSES = {
     "xlm-roberta": (XLMRobertaConfig, XLMRobertaForMaskedLM, None),
     "bert": (BertConfig, BertForMaskedLM, BertModel),
 }
+TOKENIZERS = {"roberta": RobertaTokenizerFast, "bert": BertTokenizerFast, "xlm-roberta": XLMRobertaTokenizer}
 
 
 def make_model(kind, folder, headless=False, seed=0, **options):
@@ -74,3 +80,20 @@ def pieces(folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sentencepiece.bpe.model").write_bytes(train_sentencepiece(TEXTS * 3, PIECES, "unigram"))
     return PIECES + 2
+
+
+def encoded(folder, texts=TEXTS):
+    """(B, N) ids as data_prep and our tasks make them, padded."""
+    vocabulary = load_vocabulary(str(folder))
+    rows = [torch.tensor([0, *vocabulary.table[ids], 2]) for ids in vocabulary.tokenizer.encode_ids(texts)]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
+
+
+def logits(folder, tokens):
+    model, _ = load_model(str(folder / "model.pt"))
+    with torch.no_grad():
+        return model(tokens)[0]
+
+
+def rename(tensors, name, new):
+    tensors[new] = tensors.pop(name)
