@@ -24,7 +24,6 @@ from lln_fairseq.host.run_tokenizer import DICTIONARIES, FOLDER
 TOKENIZERS = ("spm.model", "encoder.json", "vocab.bpe", TOKENIZER)
 LAYERS = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")
 TRAINED_WITH = ("activation_fn", "dropout", "attention_dropout", "activation_dropout", "layer_norm_eps")
-LEFT_OUT = re.compile(r"(classification_heads|encoder\.regression_head|encoder\._ema)\b")
 IGNORED = re.compile(r"(\.version|_float_tensor)$")
 PRE_NORM = (ENCODER + "layer_norm.weight", ENCODER + "layer_norm.bias")
 
@@ -63,10 +62,10 @@ def read(path: Path, dictionary: Path | None = None, heads: int | None = None, a
         options |= {key: value for key, value in given.items() if key.startswith(f"{attention}_")}
     others = [name for name in tensors if name not in parameters and not IGNORED.search(name) and name not in own]
     others = [name for name in others if name != HEAD_WEIGHT]
-    if unknown := [name for name in others if not LEFT_OUT.match(name)]:
+    if unknown := [name for name in others if name.startswith((ENCODER, HEAD))]:
         raise InputError(f"{path} has what no RoBERTa has: {first_few(unknown)}")
-    if others:
-        notes.append(f"left out: {', '.join(sorted({name.split('.')[0] for name in others}))}")
+    if others:  # heads for other tasks
+        notes.append(f"left out: {first_few(others)}")
     symbols, files = _dictionary(path, dictionary, sizes.V)
     return Encoder(as_float32(parameters), options, symbols, files, notes)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln_fairseq.hf.directory import CONFIG, as_float32, read_json, read_tensors
 from lln_fairseq.hf.encoder import EMBEDDING, HEAD, OFFSET, PADDING, POSITIONS, Encoder, first_few
-from lln_fairseq.hf.names import HEAD_BIAS, HEAD_WEIGHT, TOKEN_TYPES, Sizes, encoder_names, head_names
+from lln_fairseq.hf.names import HEAD_BIAS, HEAD_WEIGHT, TOKEN_TYPES, Name, Sizes, encoder_names, head_names
 from lln_fairseq.hf.tokenizer import PIECES, Vocabulary, read_vocabulary
 from lln_fairseq.host.errors import InputError
 
@@ -25,10 +25,9 @@ REFUSED = {"is_decoder": True, "add_cross_attention": True}  # what no encoder o
 
 OLD_NAMES = {re.compile(r"LayerNorm\.gamma$"): "LayerNorm.weight", re.compile(r"LayerNorm\.beta$"): "LayerNorm.bias"}
 # Names of other parts: what they hold is not used, and said, if it is more than a buffer.
-BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)$")
-UNUSED = re.compile(
-    r"(pooler|classifier|qa_outputs|cls\.seq_relationship|lm_head\.decoder|cls\.predictions\.decoder)\."
-)
+# What is no parameter, or the embedding again; and where every parameter must be known: heads for other tasks are not.
+IGNORED = re.compile(r"embeddings\.(position_ids|token_type_ids)$|(lm_head|cls\.predictions)\.decoder\.")
+OF_THE_MODEL = re.compile(r"(embeddings|encoder|lm_head|cls\.predictions)\.")
 
 
 def read(folder: Path) -> Encoder:
@@ -124,15 +123,14 @@ def _by(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _left_out(tensors: dict[str, Tensor], names: list[Any], folder: Path) -> list[str]:
-    """A note about the parts that are not used. Raises: InputError for tensors that no RoBERTa or BERT has."""
+def _left_out(tensors: dict[str, Tensor], names: list[Name], folder: Path) -> list[str]:
+    """A note about the heads that are not used. Raises: InputError for what no encoder of a RoBERTa or BERT has."""
     known = {name.theirs for name in names} | {TOKEN_TYPES}
-    others = [name for name in tensors if name not in known and not BUFFERS.search(name)]
-    if unknown := [name for name in others if not UNUSED.match(name)]:
+    others = [name for name in tensors if name not in known and not IGNORED.match(name)]
+    if unknown := [name for name in others if OF_THE_MODEL.match(name)]:
         raise InputError(f"{folder} has what no RoBERTa or BERT has: {first_few(unknown)}")
-    parts = {UNUSED.match(name)[1] for name in others}  # type: ignore[index]
-    parts -= {"lm_head.decoder", "cls.predictions.decoder"}  # the embedding again
-    return [f"left out: {', '.join(sorted(parts))}"] if parts else []
+    heads = {".".join(name.split(".")[: 2 if name.startswith("cls.") else 1]) for name in others}
+    return [f"left out: {', '.join(sorted(heads))}"] if heads else []
 
 
 def _vocabulary(folder: Path, config: dict[str, Any], rows: int) -> Vocabulary:

@@ -115,6 +115,16 @@ def test_a_model_without_a_head_says_so(tmp_path, capsys):
     assert model.encoder.lm_head.weight is model.encoder.sentence_encoder.embed_tokens.weight
 
 
+def test_heads_for_other_tasks_are_left_out(copy, tmp_path):
+    folder = copy("bert")
+    tensors = load_file(folder / "model.safetensors")
+    extra = dict.fromkeys(("cls.seq_relationship.bias", "cls.species.weight", "classifier.weight"), torch.zeros(2))
+    save_file(tensors | {name: value.clone() for name, value in extra.items()}, folder / "model.safetensors")
+    assert convert(folder, tmp_path / "out", "softmax").notes == [
+        "left out: classifier, cls.seq_relationship, cls.species"
+    ]
+
+
 def test_an_untied_head(tmp_path):
     model = make_model("roberta", tmp_path / "in", tie_word_embeddings=False)
     convert(tmp_path / "in", tmp_path / "out", "softmax")

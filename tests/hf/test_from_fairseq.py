@@ -48,6 +48,14 @@ def test_a_checkpoint_of_fairseq(form, trained, tmp_path):
         assert torch.equal(logits(tmp_path / "out", tokens), model(tokens)[0])
 
 
+def test_heads_for_other_tasks_are_left_out(trained, tmp_path):
+    state = torch.load(trained / "checkpoint_last.pt")
+    state["model"]["classification_heads.sst2.dense.bias"] = torch.zeros(32)
+    torch.save(state, tmp_path / "a.pt")
+    (note,) = convert(tmp_path / "a.pt", tmp_path / "out", "softmax", dictionary=trained / "dict.txt").notes
+    assert note == "left out: classification_heads.sst2.dense.bias"
+
+
 def test_a_checkpoint_of_ours_with_another_attention(trained, tmp_path):
     source = trained / "checkpoint_last.pt"
     convert(source, tmp_path / "out", "lln_diag")
@@ -61,6 +69,7 @@ BAD_CHECKPOINTS = {
     "other": (lambda s: {**s, "model": {"x": torch.zeros(1)}}, r"is no RoBERTa, it is a lln_roberta_tiny: it has no"),
     "shape": (lambda s: change(s, "layers.1.fc1.bias", torch.zeros(3)), r"layers.1.fc1.bias is 3, and the others need"),
     "missing": (lambda s: change(s, "layers.1.fc1.bias", None), r"lacks encoder.sentence_encoder.layers.1.fc1.bias"),
+    "unknown": (lambda s: change(s, "adapter.bias", torch.zeros(3)), r"has what no RoBERTa has: encoder.sentence_enc"),
     "heads": (lambda s: {**s, "cfg": {"model": {"_name": "x"}}}, "does not say how many attention heads"),
 }
 
