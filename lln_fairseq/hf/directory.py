@@ -79,8 +79,11 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def as_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the dtype of our checkpoints."""
-    return {name: value.to(torch.float32).contiguous() for name, value in tensors.items()}
+    """Numbers in the dtype of our checkpoints; integers (a mechanism's seeds) stay."""
+    return {
+        name: (value.to(torch.float32) if value.is_floating_point() else value).contiguous()
+        for name, value in tensors.items()
+    }
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from data_prep.tokenizers import SentencePieceTokenizer, make_tokenizer, train_s
 from data_prep.vocabulary import load_vocabulary, new_vocabulary
 from lln_fairseq.convert import convert
 from lln_fairseq.export import export, main
+from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_hf, tokenizer_out
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
@@ -190,12 +191,19 @@ def test_masks_by_query_are_refused(pretrained, tmp_path):
         model(torch.full((1, 5), 7), attention_mask=torch.ones(1, 5, 5).tril())
 
 
-def test_the_modeling_file_knows_what_it_does_not_know():
-    from lln_fairseq.hf.modeling_lln_roberta import LLNRobertaConfig
-
+def test_the_modeling_file_knows_what_is_exported_and_refuses_the_rest():
+    assert modeling.ATTENTIONS == to_hf.OURS
+    assert {"mix": tuple(modeling.MIXES), "constants": modeling.CONSTANTS} == to_hf.KNOWN
     for option in ("attention", "mix", "constants"):
         with pytest.raises(ValueError, match=f"unknown {option} 'new', this file knows"):
-            LLNRobertaConfig(**{option: "new"})
+            modeling.LLNRobertaConfig(**{option: "new"})
+
+
+def test_an_option_that_the_modeling_file_does_not_know_is_refused(pretrained):
+    model, _ = load_model(str(pretrained("--attention", "lln_diag")))
+    options = {"mix": "new", "constants": "calibrated"}
+    with pytest.raises(InputError, match="lln_diag with mix new cannot be exported, only with average, ratio, scale"):
+        to_hf.export(model.state_dict(), model.args, options)
 
 
 @pytest.mark.slow
