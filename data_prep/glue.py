@@ -145,7 +145,7 @@ def build(
             "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
             "counts": {split: _counts(task, rows[split]) for split in splits},
             "datasets": datasets,
-            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "torch", "numpy"]),
+            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
         return manifest.finish(out, settings, files, content)
 

@@ -143,7 +143,7 @@ def build(
             "tokenizer": vocabulary.record(),
             "counts": lines,
             "datasets": datasets,
-            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "torch", "numpy"]),
+            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
         return manifest.finish(out, settings, files, content)
 
