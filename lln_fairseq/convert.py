@@ -108,6 +108,9 @@ def load(model: nn.Module, encoder: Encoder) -> None:
     for name in [name for name in encoder.parameters if name not in own]:
         encoder.notes.append(f"left out, since this attention has no such parameter: {name}")
         del encoder.parameters[name]
+    for name, value in encoder.parameters.items():
+        if value.shape != own[name].shape:  # of a mechanism, whose parameters depend on its options or the length
+            raise InputError(f"{name} is {tuple(value.shape)} in the source, and {tuple(own[name].shape)} here")
     fresh = [name for name in own if MECHANISM in name and name not in encoder.parameters]
     if fresh:
         encoder.notes.append(f"new in this attention, at their initial values: {len(fresh)} parameters")

@@ -14,16 +14,16 @@ from lln_fairseq.host.fit import check_dictionary, check_labels
 
 def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     """The model of a checkpoint, in evaluation mode on the GPU if there is one, and its task with `data` as its data
-    directory, or the checkpoint's own where dict.txt is beside it (`lln_fairseq.convert`), or the one of the training.
+    directory, or the one of the training; ".", which `lln_fairseq.convert` writes, is the checkpoint's own.
 
     Raises: InputError for a checkpoint that is missing or cannot be read, and for data without dictionaries or with
     another dictionary or other labels than the checkpoint's.
     """
     lln_fairseq.register()
-    beside = os.path.dirname(os.path.abspath(checkpoint))
-    if data is None and os.path.isfile(os.path.join(beside, "dict.txt")):
-        data = beside
     state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
+    beside = os.path.dirname(os.path.abspath(checkpoint))
+    if data is None and state["cfg"].task.data == "." and os.path.isfile(os.path.join(beside, "dict.txt")):
+        state["cfg"].task.data = beside
     task = tasks.setup_task(state["cfg"].task, from_checkpoint=True)
     check_dictionary(state, task, checkpoint)
     check_labels(state, task, checkpoint)

@@ -64,6 +64,18 @@ def test_a_checkpoint_of_ours_with_another_attention(trained, tmp_path):
     assert options["encoder_layers"] == 2
 
 
+def test_parameters_of_an_attention_are_kept_with_its_options_and_fit_no_other_length(trained, tmp_path, monkeypatch):
+    options = ("--attention", "linformer", "--linformer-projected-length", 16, "--max-update", 1)
+    train(monkeypatch, tmp_path / "log", trained, tmp_path / "run", *MASKED_LM, *LLN, *options)
+    source, words = tmp_path / "run" / "checkpoint_last.pt", trained / "dict.txt"
+    assert convert(source, tmp_path / "out", "linformer", dictionary=words).notes == []
+    expected, got = (peek(str(path))["model"] for path in (source, tmp_path / "out" / "model.pt"))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+    with pytest.raises(InputError, match=r"attention\.\w+ is \(.*\) in the source, and \(.*\) here"):
+        convert(source, tmp_path / "longer", "linformer", positions=128, dictionary=words)
+
+
 BAD_CHECKPOINTS = {
     "nothing": (None, "no such checkpoint"),
     "other": (lambda s: {**s, "model": {"x": torch.zeros(1)}}, r"is no RoBERTa, it is a lln_roberta_tiny: it has no"),
