@@ -1,9 +1,8 @@
 """In which precision attention is computed."""
 
-import contextlib
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +24,14 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if not torch._C._is_any_autocast_enabled():
             return function(*args, **kwargs)
         devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
-        with contextlib.ExitStack() as stack:
-            for device in filter(torch.amp.is_autocast_available, devices):
-                stack.enter_context(torch.autocast(device, enabled=False))
-            return function(*args, **kwargs)
+        off: Callable[..., _R] = function
+        for device in filter(torch.amp.is_autocast_available, devices):
+            off = functools.partial(_without_autocast_on, device, off)
+        return off(*args, **kwargs)
 
     return wrapper
+
+
+def _without_autocast_on(device: str, function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
+    with torch.autocast(device, enabled=False):  # not in an ExitStack: torch.compile cannot look into one
+        return function(*args, **kwargs)

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Sequence
+from operator import index
 from pathlib import Path
 
 import torch
@@ -129,7 +130,7 @@ def _table_of(q: Tensor) -> Sequence[Tensor]:
     """The table for q; where operations are recorded or imitated, as tensors made there."""
     if not is_recorded(q):
         return calibration_table(q.shape[-1], q.device)
-    numbers = _table_numbers(int(q.shape[-1]))  # while tracing, a size is a tensor
+    numbers = _table_numbers(index(q.shape[-1]))  # while tracing, a size is a tensor or a symbol
     return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in numbers]
 
 

@@ -1,5 +1,6 @@
-"""torch.compile: one graph without a break, and the numbers of eager execution."""
+"""torch.compile: one graph without a break, the numbers of eager execution, and the C kernels in it."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from lln_fairseq.attention import build_attention
+from lln_fairseq.ops.backends import Mixture, choose_backend
+from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
 
@@ -51,6 +54,108 @@ def test_so_does_the_default_compiler(name):
     found = results(mask, torch.compile(attention, fullgraph=True))
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert relative_rms(one, other) <= (FLOAT32_GRADIENT if number else FLOAT32_FORWARD)
+
+
+@pytest.fixture
+def graphs():
+    """compile(function) and the names of the operators in what it has compiled."""
+    found = []
+
+    def backend(module, inputs):
+        found.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    def compiled(function, **options):
+        return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+    compiled.operators = found
+    return compiled
+
+
+OPERATOR = "lln_fairseq.mixture"
+needs_kernels = pytest.mark.skipif(
+    choose_backend("auto", torch.zeros(1, 1, 1, 32)) != "cpu", reason="no C compiler, or no CPU of ours"
+)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("head_dim", "dtype", "backend", "expected"), [
+    (32, torch.float32, "auto", True),
+    (32, torch.float32, "cpu", True),
+    (32, torch.float32, "torch", False),
+    (20, torch.float32, "auto", False),
+    (32, torch.float64, "auto", False),
+])  # fmt: skip
+def test_the_kernels_are_in_the_graph_where_they_run(head_dim, dtype, backend, expected, graphs):
+    q, k, v = random_qkv(dim=head_dim, dtype=dtype)
+    found = graphs(lambda q, k, v: lln_diag_attention(q, k, v, backend=backend))(q, k, v)
+    assert relative_rms(found, lln_diag_attention(q, k, v)) <= FLOAT32_FORWARD
+    assert (OPERATOR in graphs.operators) == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", ["heads", "tokens", "strided"])
+@pytest.mark.parametrize(("weights", "given"), [
+    ((0.5, 0.5), False), ((0.5, 0.5), True), ((1.0, 0.0), False), ((1.0, 0.0), True), ((0.0, 1.0), True),
+])  # fmt: skip
+def test_the_operator_keeps_torchs_contract(layout, weights, given):
+    q, k, v = random_qkv(length=40)
+    if layout == "tokens":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    if layout == "strided":
+        q, k, v = (torch.stack((x, x), dim=-1)[..., 0] for x in (q, k, v))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    alpha, beta = (torch.full((2, 3), 1.1, requires_grad=True) if given else None for _ in range(2))
+    seed = torch.tensor([7])
+    for mask, dropout in ((None, 0.0), (random_padding(2, 40), 0.1)):
+        arguments = (*leaves, alpha, beta, mask, seed if dropout else None, *weights, 16, dropout)
+        torch.library.opcheck(torch.ops.lln_fairseq.mixture.default, arguments)
+
+
+def test_the_operator_knows_all_that_a_mixture_is():
+    assert [field.name for field in dataclasses.fields(Mixture)] == [
+        "lln_weight", "diag_weight", "block_size", "dropout_p", "seed",
+    ]  # fmt: skip
+
+
+@needs_kernels
+def test_one_graph_for_every_length(graphs):
+    compiled = graphs(lambda q, k, v: lln_diag_attention(q, k, v), dynamic=True)
+    for length in (5, 33, 80, 97):
+        q, k, v = random_qkv(length=length)
+        assert relative_rms(compiled(q, k, v), lln_diag_attention(q, k, v)) <= FLOAT32_FORWARD
+    assert graphs.operators.count(OPERATOR) == 1
+
+
+@needs_kernels
+def test_dropout_is_the_same_in_both_passes():
+    def compute(q, k, v, mask):
+        torch.manual_seed(3)
+        return lln_diag_attention(q, k, v, dropout_p=0.3)
+
+    def compiled(q, k, v, mask):
+        torch.manual_seed(3)
+        return function(q, k, v)
+
+    function = torch.compile(lambda q, k, v: lln_diag_attention(q, k, v, dropout_p=0.3), fullgraph=True,
+                             backend="aot_eager")  # fmt: skip
+    for one, other in zip(results(None, compiled), results(None, compute), strict=True):
+        assert relative_rms(one, other) <= FLOAT32_GRADIENT
+
+
+def test_transforms_autocast_and_export_beside_compilation(graphs):
+    q, k, v = random_qkv(batch=4)
+    several = [x.view(2, 2, *x.shape[1:]) for x in (q, k, v)]
+    expected = lln_diag_attention(q, k, v)
+    compiled = torch.compile(torch.vmap(lln_diag_attention), fullgraph=True, backend="aot_eager")
+    assert relative_rms(compiled(*several).view_as(q), expected) <= FLOAT32_FORWARD
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert relative_rms(graphs(lln_diag_attention)(q, k, v), expected) <= FLOAT32_FORWARD
+    attention = build_attention("lln_diag", num_heads=3, head_dim=32, max_positions=128).eval()
+    for strict in (False, True):
+        exported = torch.export.export(attention, (q, k, v), strict=strict)
+        assert OPERATOR not in str(exported.graph)  # whoever loads it may not have it
+        assert relative_rms(exported.module()(q, k, v), expected) <= FLOAT32_FORWARD
 
 
 def test_the_operations_do_not_import_the_compiler():

@@ -9,11 +9,12 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 MODULES = {"torch": f"{__name__}.pytorch", "triton": f"{__name__}.triton", "cpu": f"{__name__}.cpu"}
 BACKENDS = ("auto", *MODULES)
@@ -88,6 +89,10 @@ def choose_backend(
     wanted = _AUTO.get(q.device.type, "torch") if backend == "auto" else backend
     if wanted == "torch":
         return wanted
+    if wanted == "cpu" and is_compiled(q, *others):
+        block = None if block_size is None else index(block_size)  # sizes may be symbols
+        if _cpu_kernels_take(q.dtype, index(q.shape[-1]), block):
+            return wanted
     if is_recorded(q, *others):
         reason: str | None = "The kernels are no operations of torch: what records or imitates those does not see them."
     elif wanted == "triton" and importlib.util.find_spec("triton") is None:
@@ -117,3 +122,25 @@ def is_recorded(*values: object) -> bool:
         or torch._C._are_functorch_transforms_active()
         or any(isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta) for x in values)
     )
+
+
+def is_compiled(*values: object) -> bool:
+    """Whether torch.compile traces plain operations on these values, for which an operator can stand in its graph."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and not torch.compiler.is_exporting()
+        and all(type(x) in _PLAIN for x in values if isinstance(x, Tensor))
+    )
+
+
+def _cpu_kernels_take(dtype: torch.dtype, head_dim: int, block_size: int | None) -> bool:
+    """Whether they run on such tensors of a CPU, here; torch.compile asks once and takes the answer as it is."""
+    if torch._C._are_functorch_transforms_active():
+        return False
+    with _disable_current_modes():
+        q = torch.empty(0, 0, 0, head_dim, dtype=dtype, device="cpu")
+        return load_backend("cpu").is_supported(q, block_size) is None
+
+
+# What torch.compiler.assume_constant_result does, without its import of the compiler, which takes seconds.
+_cpu_kernels_take.__dict__["_dynamo_marked_constant"] = True
