@@ -19,7 +19,7 @@ from lln_fairseq.predict import main, predictions
 from lln_fairseq.text_ids import BATCH_TOKENS, PART_TEXTS, TextIds, batches_of, parts_of, rows_of
 from lln_fairseq.text_model import Prediction
 from tests.data_prep.conftest import TEXT, small_gpt2
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, WORDS, make_classification, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, WORDS, make_classification, train
 from tests.text_runs import OPTIONS, make_glue, texts_of
 from tests.text_runs import WORDS as WORDS_OF_TEXT
 
@@ -93,6 +93,16 @@ def test_a_run_predicts_wherever_it_is_and_without_its_data(runs, glue, tmp_path
     finally:
         hidden.rename(glue)
     assert load(moved / "checkpoint_last.pt").predict(texts) == expected
+
+
+def test_a_model_of_fairseqs_own_task_predicts_too(glue, tmp_path, monkeypatch):
+    options = ["sentence_prediction" if x == "lln_sentence_prediction" else x for x in CLASSIFICATION]
+    train(monkeypatch, tmp_path / "log", glue / "SST-2", tmp_path / "run", *options, *USER_DIR, "--arch", "roberta",
+          "--max-update", 2)  # fmt: skip
+    checkpoint = str(tmp_path / "run/checkpoint_last.pt")
+    model, task = evaluate.load(checkpoint)
+    found = load(checkpoint).predict(row[0] for row in texts_of(glue, "SST-2"))
+    assert [one.label for one in found] == evaluate.predictions(task, evaluate.run(model, task, "valid"))
 
 
 def test_any_number_of_texts_in_any_order(runs, glue):

@@ -51,7 +51,7 @@ def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
 
 def check_labels(state: Mapping[str, Any], task: Any, path: str) -> None:
     """Raises InputError if a fine-tuned model of ours had other labels, or in another order, than the task has."""
-    trained = our_state(state).get("labels", [])
+    trained = our_state(state).get("labels", []) if hasattr(task, "label_dictionary") else []
     if trained and trained != label_names(task):
         raise InputError(f"{path} was trained with the labels {trained}, {task.cfg.data} has {label_names(task)}")
 

@@ -107,3 +107,16 @@ def test_command(tmp_path, capfd):
     capfd.readouterr()
     assert main(arguments) == 1
     assert "is there already" in capfd.readouterr().err
+
+
+def test_the_texts_of_a_lines_symbols_make_the_line(gpt2):
+    line = "the film's story, naïve plots"
+    for tokenizer in (
+        load_vocabulary(str(gpt2)).tokenizer,
+        SentencePieceTokenizer(train_sentencepiece([line] * 3, 45)),
+    ):
+        text = "".join(map(tokenizer.symbol_text, encode_line(tokenizer, line)))
+        assert text.replace("��", "ï").strip() == line
+    spelt = SentencePieceTokenizer(train_sentencepiece(["a film and a story"] * 3, 280, byte_fallback=True))
+    symbols = encode_line(spelt, "a ï")
+    assert [spelt.symbol_text(symbol) for symbol in symbols[-2:]] == ["�", "�"]
