@@ -4,12 +4,15 @@ With s = σ_q² σ_k², the variance of log P of softmax attention, and α² σ_
 of LLN attention depends on σ̃² and the head dimension alone. α and β follow from the σ̃² at which both are equal:
 
     α = σ̃ / (√2 σ_q)        β = σ̃ / (√2 σ_k)                                                       (eq. 10)
+
+Rows of equal log-variance are not equally concentrated: those of LLN attention are not log-normal, and their entropy is
+up to 1.7 bits lower. The constants "entropy" match the entropy of the rows instead.
 """
 
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from pathlib import Path
 
@@ -22,7 +25,12 @@ from lln_fairseq.ops.checks import check_inputs
 from lln_fairseq.ops.dtypes import compute_dtype
 
 SCOPES = ("head", "batch")
-CONSTANTS = ("calibrated", "paper")
+# Those of a table each, by what both attentions are made equal in, and the paper's.
+TABLES_FILES = {
+    "calibrated": Path(__file__).with_name("moment_matching_tables.json"),
+    "entropy": Path(__file__).with_name("entropy_matching_tables.json"),
+}
+CONSTANTS = (*TABLES_FILES, "paper")
 
 # σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the broad range,
 # σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialised model.
@@ -32,7 +40,6 @@ MIN_SIGMA = 1e-6
 # log σ̃² at the most, where LLN attention has long had but one feature left. Beyond it float32 could not tell α q from
 # its neighbours. csrc/moments.h and the Triton kernels have the same limit.
 LOG_SIGMA2_LIMIT = 24.0
-TABLES_FILE = Path(__file__).with_name("moment_matching_tables.json")
 
 # The grid of s on which both attentions are simulated; between its points and beyond its ends log σ̃² is linear in
 # log s, with the slope of the nearest segment.
@@ -54,8 +61,9 @@ def match_moments(
         key_padding_mask: bool (B, N), True = padded; padded tokens do not count.
         scope: "head" = one pair per sequence and head: independent of batch mates, padding and workers; "batch" = one
             pair for the whole tensor, as the authors' code has it.
-        constants: "calibrated" = the tables simulated for this head dimension; "paper" = the paper's straight line.
-        backend: as for `lln_attention`; the fused kernels compute scope "head" with calibrated constants.
+        constants: "calibrated" and "entropy" = the tables simulated for this head dimension, by the variance of log P
+            and by the entropy of its rows; "paper" = the paper's straight line.
+        backend: as for `lln_attention`; the fused kernels compute scope "head" with a table.
 
     Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), without gradient.
     Raises: ValueError for an unknown scope, unknown constants, or tensors that do not fit.
@@ -65,10 +73,10 @@ def match_moments(
         if value not in known:
             raise ValueError(f"unknown {name} '{value}', choose from {', '.join(known)}")
     name = choose_backend(backend, q, None, k, key_padding_mask)
-    if (scope, constants) != ("head", "calibrated") or q.numel() == 0 or is_recorded(q, k, key_padding_mask):
+    if scope != "head" or constants not in TABLES_FILES or q.numel() == 0 or is_recorded(q, k, key_padding_mask):
         return matched_moments(q, k, key_padding_mask, scope, constants)
     q, k = q.detach().resolve_neg(), k.detach().resolve_neg()
-    return load_backend(name).match_moments(q, k, key_padding_mask, calibration_table(q.shape[-1], q.device))
+    return load_backend(name).match_moments(q, k, key_padding_mask, calibration_table(q.shape[-1], q.device, constants))
 
 
 @torch.no_grad()
@@ -82,7 +90,7 @@ def matched_moments(
     if constants == "paper":
         log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log()
     else:
-        log_sigma2 = interpolate(log_s, *(table or _table_of(q)))
+        log_sigma2 = interpolate(log_s, *(table or _table_of(q, constants)))
     sigma_tilde = (log_sigma2.clamp_max(LOG_SIGMA2_LIMIT) / 2).exp()
     return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
 
@@ -118,26 +126,28 @@ def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
 
 
 @functools.cache
-def calibration_table(head_dim: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def calibration_table(
+    head_dim: int, device: torch.device | str = "cpu", constants: str = "calibrated"
+) -> tuple[Tensor, Tensor]:
     """(log s, log σ̃²) for a head dimension, float32 on the device: shipped for common ones, else simulated once."""
     with _disable_current_modes():  # what is kept must be tensors with data, whatever is traced at the moment
-        points = _shipped_tables().get(str(head_dim)) or simulate_table(head_dim)
+        points = _shipped_tables(constants).get(str(head_dim)) or simulate_table(head_dim, constants=constants)
         log_s, log_sigma2 = (torch.tensor(x, dtype=torch.float32, device=device) for x in points)
         return log_s, log_sigma2
 
 
-def _table_of(q: Tensor) -> Sequence[Tensor]:
+def _table_of(q: Tensor, constants: str) -> Sequence[Tensor]:
     """The table for q; where operations are recorded or imitated, as tensors made there."""
     if not is_recorded(q):
-        return calibration_table(q.shape[-1], q.device)
-    numbers = _table_numbers(index(q.shape[-1]))  # while tracing, a size is a tensor or a symbol
+        return calibration_table(q.shape[-1], q.device, constants)
+    numbers = _table_numbers(index(q.shape[-1]), constants)  # while tracing, a size is a tensor or a symbol
     return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in numbers]
 
 
-def _table_numbers(head_dim: int) -> list[list[float]]:
+def _table_numbers(head_dim: int, constants: str) -> list[list[float]]:
     """`calibration_table` as numbers, which torch.compile takes as they are."""
     with _disable_current_modes():
-        return [x.tolist() for x in calibration_table(head_dim)]
+        return [x.tolist() for x in calibration_table(head_dim, constants=constants)]
 
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes seconds.
@@ -145,34 +155,49 @@ _table_numbers.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache
-def _shipped_tables() -> dict[str, list[list[float]]]:
-    return json.loads(TABLES_FILE.read_text())
+def _shipped_tables(constants: str) -> dict[str, list[list[float]]]:
+    return json.loads(TABLES_FILES[constants].read_text())
 
 
-def log_variance_softmax(x: Tensor, y: Tensor, s: float) -> float:
-    """Var log P of softmax attention of x, y (heads, N, D) ~ N(0, 1) scaled to σ_q² σ_k² = s."""
-    return (math.sqrt(s) * x @ y.mT / math.sqrt(x.shape[-1])).log_softmax(dim=-1).var(dim=(1, 2)).mean().item()
+def log_softmax(x: Tensor, y: Tensor, s: float) -> Tensor:
+    """log P of softmax attention of x, y (heads, N, D) ~ N(0, 1) scaled to σ_q² σ_k² = s."""
+    return (math.sqrt(s) * x @ y.mT / math.sqrt(x.shape[-1])).log_softmax(dim=-1)
 
 
-def log_variance_lln(x: Tensor, y: Tensor, sigma2: float) -> float:
-    """Var log P of LLN attention of x, y (heads, N, D) ~ N(0, 1) with α = β = σ̃ / √2, for σ̃² = sigma2."""
+def log_lln(x: Tensor, y: Tensor, sigma2: float) -> Tensor:
+    """log P of LLN attention of x, y (heads, N, D) ~ N(0, 1) with α = β = σ̃ / √2, for σ̃² = sigma2."""
     scale = math.sqrt(sigma2 / 2)
     # The exponentials of the whole range of σ̃ fit into float32 without subtracting a maximum.
-    log_kernel = ((scale * x).exp() @ (scale * y).exp().mT).log()
-    return log_kernel.log_softmax(dim=-1).var(dim=(1, 2)).mean().item()
+    return ((scale * x).exp() @ (scale * y).exp().mT).log().log_softmax(dim=-1)
 
 
-def simulate_table(head_dim: int, tokens: int = 1024, heads: int = 4, seed: int = 0) -> tuple[list[float], list[float]]:
-    """Pairs (log s, log σ̃²) at which LLN attention on Gaussian inputs has the measured log-variance of softmax.
+def log_variance(log_p: Tensor) -> float:
+    """Var log P over the entries of a head, the mean over heads."""
+    return log_p.var(dim=(1, 2)).mean().item()
+
+
+def missing_entropy(log_p: Tensor) -> float:
+    """ln N - H(P), the mean over rows, in nats: the divergence from the uniform distribution."""
+    return (log_p.exp() * (log_p + math.log(log_p.shape[-1]))).sum(dim=-1).mean().item()
+
+
+MEASURES: dict[str, Callable[[Tensor], float]] = {"calibrated": log_variance, "entropy": missing_entropy}
+
+
+def simulate_table(
+    head_dim: int, tokens: int = 1024, heads: int = 4, seed: int = 0, constants: str = "calibrated"
+) -> tuple[list[float], list[float]]:
+    """Pairs (log s, log σ̃²) at which LLN attention on Gaussian inputs measures the same as softmax, see MEASURES.
 
     Both attentions see the same x, y ~ N(0, 1) of shape (heads, tokens, head_dim); deterministic for a seed.
     The variances depend little on `tokens`: 4% at most between 512 and 2048 for s up to 16.
     """
+    measure = MEASURES[constants]
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, heads, tokens, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     log_s = torch.linspace(math.log(S_RANGE[0]), math.log(S_RANGE[1]), S_POINTS, dtype=torch.float64, device="cpu")
-    wanted = torch.tensor([log_variance_softmax(x, y, math.exp(point)) for point in log_s], dtype=torch.float64)
-    # The variance grows by less than σ̃⁴ and more than σ̃²/100 here, so this range holds every solution.
+    wanted = torch.tensor([measure(log_softmax(x, y, math.exp(point))) for point in log_s], dtype=torch.float64)
+    # What is measured grows by less than σ̃⁴ and more than σ̃²/100 here, so this range holds every solution.
     log_sigma2 = torch.linspace(math.log(1e-1), math.log(1.2e2), 2 * S_POINTS, dtype=torch.float64)
-    reached = torch.tensor([log_variance_lln(x, y, math.exp(point)) for point in log_sigma2], dtype=torch.float64)
+    reached = torch.tensor([measure(log_lln(x, y, math.exp(point))) for point in log_sigma2], dtype=torch.float64)
     return log_s.tolist(), interpolate(wanted.log(), reached.log(), log_sigma2).tolist()

@@ -37,10 +37,10 @@ def compiled():
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err[-2000:]
         rows += [json.loads(line) for line in out.splitlines()]
-    print(f"\n{'kernel':24} {'case':9} arch  dim dtype    split warps registers stack shared")
+    print(f"\n{'kernel':24} {'case':14} arch  dim dtype    split warps registers stack shared")
     for r in rows:
         print(
-            f"{r['kernel']:24} {r['case']:9} {r['arch']:4} {r['dim']:4} {r['dtype']:8} {r['split']!s:5} "
+            f"{r['kernel']:24} {r['case']:14} {r['arch']:4} {r['dim']:4} {r['dtype']:8} {r['split']!s:5} "
             f"{r['warps']:5} {r['registers']:9} {r['stack']:5} {r['shared']:6}"
         )
     return rows
@@ -66,7 +66,8 @@ def test_every_kernel_was_compiled(compiled):
     names = {r["kernel"] for r in compiled}
     assert names == {
         "_lln_state_kernel", "_lln_combine_kernel", "_lln_out_kernel", "_lln_dstate_kernel", "_lln_dcombine_kernel",
-        "_lln_dkv_kernel", "_lln_diag_bwd_kernel", "_moments_kernel", "_moments_combine_kernel",
+        "_lln_dkv_kernel", "_lln_diag_bwd_kernel", "_joint_out_kernel", "_joint_rows_kernel", "_joint_dq_kernel",
+        "_joint_dstate_kernel", "_joint_dkv_kernel", "_moments_kernel", "_moments_combine_kernel",
     }  # fmt: skip
     assert {(r["arch"], r["dim"], r["dtype"]) for r in compiled} == {
         (arch, dim, dtype) for arch in SHARED_MEMORY for dim in (64, 128) for dtype in ("float16", "bfloat16")

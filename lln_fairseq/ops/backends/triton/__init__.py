@@ -18,6 +18,7 @@ from lln_fairseq.ops.backends.triton import (
     forward_kernels,
     moment_kernels,
 )
+from lln_fairseq.ops.backends.triton.joint import joint_backward, joint_out
 from lln_fairseq.ops.backends.triton.launch import (
     aligned,
     chunk_of,
@@ -64,17 +65,20 @@ def draw_seed(device: torch.device) -> Tensor:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """LLN alone or ½ (LLN + block-diagonal softmax): 4 or 6 passes over N x D."""
+    """LLN alone, ½ (LLN + block-diagonal softmax) or a joint form: 4 or 6 passes over N x D."""
     if alpha is None or beta is None:
         alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
     q, k, v = aligned(q, k, v)
     batch, heads, length, dim = q.shape
     block_size, pad = _block_size(mix), mask_bytes(mask)
     tile = tiles_for(q).diag_out if block_size else tiles_for(q).out
-    out = torch.empty_like(q)
     chunk = chunk_of(block_size, tile.rows)
     with device_of(q):
         m, s, state = _state(k, v, pad, beta.contiguous())
+        if mix.joint:
+            out = joint_out(q, k, v, pad, alpha.contiguous(), beta.contiguous(), mix, (m, s, state))
+            return out, alpha, beta, (m, s, state)
+        out = torch.empty_like(q)
         forward_kernels._lln_out_kernel[batch * heads, triton.cdiv(length, chunk)](
             q, k, v, pad, alpha.contiguous(), m, s, state, mix.seed, out, *strides(q), *strides(out), heads, length,
             SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=block_size or 0, CHUNK=chunk,
@@ -88,11 +92,14 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
     saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """7 or 9 passes over N x D."""
+    """7 or 9 passes over N x D, 17 for a joint form."""
     q, k, v = aligned(q, k, v)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # an expanded one, of .sum() say
     m, s, state = saved
     alpha, beta, pad = alpha.contiguous(), beta.contiguous(), mask_bytes(mask)
+    if mix.joint:
+        with device_of(q):
+            return joint_backward(q, k, v, pad, alpha, beta, mix, saved, grad, needed)
     run = _Backward(q, k, v, alpha, beta, pad, mix, m, s, state, grad, needed[0], needed[1])
     with device_of(q):
         return *(_lln_diag_backward if mix.diag_weight else _lln_backward)(run), None

@@ -34,19 +34,29 @@ class Tiles(NamedTuple):
     dkv: Tile
     diag_bwd: Tile
     diag_bwd_long: Tile  # for blocks with more tokens than diag_bwd.rows
+    joint_out: Tile
+    joint_rows: Tile
+    joint_dq: Tile
+    joint_dkv: Tile
 
 
 # (architecture, bytes of an element, head dim up to): chosen so that half precision does not spill, shared memory fits
 # and many warps share a multiprocessor (tests/ops/backends/test_triton_aot.py prints it). Compute capability 8.x and
 # 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small tiles: tf32x3 needs three operands for one.
 _TABLE = {  # rows, warps, stages of each kernel in the order of Tiles
-    (80, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2), (32, 4, 1), (32, 4, 1)),
-    (80, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
-    (80, 4, 64): ((32, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
-    (80, 4, 128): ((16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
-    (90, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2), (64, 8, 2), (64, 4, 1), (32, 4, 1)),
-    (90, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
-}
+    (80, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2), (32, 4, 1), (32, 4, 1),
+                  (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    (80, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1),
+                   (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (80, 4, 64): ((32, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1),
+                  (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (80, 4, 128): ((16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1),
+                   (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (90, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 8, 2), (64, 8, 2), (64, 4, 1), (32, 4, 1),
+                  (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    (90, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (32, 8, 1), (32, 8, 1),
+                   (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
+}  # fmt: skip
 TILES = {key: Tiles(*(Tile(*tile) for tile in tiles)) for key, tiles in _TABLE.items()}
 TILES |= {(90, 4, dim): TILES[80, 4, dim] for dim in (64, 128)}
 
@@ -70,8 +80,6 @@ def tiles_for(q: Tensor) -> Tiles:
 
 def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
-    if joint:
-        return "They do not compute the joint forms of LLN+Diag."
     if q.dtype not in _DTYPES:
         return f"The Triton kernels take float16, bfloat16 and float32, not {q.dtype}."
     if q.shape[-1] not in HEAD_DIMS:
