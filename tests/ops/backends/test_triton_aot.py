@@ -18,6 +18,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 EXCEPTIONS = {
     # Philox needs some 20 registers in a kernel that has 255 of 255; 8 words are reloaded once a tile
     ("_lln_diag_bwd_kernel", 80, 128, "dropout"): 64,
+    ("_joint_rows_kernel", 90, 128, "joint-dropout"): 16,
 }
 
 

@@ -60,12 +60,12 @@ def _row_sums(
         o_k = i_t + tl.arange(0, ROWS)
         real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
         # (keys, D)
-        b_k = tl.load(_rows(k, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_v = tl.load(_rows(v, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         # (queries, keys)
         seen = _same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK) & (o_q[:, None] >= 0)
         b_count += tl.sum(seen.to(tl.int32), 1)
         b_e = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
+        b_k = tl.load(_rows(k, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_w = _exp_keys_of(b_k, b_beta, b_m, real)
         b_p = tl.dot(b_as, tl.trans(b_w.to(DOT)), input_precision=PRECISION) * unbalance
         b_p = tl.where(seen, b_p, 0.0)
@@ -103,8 +103,6 @@ def _joint_rows_kernel(
     start = i_c * CHUNK
     end = tl.minimum(start + CHUNK, N)
 
-    b_l = _log_normaliser(m, s, i_bh, D)
-    smallest, b_balance = _balance(s, i_bh, D)
     b_m = tl.load(m + i_bh * D + tl.arange(0, D))
     b_dparameter = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
@@ -116,12 +114,16 @@ def _joint_rows_kernel(
         usable = _usable(b_q, pad, i_b, o_q, end, N, HAS_PAD)
         if HAS_PAD:
             b_q = tl.where(usable[:, None], b_q, 0.0)
-        b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside[:, None], other=0.0).to(DOT)
-        b_a = _features(b_q, tl.load(alpha + i_bh), b_l)
+        b_a = _features(b_q, tl.load(alpha + i_bh), _log_normaliser(m, s, i_bh, D))
         b_da = _times_state_transposed(
             p_do + i_t.to(tl.int64) * stride_do_n, inside, S + i_bh * D * D, stride_do_n, D, ROWS, SLICE, DOT, PRECISION
         )
         b_oe = tl.sum(b_a * b_da, 1)
+        tl.debug_barrier()  # what was loaded so far is loaded anew instead of kept in registers
+        b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
+        b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside[:, None], other=0.0).to(DOT)
+        b_a = _features(b_q, tl.load(alpha + i_bh), _log_normaliser(m, s, i_bh, D))
+        smallest, b_balance = _balance(s, i_bh, D)
         b_lse, b_de, b_inside, b_me, b_count = _row_sums(
             b_q.to(DOT), b_do, (b_a * b_balance[None, :]).to(DOT), 1.0 / smallest, k + offset, v + offset, pad,
             tl.load(beta + i_bh), b_m, seed, i_bh, i_b, o_q, start, end, stride_n, N,
