@@ -58,7 +58,10 @@ class LLNRobertaConfig(RobertaConfig):
 class LLNSelfAttention(RobertaSelfAttention):
     """The projections of RoBERTa with LLN attention between them."""
 
-    ratio: nn.Parameter
+    log_gain: nn.Parameter  # of α and β, (2, H)
+    share_logit: nn.Parameter  # (H,)
+    offset: nn.Parameter
+    ratio: nn.Parameter  # (H, 1, D)
     diag_scale: nn.Parameter
 
     def __init__(self, config: LLNRobertaConfig) -> None:

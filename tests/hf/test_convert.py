@@ -43,7 +43,7 @@ def theirs_of(folder, kind, ours):
     return [*special, *others, tokenizer.mask_token_id][ours]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["roberta", "bert", "xlm-roberta"])
 def test_a_symbol_has_the_text_that_it_stands_for(kind, sources, tmp_path):
     convert(sources[kind][1], tmp_path / "out", "softmax")
     vocabulary, text = load_vocabulary(str(tmp_path / "out")), "we saw films but none isn"

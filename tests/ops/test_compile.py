@@ -32,7 +32,10 @@ def _nothing_compiled_before():
     ("lln", {}),
     ("lln_diag", {}),
     ("lln_diag", {"mix": "ratio"}),
+    ("lln_diag", {"mix": "joint_offset", "block_size": 16}),
+    ("lln", {"gain": "learned"}),
     ("lln_diag", {"constants": "paper"}),
+    ("lln_diag", {"constants": "entropy"}),
     ("lln", {"scope": "batch"}),
     ("block_diag", {}),
 ])  # fmt: skip
@@ -113,8 +116,9 @@ def test_the_operator_keeps_torchs_contract(layout, weights, given):
 
 
 def test_the_operator_knows_all_that_a_mixture_is():
+    joint_forms = ["joint", "parameter"]  # which it is not asked for
     assert [field.name for field in dataclasses.fields(Mixture)] == [
-        "lln_weight", "diag_weight", "block_size", "dropout_p", "seed",
+        "lln_weight", "diag_weight", "block_size", "dropout_p", "seed", *joint_forms,
     ]  # fmt: skip
 
 

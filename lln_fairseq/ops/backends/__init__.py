@@ -89,7 +89,7 @@ def choose_backend(
     wanted = _AUTO.get(q.device.type, "torch") if backend == "auto" else backend
     if wanted == "torch":
         return wanted
-    if wanted == "cpu" and is_compiled(q, *others):
+    if wanted == "cpu" and joint is None and is_compiled(q, *others):  # the operator has no joint form
         block = None if block_size is None else index(block_size)  # sizes may be symbols
         if _cpu_kernels_take(q.dtype, index(q.shape[-1]), block):
             return wanted

@@ -1,4 +1,4 @@
-"""The C kernels as operators of torch: torch.compile takes them into its graphs as they are.
+"""The C kernels as operators of torch: torch.compile takes them into its graphs as they are, but for the joint forms.
 
 Eager calls do not come through here; they would pay for the dispatch. Differentiable once, as compiled code is.
 """
@@ -57,8 +57,8 @@ def _backward(
     """The gradients of q, k, v, α, β; without an element for α and β where they need none."""
     mix = _mixture(lln_weight, diag_weight, block_size, dropout_p, seed)
     q, k, v, grad = q.resolve_neg(), k.resolve_neg(), v.resolve_neg(), grad.resolve_neg()
-    found = cpu.backward(q, k, v, alpha, beta, mask, mix, (states,), grad, (needs_alpha, needs_beta))
-    dq, dk, dv, dalpha, dbeta = (q.new_empty(0) if x is None else x for x in found)
+    found = cpu.backward(q, k, v, alpha, beta, mask, mix, (states,), grad, (needs_alpha, needs_beta, False))
+    dq, dk, dv, dalpha, dbeta = (q.new_empty(0) if x is None else x for x in found[:5])
     return dq, dk, dv, dalpha, dbeta
 
 
