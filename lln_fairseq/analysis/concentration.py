@@ -111,11 +111,11 @@ def lln_temperature(
 def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "calibrated") -> Tensor:
     """σ_lln², the s for which moment matching would choose this σ̃² = α²σ_q² + β²σ_k².
 
-    By the calibrated table read backwards, or by the paper's line a σ̃² + b (eq. 34), at least 0.
+    By the table of the constants read backwards, or by the paper's line a σ̃² + b (eq. 34), at least 0.
     """
     if constants == "paper":
         return (PAPER_A * sigma_tilde2 + PAPER_B).clamp_min(0)
-    log_s, log_sigma2 = calibration_table(head_dim, sigma_tilde2.device)
+    log_s, log_sigma2 = calibration_table(head_dim, sigma_tilde2.device, constants)
     return interpolate(sigma_tilde2.log(), log_sigma2, log_s).exp()
 
 

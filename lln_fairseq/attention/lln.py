@@ -18,7 +18,9 @@ GAINS = ("none", "learned")
 class LLNConfig:
     alpha: float | None = option(None, "fixed α; needs β too and switches moment matching off")
     beta: float | None = option(None, "fixed β; needs α too and switches moment matching off")
-    constants: str = option("calibrated", "σ̃² by the calibrated table or by the paper's straight line", CONSTANTS)
+    constants: str = option(
+        "calibrated", "σ̃² by the table that makes variances equal, entropies equal, or the paper's line", CONSTANTS
+    )
     scope: str = option("head", "one α, β for each sequence and head, or one for the whole batch", SCOPES)
     gain: str = option("none", "learned: α and β times a factor each per head, 1 at first", GAINS)
 

@@ -171,7 +171,7 @@ def test_temperatures():
     tau = softmax_temperature(q, k, mask)
     assert tau.shape == (2, 3)
     torch.testing.assert_close(tau, torch.full_like(tau, 1 / 1.3**2), rtol=0.1, atol=0)
-    for constants in ("calibrated", "paper"):
+    for constants in ("calibrated", "entropy", "paper"):
         matched = match_moments(q, k, mask, constants=constants)
         torch.testing.assert_close(lln_temperature(q, k, *matched, mask, constants), tau, rtol=1e-4, atol=0)
 
