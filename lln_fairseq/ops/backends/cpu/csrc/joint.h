@@ -125,23 +125,24 @@ static inline __attribute__((always_inline)) float joint_row(
     return o.by_parameter * (outer - u * diag);
 }
 
-/* dx = A (dA - δ) in place of dA, dq = alpha dx, A becomes c A; adds Σ_i A δ to g and returns Σ q dx. */
-static float joint_queries(span s, const float *q, float alpha, const float *weight, float *a, float *dx, float *dq,
-                           float *g) {
-    float dalpha = 0, total[D] = {0};
+/* dx = A (dA - δ), dq = alpha dx, A becomes c A; adds Σ_i A δ to g and returns Σ q dx. */
+static float joint_queries(span s, const float *q, float alpha, const float *weight, float *a, const float *dx,
+                           float *dq, float *g) {
+    float dalpha[D] = {0}, total[D] = {0};
     for (int64_t i = 0; i < s.padded; i++, a += D, dx += D) {
-        const float delta = dot(D, a, dx);
+        const float delta = dot(D, a, dx), *x = q + i * D;
+        float *to = dq + i * D;
 #pragma omp simd
         for (int d = 0; d < D; d++) {
+            const float slope = a[d] * (dx[d] - delta);
             total[d] += a[d] * delta;
-            dx[d] = a[d] * (dx[d] - delta);
-            dq[i * D + d] = alpha * dx[d];
+            dalpha[d] += x[d] * slope;
+            to[d] = alpha * slope;
+            a[d] *= weight[i];
         }
-        dalpha += dot(D, q + i * D, dx);
-        scale_row(D, weight[i], a);
     }
     for (int d = 0; d < D; d++) g[d] += total[d];
-    return dalpha;
+    return sum(D, dalpha);
 }
 
 /* dk = beta W dW in place of dW; returns Σ k W dW. */
