@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Installs what is missing, then runs ruff, mypy and pytest; arguments go to pytest. --no-venv uses the active environment.
+# --fast leaves out the tests that take longer than about five seconds, and the trainings: for the inner loop.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 
 use_environment "$@"
+[[ " $* " != *" --fast "* ]] || arguments=("${arguments[@]/#--fast/-mnot slow}")
 ruff check .
 ruff format --check .
 mypy

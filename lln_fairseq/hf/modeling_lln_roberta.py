@@ -31,13 +31,13 @@ MIXES: dict[str, tuple[str, ...]] = {  # and their learned parameters
 PER_FEATURE = ("ratio", "scale")
 GAINS = ("none", "learned")
 SHARE_FLOOR = 1 / 16
-CONSTANTS = ("calibrated", "paper")
+CONSTANTS = ("calibrated", "entropy", "paper")
 PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086  # σ_lln² = a σ̃² + b, of the authors' code
 MIN_SIGMA, LOG_SIGMA2_LIMIT = 1e-6, 24.0
 
 
 class LLNRobertaConfig(RobertaConfig):
-    """RoBERTa's options and the attention's; moment_table: (log s, log σ̃²) of the constants "calibrated"."""
+    """RoBERTa's options and the attention's; moment_table: (log s, log σ̃²) of the constants that are not "paper"."""
 
     model_type = "lln_roberta"
 

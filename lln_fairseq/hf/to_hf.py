@@ -14,13 +14,13 @@ from lln_fairseq.hf.encoder import HEAD, POSITIONS
 from lln_fairseq.hf.names import EMBEDDINGS, ENCODER, HEAD_WEIGHT, TOKEN_TYPES, Sizes, encoder_names, head_names
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.fit import STOCK_ATTENTION
-from lln_fairseq.ops.moment_matching import calibration_table
+from lln_fairseq.ops.moment_matching import TABLES_FILES, calibration_table
 
 MODELING = "modeling_lln_roberta"
 OURS = ("lln", "lln_diag")  # that the modeling file knows, and its values of the options below
-KNOWN = {  # what a model of ours may have that the modeling file does not know
+KNOWN = {
     "mix": ("average", "ratio", "scale", "joint", "joint_share", "joint_offset"),
-    "constants": ("calibrated", "paper"),
+    "constants": ("calibrated", "entropy", "paper"),
     "gain": ("none", "learned"),
 }
 CLASSES = {"": "AutoModel", "ForMaskedLM": "AutoModelForMaskedLM",
@@ -123,8 +123,9 @@ def _attention(name: str, options: Mapping[str, Any], head_dim: int) -> dict[str
     if name == STOCK_ATTENTION:
         return {}
     found: dict[str, Any] = {"model_type": "lln_roberta", "attention": name, **options}
-    if found["constants"] == "calibrated":
-        found["moment_table"] = [numbers.tolist() for numbers in calibration_table(head_dim)]
+    if found["constants"] in TABLES_FILES:
+        table = calibration_table(head_dim, constants=found["constants"])
+        found["moment_table"] = [numbers.tolist() for numbers in table]
     places = {auto: f"{MODELING}.LLNRoberta{purpose or 'Model'}" for purpose, auto in CLASSES.items()}
     return {**found, "auto_map": {"AutoConfig": f"{MODELING}.LLNRobertaConfig", **places}}
 

@@ -120,6 +120,7 @@ def test_text_gives_the_same_logits_after_both_ways(kind, tmp_path):
 MIXED = {
     "lln": (),
     "lln fixed": ("--lln-alpha", 1.5, "--lln-beta", 2.0),
+    "lln entropy": ("--lln-constants", "entropy"),
     "lln paper": ("--lln-constants", "paper"),
     "lln_diag": (),
     "lln_diag batch": ("--lln-diag-scope", "batch"),
@@ -193,8 +194,9 @@ def test_masks_by_query_are_refused(pretrained, tmp_path):
 
 def test_the_modeling_file_knows_what_is_exported_and_refuses_the_rest():
     assert modeling.ATTENTIONS == to_hf.OURS
-    assert {"mix": tuple(modeling.MIXES), "constants": modeling.CONSTANTS} == to_hf.KNOWN
-    for option in ("attention", "mix", "constants"):
+    known = {"mix": tuple(modeling.MIXES), "constants": modeling.CONSTANTS, "gain": modeling.GAINS}
+    assert known == to_hf.KNOWN
+    for option in ("attention", *known):
         with pytest.raises(ValueError, match=f"unknown {option} 'new', this file knows"):
             modeling.LLNRobertaConfig(**{option: "new"})
 
