@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from lln_fairseq.ops.backends import Mixture
-from lln_fairseq.ops.backends.triton import backward_kernels, joint_backward_kernels, joint_kernels
+from lln_fairseq.ops.backends.triton import backward_kernels, joint_backward_kernels, joint_kernels, joint_row_kernels
 from lln_fairseq.ops.backends.triton.launch import (
     chunk_of,
     dot_options,
@@ -18,7 +18,7 @@ from lln_fairseq.ops.backends.triton.launch import (
 )
 from lln_fairseq.ops.joint import FORMS
 
-ROWS_OF_A_QUERY = 6  # see joint_backward_kernels.py
+ROWS_OF_A_QUERY = 6  # see joint_row_kernels.py
 
 
 def joint_out(
@@ -71,7 +71,7 @@ def _rows_and_dq(
     chunk = chunk_of(mix.block_size, tile.rows)
     grid = (batch * heads, triton.cdiv(length, chunk))
     dparameter = workspace(q, *grid)
-    joint_backward_kernels._joint_rows_kernel[grid](
+    joint_row_kernels._joint_rows_kernel[grid](
         q, k, v, do, pad, _real_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, rows, dparameter,
         *strides(q), *strides(do), rows.stride(0), heads, length, FORM=_form(mix), CHUNK=chunk, ROWS=tile.rows,
         **common, num_warps=tile.warps, num_stages=tile.stages,

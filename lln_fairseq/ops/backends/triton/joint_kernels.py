@@ -96,6 +96,7 @@ def _joint_rows(
         b_k = tl.load(_rows(k, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_v = tl.load(_rows(v, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0).to(DOT)
         # (queries, keys)
+        # with the last condition, which always holds, of the whole shape: its rows are counted
         seen = _same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK) & (o_q[:, None] >= 0)
         b_count += tl.sum(seen.to(tl.int32), 1)
         b_w = _exp_keys_of(b_k, b_beta, b_m, real)
