@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ import torch
 if not torch.cuda.is_available():
     # Must be set before triton is first imported: the kernels then run, slowly, on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # So a shell starts what it runs in the background, and every program that a test starts would be deaf to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

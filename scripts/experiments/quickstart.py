@@ -23,6 +23,9 @@ from scripts.experiments.quickstart_report import draw, table
 from scripts.experiments.steps import Steps, evaluation, prepare_demo_data, training
 
 ATTENTION, BASELINE = "lln_diag", "softmax"
+HONEST = """
+Half a million tokens of pre-training do not help this task: --compare shows the same model without. For what real
+pre-training brings, and how a softmax model becomes linear: scripts/quickstart.sh --from-pretrained"""
 
 
 @dataclass
@@ -90,6 +93,7 @@ class Quickstart:
             rows[variant.name] = {split: self.evaluate(variant, checkpoint, split) for split in ("valid", "test")}
         runs = {variant.name: variant.attention if variant.pretrained else None for variant in variants}
         print("\n" + table(self.out, rows, runs, self.steps.times))
+        print(HONEST)
         picture = draw(self.out, runs)
         print(f"\ncurves: {picture}\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {self.out}")
 
