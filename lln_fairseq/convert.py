@@ -59,9 +59,8 @@ def write(encoder: Encoder, attention: str, folder: Path) -> None:
     (folder / DICTIONARY).write_text(text, encoding="utf-8")
     for name, data in encoder.files.items():
         (folder / name).write_bytes(data)
-    state, part = checkpoint(encoder, attention, folder), folder / f"{CHECKPOINT}.tmp"
-    write_large(part, lambda path: torch.save(state, path))
-    part.replace(folder / CHECKPOINT)
+    state = checkpoint(encoder, attention, folder)
+    write_large(folder / CHECKPOINT, lambda path: torch.save(state, path))
 
 
 def resize(encoder: Encoder, positions: int) -> list[str]:

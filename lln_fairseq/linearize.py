@@ -29,6 +29,7 @@ lln_fairseq.register()  # before all that imports fairseq, which would talk
 from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
 from lln_fairseq.convert import CHECKPOINT, write  # noqa: E402
 from lln_fairseq.hf import from_fairseq  # noqa: E402
+from lln_fairseq.hf.encoder import Encoder  # noqa: E402
 from lln_fairseq.host.checkpoint_config import stored_options  # noqa: E402
 from lln_fairseq.host.checkpoints import peek, plain_data  # noqa: E402
 from lln_fairseq.host.errors import InputError  # noqa: E402
@@ -63,8 +64,18 @@ def linearize(args: argparse.Namespace) -> None:
     report(students, held_out, before)
     encoder.parameters |= students.fold()
     encoder.options |= {f"{args.attention}_{key}": value for key, value in args.option.items()}
-    write(encoder, args.attention, args.out)
+    write_beside(encoder, args.attention, args.out)
     print(f"{args.out / CHECKPOINT}: {args.attention}")
+
+
+def write_beside(encoder: Encoder, attention: str, out: Path) -> None:
+    """Puts the checkpoint and what belongs to it into a directory that holds other files, the checkpoint last."""
+    part = out / "part"
+    part.mkdir(exist_ok=True)
+    write(encoder, attention, part)
+    for path in sorted(part.iterdir(), key=lambda path: path.name == CHECKPOINT):
+        path.replace(out / path.name)
+    part.rmdir()
 
 
 def train_students(students: Students, texts: Texts, longest: int, args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,19 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # So a shell starts what it runs in the background, and every program that a test starts would be deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# They train, start processes or interpret kernels: scripts/test.sh --fast leaves them out.
+SLOW = (
+    "analysis/test_probe", "hf", "host", "kill", "fuzz", "models", "scripts", "tasks", "ops/backends", "ops/test_compile",
+    "ops/test_joint", "ops/test_moment_matching", "test_command", "test_evaluate", "test_import", "test_linearize",
+    "test_memory", "test_predict", "test_release", "test_train",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ def names(group):
 
 def test_every_attention_and_every_preset_has_its_file():
     assert names("attention") == set(ATTENTION_REGISTRY)
-    assert names("model") == {*PRESETS, "roberta"}
+    assert names("model") == {*PRESETS, "roberta", "minilm"}
 
 
 @pytest.mark.parametrize("attention", sorted(ATTENTION_REGISTRY))
@@ -93,7 +93,7 @@ def composed():
 
 
 def test_every_glue_task_has_its_file():
-    assert names("glue") == {*FILES, "demo"}
+    assert names("glue") == {*FILES, "demo", "demo_minilm"}
     assert names("run") == set(DEVICES)
 
 

@@ -3,6 +3,7 @@
 The tab finds the metrics by itself: the last value of each scalar below the run's directory.
 """
 
+import argparse
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -20,6 +21,8 @@ def write_configuration(cfg: Any) -> None:
     from torch.utils.tensorboard.summary import hparams
 
     plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    # an argument parser made the options of a model without dataclass
+    plain = {key: vars(group) if isinstance(group, argparse.Namespace) else group for key, group in plain.items()}
     settings = {key: value if type(value) in (int, float) else str(value) for key, value in result_settings(plain)}
     # torch's own definition of the experiment would show the settings and metrics of this run alone
     _, start, _ = hparams(settings, {})

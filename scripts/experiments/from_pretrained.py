@@ -16,6 +16,7 @@ from scripts.experiments.steps import Steps, call, evaluation, training
 NAME = "minilm"
 ATTENTION, TEACHER = "lln_diag", "softmax"
 OPTIONS = {"mix": "joint_offset", "gain": "learned", "block_size": "32"}
+STEPS = 200
 LENGTH = "128"  # tokens of the longest text of the transfer; the demo's sentences have 27
 
 
@@ -35,7 +36,7 @@ class FromPretrained:
         archive = ["--archive", self.args.archive] if self.args.archive else []
         call([*python, "data_prep.demo", "--out", str(self.data), "--tokenizer", str(teacher), *archive])
         options = [f"{key}={value}" for key, value in OPTIONS.items()]
-        steps = ["--steps", str(self.args.updates)] if self.args.updates else []
+        steps = ["--steps", str(self.args.updates or STEPS)]
         command = [*python, "lln_fairseq.linearize", str(teacher / "model.pt"), str(self.data / "lm"), str(linear),
                    "--attention", ATTENTION, "--option", *options, "--length", LENGTH, *steps]  # fmt: skip
         self.steps.run("linearize", command)

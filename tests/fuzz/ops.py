@@ -56,8 +56,8 @@ class Call:
         if rng.random() < 0.05:
             setattr(self, rng.choice(("batch", "heads", "length")), 0)
         joint = self.function == "lln_diag" and rng.random() < 0.6
-        self.form, self.parameter = rng.choice((("offset", rng.uniform(-3, 3)), ("share", rng.random()))) if joint else (
-            None, None)  # fmt: skip
+        forms = (("offset", rng.uniform(-3, 3)), ("share", rng.random()))
+        self.form, self.parameter = rng.choice(forms) if joint else (None, None)
         shape = (self.batch, self.heads, self.length, self.dim)
         scale = rng.choice((0.05, 1.0, 3.0))
         self.qkv = [(scale * torch.randn(shape)).to(self.dtype) for _ in range(3)]
@@ -279,7 +279,7 @@ def describe(call):
     shape = (call.batch, call.heads, call.length, call.dim)
     mask = None if call.mask is None else f"{int(call.mask.sum())} padded"
     layout = LAYOUTS.index(call.layout)
-    form = call.form and f" {call.form} {call.parameter:.3f}" or ""
+    form = (call.form and f" {call.form} {call.parameter:.3f}") or ""
     return (
         f"{call.function}{form} {shape} {call.dtype} {mask}, blocks {call.block_size}, layout {layout}, {call.backend}"
     )
