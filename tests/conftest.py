@@ -18,9 +18,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # They train, start processes or interpret kernels: scripts/test.sh --fast leaves them out.
 SLOW = (
-    "analysis/test_probe", "hf", "host", "kill", "fuzz", "models", "scripts", "tasks", "ops/backends", "ops/test_compile",
-    "ops/test_joint", "ops/test_moment_matching", "test_command", "test_evaluate", "test_import", "test_linearize",
-    "test_memory", "test_predict", "test_release", "test_train",
+    "analysis/test_probe", "fuzz", "hf", "host", "kill", "models", "ops/backends", "ops/test_compile",
+    "ops/test_joint", "ops/test_moment_matching", "scripts", "tasks", "test_command", "test_evaluate", "test_import",
+    "test_linearize", "test_memory", "test_predict", "test_release", "test_train",
 )  # fmt: skip
 
 
