@@ -1,9 +1,10 @@
 """Turns a checkpoint of ours into a directory of Hugging Face: model, tokenizer, model card.
 
-    python -m lln_fairseq.export CHECKPOINT OUT
+    python -m lln_fairseq.export CHECKPOINT OUT [--onnx]
 
 A pre-trained model becomes a masked LM, a fine-tuned one a sequence classifier. With softmax attention it is a stock
-RoBERTa; lln and lln_diag come with their code: `AutoModel.from_pretrained(OUT, trust_remote_code=True)`.
+RoBERTa; lln and lln_diag come with their code: `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds
+the model as model.onnx.
 """
 
 from lln_fairseq.command import run_main, start
@@ -13,15 +14,18 @@ if __name__ == "__main__":
 
 import argparse
 import json
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 import lln_fairseq
 
 lln_fairseq.register()  # before all that imports fairseq, which would talk
 
-from lln_fairseq.hf import to_hf, tokenizer_out  # noqa: E402
+from lln_fairseq.hf import to_hf, to_onnx, tokenizer_out  # noqa: E402
 from lln_fairseq.hf.directory import CONFIG, new_directory, write_large  # noqa: E402
 from lln_fairseq.hf.encoder import OFFSET  # noqa: E402
 from lln_fairseq.hf.model_card import model_card  # noqa: E402
@@ -36,12 +40,16 @@ STOCK = {"attention": STOCK_ATTENTION, "layer_norm_eps": 1e-5}
 MADE_WITH = ("ve-fairseq", "torch")
 
 
-def export(checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Path | None = None) -> list[str]:
+def export(
+    checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Path | None = None, onnx: bool = False
+) -> list[str]:
     """Writes OUT whole or not at all; returns what the user should know of it.
 
     `data`: the data directory, where it is not that of the training; `tokenizer`: a directory with the tokenizer, where
-    it is not with the checkpoint or the data. Raises: InputError.
+    it is not with the checkpoint or the data; `onnx`: with model.onnx. Raises: InputError.
     """
+    if onnx:
+        to_onnx.check_packages()
     with new_directory(out) as folder:
         model, task = load_model(str(checkpoint), str(data) if data else None)
         head, labels = _head(model, task)
@@ -66,6 +74,8 @@ def export(checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Pat
         for name, content in files.items():
             (folder / name).write_bytes(content)
         _save(found.tensors, folder / "model.safetensors")
+        if onnx:
+            to_onnx.write(folder, found.config, _logits(model, head))
     missing = [] if tokenizer_out.TOKENIZER in files else ["without a tokenizer: give --tokenizer DIRECTORY"]
     return [*missing, f"{out}: {found.config['architectures'][0]}"]
 
@@ -86,6 +96,13 @@ def _head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
     return name, tuple(label_names(task))
 
 
+def _logits(model: Any, head: str) -> Callable[[Tensor], Tensor]:
+    """The model as a function of tokens (B, N)."""
+    options = {"features_only": True, "classification_head_name": head} if head else {}
+    model = model.float()
+    return lambda tokens: model(tokens, **options)[0]
+
+
 def _save(tensors: dict[str, Any], path: Path) -> None:
     try:
         from safetensors.torch import save_file
@@ -102,5 +119,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="a new directory")
     parser.add_argument("--data", type=Path, help="the data directory (default: that of the training)")
     parser.add_argument("--tokenizer", type=Path, help="the tokenizer's directory (default: beside checkpoint or data)")
-    args = parser.parse_args(argv)
-    return run_main(lambda: print("\n".join(export(args.checkpoint, args.out, args.data, args.tokenizer))))
+    parser.add_argument("--onnx", action="store_true", help="with model.onnx, checked with onnxruntime")
+    args = vars(parser.parse_args(argv))
+    return run_main(lambda: print("\n".join(export(**args))))

@@ -44,7 +44,7 @@ def test_no_package_is_taken_in_a_version_that_nobody_tried(packaged):
 def test_the_tested_set_lies_within_the_ranges(packaged):
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     pinned = {pin.name: pin for pin in map(Requirement, (line for line in lines if not line.startswith("#")))}
-    for requirement in map(Requirement, [*packaged["install_requires"], *packaged["extras_require"]["hf"]]):
+    for requirement in map(Requirement, [*packaged["install_requires"], *packaged["extras_require"]["onnx"]]):
         (pin,) = pinned[requirement.name].specifier
         assert pin.operator == "=="
         assert pin.version in requirement.specifier, requirement
@@ -61,12 +61,12 @@ def imported(path):
 
 
 def test_what_is_imported_is_required(packaged):
-    required = {Requirement(line).name for line in [*packaged["install_requires"], *packaged["extras_require"]["hf"]]}
+    required = {Requirement(line).name for line in [*packaged["install_requires"], *packaged["extras_require"]["onnx"]]}
+    required -= {"onnxscript"}  # torch.onnx imports it
     owners = importlib.metadata.packages_distributions()
     files = [path for top in ("lln_fairseq", "data_prep") for path in (ROOT / top).rglob("*.py")]
     modules = {module for path in files for module in imported(path)} - sys.stdlib_module_names
-    # The second is for type checkers alone, the third for a file that goes with exported models.
-    modules -= {"lln_fairseq", "_typeshed", "transformers"}
+    modules -= {"lln_fairseq", "_typeshed"}  # the second is for type checkers alone
     assert {module for module in modules if not required & {*owners.get(module, ())}} == set()
     assert {owner for module in modules for owner in owners[module]} == required
 

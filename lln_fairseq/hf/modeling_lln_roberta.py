@@ -173,7 +173,7 @@ class Blocks:
 
     def __init__(self, q: Tensor, padded: Tensor | None, size: int) -> None:
         self.length, self.size = q.shape[2], size
-        self.count = -(-self.length // size)
+        self.count = (self.length + size - 1) // size  # ONNX has no floor division of negative numbers
         padded = q.new_zeros(q.shape[0], self.length, dtype=torch.bool) if padded is None else padded
         hidden = F.pad(padded, (0, self.count * size - self.length), value=True).unflatten(1, (self.count, size))
         self.hidden = hidden[:, None, :, None]  # (B, 1, blocks, 1, keys)
@@ -183,7 +183,7 @@ class Blocks:
         return [F.pad(x, (0, 0, 0, missing)).unflatten(2, (self.count, self.size)) for x in tensors]
 
     def join(self, x: Tensor) -> Tensor:
-        return x.flatten(2, 3)[:, :, : self.length]
+        return x.flatten(2, 3).narrow(2, 0, self.length)
 
 
 def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, size: int, dropout: float) -> Tensor:

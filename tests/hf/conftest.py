@@ -11,7 +11,8 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 import pytest  # noqa: E402
 
-from tests.hf.sources import TOKENIZERS, make_model  # noqa: E402
+from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train  # noqa: E402
+from tests.hf.sources import TOKENIZERS, make_model, shaken  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,20 @@ def copy(sources, tmp_path):
         return folder
 
     return copy_of
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def pretrained(corpus, tmp_path, monkeypatch):
+    """A function: options of fairseq-train to a checkpoint."""
+
+    def make(*options):
+        save = tmp_path / "run"
+        train(monkeypatch, tmp_path / "log", corpus, save, *MASKED_LM, *LLN, "--max-update", 1, *options)
+        return shaken(save / "checkpoint_last.pt")
+
+    return make

@@ -24,6 +24,7 @@ from lln_fairseq.loading import load_model
 
 TEXTS = ["The plot isn't new – but it holds.", "Éva saw 2 films; we saw none!", "a", "unknown ☃ letters and <mask>"]
 PIECES = 38
+SHAKE = 0.1  # large weights show every mistake
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
 CLASSES = {
     "roberta": (RobertaConfig, RobertaForMaskedLM, RobertaModel),
@@ -97,3 +98,29 @@ def logits(folder, tokens):
 
 def rename(tensors, name, new):
     tensors[new] = tensors.pop(name)
+
+
+def padded_batch(rows=65):
+    tokens = torch.randint(4, rows - 1, (4, 37), generator=torch.Generator().manual_seed(0))
+    tokens[:, 0] = 0
+    for row, length in enumerate((37, 36, 9, 1)):
+        tokens[row, length:] = 1
+    return tokens
+
+
+def ours(checkpoint, tokens, head=None):
+    model, _ = load_model(str(checkpoint))
+    with torch.no_grad():
+        return model(tokens, **({"classification_head_name": head} if head else {}))[0]
+
+
+def shaken(path):
+    """The checkpoint with noise on all parameters."""
+    state = torch.load(path)
+    generator = torch.Generator().manual_seed(1)
+    for name, value in state["model"].items():
+        if value.is_floating_point() and not name.endswith("version"):
+            value += SHAKE * torch.randn(value.shape, generator=generator)
+    state["model"]["encoder.lm_head.weight"] = state["model"]["encoder.sentence_encoder.embed_tokens.weight"]
+    torch.save(state, path)
+    return path

@@ -24,58 +24,13 @@ from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_hf, tokenizer_out
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, make_corpus, train
-from tests.hf.sources import TEXTS, TOKENIZERS, make_model
-
-SHAKE = 0.1  # large weights show every mistake
-
-
-def padded_batch(rows=65):
-    tokens = torch.randint(4, rows - 1, (4, 37), generator=torch.Generator().manual_seed(0))
-    tokens[:, 0] = 0
-    for row, length in enumerate((37, 36, 9, 1)):
-        tokens[row, length:] = 1
-    return tokens
+from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, make_classification, train
+from tests.hf.sources import TEXTS, TOKENIZERS, make_model, ours, padded_batch, shaken
 
 
 def logits(model, tokens, **options):
     with torch.no_grad():
         return model.eval()(tokens, attention_mask=(tokens != 1).long(), **options).logits
-
-
-def ours(checkpoint, tokens, head=None):
-    model, _ = load_model(str(checkpoint))
-    with torch.no_grad():
-        return model(tokens, **({"classification_head_name": head} if head else {}))[0]
-
-
-def shaken(path):
-    """The checkpoint with noise on all parameters."""
-    state = torch.load(path)
-    generator = torch.Generator().manual_seed(1)
-    for name, value in state["model"].items():
-        if value.is_floating_point() and not name.endswith("version"):
-            value += SHAKE * torch.randn(value.shape, generator=generator)
-    state["model"]["encoder.lm_head.weight"] = state["model"]["encoder.sentence_encoder.embed_tokens.weight"]
-    torch.save(state, path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def pretrained(corpus, tmp_path, monkeypatch):
-    """A function: options of fairseq-train to a checkpoint."""
-
-    def make(*options):
-        save = tmp_path / "run"
-        train(monkeypatch, tmp_path / "log", corpus, save, *MASKED_LM, *LLN, "--max-update", 1, *options)
-        return shaken(save / "checkpoint_last.pt")
-
-    return make
 
 
 def test_a_roberta_comes_back_to_the_bit(tmp_path):
