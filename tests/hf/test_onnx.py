@@ -16,10 +16,11 @@ from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
 from tests.hf.sources import ours, padded_batch, shaken
 
 HEAD = "sentence_classification_head"
+SMALL = ("--encoder-layers", 1)  # the exporter takes seconds for each
 BLOCKS = ("--lln-diag-block-size", 8)
 MODELS = {
     "softmax": (),
-    "lln": ("--lln-constants", "paper"),
+    "lln": ("--lln-constants", "paper", "--encoder-layers", 2),
     "lln_diag": BLOCKS,
     "lln_diag joint_offset": (*BLOCKS, "--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned"),
     "lln_diag joint_share": ("--lln-diag-block-size", 64, "--lln-diag-mix", "joint_share"),  # one block for all
@@ -39,7 +40,7 @@ def run(folder, tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_onnxruntime_gives_our_logits(name, pretrained, tmp_path):
-    checkpoint = pretrained("--attention", name.split()[0], *MODELS[name])
+    checkpoint = pretrained("--attention", name.split()[0], *SMALL, *MODELS[name])
     export(checkpoint, tmp_path / "out", onnx=True)
     padded = padded_batch()
     for tokens in (padded, padded[:1], padded[:2, :16], padded[2:3, :9], padded[3:, :1]):
@@ -53,7 +54,7 @@ def test_onnxruntime_gives_our_logits(name, pretrained, tmp_path):
 @pytest.mark.slow
 def test_a_classifier(tmp_path, monkeypatch, capsys):
     data = make_classification(tmp_path / "data")
-    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, "--attention", "lln_diag")
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, *SMALL)
     checkpoint = shaken(tmp_path / "run" / "checkpoint_last.pt")
     capsys.readouterr()
     assert main([str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 0
@@ -68,7 +69,7 @@ def test_a_classifier(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_weights_too_large_for_a_protobuf_are_beside_it(pretrained, tmp_path, monkeypatch):
     monkeypatch.setattr(to_onnx, "ONE_FILE", 0)
-    checkpoint = pretrained("--attention", "lln")
+    checkpoint = pretrained("--attention", "softmax", *SMALL)
     export(checkpoint, tmp_path / "out", onnx=True)
     assert (tmp_path / "out" / "model.onnx.data").stat().st_size > 10_000
     tokens = padded_batch()[:1]
@@ -77,7 +78,7 @@ def test_weights_too_large_for_a_protobuf_are_beside_it(pretrained, tmp_path, mo
 
 @pytest.mark.slow
 def test_a_model_that_is_another_one_is_not_written(pretrained, tmp_path, monkeypatch, capsys):
-    checkpoint = pretrained("--attention", "lln_diag")
+    checkpoint = pretrained("--attention", "lln", *SMALL)
     right = modeling.plain_lln
     monkeypatch.setattr(modeling, "plain_lln", lambda *given: 1.01 * right(*given))
     capsys.readouterr()
