@@ -1,0 +1,38 @@
+import json
+import os
+
+import pytest
+
+from scripts.benchmarks import prediction as benchmark
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path_factory):
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(os.environ, "HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
+
+
+@pytest.mark.slow
+def test_a_small_run(offline, tmp_path, capsys):
+    sizes = ["--presets", "tiny", "--sentences", "21", "--batches", "4", "--repeats", "1"]
+    assert benchmark.main([*sizes, "--json", str(tmp_path / "b.json")]) == 0
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [row["model"] for row in rows] == ["predict, softmax", "predict, lln_diag", "pipeline, batches of 4"]
+    assert all(row["single"][0] > 0 and row["many"][0] > 0 for row in rows)
+    assert "pipeline, batches of 4" in capsys.readouterr().out
+
+
+def test_what_predicts_something_else_is_not_timed():
+    texts = benchmark.sentences(9, 5)
+    numbers = [len(text) / 100 for text in texts]
+    benchmark.check(lambda _: numbers, lambda _: numbers, texts)
+    with pytest.raises(RuntimeError, match=r"differ by 1.0e-03"):
+        benchmark.check(lambda _: numbers, lambda _: [number + 1e-3 for number in numbers], texts)
+    with pytest.raises(RuntimeError, match=r"that spread by 0.0e\+00"):
+        benchmark.check(lambda _: [0.5] * 9, lambda _: [0.5] * 9, texts)
+
+
+def test_sentences_are_the_same_every_time_and_as_long_as_wanted():
+    texts = benchmark.sentences(200, 6)
+    assert texts == benchmark.sentences(200, 6)
+    assert {len(text.split()) for text in texts} == {3, 4, 5, 6}
