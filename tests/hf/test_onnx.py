@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 
+from lln_fairseq import export as program
 from lln_fairseq.export import export, main
 from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_onnx
@@ -21,7 +22,6 @@ BLOCKS = ("--lln-diag-block-size", 8)
 MODELS = {
     "softmax": (),
     "lln": ("--lln-constants", "paper", "--encoder-layers", 2),
-    "lln_diag": BLOCKS,
     "lln_diag joint_offset": (*BLOCKS, "--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned"),
     "lln_diag joint_share": ("--lln-diag-block-size", 64, "--lln-diag-mix", "joint_share"),  # one block for all
     "lln_diag scale": (*BLOCKS, "--lln-diag-mix", "scale", "--lln-diag-scope", "batch"),
@@ -52,7 +52,7 @@ def test_onnxruntime_gives_our_logits(name, pretrained, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_classifier(tmp_path, monkeypatch, capsys):
+def test_a_classifier_with_the_average_of_both_parts(tmp_path, monkeypatch, capsys):
     data = make_classification(tmp_path / "data")
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, *SMALL)
     checkpoint = shaken(tmp_path / "run" / "checkpoint_last.pt")
@@ -78,13 +78,15 @@ def test_weights_too_large_for_a_protobuf_are_beside_it(pretrained, tmp_path, mo
 
 @pytest.mark.slow
 def test_a_model_that_is_another_one_is_not_written(pretrained, tmp_path, monkeypatch, capsys):
-    checkpoint = pretrained("--attention", "lln", *SMALL)
-    right = modeling.plain_lln
-    monkeypatch.setattr(modeling, "plain_lln", lambda *given: 1.01 * right(*given))
+    checkpoint = pretrained("--attention", "softmax", *SMALL)
+    right = program._logits
+    monkeypatch.setattr(program, "_logits", lambda *given: lambda tokens: 1.01 * right(*given)(tokens))
     capsys.readouterr()
     assert main([str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 1
     said = capsys.readouterr().err
-    assert re.fullmatch(r"error: model.onnx gives other logits than the model: relative error \de-0[123], .*\n", said)
+    assert re.fullmatch(
+        r"error: model.onnx gives other logits than the model: relative error 1e-02, 1 x 1 tokens.*\n", said
+    )
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
