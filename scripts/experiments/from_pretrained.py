@@ -9,13 +9,18 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+from omegaconf import OmegaConf
+
 from data_prep.encoders import ENCODERS
 from scripts.columns import aligned
+from scripts.experiments.bag_of_words import bag_of_words
 from scripts.experiments.steps import Steps, call, evaluation, training
 
 NAME = "minilm"
 ATTENTION, TEACHER = "lln_diag", "softmax"
 OPTIONS = {"mix": "joint_offset", "gain": "learned", "block_size": "32"}
+RUN = "gpu1" if torch.cuda.is_available() else "cpu"
 STEPS = 200
 LENGTH = "128"  # tokens of the longest text of the transfer; the demo's sentences have 27
 
@@ -47,6 +52,7 @@ class FromPretrained:
             "LLN+Diag put in": self.tuned("swapped", teacher, swapped),
             "LLN+Diag after transfer": self.tuned("linearized", linear, swapped),
         }
+        scores["TF-IDF, logistic regression"] = list(bag_of_words(self.data).values())
         heads = ["", "dev [%]", "test [%]"]
         rows = [[name, *(f"{100 * score:.1f}" for score in values)] for name, values in scores.items()]
         print(f"accuracy after fine-tuning\n{aligned([heads, *rows])}")
@@ -55,11 +61,12 @@ class FromPretrained:
     def tuned(self, name: str, start: Path, attention: list[str]) -> list[float]:
         """The accuracies on dev and test of the encoder in `start`, fine-tuned with an attention."""
         folder = self.out / f"finetune_{name}"
-        overrides = ["glue=demo_minilm", "model=minilm", "run=cpu", f"task.data={self.data}/sentiment", *attention]
+        overrides = ["glue=demo_minilm", "model=minilm", f"run={RUN}", f"task.data={self.data}/sentiment", *attention]
         if self.args.updates:
             overrides.append(f"optimization.max_update={self.args.updates}")
         command = training("finetune", folder, f"checkpoint.finetune_from_model={start / 'model.pt'}", *overrides)
-        self.steps.run(f"fine-tune {name}", command, self.args.updates or 252)
+        updates = self.args.updates or OmegaConf.load("configs/glue/demo_minilm.yaml").lr_scheduler.total_num_update
+        self.steps.run(f"fine-tune {name}", command, updates)
         found = []
         for split in ("valid", "test"):
             result = folder / f"{split}.json"
