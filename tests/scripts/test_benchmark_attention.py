@@ -50,4 +50,4 @@ def test_growth_exponent():
 def test_resident_peak_sees_a_tensor_that_is_alive_for_a_moment(monkeypatch):
     args = Namespace(lengths=[4096], tokens=0, batch=1, heads=12, head_dim=64, device="cpu", dtype="float32")
     monkeypatch.setattr(benchmark, "attention_function", lambda *_: lambda q, k, v: q + torch.ones(8, *q.shape).sum(0))
-    assert 7 <= benchmark.resident_peak("x", 4096, args) <= 11.5
+    assert 7 <= benchmark.resident_peak("x", 4096, args) <= 11
