@@ -59,7 +59,7 @@ def test_members_are_found_and_decompressed(packed):
     assert set(tree.checksums(["a/b.tsv"])) == ({"a/b.tsv"} if packed.is_dir() else {packed.name})
 
 
-@pytest.mark.parametrize("name", ["../escape", "a/../../escape", "/tmp/absolute", "..\\escape", "C:/escape"])
+@pytest.mark.parametrize("name", ["../escape", "a/../../escape", "/absolute", "..\\escape", "C:/escape"])
 @pytest.mark.parametrize("pack", [zipped, tar_gz])
 def test_names_that_lead_out_are_refused(tmp_path, name, pack):
     path = tmp_path / "archive"
