@@ -27,6 +27,7 @@ import lln_fairseq
 lln_fairseq.register()  # before all that imports fairseq, which would talk
 
 from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
+from lln_fairseq.attention.registry import parse_options  # noqa: E402
 from lln_fairseq.convert import CHECKPOINT, write  # noqa: E402
 from lln_fairseq.hf import from_fairseq  # noqa: E402
 from lln_fairseq.hf.encoder import Encoder  # noqa: E402
@@ -128,25 +129,6 @@ def read_texts(data: Path, split: str, dictionary: Any) -> Texts:
     return Texts(torch.cat(rows).long(), dictionary.bos(), dictionary.eos())
 
 
-class Options(argparse.Action):
-    """KEY=VALUE ... as a dictionary with the types of the attention's options."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, flag: Any = None) -> None:
-        pairs = [value.partition("=") for value in values]
-        if any(not sign for _, sign, _ in pairs):
-            parser.error(f"{flag} takes KEY=VALUE, as in mix=joint_offset")
-        setattr(namespace, self.dest, getattr(namespace, self.dest) | {key: typed(text) for key, _, text in pairs})
-
-
-def typed(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m lln_fairseq.linearize",
@@ -158,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="a directory for model.pt")
     default = LLNRobertaConfig.attention
     parser.add_argument("--attention", choices=sorted(ATTENTION_REGISTRY), default=default, help="(%(default)s)")
-    parser.add_argument("--option", nargs="+", action=Options, default={}, metavar="KEY=VALUE",
+    parser.add_argument("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="options of the attention, as in docs/attentions.md: mix=joint_offset")  # fmt: skip
     parser.add_argument("--mix", help="short for --option mix=...")
     parser.add_argument("--steps", type=int, default=400, help="updates (%(default)s)")
@@ -169,7 +151,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.steps < 0 or args.tokens < 1 or not args.lr > 0 or (args.length is not None and args.length < 3):
         parser.error("--steps must be at least 0, --tokens 1, --length 3, and --lr above 0")
-    if args.mix:
-        args.option = args.option | {"mix": args.mix}
+    try:
+        args.option = parse_options([*args.option, *([f"mix={args.mix}"] if args.mix else [])])
+    except ValueError:
+        parser.error("--option takes KEY=VALUE, as in mix=joint_offset")
     keep_freed_memory()
     return run_main(lambda: linearize(args), "\ninterrupted; the same command goes on from the last save")

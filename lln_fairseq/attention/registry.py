@@ -14,6 +14,7 @@ Command-line flags (--window-width), Hydra keys (model.window_width), contract t
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -132,6 +133,21 @@ def build_attention(
             raise ValueError(f"attention '{name}': {key} must be at least {lowest}, got {value}")
     config = config_class(**options)
     return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
+
+
+def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """{"mix": "ratio", "block_size": 16} of ["mix=ratio", "block_size=16"]: numbers, true, false, null, else text.
+
+    Raises: ValueError for what has no "=".
+    """
+    return {key: _value(text) for key, text in (pair.split("=", 1) for pair in pairs)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from lln_fairseq.hf.tokenizer import TOKENIZER, check_dictionary
 from lln_fairseq.host.checkpoint_config import stored_options
 from lln_fairseq.host.checkpoints import check_sums, peek
 from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.run_tokenizer import DICTIONARIES, FOLDER
+from lln_fairseq.host.run_tokenizer import DICTIONARIES, directories
 
 TOKENIZERS = ("spm.model", "encoder.json", "vocab.bpe", TOKENIZER)
 LAYERS = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")
@@ -128,13 +128,12 @@ def _check(tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]],
 
 
 def _dictionary(path: Path, dictionary: Path | None, rows: int) -> tuple[list[str], dict[str, bytes]]:
-    """The symbols of dict.txt, fillers included, and the tokenizer's files, in its folder or in that of the run."""
-    kept = path.parent / FOLDER  # by a training of ours
-    places = [dictionary] if dictionary else [path.parent / DICTIONARY, *(kept / name for name in DICTIONARIES[:2])]
+    """The symbols of dict.txt, fillers included, and the tokenizer's files, beside it or in the run's own folder."""
+    folder = dictionary.parent if dictionary else next(iter(directories(str(path), None)), path.parent)
+    places = [dictionary] if dictionary else [folder / name for name in DICTIONARIES[:2]]
     place = next((place for place in places if place.is_file()), None)
     if place is None:
         raise InputError(f"no {DICTIONARY} beside {path}: give --dictionary")
-    folder = kept if kept in place.parents else place.parent
     try:
         lines = place.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         symbols = [line.rstrip().rsplit(" ", 1)[0] for line in lines]

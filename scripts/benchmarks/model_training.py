@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lln_fairseq.attention import Attention, build_attention
+from lln_fairseq.attention.registry import parse_options
 from lln_fairseq.presets import PRESETS
 from scripts.benchmarks.plain_roberta import PlainRoberta
 
@@ -104,15 +104,7 @@ class Training:
 def build(row: str, **sizes: Any) -> Attention:
     """The attention of a row: NAME, or NAME:OPTION=VALUE,OPTION=VALUE; its attention dropout is an option too."""
     name, _, given = row.partition(":")
-    options = dict(option.split("=", 1) for option in given.split(",") if option)
-    return build_attention(name, **sizes | {key: _value(text) for key, text in options.items()})
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)  # a number, true, false, null
-    except ValueError:
-        return text
+    return build_attention(name, **sizes | parse_options(option for option in given.split(",") if option))
 
 
 def build_model(args: argparse.Namespace, length: int) -> nn.Module:
