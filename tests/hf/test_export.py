@@ -163,7 +163,6 @@ def test_an_option_that_the_modeling_file_does_not_know_is_refused(pretrained):
         to_hf.export(model.state_dict(), model.args, options)
 
 
-@pytest.mark.slow
 def test_it_needs_none_of_our_code(pretrained, tmp_path):
     checkpoint = pretrained("--attention", "lln_diag")
     export(checkpoint, tmp_path / "out")

@@ -37,7 +37,6 @@ def run(folder, tokens):
     return torch.from_numpy(session.run(["logits"], inputs)[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_onnxruntime_gives_our_logits(name, pretrained, tmp_path):
     checkpoint = pretrained("--attention", name.split()[0], *SMALL, *MODELS[name])
@@ -51,7 +50,6 @@ def test_onnxruntime_gives_our_logits(name, pretrained, tmp_path):
     assert modeling.HAS_KERNELS
 
 
-@pytest.mark.slow
 def test_a_classifier_with_the_average_of_both_parts(tmp_path, monkeypatch, capsys):
     data = make_classification(tmp_path / "data")
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, *SMALL)
@@ -66,7 +64,6 @@ def test_a_classifier_with_the_average_of_both_parts(tmp_path, monkeypatch, caps
     torch.testing.assert_close(run(tmp_path / "out", padded_batch()), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_weights_too_large_for_a_protobuf_are_beside_it(pretrained, tmp_path, monkeypatch):
     monkeypatch.setattr(to_onnx, "ONE_FILE", 0)
     checkpoint = pretrained("--attention", "softmax", *SMALL)
@@ -76,7 +73,6 @@ def test_weights_too_large_for_a_protobuf_are_beside_it(pretrained, tmp_path, mo
     torch.testing.assert_close(run(tmp_path / "out", tokens), ours(checkpoint, tokens), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_a_model_that_is_another_one_is_not_written(pretrained, tmp_path, monkeypatch, capsys):
     checkpoint = pretrained("--attention", "softmax", *SMALL)
     right = program._logits

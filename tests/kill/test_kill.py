@@ -5,10 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.slow
 def test_what_is_killed_finishes_with_the_same_result():
     # in a process of its own: a fork of this one, whose libraries have threads, may hang
     done = subprocess.run([sys.executable, "-m", "tests.kill", "--kills", "6"], cwd=Path(__file__).parents[2],

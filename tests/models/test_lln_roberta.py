@@ -202,7 +202,6 @@ def test_bad_input_of_hydra(overrides, message, corpus, tmp_path):
     assert not list(tmp_path.rglob("*.pt"))
 
 
-@pytest.mark.slow
 def test_a_compiled_model_has_the_logits_of_the_model(corpus, tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *MASKED_LM, *LLN, "--max-update", 1)
     model, task = load_model(str(tmp_path / "run/checkpoint_last.pt"))

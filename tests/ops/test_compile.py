@@ -48,7 +48,6 @@ def test_one_graph_with_the_numbers_of_eager_execution(name, options, padded):
         assert relative_rms(one, other) <= (FLOAT32_GRADIENT if number else FLOAT32_FORWARD)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
 def test_so_does_the_default_compiler(name):
     attention = build_attention(name, num_heads=3, head_dim=32, max_positions=128).eval()

@@ -12,7 +12,6 @@ def offline(monkeypatch, tmp_path_factory):
     monkeypatch.setitem(os.environ, "HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
 
 
-@pytest.mark.slow
 def test_a_small_run(offline, tmp_path, capsys):
     sizes = ["--presets", "tiny", "--sentences", "21", "--batches", "4", "--repeats", "1"]
     assert benchmark.main([*sizes, "--json", str(tmp_path / "b.json")]) == 0

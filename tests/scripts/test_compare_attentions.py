@@ -105,7 +105,6 @@ def test_other_settings_need_another_directory(tmp_path):
         compare.Comparison(compare.parse([*arguments, "--updates", "10"]))
 
 
-@pytest.mark.slow
 def test_two_attentions_at_a_time_and_again(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     corpus, task = make_corpus(tmp_path / "lm"), make_classification(tmp_path / "task")

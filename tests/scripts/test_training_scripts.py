@@ -30,7 +30,6 @@ def finished(process, code=0):
     return output
 
 
-@pytest.mark.slow
 def test_pre_train_kill_resume_fine_tune_score(tmp_path):
     make_corpus(tmp_path / "data" / "lm", sizes=(("train", 400), ("valid", 11)))
     make_classification(tmp_path / "data" / "task")

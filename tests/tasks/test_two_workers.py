@@ -39,7 +39,6 @@ def two_workers(data, save_dir, *options):
     return read_log(outputs[0])
 
 
-@pytest.mark.slow
 def test_two_workers_measure_what_one_does_and_resume(tmp_path, monkeypatch):
     data = make_classification(tmp_path / "data")
     two = two_workers(data, tmp_path / "two", "--batch-size", 4, "--global-batch", 8)

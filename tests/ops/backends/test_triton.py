@@ -144,7 +144,6 @@ def test_float32_over_several_splits(many_splits, block_size):
     assert_float32(gradients(kernels(mask, block_size), tensors, do), exact(tensors, do, mask, block_size))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [None, 64])
 def test_float32_at_the_real_number_of_splits(block_size):
     tensors, do = inputs(batch=1, heads=1, length=2100, dim=16)
@@ -400,7 +399,6 @@ def test_cuda_graph_draws_new_dropout_at_each_replay():
 
 @native
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 36])  # 36 heads: more than 2**31 elements in a tensor
 def test_a_million_tokens(monkeypatch, heads):
     monkeypatch.undo()  # poisoning would cost time here

@@ -47,7 +47,6 @@ def compiled():
     return rows
 
 
-@pytest.mark.slow
 def test_nothing_spills(compiled):
     spilled = {
         (r["kernel"], r["arch"], r["dim"], r["case"], r["dtype"]): r["stack"]
@@ -57,12 +56,10 @@ def test_nothing_spills(compiled):
     assert not spilled
 
 
-@pytest.mark.slow
 def test_shared_memory_fits(compiled):
     assert all(r["shared"] <= SHARED_MEMORY[r["arch"]] for r in compiled)
 
 
-@pytest.mark.slow
 def test_every_kernel_was_compiled(compiled):
     names = {r["kernel"] for r in compiled}
     assert names == {
