@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops.backends import Mixture, is_recorded, load_backend
-from lln_fairseq.ops.backends.cpu.operator import compiled_mixture
 from lln_fairseq.ops.dtypes import without_autocast
 from lln_fairseq.ops.formula import mixture_formula
 from lln_fairseq.ops.moment_matching import match_moments
+from lln_fairseq.ops.operator import compiled_mixture
 
 
 @without_autocast
@@ -27,8 +27,8 @@ def mixture(
         if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
         return mixture_formula(q, k, v, alpha, beta, mask, mix)
-    if torch.compiler.is_compiling():  # the backend is "cpu": see choose_backend
-        return compiled_mixture(q, k, v, alpha, beta, mask, mix)
+    if torch.compiler.is_compiling():  # for kernels: see choose_backend
+        return compiled_mixture(q, k, v, alpha, beta, mask, mix, backend)
     if mix.dropout_p and mix.seed is None:
         mix = replace(mix, seed=load_backend(backend).draw_seed(q.device))
     # A tensor may carry a sign that it has yet to take; kernels read the numbers alone.

@@ -1,6 +1,7 @@
-"""torch.compile: one graph without a break, the numbers of eager execution, and the C kernels in it."""
+"""torch.compile: one graph without a break, the numbers of eager execution, and the kernels in it."""
 
 import dataclasses
+import functools
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.ops.backends import Mixture, choose_backend
+from lln_fairseq.ops.backends import Mixture, choose_backend, load_backend
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
@@ -84,41 +85,50 @@ needs_kernels = pytest.mark.skipif(
 @pytest.mark.parametrize(("head_dim", "dtype", "backend", "expected"), [
     (32, torch.float32, "auto", True),
     (32, torch.float32, "cpu", True),
+    (32, torch.float32, "triton", True),
+    (32, torch.bfloat16, "triton", True),
     (32, torch.float32, "torch", False),
     (20, torch.float32, "auto", False),
     (32, torch.float64, "auto", False),
 ])  # fmt: skip
 def test_the_kernels_are_in_the_graph_where_they_run(head_dim, dtype, backend, expected, graphs):
     q, k, v = random_qkv(dim=head_dim, dtype=dtype)
-    found = graphs(lambda q, k, v: lln_diag_attention(q, k, v, backend=backend))(q, k, v)
-    assert relative_rms(found, lln_diag_attention(q, k, v)) <= FLOAT32_FORWARD
-    assert (OPERATOR in graphs.operators) == expected
+    for mix in ("average", "joint"):
+        compute = functools.partial(lln_diag_attention, backend=backend, mix=mix)
+        assert relative_rms(graphs(compute)(q, k, v), compute(q, k, v)) <= FLOAT32_FORWARD
+    assert graphs.operators.count(OPERATOR) == 2 * expected
 
 
-@needs_kernels
-@pytest.mark.parametrize("layout", ["heads", "tokens", "strided"])
-@pytest.mark.parametrize(("weights", "given"), [
-    ((0.5, 0.5), False), ((0.5, 0.5), True), ((1.0, 0.0), False), ((1.0, 0.0), True), ((0.0, 1.0), True),
+@pytest.mark.parametrize(("backend", "layout"), [
+    ("cpu", "heads"), ("cpu", "tokens"), ("cpu", "strided"), ("triton", "tokens"),
 ])  # fmt: skip
-def test_the_operator_keeps_torchs_contract(layout, weights, given):
-    q, k, v = random_qkv(length=40)
+@pytest.mark.parametrize(("weights", "given", "joint"), [
+    ((0.5, 0.5), False, None), ((0.5, 0.5), True, None), ((1.0, 0.0), False, None), ((1.0, 0.0), True, None),
+    ((0.0, 1.0), True, None), ((1.0, 1.0), False, "offset"), ((1.0, 1.0), True, "share"),
+])  # fmt: skip
+def test_the_operator_keeps_torchs_contract(layout, weights, given, joint, backend):
+    if reason := load_backend(backend).is_supported(torch.empty(1, 1, 1, 32), 16, joint):
+        pytest.skip(reason)
+    if backend == "triton" and not weights[0]:
+        pytest.skip("Triton has no kernel for the blocks alone")
+    q, k, v = random_qkv(batch=1, heads=2, length=24)
     if layout == "tokens":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     if layout == "strided":
         q, k, v = (torch.stack((x, x), dim=-1)[..., 0] for x in (q, k, v))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    alpha, beta = (torch.full((2, 3), 1.1, requires_grad=True) if given else None for _ in range(2))
+    alpha, beta = (torch.full((1, 2), 1.1, requires_grad=True) if given else None for _ in range(2))
+    parameter = torch.full((1, 2), 0.4, requires_grad=given) if joint else None
     seed = torch.tensor([7])
-    for mask, dropout in ((None, 0.0), (random_padding(2, 40), 0.1)):
-        arguments = (*leaves, alpha, beta, mask, seed if dropout else None, *weights, 16, dropout)
+    for mask, dropout in ((None, 0.0), (torch.arange(24)[None] >= 19, 0.1)):
+        mix = (*weights, 16, dropout if weights[1] else 0.0, joint, backend)
+        arguments = (*leaves, alpha, beta, parameter, mask, seed if dropout else None, *mix)
         torch.library.opcheck(torch.ops.lln_fairseq.mixture.default, arguments)
 
 
 def test_the_operator_knows_all_that_a_mixture_is():
-    joint_forms = ["joint", "parameter"]  # which it is not asked for
-    assert [field.name for field in dataclasses.fields(Mixture)] == [
-        "lln_weight", "diag_weight", "block_size", "dropout_p", "seed", *joint_forms,
-    ]  # fmt: skip
+    takes = {argument.name for argument in torch.ops.lln_fairseq.mixture.default._schema.arguments}
+    assert {field.name for field in dataclasses.fields(Mixture)} <= takes
 
 
 @needs_kernels

@@ -70,6 +70,12 @@ class Backend(Protocol):
     ) -> Sequence[Tensor | None]:  # fmt: skip
         """The gradients of q, k, v, and those of α, β and the mixture's parameter that are needed."""
 
+    def empty_results(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """Empty tensors that lie in memory as backward's gradients of q, k, v do; as the first, so forward's result."""
+
+    def empty_saved(self, q: Tensor, mix: Mixture) -> Sequence[Tensor]:
+        """Empty tensors for what forward saves."""
+
     def match_moments(
         self, q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
@@ -89,16 +95,14 @@ def choose_backend(
     wanted = _AUTO.get(q.device.type, "torch") if backend == "auto" else backend
     if wanted == "torch":
         return wanted
-    if wanted == "cpu" and joint is None and is_compiled(q, *others):  # the operator has no joint form
+    if is_compiled(q, *others):
         block = None if block_size is None else index(block_size)  # sizes may be symbols
-        if _cpu_kernels_take(q.dtype, index(q.shape[-1]), block):
+        if _kernels_take(wanted, q.device, q.dtype, index(q.shape[-1]), block, joint):
             return wanted
     if is_recorded(q, *others):
         reason: str | None = "The kernels are no operations of torch: what records or imitates those does not see them."
-    elif wanted == "triton" and importlib.util.find_spec("triton") is None:
-        reason = "Triton is not installed."
     else:
-        reason = load_backend(wanted).is_supported(q, block_size, joint)
+        reason = _reason_against(wanted, q, block_size, joint)
     if reason and backend != "auto":
         raise ValueError(f"backend '{backend}' cannot run here: {reason}")
     return "torch" if reason else wanted
@@ -133,14 +137,22 @@ def is_compiled(*values: object) -> bool:
     )
 
 
-def _cpu_kernels_take(dtype: torch.dtype, head_dim: int, block_size: int | None) -> bool:
-    """Whether they run on such tensors of a CPU, here; torch.compile asks once and takes the answer as it is."""
+def _reason_against(name: str, q: Tensor, block_size: int | None, joint: str | None) -> str | None:
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed."
+    return load_backend(name).is_supported(q, block_size, joint)
+
+
+def _kernels_take(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None, joint: str | None
+) -> bool:
+    """Whether a backend runs on such tensors, here; torch.compile asks once and takes the answer as it is."""
     if torch._C._are_functorch_transforms_active():
         return False
     with _disable_current_modes():
-        q = torch.empty(0, 0, 0, head_dim, dtype=dtype, device="cpu")
-        return load_backend("cpu").is_supported(q, block_size) is None
+        q = torch.empty(0, 0, 0, head_dim, dtype=dtype, device=device)
+        return _reason_against(name, q, block_size, joint) is None
 
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes seconds.
-_cpu_kernels_take.__dict__["_dynamo_marked_constant"] = True
+_kernels_take.__dict__["_dynamo_marked_constant"] = True

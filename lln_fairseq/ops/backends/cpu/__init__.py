@@ -30,7 +30,7 @@ TILE = 64  # tokens, without blocks
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["backward", "draw_seed", "forward", "is_supported", "match_moments"]
+__all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "is_supported", "match_moments"]
 
 
 VIEWS = ("q", "k", "v", "out", "dq", "dk", "dv")
@@ -121,7 +121,7 @@ def _run(
     problem = _PROBLEM.pack(
         batch, heads, tokens, tile, threads, mix.kept_values if mix.dropout_p else 0,
         1 + FORMS.index(mix.joint) if mix.joint else 0,
-        mix.seed or 0, mix.lln_weight, mix.diag_weight,
+        int(mix.seed or 0), mix.lln_weight, mix.diag_weight,
         *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(),
         *(0, 0, 0) if table is None else (table[0].data_ptr(), table[1].data_ptr(), len(table[0])),
         *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (len(VIEWS) - len(views)),
@@ -147,8 +147,7 @@ def forward(
     """α and β None are matched head by head, while q and k are in the cache."""
     q, k, v = _dense(q), _dense(k), _dense(v)
     batch, heads, _, dim = q.shape
-    out, states = fresh_result(q), q.new_empty(batch, heads, dim + (3 if mix.joint else 1), dim)
-    table = None
+    out, (states,), table = fresh_result(q), empty_saved(q, mix), None
     if alpha is None or beta is None:
         alpha, beta, table = q.new_empty(batch, heads), q.new_empty(batch, heads), calibration_table(dim)
     pointers = (_dense_mask(mask), alpha.contiguous(), beta.contiguous(), states, None, None, _parameter(mix), None)
@@ -161,12 +160,22 @@ def backward(
     saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
-    dq, dk, dv = fresh_result(q), fresh_result(k), fresh_result(v)
+    dq, dk, dv = empty_results(q, k, v)
     alpha, beta = alpha.contiguous(), beta.contiguous()
     dalpha, dbeta, dparameter = (torch.empty_like(alpha) if need else None for need in needed)
     pointers = (_dense_mask(mask), alpha, beta, *saved, dalpha, dbeta, _parameter(mix), dparameter)
     _run("backward", mix, (q, k, v, grad, dq, dk, dv), pointers)
     return dq, dk, dv, dalpha, dbeta, dparameter
+
+
+def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    return [fresh_result(_dense(x)) for x in (q, k, v)]
+
+
+def empty_saved(q: Tensor, mix: Mixture) -> Sequence[Tensor]:
+    """The states of csrc/problem.h."""
+    batch, heads, _, dim = q.shape
+    return (q.new_empty(batch, heads, dim + (3 if mix.joint else 1), dim),)
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiag
 from lln_fairseq.ops.backends.pytorch.joint import Joint
 from lln_fairseq.ops.backends.pytorch.lln import lln_backward, lln_forward
 from lln_fairseq.ops.backends.pytorch.run import Run
+from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table, matched_moments
 
@@ -35,11 +36,7 @@ def forward(
     """The mixture, α and β as given or matched, and what `backward` wants to see again."""
     if alpha is None or beta is None:
         alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
-    run = Run(q, mask, mix)
-    out = fresh_result(q)
-    dim = q.shape[3]
-    shapes = ((1, dim), (dim, dim), *((1, dim), (1, dim)) * bool(mix.joint))
-    saved = [torch.empty(run.heads, *shape, dtype=run.scratch.dtype, device=q.device) for shape in shapes]
+    run, out, saved = Run(q, mask, mix), fresh_result(q), empty_saved(q, mix)
     inputs, results = _flat(q, k, v), _flat(out)
     per_head = (*run.by_head(alpha, beta), *saved, *run.by_head(*_parameter(mix)))
     for group in run.groups:
@@ -62,8 +59,7 @@ def backward(
     saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients of q, k, v, and those of α, β and the parameter that are needed."""
-    run = Run(q, mask, mix)
-    grads = [fresh_result(x) for x in (q, k, v)]
+    run, grads = Run(q, mask, mix), empty_results(q, k, v)
     scalars = [
         torch.zeros(run.heads, 1, 1, dtype=run.scratch.dtype, device=q.device) if need else None for need in needed
     ]
@@ -83,6 +79,17 @@ def backward(
             BlockDiag(run, group).backward(loaded, targets)
         run.store(targets, cut)
     return *grads, *(None if x is None else x.view(alpha.shape).to(alpha.dtype) for x in scalars)
+
+
+def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    return [fresh_result(x) for x in (q, k, v)]
+
+
+def empty_saved(q: Tensor, mix: Mixture) -> Sequence[Tensor]:
+    """L and S of every head, for a joint form L in two parts behind them."""
+    batch, heads, _, dim = q.shape
+    shapes = ((1, dim), (dim, dim), *((1, dim), (1, dim)) * bool(mix.joint))
+    return [torch.empty(batch * heads, *shape, dtype=compute_dtype(q.dtype), device=q.device) for shape in shapes]
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

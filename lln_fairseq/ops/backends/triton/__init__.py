@@ -33,16 +33,14 @@ from lln_fairseq.ops.backends.triton.launch import (
 )
 from lln_fairseq.ops.moment_matching import calibration_table
 
-__all__ = ["backward", "draw_seed", "forward", "is_supported", "match_moments"]
+__all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "is_supported", "match_moments"]
 
 
-def _state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """m, s (B H, D) float32 and S (B H, D, D) in the dtype of v: see forward_kernels.py."""
+def _fill_state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> None:
+    """state: m, s and S as `empty_saved` makes them."""
     (batch, heads, length, dim), tile = k.shape, tiles_for(k).state
     bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
-    m, s = workspace(k, bh, dim), workspace(k, bh, dim)
-    state = torch.empty((bh, dim, dim), dtype=v.dtype, device=v.device)
-    parts = (m, s, state)
+    parts = state
     if splits > 1:
         parts = (workspace(k, bh, splits, dim), workspace(k, bh, splits, dim), workspace(k, bh, splits, dim, dim))
     forward_kernels._lln_state_kernel[bh, splits](
@@ -52,9 +50,8 @@ def _state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor) -> tuple[Tens
     )  # fmt: skip
     if splits > 1:
         forward_kernels._lln_combine_kernel[bh, dim * dim // 256](
-            *parts, m, s, state, splits, D=dim, COLS=256, ROWS=16, num_warps=4
+            *parts, *state, splits, D=dim, COLS=256, ROWS=16, num_warps=4
         )
-    return m, s, state
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -72,20 +69,20 @@ def forward(
     batch, heads, length, dim = q.shape
     block_size, pad = _block_size(mix), mask_bytes(mask)
     tile = tiles_for(q).diag_out if block_size else tiles_for(q).out
-    chunk = chunk_of(block_size, tile.rows)
+    chunk, state = chunk_of(block_size, tile.rows), empty_saved(q, mix)
     with device_of(q):
-        m, s, state = _state(k, v, pad, beta.contiguous())
+        _fill_state(k, v, pad, beta.contiguous(), state)
         if mix.joint:
-            out = joint_out(q, k, v, pad, alpha.contiguous(), beta.contiguous(), mix, (m, s, state))
-            return out, alpha, beta, (m, s, state)
+            out = joint_out(q, k, v, pad, alpha.contiguous(), beta.contiguous(), mix, state)
+            return out, alpha, beta, state
         out = torch.empty_like(q)
         forward_kernels._lln_out_kernel[batch * heads, triton.cdiv(length, chunk)](
-            q, k, v, pad, alpha.contiguous(), m, s, state, mix.seed, out, *strides(q), *strides(out), heads, length,
+            q, k, v, pad, alpha.contiguous(), *state, mix.seed, out, *strides(q), *strides(out), heads, length,
             SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=block_size or 0, CHUNK=chunk,
             D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    return out, alpha, beta, (m, s, state)
+    return out, alpha, beta, state
 
 
 def backward(
@@ -158,7 +155,7 @@ def _summed(partial: Tensor | None, like: Tensor) -> Tensor | None:
 def _lln_backward(run: _Backward) -> Sequence[Tensor | None]:
     q, k, v, alpha, beta, pad, _, m, s, *_ = run
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).dkv
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
+    dq, dk, dv = empty_results(q, k, v)
     g, dstate, dalpha = _dstate(run, dq)
     chunk = chunk_of(None, tile.rows)
     grid = (batch * heads, triton.cdiv(length, chunk))
@@ -176,7 +173,7 @@ def _lln_diag_backward(run: _Backward) -> Sequence[Tensor | None]:
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).diag_bwd
     if mix.block_size > tile.rows:
         tile = tiles_for(q).diag_bwd_long
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
+    dq, dk, dv = empty_results(q, k, v)
     g, dstate, _ = _dstate(run, None)
     chunk = chunk_of(mix.block_size, tile.rows)
     grid = (batch * heads, triton.cdiv(length, chunk))
@@ -191,6 +188,16 @@ def _lln_diag_backward(run: _Backward) -> Sequence[Tensor | None]:
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
+
+
+def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    return [torch.empty_like(x) for x in aligned(q, k, v)]
+
+
+def empty_saved(q: Tensor, mix: Mixture) -> tuple[Tensor, Tensor, Tensor]:
+    """m, s (B H, D) float32 and S (B H, D, D) in the dtype of q: see forward_kernels.py."""
+    bh, dim = q.shape[0] * q.shape[1], q.shape[3]
+    return workspace(q, bh, dim), workspace(q, bh, dim), q.new_empty(bh, dim, dim)
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
