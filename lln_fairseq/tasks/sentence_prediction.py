@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
+from fairseq.data import SortDataset
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 from omegaconf import II
@@ -26,6 +27,12 @@ class LLNSentencePredictionConfig(HostOptions, SentencePredictionConfig):
     # fairseq-train has one flag for this and the model's, which is None unless it is given
     max_positions: Optional[int] = field(
         default=None, metadata={"help": f"max tokens per example; default: those of the checkpoint, or {POSITIONS}"}
+    )
+    group_by_length: bool = field(
+        default=False,
+        metadata={
+            "help": "batches of sentences of like lengths: less padding to compute; default: fairseq's, by chance"
+        },
     )
     finetune_from_model: Optional[str] = II("checkpoint.finetune_from_model")
 
@@ -57,7 +64,10 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
         """Raises InputError where the files of the split are damaged, or do not fit the dictionaries or each other."""
         self._check(split, combine)
-        return super().load_dataset(split, combine=combine, **kwargs)
+        dataset = super().load_dataset(split, combine=combine, **kwargs)
+        if self.cfg.group_by_length and isinstance(dataset, SortDataset):
+            dataset.sort_order += dataset.sizes  # the last key counts first; which batch comes when stays chance
+        return dataset
 
     def _check(self, split: str, combine: bool) -> None:
         data, dictionary = Path(self.cfg.data), Path(self.cfg.data, "input0/dict.txt")

@@ -22,8 +22,8 @@ def make_masked_lm(data, mode, **options):
     return make_task("lln_masked_lm", data, tokens_per_sample=32, sample_break_mode=mode, **options)
 
 
-def make_classifier(name, data):
-    return make_task(name, data, num_classes=2, regression_target=False, classification_head_name="head")
+def make_classifier(name, data, **options):
+    return make_task(name, data, num_classes=2, regression_target=False, classification_head_name="head", **options)
 
 
 def batches(task, split):
@@ -38,6 +38,19 @@ def batches(task, split):
 def test_no_row_is_dropped(name, scored, tmp_path):
     data = make_classification(tmp_path, sizes=(("valid", 61),))
     assert sum(len(batch["target"]) for batch in batches(make_classifier(name, data), "valid")) == scored
+
+
+def test_batches_of_like_lengths(tmp_path):
+    data = make_classification(tmp_path, sizes=(("train", 160),))
+    padding, numbers = {}, {}
+    for group in (False, True):
+        found = batches(make_classifier("lln_sentence_prediction", data, group_by_length=group), "train")
+        tokens = [batch["net_input"]["src_tokens"] for batch in found]
+        padding[group] = sum(int((x == 1).sum()) for x in tokens) / sum(x.numel() for x in tokens)
+        numbers[group] = [number for batch in found for number in batch["id"].tolist()]
+        assert all(len(x) == 8 for x in tokens)
+    assert padding[True] < padding[False] / 3
+    assert sorted(numbers[True]) == sorted(numbers[False])
 
 
 def samples_of(task, split):
