@@ -4,7 +4,8 @@
 
 TEACHER is a checkpoint with softmax attention, of a training or of `lln_fairseq.convert`; DATA a directory of text that
 was binarised for it. OUT/model.pt is an ordinary checkpoint of the encoder: it trains, is evaluated and exported, and
-with `softmax` it still computes what the teacher computes. The same command goes on after an interruption.
+with `softmax` it still computes what the teacher computes, unless --distill has trained all layers after the transfer
+(see lln_fairseq/distillation.py). The same command goes on after an interruption.
 """
 
 from lln_fairseq.command import run_main, start
@@ -13,10 +14,11 @@ if __name__ == "__main__":
     start(__spec__.name)
 
 import argparse
+import copy
 import math
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -29,6 +31,7 @@ lln_fairseq.register()  # before all that imports fairseq, which would talk
 from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
 from lln_fairseq.attention.registry import parse_options  # noqa: E402
 from lln_fairseq.convert import CHECKPOINT, write  # noqa: E402
+from lln_fairseq.distillation import Distillation  # noqa: E402
 from lln_fairseq.hf import from_fairseq  # noqa: E402
 from lln_fairseq.hf.encoder import Encoder  # noqa: E402
 from lln_fairseq.host.checkpoint_config import stored_options  # noqa: E402
@@ -61,9 +64,20 @@ def linearize(args: argparse.Namespace) -> None:
     longest = min(args.length or model.max_positions(), model.max_positions())
     held_out = [HeldOut(model, valid, COUNT, length) for length in sorted({min(SHOWN, longest), longest})]
     before = [each.of(students) for each in held_out]
-    train_students(students, train, longest, args)
-    report(students, held_out, before)
-    encoder.parameters |= students.fold()
+    progress = Progress(args)
+    with SummaryWriter(str(args.out / "tensorboard")) as writer:
+        progress.train("transfer", students, train, longest, writer)
+        report(students, held_out, before)
+        teacher = copy.deepcopy(model) if args.distill else None
+        encoder.parameters |= students.fold()
+        if teacher:
+            before = [each.similarity() for each in held_out]
+            distillation = Distillation(teacher, model, args.distill_lr, args.distill, args.seed)
+            progress.train("distillation", distillation, train, longest, writer)
+            report_distillation(held_out, before)
+            encoder.parameters |= {
+                name: x.cpu() for name, x in model.state_dict().items() if name in encoder.parameters
+            }
     encoder.options |= {f"{args.attention}_{key}": value for key, value in args.option.items()}
     write_beside(encoder, args.attention, args.out)
     print(f"{args.out / CHECKPOINT}: {args.attention}")
@@ -79,33 +93,67 @@ def write_beside(encoder: Encoder, attention: str, out: Path) -> None:
     part.rmdir()
 
 
-def train_students(students: Students, texts: Texts, longest: int, args: argparse.Namespace) -> None:
-    """Trains them to the end, from where an earlier run stopped."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    progress, settings = args.out / PROGRESS, {key: str(value) for key, value in vars(args).items() if key != "out"}
-    if progress.exists():
-        saved = plain_data(str(progress))
-        if differing := [key for key, value in settings.items() if saved["settings"].get(key) != value]:
-            raise InputError(f"{args.out} holds a run with another {', another '.join(differing)}: give another OUT")
-        students.restore(saved["students"])
-    errors: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
-    bar = tqdm(total=args.steps, initial=students.step, desc="attention transfer", disable=None)
-    with SummaryWriter(str(args.out / "tensorboard")) as writer, bar:
-        while students.step < args.steps:
-            errors.append(students.train_step(texts, args.tokens, longest))
-            bar.update()
-            if students.step % LOG_INTERVAL == 0:
-                by_layer = [math.sqrt(sum(layer) / len(errors)) for layer in zip(*errors, strict=True)]
-                shown = f"relative error {sum(by_layer) / len(by_layer):.3f}"
-                bar.set_postfix_str(shown)
-                for layer, error in enumerate(by_layer):
-                    writer.add_scalar(f"relative_error/layer_{layer:02d}", error, students.step)
-            if students.step % SAVE_INTERVAL == 0:
-                part = progress.with_suffix(".tmp")
-                torch.save({"settings": settings, "students": students.state()}, part)
-                part.replace(progress)
-                if bar.disable:
-                    print(f"step {students.step} of {args.steps}, {shown}", flush=True)
+class Stage(Protocol):
+    """What is trained: the transfer, then the distillation."""
+
+    step: int
+    steps: int
+
+    def train_step(self, texts: Texts, tokens: int, longest: int) -> list[float]: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class Progress:
+    """How far the stages are, in OUT/linearize.pt."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Raises: InputError where OUT holds a run with other settings."""
+        args.out.mkdir(parents=True, exist_ok=True)
+        self.args, self.file, self.stages = args, args.out / PROGRESS, {}
+        self.settings = {key: str(value) for key, value in vars(args).items() if key != "out"}
+        if self.file.exists():
+            saved = plain_data(str(self.file))
+            if differing := [key for key, value in self.settings.items() if saved["settings"].get(key) != value]:
+                raise InputError(
+                    f"{args.out} holds a run with another {', another '.join(differing)}: give another OUT"
+                )
+            self.stages = saved["stages"]
+
+    def train(self, name: str, stage: Stage, texts: Texts, longest: int, writer: SummaryWriter) -> None:
+        """Trains a stage to its end, from where an earlier run stopped."""
+        if name in self.stages:
+            stage.restore(self.stages[name])
+        errors: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
+        with tqdm(total=stage.steps, initial=stage.step, desc=name, disable=None) as bar:
+            while stage.step < stage.steps:
+                errors.append(stage.train_step(texts, self.args.tokens, longest))
+                bar.update()
+                last = stage.step == stage.steps
+                if last or stage.step % LOG_INTERVAL == 0:
+                    by_layer = [math.sqrt(sum(layer) / len(errors)) for layer in zip(*errors, strict=True)]
+                    shown = f"relative error {sum(by_layer) / len(by_layer):.3f}"
+                    bar.set_postfix_str(shown)
+                    for layer, error in enumerate(by_layer):
+                        writer.add_scalar(f"{name}_error/layer_{layer:02d}", error, stage.step)
+                if last or stage.step % SAVE_INTERVAL == 0:
+                    self._save(name, stage)
+                    if bar.disable:
+                        print(f"{name}: step {stage.step} of {stage.steps}, {shown}", flush=True)
+
+    def _save(self, name: str, stage: Stage) -> None:
+        self.stages[name] = stage.state()
+        part = self.file.with_suffix(".tmp")
+        torch.save({"settings": self.settings, "stages": self.stages}, part)
+        part.replace(self.file)
+
+
+def report_distillation(held_out: list[HeldOut], before: list[tuple[float, float]]) -> None:
+    for texts, (cosine, neighbour) in zip(held_out, before, strict=True):
+        now = texts.similarity()
+        print(f"held-out texts of {texts.length} tokens, after the distillation")
+        print(f"  cosine of the texts' vectors    {cosine:.3f} -> {now[0]:.3f}")
+        print(f"  same nearest text               {neighbour:.2f} -> {now[1]:.2f}")
 
 
 def read_texts(data: Path, split: str, dictionary: Any) -> Texts:
@@ -147,10 +195,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=512, help="of each update (%(default)s)")
     parser.add_argument("--length", type=int, help="of the longest texts (default: the model's positions)")
     parser.add_argument("--lr", type=float, default=0.01, help="of Adam (%(default)s)")
+    parser.add_argument("--distill", type=int, default=0, metavar="STEPS",
+                        help="updates of all layers on the teacher's states, afterwards (%(default)s)")  # fmt: skip
+    parser.add_argument("--distill-lr", type=float, default=3e-5, help="of that stage's Adam (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     args = parser.parse_args(argv)
-    if args.steps < 0 or args.tokens < 1 or not args.lr > 0 or (args.length is not None and args.length < 3):
-        parser.error("--steps must be at least 0, --tokens 1, --length 3, and --lr above 0")
+    if min(args.steps, args.distill) < 0 or args.tokens < 1 or (args.length is not None and args.length < 3):
+        parser.error("--steps and --distill must be at least 0, --tokens 1, --length 3")
+    if not min(args.lr, args.distill_lr) > 0:
+        parser.error("--lr and --distill-lr must be above 0")
     try:
         args.option = parse_options([*args.option, *([f"mix={args.mix}"] if args.mix else [])])
     except ValueError:

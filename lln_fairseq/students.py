@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.host.errors import InputError
-from lln_fairseq.transfer import Student, Texts, exchanged, recorded, relative_error, similarity
+from lln_fairseq.transfer import Student, Texts, decayed, exchanged, recorded, relative_error, similarity
 
-SHORTEST = 64  # tokens: LLN+Diag is softmax in a block anyway
 SEED = 5  # of the held-out texts
 ROWS = 4096  # tokens of a held-out batch, about
 
@@ -37,12 +36,10 @@ class Students:
         self.generator = torch.Generator().manual_seed(seed)
 
     def train_step(self, texts: Texts, tokens: int, longest: int) -> list[float]:
-        """One update with so many tokens, in texts of `longest`, its half, its quarter, ... The error of each layer."""
-        lengths = [length for length in (longest >> k for k in range(16)) if length >= min(SHORTEST, longest)]
-        length = lengths[int(torch.randint(len(lengths), (), generator=self.generator))]
+        """One update with so many tokens in texts of mixed lengths. The error of each layer."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * min(1.0, 2 * (1 - self.step / self.steps))
-        errors = self.errors(texts.batch(max(1, tokens // length), length, self.generator))
+            group["lr"] = self.lr * decayed(self.step, self.steps)
+        errors = self.errors(texts.mixed_batch(tokens, longest, self.generator))
         self.optimizer.zero_grad()
         torch.stack(errors).mean().backward()
         self.optimizer.step()
@@ -120,8 +117,9 @@ class HeldOut:
             errors = torch.stack([torch.stack(students.errors(tokens)) for tokens in self.batches]).mean(dim=0)
         return Quality(errors.sqrt().tolist(), *self.similarity(list(students.modules)))
 
-    def similarity(self, attentions: list[nn.Module]) -> tuple[float, float]:
-        with exchanged(self.layers, attentions):
+    def similarity(self, attentions: list[nn.Module] | None = None) -> tuple[float, float]:
+        """The cosine and the share of same neighbours, of the model with these attentions or as it is."""
+        with exchanged(self.layers, attentions or [layer.self_attn.attention for layer in self.layers]):
             return similarity(self._vectors(), self.teacher)
 
     @torch.no_grad()

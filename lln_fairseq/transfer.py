@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+SHORTEST = 64  # tokens of a text: LLN+Diag is softmax in a block anyway
+
 
 class Heads(NamedTuple):
     """What the attention of one layer got and gave: q, k, v, out (B, H, N, D), mask bool (B, N), True = padded."""
@@ -149,6 +151,17 @@ class Texts:
         words = self.tokens[starts + torch.arange(inner)]
         ends = [torch.full((count, 1), end) for end in (self.bos, self.eos)]
         return torch.cat([ends[0], words, ends[1]], dim=1)
+
+    def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
+        """About so many tokens in texts of one length: `longest`, its half, its quarter, ..., each as likely."""
+        lengths = [length for length in (longest >> k for k in range(16)) if length >= min(SHORTEST, longest)]
+        length = lengths[int(torch.randint(len(lengths), (), generator=generator))]
+        return self.batch(max(1, tokens // length), length, generator)
+
+
+def decayed(step: int, steps: int) -> float:
+    """The learning rate's share: 1, in the second half of the steps down to 0."""
+    return min(1.0, 2 * (1 - step / steps))
 
 
 def similarity(vectors: Tensor, teacher: Tensor) -> tuple[float, float]:

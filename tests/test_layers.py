@@ -32,6 +32,7 @@ ALLOWED = {
     "loading": {"__init__", "host"},
     "hf": {"host", "ops"},
     "transfer": set(),
+    "distillation": {"transfer"},
     "students": {"attention", "host", "transfer"},
     "text_ids": {"command", "host", "preparation"},
     "text_model": {"__init__", "command", "host", "loading", "preparation", "text_ids"},

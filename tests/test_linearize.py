@@ -7,10 +7,12 @@ import torch
 
 from lln_fairseq import linearize
 from lln_fairseq.convert import convert
+from lln_fairseq.distillation import Distillation
 from lln_fairseq.loading import load_model
 from lln_fairseq.students import Students
 from lln_fairseq.transfer import exchanged
 from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
+from tests.helpers import relative_rms
 
 SIZES = (("train", 120), ("valid", 90))
 SOFTMAX = (*MASKED_LM, *LLN, "--attention", "softmax", "--max-positions", 64, "--dropout", 0)
@@ -94,10 +96,28 @@ def test_folding_keeps_what_the_students_computed(teacher):
     torch.testing.assert_close(folded, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_an_interrupted_transfer_goes_on_exactly(teacher, tmp_path, monkeypatch, capsys):
+def test_distillation_comes_nearer_still(teacher, tmp_path, capsys):
     path, data = teacher
-    assert run(path, data, tmp_path / "whole", *OPTIONS) == 0
-    step = Students.train_step
+    errors = {}
+    for steps in (0, 100):
+        options = ("--option", "block_size=8", "--steps", 20, "--distill", steps, "--distill-lr", 1e-3)
+        assert run(path, data, tmp_path / str(steps), *options) == 0
+        errors[steps] = relative_rms(output(tmp_path / str(steps) / "model.pt"), output(path))
+    assert errors[100] < 0.7 * errors[0]
+    assert capsys.readouterr().out.count("after the distillation") == 1
+    before, after = (torch.load(p)["model"] for p in (path, tmp_path / "100" / "model.pt"))
+    assert all(torch.equal(before[name], after[name]) == (".layers." not in name) for name in before)
+
+
+STAGES = {Students: (), Distillation: ("--distill", 100)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interrupted_stage_goes_on_exactly(stage, teacher, tmp_path, monkeypatch, capsys):
+    path, data = teacher
+    options = (*OPTIONS, *STAGES[stage])
+    assert run(path, data, tmp_path / "whole", *options) == 0
+    step = stage.train_step
 
     def interrupted(self, *args):
         if self.step == 73:
@@ -105,12 +125,12 @@ def test_an_interrupted_transfer_goes_on_exactly(teacher, tmp_path, monkeypatch,
         return step(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Students, "train_step", interrupted)
-        assert run(path, data, tmp_path / "out", *OPTIONS) == 130
+        patch.setattr(stage, "train_step", interrupted)
+        assert run(path, data, tmp_path / "out", *options) == 130
     assert not (tmp_path / "out" / "model.pt").exists()
-    assert run(path, data, tmp_path / "out", *OPTIONS, "--seed", 2) == 1
+    assert run(path, data, tmp_path / "out", *options, "--seed", 2) == 1
     assert "holds a run with another seed" in capsys.readouterr().err
-    assert run(path, data, tmp_path / "out", *OPTIONS) == 0
+    assert run(path, data, tmp_path / "out", *options) == 0
     found, whole = (torch.load(tmp_path / name / "model.pt")["model"] for name in ("out", "whole"))
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 
@@ -155,7 +175,7 @@ def test_a_teacher_has_softmax(teacher, tmp_path, monkeypatch, capsys):
 
 
 def test_wrong_flags(teacher, tmp_path, capsys):
-    for flags in (["--option", "mix"], ["--steps", "-1"], ["--lr", "0"], ["--attention", "nope"]):
+    for flags in (["--option", "mix"], ["--steps", "-1"], ["--lr", "0"], ["--distill", "-1"], ["--attention", "nope"]):
         with pytest.raises(SystemExit) as error:
             run(*teacher, tmp_path / "out", *flags)
         assert error.value.code == 2
