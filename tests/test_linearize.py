@@ -1,5 +1,6 @@
 """A softmax encoder becomes a linear one, and keeps its own softmax."""
 
+import json
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from lln_fairseq.distillation import Distillation
 from lln_fairseq.loading import load_model
 from lln_fairseq.students import Students
 from lln_fairseq.transfer import exchanged
+from scripts.experiments import conversion
 from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 from tests.helpers import relative_rms
 
@@ -179,3 +181,20 @@ def test_wrong_flags(teacher, tmp_path, capsys):
         with pytest.raises(SystemExit) as error:
             run(*teacher, tmp_path / "out", *flags)
         assert error.value.code == 2
+
+
+def test_the_experiment_of_several_forms(teacher, tmp_path, capsys):
+    rows = ["--variants", "average", "joint_offset, gain", "--seeds", "1", "2", "--lengths", "16", "40"]
+    command = [*map(str, teacher), str(tmp_path), *rows, "--tokens", "80", "--block-size", "8", "--steps"]
+    assert conversion.main([*command, "0"]) == 0
+    before = (tmp_path / "conversion.json").read_text()
+    assert conversion.main([*command, "0", "30"]) == 0
+    found = json.loads((tmp_path / "conversion.json").read_text())["rows"]
+    assert len(found) == 8
+    assert all(found[key] == row for key, row in json.loads(before)["rows"].items())  # not run again
+    cells = capsys.readouterr().out.splitlines()[-4:]
+    assert [line.split()[-5] for line in cells] == ["0", "30", "0", "30"]
+    first, second = (found[f"average; 30 steps; seed {seed}"]["quality"][1][0] for seed in (1, 2))
+    assert float(cells[1].split()[-2]) == pytest.approx((first + second) / 2, abs=1e-3)
+    assert conversion.main([*command, "0", "--lr", "1"]) == 1
+    assert "is of other settings" in capsys.readouterr().err
