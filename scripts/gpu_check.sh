@@ -26,6 +26,6 @@ PYTHON
 
 # Both parts always run; a failure of either is the exit status.
 status=0
-run "$python" -m pytest -q -p no:cacheprovider tests/ops/backends/test_triton.py || status=1
+run "$python" -m pytest -q -p no:cacheprovider tests/ops/backends/test_triton.py tests/ops/backends/test_triton_joint.py || status=1
 run "$python" -m scripts.benchmarks.gpu "$@" || status=1
 exit $status
