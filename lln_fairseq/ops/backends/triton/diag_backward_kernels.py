@@ -25,6 +25,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _real_keys,
     _rows,
     _same_block,
+    _softmax_step,
     _usable,
 )
 
@@ -51,11 +52,7 @@ def _diag_dq(
         b_dp = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
         if DROPOUT > 0:
             b_dp *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
-        b_new = tl.maximum(b_m, tl.max(b_x, 1))
-        b_shrink = tl.exp(b_m - b_new)
-        b_m = b_new
-        b_p = tl.exp(b_x - b_m[:, None])
-        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_p, b_shrink, b_m, b_l = _softmax_step(b_x, b_m, b_l)
         b_delta = b_delta * b_shrink + tl.sum(b_p * b_dp, 1)
     b_delta = tl.where(b_l > 0, b_delta / tl.where(b_l > 0, b_l, 1.0), 0.0)
     b_lse = tl.where(b_l > 0, b_m + tl.log(tl.where(b_l > 0, b_l, 1.0)), 0.0)

@@ -80,6 +80,16 @@ def _dropout_scale(seed, i_bh, i_query, i_key, P: tl.constexpr):
 
 
 @triton.jit
+def _softmax_step(b_x, b_top, b_sum):
+    """A softmax over keys that come in parts: e^(x - max) of this part (queries, keys), by which what was summed with
+    earlier parts shrinks, the new maximum and the new sum (queries,)."""
+    b_new = tl.maximum(b_top, tl.max(b_x, 1))
+    b_shrink = tl.exp(b_top - b_new)
+    b_x = tl.exp(b_x - b_new[:, None])
+    return b_x, b_shrink, b_new, b_sum * b_shrink + tl.sum(b_x, 1)
+
+
+@triton.jit
 def _same_block(i_query, i_key, real, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Whether a query may look at a key: the key is real and, where a chunk holds several blocks, in the same one."""
     if CHUNK > BLOCK:
@@ -187,11 +197,7 @@ def _diag_rows(
         # (queries, keys)
         b_x = tl.dot(b_q.to(DOT), tl.trans(b_k.to(DOT)), input_precision=PRECISION) * SCALE
         b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_x, 1))
-        b_shrink = tl.exp(b_m - b_new)
-        b_m = b_new
-        b_p = tl.exp(b_x - b_m[:, None])
-        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_p, b_shrink, b_m, b_l = _softmax_step(b_x, b_m, b_l)
         if DROPOUT > 0:
             b_p *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
         b_o = tl.dot(b_p.to(DOT), b_v.to(DOT), acc=b_o * b_shrink[:, None], input_precision=PRECISION)

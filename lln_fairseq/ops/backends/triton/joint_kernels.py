@@ -18,6 +18,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _real_keys,
     _rows,
     _same_block,
+    _softmax_step,
     _usable,
 )
 from lln_fairseq.ops.joint import SHARE_FLOOR
@@ -107,11 +108,7 @@ def _joint_rows(
 
         b_x = tl.dot(b_q.to(DOT), tl.trans(b_k.to(DOT)), input_precision=PRECISION) * SCALE
         b_x = tl.where(seen, b_x, float("-inf"))
-        b_new = tl.maximum(b_top, tl.max(b_x, 1))
-        b_shrink = tl.exp(b_top - b_new)
-        b_top = b_new
-        b_x = tl.exp(b_x - b_top[:, None])
-        b_sum = b_sum * b_shrink + tl.sum(b_x, 1)
+        b_x, b_shrink, b_top, b_sum = _softmax_step(b_x, b_top, b_sum)
         if DROPOUT > 0:
             b_x *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
         b_o = tl.dot(b_x.to(DOT), b_v, acc=b_o * b_shrink[:, None], input_precision=PRECISION)

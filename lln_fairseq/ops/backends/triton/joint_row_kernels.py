@@ -18,6 +18,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _real_keys,
     _rows,
     _same_block,
+    _softmax_step,
     _usable,
 )
 from lln_fairseq.ops.backends.triton.joint_kernels import (
@@ -63,11 +64,7 @@ def _row_sums(
         b_x = tl.where(seen, b_x, float("-inf"))
         if DROPOUT > 0:
             b_e *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
-        b_new = tl.maximum(b_top, tl.max(b_x, 1))
-        b_shrink = tl.exp(b_top - b_new)
-        b_top = b_new
-        b_x = tl.exp(b_x - b_top[:, None])
-        b_sum = b_sum * b_shrink + tl.sum(b_x, 1)
+        b_x, b_shrink, b_top, b_sum = _softmax_step(b_x, b_top, b_sum)
         b_de = b_de * b_shrink + tl.sum(b_x * b_e, 1)
     b_de = tl.where(b_sum > 0, b_de / tl.where(b_sum > 0, b_sum, 1.0), 0.0)
     b_lse = tl.where(b_sum > 0, b_top + tl.log(tl.where(b_sum > 0, b_sum, 1.0)), 0.0)
