@@ -18,7 +18,7 @@ import copy
 import math
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -41,7 +41,7 @@ from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig  # noqa: E402
 from lln_fairseq.students import HeldOut, Students, report  # noqa: E402
-from lln_fairseq.transfer import Texts  # noqa: E402
+from lln_fairseq.transfer import Stage, Texts  # noqa: E402
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
 LOG_INTERVAL, SAVE_INTERVAL = 10, 50  # steps
@@ -91,17 +91,6 @@ def write_beside(encoder: Encoder, attention: str, out: Path) -> None:
     for path in sorted(part.iterdir(), key=lambda path: path.name == CHECKPOINT):
         path.replace(out / path.name)
     part.rmdir()
-
-
-class Stage(Protocol):
-    """What is trained: the transfer, then the distillation."""
-
-    step: int
-    steps: int
-
-    def train_step(self, texts: Texts, tokens: int, longest: int) -> list[float]: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Progress:

@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.host.errors import InputError
-from lln_fairseq.transfer import Student, Texts, decayed, exchanged, recorded, relative_error, similarity
+from lln_fairseq.transfer import Stage, Student, Texts, exchanged, recorded, relative_error, similarity
 
 SEED = 5  # of the held-out texts
 ROWS = 4096  # tokens of a held-out batch, about
 
 
-class Students:
-    """Trains one student a layer with Adam; the second half of the steps goes down to a learning rate of 0."""
+class Students(Stage):
+    """Trains one student a layer."""
 
     def __init__(self, model: Any, attention: str, options: dict[str, Any], lr: float, steps: int, seed: int) -> None:
         """Raises: InputError for options that the attention does not have."""
-        self.model, self.lr, self.steps, self.step = model, lr, steps, 0
+        self.model = model
         self.layers = list(model.encoder.sentence_encoder.layers)
         teacher = self.layers[0].self_attn
         sizes = dict(num_heads=teacher.num_heads, head_dim=teacher.head_dim, max_positions=model.max_positions())
@@ -32,19 +32,7 @@ class Students:
             module.place(number, len(built))
         heads = (teacher.num_heads, teacher.head_dim)
         self.modules = nn.ModuleList(Student(module, *heads) for module in built).to(teacher.q_proj.weight.device)
-        self.optimizer = torch.optim.Adam(self.modules.parameters(), lr=lr)
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def train_step(self, texts: Texts, tokens: int, longest: int) -> list[float]:
-        """One update with so many tokens in texts of mixed lengths. The error of each layer."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * decayed(self.step, self.steps)
-        errors = self.errors(texts.mixed_batch(tokens, longest, self.generator))
-        self.optimizer.zero_grad()
-        torch.stack(errors).mean().backward()
-        self.optimizer.step()
-        self.step += 1
-        return [error.item() for error in errors]
+        super().__init__(self.modules, lr, steps, seed)
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
         """What `relative_error` says of each layer, with the teacher's hidden states as its input."""
@@ -63,18 +51,6 @@ class Students:
         names = list(self.modules[0].attention.branches())
         return {name: [student.with_attention(student.attention.branches()[name]) for student in self.modules]
                 for name in names}  # fmt: skip
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "step": self.step, "modules": self.modules.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-        }  # fmt: skip
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
-        self.modules.load_state_dict(state["modules"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"])
 
     def fold(self) -> dict[str, Tensor]:
         """Folds the alignments into the model, and returns the parameters that changed or are new, by their names."""

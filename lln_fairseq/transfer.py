@@ -17,7 +17,7 @@ that are not padded.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -159,9 +159,46 @@ class Texts:
         return self.batch(max(1, tokens // length), length, generator)
 
 
-def decayed(step: int, steps: int) -> float:
-    """The learning rate's share: 1, in the second half of the steps down to 0."""
-    return min(1.0, 2 * (1 - step / steps))
+class Stage:
+    """Training that goes on exactly from where it stopped: Adam on a module, the second half of the steps down to a
+    learning rate of 0."""
+
+    def __init__(self, module: nn.Module, lr: float, steps: int, seed: int) -> None:
+        self.module, self.lr, self.steps, self.step = module, lr, steps, 0
+        self.optimizer = torch.optim.Adam(module.parameters(), lr=lr)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def train_step(self, texts: Texts, tokens: int, longest: int) -> list[float]:
+        """One update with so many tokens in texts of mixed lengths. The relative squared error of each layer."""
+        share = min(self.warmup(), 2 * (1 - self.step / self.steps), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * share
+        errors = self.errors(texts.mixed_batch(tokens, longest, self.generator))
+        self.optimizer.zero_grad()
+        torch.stack(errors).mean().backward()
+        self.optimizer.step()
+        self.step += 1
+        return [error.item() for error in errors]
+
+    def errors(self, tokens: Tensor) -> list[Tensor]:
+        """The relative squared error of each layer on tokens (B, N)."""
+        raise NotImplementedError
+
+    def warmup(self) -> float:
+        """The learning rate's share at this step, before it decays."""
+        return 1.0
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step, "module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
 
 
 def similarity(vectors: Tensor, teacher: Tensor) -> tuple[float, float]:
