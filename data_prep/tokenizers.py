@@ -200,15 +200,17 @@ def flat_ids(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train_sentencepiece(
-    lines: Iterable[str], vocab_size: int, model_type: str = "bpe", byte_fallback: bool = False
+    lines: Iterable[str], vocab_size: int, model_type: str = "bpe", byte_fallback: bool = False, fold: bool = False
 ) -> bytes:
     """Train a SentencePiece model ("bpe" or "unigram") on `lines`; the same input gives the same bytes.
 
     For that: one thread, no sampling of the input, no path in the model (text and model pass through memory). No
-    normalisation is applied, so the text survives encoding and decoding. Without `byte_fallback` every character of
-    `lines` is in the vocabulary; with it the rarest 0.05% of characters, every unseen one and every space are spelt
-    exactly too, as bytes: for a corpus with thousands of characters. `vocab_size` counts SentencePiece's three special
-    pieces. Raises DataError where the text is too small, or has too many characters, for it.
+    normalisation is applied, so the text survives encoding and decoding; but with `fold` the model itself takes case
+    and variants of characters (NFKC) away wherever it is used, so that a small text has more examples of a word.
+    Without `byte_fallback` every character of `lines` is in the vocabulary; with it the rarest 0.05% of characters,
+    every unseen one and every space are spelt exactly too, as bytes: for a corpus with thousands of characters.
+    `vocab_size` counts SentencePiece's three special pieces. Raises DataError where the text is too small, or has too
+    many characters, for it.
     """
     import sentencepiece
 
@@ -230,7 +232,7 @@ def train_sentencepiece(
             model_type=model_type,
             vocab_size=vocab_size,
             **(coverage if byte_fallback else {"character_coverage": 1.0}),
-            normalization_rule_name="identity",
+            normalization_rule_name="nmt_nfkc_cf" if fold else "identity",
             num_threads=1,
             max_sentence_length=MAX_LINE,  # bytes; longer lines would be left out silently
             minloglevel=3,
