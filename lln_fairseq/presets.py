@@ -2,6 +2,7 @@
 
 # Layers, embedding, feed-forward, heads. base and large are RoBERTa's own.
 PRESETS = {
+    "nano": (2, 64, 256, 1),  # a laptop's, for the demo's half a million tokens
     "tiny": (2, 128, 512, 2),
     "small": (4, 256, 1024, 4),
     "base": (12, 768, 3072, 12),

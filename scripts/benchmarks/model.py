@@ -43,7 +43,7 @@ from scripts.benchmarks.model_training import DTYPES, MATRIX, SOFTMAX, Training,
 
 PAPER_ROWS = ("nystrom:conv_kernel=33",)  # as the paper's row has it: with its convolution
 RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # as the recipes train, where other rows have none
-DEMO_VOCABULARY, VOCABULARY = 4000, 50265
+SMALL_VOCABULARY, VOCABULARY = 4000, 50265
 
 
 def peak_memory(name: str, length: int, args: argparse.Namespace) -> int:
@@ -122,7 +122,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="base" if cuda else "tiny")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, help=f"default: {VOCABULARY}, RoBERTa's; "
-                        f"{DEMO_VOCABULARY} with --preset tiny, as in the demo")  # fmt: skip
+                        f"{SMALL_VOCABULARY} with --preset nano or tiny")  # fmt: skip
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--attention-dropout", type=float, help="default: 0.1 on a GPU; 0 on a CPU, where torch's "
                         "fused softmax has none and would give way to the matrix")  # fmt: skip
@@ -153,7 +153,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         args.preset, args.lengths, args.repeats = "tiny", [96], 1  # more than a block, and than the landmarks
     on_gpu = args.device == "cuda"
     args.dtype = args.dtype or ("float16" if on_gpu else "float32")
-    args.vocabulary = args.vocabulary or (DEMO_VOCABULARY if args.preset == "tiny" else VOCABULARY)
+    args.vocabulary = args.vocabulary or (SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY)
     if args.attention_dropout is None:
         args.attention_dropout = 0.1 if on_gpu else 0.0
     args.memory &= on_gpu or can_measure_resident_peak()  # which needs Linux

@@ -5,7 +5,7 @@
 
 Hydra overrides go to pre-training and fine-tuning alike, after `pretrain:` or `finetune:` to one of them, as in
 pretrain:dataset.batch_size=32. corpus= names the pre-training data, glue= one or several tasks. Without them the demo
-data is made and used, with model=tiny. What is finished is not done again, and what was interrupted goes on.
+data is made and used, with model=nano. What is finished is not done again, and what was interrupted goes on.
 """
 
 from lln_fairseq.command import run_main, start
@@ -45,7 +45,7 @@ class Overrides:
 
     def __init__(self, args: argparse.Namespace) -> None:
         given = list(args.overrides)
-        for default in ("model=tiny", f"run={'gpu1' if torch.cuda.is_available() else 'cpu'}"):
+        for default in ("model=nano", f"run={'gpu1' if torch.cuda.is_available() else 'cpu'}"):
             if not any(override.startswith(default.split("=")[0] + "=") for override in given):
                 given.append(default)
         self.pretrain, self.finetune, self.corpus, self.tasks = [], [], DEMO, [DEMO]

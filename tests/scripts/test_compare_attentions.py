@@ -51,7 +51,7 @@ def test_overrides_reach_their_stage():
     assert (pretrain.common.log_interval, finetune.common.log_interval) == (100, 3)
     for config in (pretrain, finetune):
         assert (config.common.seed, config.common.fp16, config.model.attention) == (5, True, "elu")
-        assert config.model._name == "lln_roberta_tiny"
+        assert config.model._name == "lln_roberta_nano"
 
 
 def test_each_of_several_runs_has_its_share_of_the_machine(monkeypatch):
