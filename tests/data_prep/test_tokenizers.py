@@ -33,6 +33,14 @@ def test_training_is_deterministic_and_decoding_exact():
     assert len(tokenizer.vocabulary_text().splitlines()) == 60
 
 
+def test_a_folded_model_does_not_see_case():
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(LINES, 60, fold=True))
+    symbols = encode_line(tokenizer, "THE ﬁlm")  # with the ligature
+    assert symbols == encode_line(tokenizer, "the film")
+    assert "<unk>" not in symbols
+    assert decode(tokenizer, symbols) == "the film"
+
+
 def test_long_lines_are_not_dropped_from_training():
     tokenizer = SentencePieceTokenizer(train_sentencepiece([*LINES, "ab " * 5000 + "Ω"], 60))
     assert any("Ω" in symbol for symbol in tokenizer.symbols())
