@@ -225,12 +225,13 @@ def test_a_regression_has_one_score_without_a_name(pretrained):
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-@pytest.mark.parametrize("byte_fallback", [True, False])
-def test_sentencepiece_encodes_the_same(model_type, byte_fallback, tmp_path):
+@pytest.mark.parametrize(("byte_fallback", "fold"), [(True, False), (False, False), (False, True)])
+def test_sentencepiece_encodes_the_same(model_type, byte_fallback, fold, tmp_path):
     lines = TEXTS * 3 if not byte_fallback else [*TEXTS, *(f"the film {a}{b} held" for a in "abcd" for b in "xyz")] * 3
     size = 36 if not byte_fallback else 302
-    tokenizer = SentencePieceTokenizer(train_sentencepiece(lines, size, model_type, byte_fallback))
-    same_ids(tokenizer, new_vocabulary(tokenizer), [*TEXTS, "a  b", "ab cd the plot", "ж é"], tmp_path)
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(lines, size, model_type, byte_fallback, fold))
+    texts = [*TEXTS, "a  b", "ab cd the plot", "ж é", "THE ﬁlm, A ²", "ǅ İ ß e\u0301", "the \u200bfilm\u3000x"]
+    same_ids(tokenizer, new_vocabulary(tokenizer), texts, tmp_path)
 
 
 def test_gpt2_encodes_the_same(tmp_path):
