@@ -34,6 +34,17 @@ assert state() == before
     run(code)
 
 
-def test_registering_leaves_the_root_logger_as_it_was():
-    code = "import lln_fairseq; lln_fairseq.register(); lln_fairseq.register(); print(state()[:2] == before[:2])"
-    assert run(code) == "True\n"
+def test_registering_leaves_the_root_logger_as_it_was_and_loads_no_metrics():
+    run("""
+import lln_fairseq
+lln_fairseq.register(); lln_fairseq.register()
+assert state()[:2] == before[:2]
+assert not {"scipy.stats", "sklearn", "pandas", "matplotlib"} & set(sys.modules)
+from fairseq.criterions import sentence_prediction as criterion
+from fairseq.tasks import audio_classification as task
+assert criterion.f1_score([0, 1, 1], [0, 1, 0]) == 2 / 3
+assert criterion.spearmanr([1, 2, 3], [1, 4, 9])[0] == 1
+assert list(task.sklearn_metrics.roc_curve([0, 1], [0.1, 0.9])[1]) == [0, 1, 1]
+import scipy.stats, sklearn.metrics
+assert scipy.stats.norm.cdf(0) == 0.5 and sklearn.metrics.f1_score([1], [1]) == 1
+""")

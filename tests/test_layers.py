@@ -28,7 +28,7 @@ ALLOWED = {
     "criterions": {"host"},
     "analysis": {"attention", "ops"},
     "tasks": {"analysis", "attention", "command", "criterions", "host", "memory", "models"},
-    "__init__": {"tasks"},
+    "__init__": {"host", "tasks"},
     "loading": {"__init__", "host"},
     "hf": {"host", "ops"},
     "transfer": set(),
