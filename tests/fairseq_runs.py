@@ -7,10 +7,13 @@ import re
 import sys
 from pathlib import Path
 
+import fairseq_cli.hydra_train
 import fairseq_cli.train
 from fairseq.data import Dictionary, indexed_dataset
+from hydra.core.global_hydra import GlobalHydra
 
 import lln_fairseq
+from lln_fairseq.recipes import CONFIGS
 
 lln_fairseq.register()
 WORDS = [f"w{i}" for i in range(60)]
@@ -83,6 +86,16 @@ def train(monkeypatch, log, data, save_dir, *options):
     logging.getLogger().setLevel(logging.INFO)  # as fairseq-train sets it, unless pytest came first
     fairseq_cli.train.cli_main()
     return read_log(log.read_text())
+
+
+def hydra_train(monkeypatch, *arguments):
+    """Runs fairseq-hydra-train with our recipe for pre-training in this process, without Hydra's logging."""
+    monkeypatch.setattr(sys, "argv", ["fairseq-hydra-train", "--config-dir", str(CONFIGS), "--config-name", "pretrain",
+        *map(str, arguments), f"common.user_dir={USER_DIR[1]}", "hydra/job_logging=none",
+        "hydra/hydra_logging=none"])  # fmt: skip
+    logging.getLogger().setLevel(logging.INFO)
+    GlobalHydra.instance().clear()
+    fairseq_cli.hydra_train.cli_main()
 
 
 def read_log(text):

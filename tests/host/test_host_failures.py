@@ -37,7 +37,6 @@ from fairseq.models.roberta import RobertaModel
 from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
 from fairseq.tasks import FairseqTask, setup_task
 from fairseq.trainer import Trainer
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from data_prep.glue_tasks import GLUE_TASKS
@@ -48,9 +47,17 @@ from lln_fairseq.host import checkpoints
 from lln_fairseq.host.errors import InputError, TrainingError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.tasks import _worker
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, make_corpus, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    MASKED_LM,
+    USER_DIR,
+    hydra_train,
+    make_classification,
+    make_corpus,
+    train,
+)
 
-ROOT = Path(__file__).parents[2]
 HOST = (*USER_DIR, "--arch", "roberta", "--task", "masked_lm", "--required-batch-size-multiple", 1)
 FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8, "--min-loss-scale", 0.5)
 
@@ -241,11 +248,7 @@ def test_hydra_changes_the_directory(chdir, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", lambda cfg: seen.append((Path.cwd(), cfg)))
     monkeypatch.chdir(tmp_path)
     ours = ["hydra.job.chdir=null"] if chdir == "null" else []  # null: Hydra's own default
-    monkeypatch.setattr(sys, "argv", ["fairseq-hydra-train", "--config-dir", str(ROOT / "configs"), "--config-name",
-        "pretrain", "run=cpu", "model=tiny", "corpus=demo", f"common.user_dir={ROOT / 'lln_fairseq'}",
-        "hydra/job_logging=none", "hydra/hydra_logging=none", *ours])  # fmt: skip
-    GlobalHydra.instance().clear()
-    fairseq_cli.hydra_train.cli_main()
+    hydra_train(monkeypatch, "run=cpu", "model=tiny", "corpus=demo", *ours)
     ((directory, cfg),) = seen
     assert (directory == tmp_path) == (chdir == "false")
     assert not os.path.isabs(cfg.task.data)  # which is then another directory

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.host.advice import hide_advice
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
@@ -20,6 +22,7 @@ from tests.fairseq_runs import (
     LLN,
     MASKED_LM,
     TRAINING,
+    hydra_train,
     make_classification,
     make_corpus,
     read_log,
@@ -119,30 +122,31 @@ def run(*command):
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
-def hydra(*overrides):
-    return run(sys.executable, "-m", "fairseq_cli.hydra_train", "--config-dir", "configs", "--config-name", "pretrain",
-               "model=tiny", "corpus=demo", "run=cpu", *overrides)  # fmt: skip
+HYDRA = ("model=tiny", "corpus=demo", "run=cpu")
 
 
-def test_both_command_lines_build_the_same_model(corpus, tmp_path):
+def test_both_command_lines_build_the_same_model(corpus, tmp_path, monkeypatch):
     ours = run(sys.executable, "-m", "fairseq_cli.train", corpus, *TRAINING, *MASKED_LM, *LLN,
                "--lln-diag-scope", "batch", "--lln-diag-block-size", 24, "--dropout", 0,
                "--attention-dropout", 0, "--clip-norm", 1,
                "--save-dir", tmp_path / "a", "--weight-decay", 0.01, "--adam-betas", "(0.9,0.98)",
                "--adam-eps", 1e-6)  # fmt: skip
-    theirs = hydra(f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'b'}", "task.tokens_per_sample=64",
-                   "task.sample_break_mode=none",
-                   "model.encoder_layers=2", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
-                   "model.encoder_attention_heads=2", "model.lln_diag_scope=batch", "model.lln_diag_block_size=24",
-                   "dataset.batch_size=8", "common.seed=3", "common.log_format=json", "common.log_interval=1",
-                   "lr_scheduler._name=fixed", "~lr_scheduler.warmup_updates", "~lr_scheduler.total_num_update",
-                   "optimization.max_update=3")  # fmt: skip
-    assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stdout + theirs.stderr
+    assert ours.returncode == 0, ours.stderr
     assert "Warning" not in ours.stderr
-    assert not re.search("torch/.*Warning|fairseq/.*Warning", theirs.stderr)  # Hydra has some before it loads a thing
-    counts = [re.search(r"num\. shared model params: ([\d,]+)", x.stdout + x.stderr)[1] for x in (ours, theirs)]
+    with warnings.catch_warnings(record=True) as found:
+        hide_advice()
+        hydra_train(monkeypatch, *HYDRA, f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'b'}",
+                    f"common.log_file={tmp_path / 'b.log'}", "task.tokens_per_sample=64", "task.sample_break_mode=none",
+                    "model.encoder_layers=2", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
+                    "model.encoder_attention_heads=2", "model.lln_diag_scope=batch", "model.lln_diag_block_size=24",
+                    "dataset.batch_size=8", "common.seed=3", "common.log_format=json", "common.log_interval=1",
+                    "lr_scheduler._name=fixed", "~lr_scheduler.warmup_updates", "~lr_scheduler.total_num_update",
+                    "optimization.max_update=3")  # fmt: skip
+    assert not [str(x.message) for x in found if re.search("/(torch|fairseq)/", x.filename)]
+    logs = [ours.stdout + ours.stderr, (tmp_path / "b.log").read_text()]
+    counts = [re.search(r"num\. shared model params: ([\d,]+)", log)[1] for log in logs]
     assert counts[0] == counts[1]
-    ours, theirs = (losses(read_log(x.stdout + x.stderr)) for x in (ours, theirs))
+    ours, theirs = (losses(read_log(log)) for log in logs)
     assert len(ours) == 3
     assert ours == theirs
 
@@ -172,13 +176,23 @@ def test_bad_options_of_fairseq_train(options, message, corpus, tmp_path, monkey
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
 
 
-def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path, corpus):
-    save = tmp_path / "save"
-    arguments = (*TRAINING, *MASKED_LM, *LLN, "--save-dir", save)
-    failed = run(sys.executable, "-m", "fairseq_cli.train", tmp_path, *arguments)
+def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path):
+    failed = run(sys.executable, "-m", "fairseq_cli.train", tmp_path, *TRAINING, *MASKED_LM, *LLN,
+                 "--save-dir", tmp_path / "save")  # fmt: skip
     assert failed.returncode == 1
     assert failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path} is not a binarised data directory: ")
     assert "Traceback" not in failed.stderr
+
+
+def test_bad_input_of_a_recipe_ends_in_one_line_and_an_exit_code(tmp_path):
+    failed = run(sys.executable, "-m", "fairseq_cli.hydra_train", "--config-dir", "configs", "--config-name",
+                 "pretrain", *HYDRA, f"checkpoint.save_dir={tmp_path}", "task.data=nowhere")  # fmt: skip
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1] == (
+        "error: nowhere is not a binarised data directory: nowhere/dict.txt is missing"
+    )
+    assert "Traceback" not in failed.stderr
+    assert not list(tmp_path.rglob("*.pt"))
 
 
 @pytest.mark.parametrize(
@@ -191,14 +205,15 @@ def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path, corpus):
         (["model.encoder_attention_heads=5"], "embedding dimension 128 is not divisible by 5"),
         (["model.lln_diag_block_size=0"], "block_size must be at least 1, got 0"),
         (["run=gpu8"], "^error: 8 workers here, but this machine has \\d GPUs"),
-        (["task.data=nowhere"], "nowhere is not a binarised data directory: nowhere/dict.txt is missing"),
     ],
 )
-def test_bad_input_of_hydra(overrides, message, corpus, tmp_path):
-    failed = hydra(f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'save'}", *overrides)
-    assert failed.returncode == 1
-    assert re.search(message, failed.stderr, re.DOTALL | re.MULTILINE), failed.stderr
-    assert "Traceback" not in failed.stderr
+def test_bad_input_of_hydra(overrides, message, corpus, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as failed:
+        hydra_train(monkeypatch, *HYDRA, f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'save'}", *overrides)
+    assert failed.value.code == 1
+    said = capsys.readouterr().err
+    assert re.search(message, said, re.DOTALL | re.MULTILINE), said
+    assert "Traceback" not in said
     assert not list(tmp_path.rglob("*.pt"))
 
 

@@ -7,11 +7,10 @@ import sys
 import fairseq_cli.hydra_train
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.recipes import CONFIGS
-from tests.fairseq_runs import USER_DIR, make_corpus
+from tests.fairseq_runs import hydra_train, make_corpus
 
 OPTIONS = ("corpus=demo", "model=tiny", "run=cpu", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
            "optimization.max_update=4", "common.log_interval=1", "dataset.validate_interval_updates=2",
@@ -61,10 +60,6 @@ def test_each_job_has_a_directory_of_its_own(overrides, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", lambda cfg: seen.append(cfg))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fairseq-hydra-train", "--multirun", "--config-dir", str(CONFIGS),
-        "--config-name", "pretrain", "task.data=x", f"common.user_dir={USER_DIR[1]}", "hydra/job_logging=none",
-        "hydra/hydra_logging=none", *overrides])  # fmt: skip
-    GlobalHydra.instance().clear()
-    fairseq_cli.hydra_train.cli_main()
+    hydra_train(monkeypatch, "--multirun", "task.data=x", *overrides)
     assert [cfg.checkpoint.save_dir for cfg in seen] == JOBS[overrides]
     assert all(cfg.common.tensorboard_logdir == f"{cfg.checkpoint.save_dir}/tensorboard" for cfg in seen)
