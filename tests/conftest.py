@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_sessionstart() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_triton_once()
+
+
+def patch_triton_once() -> None:
+    """Saves the interpreter the search through triton.language in every call of a function inside a kernel, half of
+    its time, when what it patches there is in place since the kernel began."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def unless_patched(fn: Callable) -> object:
+        languages = [x for x in fn.__globals__.values() if x is interpreter.tl or x is interpreter.tl.core]
+        if languages and all(x.range.__name__ == "_new_range" for x in languages):
+            return interpreter._LangPatchScope()  # nothing to restore
+        return patch(fn)
+
+    interpreter._patch_lang = unless_patched
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,7 @@ every_mask = pytest.mark.parametrize("padding", MASKS)
 
 @every_form
 @every_mask
-@pytest.mark.parametrize(("length", "dim", "block"), [(97, 64, 64), (130, 32, 16), (130, 32, 48), (70, 16, 256)])
+@pytest.mark.parametrize(("length", "dim", "block"), [(97, 64, 64), (70, 32, 16), (130, 32, 48), (70, 16, 256)])
 def test_equals_the_oracle(length, dim, block, padding, mix, backend, monkeypatch):
     tensors, mask = inputs(mix, length, dim), MASKS[padding](length)
     expected = output_and_gradients(oracle(mix, mask, block), tensors, torch.float64)
@@ -108,7 +108,7 @@ def test_equals_the_oracle(length, dim, block, padding, mix, backend, monkeypatc
 @pytest.mark.parametrize("length", [1, 63, 1025])
 @pytest.mark.parametrize("factor", [0.5, 2.1, 8.0])
 def test_forward_at_any_concentration(factor, length, mix):
-    tensors = inputs(mix, length, 64, factor=factor)
+    tensors = [x[:1] if x.dim() > 1 else x for x in inputs(mix, length, 64, factor=factor)]
     expected = oracle(mix, block=64)(*(x.double() for x in tensors))
     assert relative_rms(attend(mix, block=64)(*tensors), expected) <= FLOAT32_FORWARD
 
@@ -117,8 +117,8 @@ def test_forward_at_any_concentration(factor, length, mix):
 @pytest.mark.parametrize(("length", "real"), [(16, 16), (11, 11), (40, 13)])
 @pytest.mark.parametrize("factor", [0.5, 8.0])
 def test_one_block_of_tokens_is_softmax_attention(factor, length, real, mix, backend):
-    q, k, v = (x.requires_grad_() for x in random_qkv(length=length))
-    mask = (torch.arange(length) >= real).expand(2, length) if real < length else None
+    q, k, v = (x.requires_grad_() for x in random_qkv(batch=1, length=length))
+    mask = (torch.arange(length) >= real)[None] if real < length else None
     rows = slice(0, real)
     parameter = PARAMETERS.get(mix)
     out = lln_diag_attention(q, k, v, factor, factor, mask, BLOCK, backend, mix=mix, mix_parameter=parameter)
@@ -181,8 +181,7 @@ def test_bad_input_is_refused(options, message):
 
 
 @every_form
-@pytest.mark.parametrize("garbage", [torch.nan, -torch.inf, 3e38])
-def test_padding_may_hold_anything(garbage, mix, backend):
+def test_padding_may_hold_anything(mix, backend):
     mask = holes(40)
     rows = mask[:, None, :, None].expand(2, 3, 40, 32)
     q, k, v, *others = inputs(mix)
@@ -192,9 +191,12 @@ def test_padding_may_hold_anything(garbage, mix, backend):
         out = attend(mix, backend, mask)(*tensors).masked_fill(rows, 0.0)
         return out.detach(), *torch.autograd.grad(out.square().sum(), tensors)
 
-    found = run(*(x.masked_fill(rows, garbage) for x in (q, k, v)))
-    for x, y in zip(found, run(q, k, v), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    expected = run(q, k, v)
+    for garbage in (torch.nan, -torch.inf, 3e38):
+        found = run(*(x.masked_fill(rows, garbage) for x in (q, k, v)))
+        for name, x, y in zip(NAMES, found, expected, strict=True):
+            worst = (x - y).abs() - 1e-5 * y.abs()
+            assert worst.max() <= 1e-5, (garbage, name)  # NaN is not
 
 
 @every_form
@@ -222,7 +224,7 @@ def test_half_precision_is_no_worse_than_the_plain_formula(dtype, mix):
 @every_form
 def test_gradients_with_dropout_are_those_of_the_same_draw(mix, backend):
     """The output is linear in v, so <grad, out> = <v, dv>; along the others it is compared with a difference."""
-    tensors = inputs(mix)
+    tensors = inputs(mix, length=24)
     function = attend(mix, backend, dropout_p=0.3)
 
     def seeded(*tensors):
@@ -262,9 +264,9 @@ def test_dropout_keeps_the_mean_of_the_block_and_all_of_the_outside():
 
 @every_form
 def test_second_derivatives_by_differences(mix):
-    tensors = [x.requires_grad_() for x in inputs(mix, length=7, dim=4, dtype=torch.float64)]
-    mask = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
-    function = attend(mix, "torch", mask, block=3)
+    tensors = [x.requires_grad_() for x in inputs(mix, length=5, dim=2, dtype=torch.float64)]
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])  # blocks whole, with padding, and of nothing else
+    function = attend(mix, "torch", mask, block=2)
     assert torch.autograd.gradcheck(function, tensors)
     assert torch.autograd.gradgradcheck(function, tensors)
 
