@@ -12,6 +12,7 @@
                                 trainings in one directory
     WandBProgressBarWrapper     what wandb cannot do ended in a traceback; without wandb nothing was logged
     merge_with_parent           an option that a dataclass does not know ended in a traceback
+    Optimizer.add_param_group   and its like imported torch's compiler, in a second, so that it leaves them alone
     sys.excepthook              an InputError that nobody catches ended in a traceback
 
 Each patch does what the host does and adds to it; `install` may be called again.
@@ -34,6 +35,7 @@ from fairseq.logging import progress_bar
 from fairseq.trainer import Trainer
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch.multiprocessing import ProcessExitedException
+from torch.optim import Optimizer
 
 from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.host import checkpoints, nan, run_state, saving, settings, tensorboard_run, wandb_run
@@ -65,6 +67,8 @@ def install(worker: Callable) -> None:
     _wrap(progress_bar.WandBProgressBarWrapper, "__init__", wandb_run.start)
     _wrap(distributed_utils, "call_main", functools.partial(_call_main, worker))
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge)
+    for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
+        _wrap(Optimizer, name, _without_compiler)
     _wrap(sys, "excepthook", _show)
 
 
@@ -133,6 +137,10 @@ def _merge(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(error, ConfigKeyError):
             raise InputError(f"unknown option '{key}'{did_you_mean(key, schema.__dataclass_fields__)}") from None
         raise InputError(f"option '{key}': {first_line(error)}") from None
+
+
+def _without_compiler(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    return (original if "torch._dynamo" in sys.modules else original.__wrapped__)(*args, **kwargs)
 
 
 def _show(original: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

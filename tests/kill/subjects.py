@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 
 import fairseq_cli.train
 import torch
-import torch._dynamo  # an optimizer imports it, in a second
 
 from data_prep.demo import build
 from data_prep.fetch import obtain
