@@ -17,15 +17,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq import utils
 from torch import Tensor
 
-from lln_fairseq.criterions.scores import Counts, pearson, spearman
-from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import is_finetuned, label_names
-from lln_fairseq.loading import load_model
+import lln_fairseq
+
+lln_fairseq.register()  # before all that imports fairseq, which would talk
+
+from fairseq import utils  # noqa: E402
+
+from lln_fairseq.criterions.scores import Counts, pearson, spearman  # noqa: E402
+from lln_fairseq.host.checkpoint_config import stored_options  # noqa: E402
+from lln_fairseq.host.checkpoints import peek  # noqa: E402
+from lln_fairseq.host.errors import InputError  # noqa: E402
+from lln_fairseq.host.fit import is_finetuned, label_names  # noqa: E402
+from lln_fairseq.loading import load_model  # noqa: E402
 
 SHOWN = {  # the metrics in the order in which they are printed, and how
     "accuracy": "accuracy {:.2%}",

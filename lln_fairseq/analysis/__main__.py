@@ -17,10 +17,14 @@ import argparse
 import json
 from pathlib import Path
 
-from lln_fairseq.analysis import report
-from lln_fairseq.analysis.probe import spread_batches
-from lln_fairseq.host.errors import InputError, input_errors
-from lln_fairseq.loading import load_model
+import lln_fairseq
+
+lln_fairseq.register()  # before all that imports fairseq, which would talk
+
+from lln_fairseq.analysis import report  # noqa: E402
+from lln_fairseq.analysis.probe import spread_batches  # noqa: E402
+from lln_fairseq.host.errors import InputError, input_errors  # noqa: E402
+from lln_fairseq.loading import load_model  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
