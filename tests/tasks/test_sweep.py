@@ -7,6 +7,7 @@ import sys
 import fairseq_cli.hydra_train
 import pytest
 import torch
+from fairseq.logging.progress_bar import _tensorboard_writers
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.recipes import CONFIGS
@@ -30,10 +31,13 @@ def files_of(folder):
     return sorted(path.parent.relative_to(folder) / path.name.split(".")[0] for path in folder.rglob("*.*"))
 
 
-def test_a_job_after_a_better_one_equals_a_process_of_its_own(tmp_path):
+def test_a_job_after_a_better_one_equals_a_process_of_its_own(tmp_path, monkeypatch):
     make_corpus(tmp_path / "corpus")
     worse = ("optimization.lr=[0.00001]", "common.seed=2")
-    run(tmp_path, "--multirun", "optimization.lr=[0.01],[0.00001]", "common.seed=2", "hydra.sweep.dir=jobs")
+    monkeypatch.chdir(tmp_path)
+    _tensorboard_writers.clear()  # fairseq keeps one for the life of a process
+    hydra_train(monkeypatch, "--multirun", "optimization.lr=[0.01],[0.00001]", "common.seed=2",
+                "hydra.sweep.dir=jobs", *OPTIONS)  # fmt: skip
     run(tmp_path, *worse, "checkpoint.save_dir=alone", "hydra.run.dir=job")
     alone, runs = tmp_path / "alone", tmp_path / "runs" / "pretrain_lln_diag"
     better, sweep = (runs / f"optimization.lr=[{rate}]" for rate in ("0.01", "1e-05"))

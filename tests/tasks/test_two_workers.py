@@ -13,6 +13,7 @@ from lln_fairseq.analysis.events import read_curves
 from tests.fairseq_runs import CLASSIFICATION, TRAINING, make_classification, read_log, train
 
 ROOT = Path(__file__).parents[2]
+FAIRSEQ_TRAIN = "import lln_fairseq; lln_fairseq.register(); from fairseq_cli.train import cli_main; cli_main()"
 OPTIONS = (*TRAINING, *CLASSIFICATION, "--criterion", "lln_sentence_prediction", "--user-dir", ROOT / "lln_fairseq",
            "--arch", "lln_roberta_tiny", "--dropout", 0, "--attention-dropout", 0, "--probe-interval", 3)  # fmt: skip
 
@@ -24,7 +25,7 @@ def free_port():
 
 
 def start(data, save_dir, *options):
-    command = [sys.executable, "-m", "fairseq_cli.train", data, *OPTIONS, "--save-dir", save_dir,
+    command = [sys.executable, "-c", FAIRSEQ_TRAIN, data, *OPTIONS, "--save-dir", save_dir,
                "--tensorboard-logdir", save_dir / "tb", *options]  # fmt: skip
     return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
