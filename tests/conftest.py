@@ -25,9 +25,18 @@ SLOW = (
 )  # fmt: skip
 
 
+def is_slow(path: Path) -> bool:
+    return path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Nor are they imported where they are left out."""
+    return (config.option.markexpr == "not slow" and is_slow(collection_path)) or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW):
+        if is_slow(item.path):
             item.add_marker(pytest.mark.slow)
 
 

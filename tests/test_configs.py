@@ -140,14 +140,34 @@ def test_the_devices_change_nothing_but_the_split_of_the_batch(combination, comp
     assert not config.common.fp16 or run != "cpu"
 
 
+DATA = {"pretrain": (make_corpus, "corpus=demo"), "finetune": (make_classification, "glue=demo")}
+
+
+def built_model(composed, stage, folder, *overrides):
+    make, recipe = DATA[stage]
+    config = composed(stage, recipe, f"task.data={make(folder, sizes=())}", *overrides)
+    return config.model, models.build_model(config.model, tasks.setup_task(config.task))
+
+
 @pytest.mark.parametrize("attention", sorted(ATTENTION_REGISTRY))
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
-def test_every_attention_builds_at_every_small_size(stage, attention, composed, tmp_path):
-    data = {"pretrain": make_corpus, "finetune": make_classification}[stage](tmp_path, sizes=())
-    for model in PRESETS:
-        config = composed(stage, f"attention={attention}", f"model={model}", f"task.data={data}",
-                          *(["corpus=demo"] if stage == "pretrain" else ["glue=demo"]))  # fmt: skip
-        assert config.model.attention == attention
-        if model == "tiny" or (model, attention) == ("small", "lln_diag"):
-            built = models.build_model(config.model, tasks.setup_task(config.task))
-            assert len(built.encoder.sentence_encoder.layers) == PRESETS[model][0]
+@pytest.mark.parametrize("stage", DATA)
+def test_every_attention_builds_at_the_smallest_size(stage, attention, composed, tmp_path):
+    config, model = built_model(composed, stage, tmp_path, "model=tiny", f"attention={attention}")
+    assert config.attention == attention
+    assert len(model.encoder.sentence_encoder.layers) == PRESETS["tiny"][0]
+
+
+@pytest.mark.parametrize("stage", DATA)
+def test_every_size_composes_and_the_next_one_builds(stage, composed, tmp_path):
+    for size in PRESETS:
+        config = composed(stage, f"model={size}", DATA[stage][1])
+        assert (config.model._name, config.model.attention) == (f"lln_roberta_{size}", "lln_diag")
+    _, model = built_model(composed, stage, tmp_path, "model=small")
+    assert len(model.encoder.sentence_encoder.layers) == PRESETS["small"][0]
+
+
+def test_what_a_size_sets_no_attention_sets():
+    """So one attention at every size, and every attention at one size, are all of them at all sizes."""
+    sizes, attentions = ([OmegaConf.load(CONFIGS / group / f"{name}.yaml").keys() for name in names(group)]
+                         for group in ("model", "attention"))  # fmt: skip
+    assert not set().union(*sizes) & set().union(*attentions)
