@@ -31,7 +31,7 @@ def test_the_example_of_a_new_attention(monkeypatch):
 
 def test_the_example_on_tensors():
     code = re.search(r"## Use it on tensors, without fairseq\n\n((?:    .*\n)+)", README)[1]
-    q, k, v = torch.randn(3, 2, 2, 9, 8)
+    q, k, v = torch.randn(3, 2, 2, 9, 64)
     names = dict(q=q, k=k, v=v, key_padding_mask=torch.zeros(2, 9, dtype=torch.bool))
     exec(textwrap.dedent(code), names)
     assert torch.equal(names["out"], lln_diag_attention(q, k, v, *match_moments(q, k)))

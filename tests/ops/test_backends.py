@@ -80,8 +80,7 @@ def test_forward_hands_alpha_and_beta_back(function, backend):
 
 @both
 @pytest.mark.parametrize("matched", [False, True])
-@pytest.mark.parametrize("garbage", [torch.nan, -torch.inf, 3e38])
-def test_padding_may_hold_anything(function, matched, garbage, backend):
+def test_padding_may_hold_anything(function, matched, backend):
     tensors = inputs()
     mask = random_padding(2, 40, full_row=True)
     mask[0, :3] = mask[0, 20] = True
@@ -94,13 +93,15 @@ def test_padding_may_hold_anything(function, matched, garbage, backend):
         out = FUNCTIONS[function](*tensors[:3], *factors, mask, backend)
         return out.detach(), torch.autograd.grad(out, tensors[: 3 if matched else 5], weight)
 
-    out, grads = run([*(x.detach().masked_fill(rows, garbage) for x in tensors[:3]), *tensors[3:]])
     expected, expected_grads = run(tensors)
-    torch.testing.assert_close(out[~rows], expected[~rows], rtol=1e-6, atol=1e-6)
-    for grad, same in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, same, rtol=1e-5, atol=1e-6)
-    for grad in grads[:3]:
-        assert (grad[rows] == 0).all()
+    for garbage in (torch.nan, -torch.inf, 3e38):
+        out, grads = run([*(x.detach().masked_fill(rows, garbage) for x in tensors[:3]), *tensors[3:]])
+        says = f"where padding is {garbage}: {{}}".format
+        torch.testing.assert_close(out[~rows], expected[~rows], rtol=1e-6, atol=1e-6, msg=says)
+        for grad, same in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(grad, same, rtol=1e-5, atol=1e-6, msg=says)
+        for grad in grads[:3]:
+            assert (grad[rows] == 0).all(), garbage
 
 
 def test_the_moments_ignore_what_padding_holds(backend):
@@ -143,7 +144,7 @@ def test_a_gradient_penalty_is_differentiated_right(function, padded, backend):
 
 @both
 def test_second_derivatives_by_differences(function):
-    tensors = inputs(length=5, dim=4, dtype=torch.float64)
+    tensors = inputs(length=5, dim=2, dtype=torch.float64)
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     assert torch.autograd.gradgradcheck(lambda *x: FUNCTIONS[function](*x, mask, "torch"), tensors)
 
@@ -158,8 +159,8 @@ def test_inputs_made_of_each_other_share_no_second_derivative(backend):
 
 
 def test_random_features_have_second_derivatives():
-    q, k, v, *_ = inputs(length=5, dim=4, dtype=torch.float64)
-    omega, mask = torch.randn(4, 6, dtype=torch.float64), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    q, k, v, *_ = inputs(length=5, dim=2, dtype=torch.float64)
+    omega, mask = torch.randn(2, 6, dtype=torch.float64), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     assert torch.autograd.gradgradcheck(lambda *x: random_feature_attention(*x, omega, mask), (q, k, v))
 
 

@@ -215,7 +215,7 @@ def test_bad_input_is_refused(change, message):
 @PAIRS
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_factors_that_are_not_given_are_matched(function, oracle, backend):
-    q, k, v = (x.requires_grad_() for x in random_qkv(length=70, dim=64))
+    q, k, v = (x.requires_grad_() for x in random_qkv(heads=2, length=70, dim=64))
     if backend == "cpu" and choose_backend("auto", q) != "cpu":
         pytest.skip("no C compiler")
     mask = random_padding(2, 70)
