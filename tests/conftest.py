@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lln_fairseq.memory import keep_freed_memory
+
 if not torch.cuda.is_available():
     # Must be set before triton is first imported: the kernels then run, slowly, on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -16,6 +18,8 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # So a shell starts what it runs in the background, and every program that a test starts would be deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+keep_freed_memory()  # half the time of quadratic oracles goes into fresh pages otherwise
 
 # They train, start processes or interpret kernels: scripts/test.sh --fast leaves them out.
 SLOW = (
