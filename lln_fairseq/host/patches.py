@@ -140,7 +140,8 @@ def _merge(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_compiler(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    return (original if "torch._dynamo" in sys.modules else original.__wrapped__)(*args, **kwargs)
+    plain = getattr(original, "__wrapped__", original)
+    return (original if "torch._dynamo" in sys.modules else plain)(*args, **kwargs)
 
 
 def _show(original: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
