@@ -54,8 +54,7 @@ print(sys.version_info[:2], pathlib.Path.cwd(), hashlib.sha256(b"".join(parts)).
         echo "installing the packages of requirements.txt (about a minute, more where torch brings CUDA)"
         while sleep 30 >/dev/null 2>&1; do echo "still installing, after $((SECONDS - start)) seconds"; done &
         clock=$!
-        # Most of what is installed is never imported: Python compiles what is, then.
-        run "$python" -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt -e '.[test]' || code=$?
+        run "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[test]' || code=$?
         { kill "$clock" && wait "$clock"; } 2>/dev/null || true
         [ "$code" = 0 ] || fail "installation failed, pip says why above"
         echo "$wanted" >"$stamp"

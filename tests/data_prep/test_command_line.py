@@ -55,6 +55,6 @@ def test_command_line_errors_are_one_line(tmp_path, command, archive, monkeypatc
 
 
 def test_interrupt_is_one_line(tmp_path, command, archive, monkeypatch):
-    monkeypatch.setattr(demo, "train_sentencepiece", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(demo, "train_sentencepiece", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     code, _, err = command("--out", tmp_path / "out", "--archive", archive)
     assert (code, len(err)) == (130, 1)
