@@ -141,7 +141,7 @@ def test_both_command_lines_build_the_same_model(corpus, tmp_path, monkeypatch):
                     "model.encoder_attention_heads=2", "model.lln_diag_scope=batch", "model.lln_diag_block_size=24",
                     "dataset.batch_size=8", "common.seed=3", "common.log_format=json", "common.log_interval=1",
                     "lr_scheduler._name=fixed", "~lr_scheduler.warmup_updates", "~lr_scheduler.total_num_update",
-                    "optimization.max_update=3")  # fmt: skip
+                    "optimization.max_update=3", "optimization.lr=[0.001]", "task.mask_prob=0.15")  # fmt: skip
     assert not [str(x.message) for x in found if re.search("/(torch|fairseq)/", x.filename)]
     logs = [ours.stdout + ours.stderr, (tmp_path / "b.log").read_text()]
     counts = [re.search(r"num\. shared model params: ([\d,]+)", log)[1] for log in logs]
