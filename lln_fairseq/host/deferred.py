@@ -1,6 +1,6 @@
 """scikit-learn and scipy.stats, which fairseq imports for its own criterions, are loaded when a metric is computed.
 
-They take a quarter of the time in which a program of ours starts. Standard library only: fairseq is imported later.
+They take about a second of the start of a program of ours. Standard library only: fairseq is imported later.
 """
 
 import importlib
