@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lln_fairseq.transfer import Stage
 
-WARMUP = 20  # updates
-
 
 class Distillation(Stage):
     """Trains the layers of `model`."""
+
+    warmup = 20
 
     def __init__(self, teacher: Any, model: Any, lr: float, steps: int, seed: int) -> None:
         """teacher, model: of our models, in evaluation mode and with the same sizes."""
@@ -28,9 +28,6 @@ class Distillation(Stage):
             wanted = hidden_states(self.teacher, tokens)
         pairs = zip(hidden_states(self.model, tokens), wanted, strict=True)
         return [(ours - theirs).square().sum() / theirs.square().sum() for ours, theirs in pairs]
-
-    def warmup(self) -> float:
-        return min(1.0, (self.step + 1) / WARMUP)
 
 
 def hidden_states(model: Any, tokens: Tensor) -> list[Tensor]:

@@ -163,6 +163,8 @@ class Stage:
     """Training that goes on exactly from where it stopped: Adam on a module, the second half of the steps down to a
     learning rate of 0."""
 
+    warmup = 1  # updates in which the learning rate rises
+
     def __init__(self, module: nn.Module, lr: float, steps: int, seed: int) -> None:
         self.module, self.lr, self.steps, self.step = module, lr, steps, 0
         self.optimizer = torch.optim.Adam(module.parameters(), lr=lr)
@@ -170,7 +172,7 @@ class Stage:
 
     def train_step(self, texts: Texts, tokens: int, longest: int) -> list[float]:
         """One update with so many tokens in texts of mixed lengths. The relative squared error of each layer."""
-        share = min(self.warmup(), 2 * (1 - self.step / self.steps), 1.0)
+        share = min((self.step + 1) / self.warmup, 2 * (1 - self.step / self.steps), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * share
         errors = self.errors(texts.mixed_batch(tokens, longest, self.generator))
@@ -183,10 +185,6 @@ class Stage:
     def errors(self, tokens: Tensor) -> list[Tensor]:
         """The relative squared error of each layer on tokens (B, N)."""
         raise NotImplementedError
-
-    def warmup(self) -> float:
-        """The learning rate's share at this step, before it decays."""
-        return 1.0
 
     def state(self) -> dict[str, Any]:
         return {
