@@ -143,6 +143,15 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     return {key: _value(text) for key, text in (pair.split("=", 1) for pair in pairs)}
 
 
+def parse_row(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of NAME or NAME:OPTION=VALUE,OPTION=VALUE, as benchmarks and comparisons name their rows.
+
+    Raises: ValueError for an option that has no "=".
+    """
+    name, _, options = text.partition(":")
+    return name, parse_options(option for option in options.split(",") if option)
+
+
 def _value(text: str) -> Any:
     try:
         return json.loads(text)

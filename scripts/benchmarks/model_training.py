@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lln_fairseq.attention import Attention, build_attention
-from lln_fairseq.attention.registry import parse_options
+from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.presets import PRESETS
 from scripts.benchmarks.plain_roberta import PlainRoberta
 
@@ -102,9 +102,9 @@ class Training:
 
 
 def build(row: str, **sizes: Any) -> Attention:
-    """The attention of a row: NAME, or NAME:OPTION=VALUE,OPTION=VALUE; its attention dropout is an option too."""
-    name, _, given = row.partition(":")
-    return build_attention(name, **sizes | parse_options(option for option in given.split(",") if option))
+    """The attention of a row as parse_row reads it; its attention dropout is an option too."""
+    name, options = parse_row(row)
+    return build_attention(name, **sizes | options)
 
 
 def build_model(args: argparse.Namespace, length: int) -> nn.Module:

@@ -2,6 +2,7 @@
 
     scripts/compare_attentions.sh --attentions softmax,lln_diag,nystrom --seeds 1 2 --jobs 2
     scripts/compare_attentions.sh --attentions softmax,lln_diag corpus=wikitext103 glue=sst2,qnli model=base run=gpu1
+    scripts/compare_attentions.sh --attentions lln_diag,lln_diag:mix=joint,lln_diag:mix=joint,constants=entropy
 
 Hydra overrides go to pre-training and fine-tuning alike, after `pretrain:` or `finetune:` to one of them, as in
 pretrain:dataset.batch_size=32. corpus= names the pre-training data, glue= one or several tasks. Without them the demo
@@ -18,6 +19,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -29,11 +31,11 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.attention.registry import did_you_mean
+from lln_fairseq.attention import build_attention
+from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.recipes import CONFIGS
-from scripts.experiments.compare_report import draw, read_rows, table, write_json
+from scripts.experiments.compare_report import draw, read_rows, run_folder, table, write_json
 from scripts.experiments.steps import StepFailed, Steps, evaluation, prepare_demo_data, training
 
 DEMO = "demo"
@@ -72,12 +74,18 @@ class Overrides:
         if self.corpus == DEMO:
             self.pretrain.insert(0, f"task.data={args.data}/lm")
 
-    def of_pretraining(self, attention: str, seed: int) -> list[str]:
-        return [f"corpus={self.corpus}", f"attention={attention}", f"common.seed={seed}", *self.pretrain]
+    def of_pretraining(self, row: str, seed: int) -> list[str]:
+        return [f"corpus={self.corpus}", *of_attention(row), f"common.seed={seed}", *self.pretrain]
 
-    def of_finetuning(self, attention: str, seed: int, task: str, data: str) -> list[str]:
+    def of_finetuning(self, row: str, seed: int, task: str, data: str) -> list[str]:
         demo = [f"task.data={data}/sentiment"] if task == DEMO else []
-        return [f"glue={task}", f"attention={attention}", f"common.seed={seed}", *demo, *self.finetune]
+        return [f"glue={task}", *of_attention(row), f"common.seed={seed}", *demo, *self.finetune]
+
+
+def of_attention(row: str) -> list[str]:
+    """Hydra's overrides for NAME:OPTION=VALUE,OPTION=VALUE."""
+    name, _, options = row.partition(":")
+    return [f"attention={name}", *(f"model.{name}_{option}" for option in options.split(",") if option)]
 
 
 class Comparison:
@@ -113,7 +121,7 @@ class Comparison:
             self.slots.put(slot)
 
     def _train(self, attention: str, seed: int, variables: dict[str, str]) -> None:
-        name, folder = f"{attention}, seed {seed}", self.out / attention / f"seed{seed}"
+        name, folder = f"{attention}, seed {seed}", run_folder(self.out, attention, seed)
         command = training("pretrain", folder, *self.overrides.of_pretraining(attention, seed))
         self.steps.run(f"pre-train {name}", command, self.pretraining.optimization.max_update, variables)
         for task, config in self.tasks.items():
@@ -190,7 +198,8 @@ def labelled_splits(data: Path) -> list[str]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/compare_attentions.sh", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--attentions", default=DEFAULT_ATTENTIONS, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--attentions", default=DEFAULT_ATTENTIONS, metavar="NAME[:OPTION=VALUE,...],...",
+                        help="default: %(default)s")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="default: 1 2")
     parser.add_argument("--updates", type=int, help="of a pre-training (default: those of the corpus)")
     parser.add_argument("--finetune-updates", type=int, help="of a fine-tuning (default: those of the task)")
@@ -202,13 +211,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if unknown := [word for word in rest if word.startswith("-") or "=" not in word]:
         parser.error(f"neither an option nor a Hydra override: {' '.join(unknown)}")
     # A name or a seed that is given twice is one run.
-    args.attentions, args.seeds = list(dict.fromkeys(args.attentions.split(","))), list(dict.fromkeys(args.seeds))
+    rows = re.split(r",(?!\w+=)", args.attentions)  # a comma before an option belongs to the row
+    args.attentions, args.seeds = list(dict.fromkeys(rows)), list(dict.fromkeys(args.seeds))
     args.overrides, counts = rest, (args.jobs, args.updates, args.finetune_updates)
     if min(count for count in counts if count is not None) < 1:
         parser.error("--jobs, --updates and --finetune-updates must be at least 1")
-    for name in args.attentions:
-        if name not in ATTENTION_REGISTRY:
-            parser.error(f"unknown attention '{name}'{did_you_mean(name, ATTENTION_REGISTRY)}")
+    for row in args.attentions:
+        try:
+            name, options = parse_row(row)
+            build_attention(name, num_heads=1, head_dim=64, max_positions=64, **options)
+        except ValueError as error:
+            parser.error(str(error))
     return args
 
 

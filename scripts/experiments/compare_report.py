@@ -1,6 +1,7 @@
 """Table, JSON and plot of scripts/compare_attentions.py, from what its runs wrote."""
 
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,12 +31,17 @@ class Row:
         return [curve.values[-1] for curve in self.valid.values()]
 
 
+def run_folder(out: Path, row: str, seed: int) -> Path:
+    """Where a row's runs of one seed are: its name with nothing that Hydra or a shell takes for its own."""
+    return out / re.sub(r"\W+", "-", row) / f"seed{seed}"
+
+
 def read_rows(out: Path, attentions: Sequence[str], seeds: Sequence[int], metrics: dict[str, str]) -> list[Row]:
     """A row for every attention. `metrics`: the score that counts, by task."""
     rows = [Row(attention) for attention in attentions]
     for row in rows:
         for seed in seeds:
-            folder = out / row.attention / f"seed{seed}"
+            folder = run_folder(out, row.attention, seed)
             curves = read_curves(folder / "tensorboard")
             for tag, curve_of in (("train_inner/loss", row.train), ("valid/loss", row.valid)):
                 if tag in curves:

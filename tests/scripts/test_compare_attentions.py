@@ -54,6 +54,14 @@ def test_overrides_reach_their_stage():
         assert config.model._name == "lln_roberta_nano"
 
 
+def test_a_row_may_state_options():
+    args = compare.parse(["--attentions", "lln,lln_diag:mix=joint,constants=entropy,lln"])
+    assert args.attentions == ["lln", "lln_diag:mix=joint,constants=entropy"]
+    overrides = compare.Overrides(args).of_pretraining(args.attentions[1], 1)
+    model = compare.configuration("pretrain", overrides).model
+    assert (model.attention, model.lln_diag_mix, model.lln_diag_constants) == ("lln_diag", "joint", "entropy")
+
+
 def test_each_of_several_runs_has_its_share_of_the_machine(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
@@ -74,6 +82,7 @@ def test_what_has_labels_is_scored(tmp_path):
     ("arguments", "message"),
     [
         (["--attentions", "softmax,nystrm"], "unknown attention 'nystrm'"),
+        (["--attentions", "lln_diag:mix=jont"], "option 'mix' of attention 'lln_diag' is 'jont', choose from"),
         (["--seed", "x"], "invalid int value: 'x'"),
         (["--out", "a", "softmax"], "neither an option nor a Hydra override: softmax"),
         (["--jobs", "0"], "must be at least 1"),
@@ -108,15 +117,15 @@ def test_other_settings_need_another_directory(tmp_path):
 def test_two_attentions_at_a_time_and_again(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     corpus, task = make_corpus(tmp_path / "lm"), make_classification(tmp_path / "task")
-    arguments = ["--attentions", "lln_diag,elu", "--seeds", "3", "--updates", "4", "--finetune-updates", "2",
+    arguments = ["--attentions", "lln_diag:mix=joint,elu", "--seeds", "3", "--updates", "4", "--finetune-updates", "2",
                  "--jobs", "2", "--out", str(tmp_path / "out"), *SMALL,
                  f"pretrain:task.data={corpus}", f"finetune:task.data={task}"]  # fmt: skip
     assert compare.main(arguments) == 0
     first = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in first.splitlines() if line}
-    assert rows["lln_diag"][-1] == rows["elu"][-1] == "1"
+    assert rows["lln_diag:mix=joint"][-1] == rows["elu"][-1] == "1"
     found = json.loads((tmp_path / "out" / "comparison.json").read_text())["rows"]
-    assert [row["attention"] for row in found] == ["lln_diag", "elu"]
+    assert [row["attention"] for row in found] == ["lln_diag:mix=joint", "elu"]
     assert all(row["valid"]["3"][0][-1] == 4 and row["scores"]["demo valid"]["3"] >= 0 for row in found)
     assert compare.main(arguments) == 0
     again = capsys.readouterr().out
