@@ -93,7 +93,7 @@ def composed():
 
 
 def test_every_glue_task_has_its_file():
-    assert names("glue") == {*FILES, "demo", "demo_minilm"}
+    assert names("glue") == {*FILES, "demo", "demo_minilm", "newsgroups"}
     assert names("run") == set(DEVICES)
 
 
