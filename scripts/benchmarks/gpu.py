@@ -8,50 +8,74 @@ For every length the batch holds the same number of tokens. Columns:
     flash, torch   time of SDPA (flash kernel, same q, k, v) and of the PyTorch path, over ours: larger is better
     graph   time of the same work replayed from a CUDA graph: what is left when launches cost nothing
     MB      peak memory beyond q, k, v and the incoming gradient, ours and SDPA's
+    error   of output and gradients of the first head, beside the PyTorch path in float64
 """
 
-from lln_fairseq.command import UserError, start
+from lln_fairseq.command import UserError, run_main, start
 
 if __name__ == "__main__":
     start(__spec__.name)
 
 import argparse
 import functools
+import json
+import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from data_prep.files import write_bytes
 from lln_fairseq.ops import lln
 from lln_fairseq.ops.backends import triton as backend
 from scripts.benchmarks import meter
+from scripts.columns import aligned
 
-PASSES = {"lln_diag": (6, 15), "lln": (4, 11)}  # tensors moved forward, and forward + backward
+
+class Mechanism(NamedTuple):
+    """The mix of LLN and Diag, None without Diag; tensors of B H N D moved forward, and forward and backward."""
+
+    mix: str | None
+    forward: int
+    both: int
 
 
-def milliseconds(function: Callable[[], object], repeats: int = 20, cache: Tensor | None = None) -> float:
-    """Median time of a call on the device; `cache` is overwritten before each, so that nothing is left in the L2."""
+MECHANISMS = {
+    "lln": Mechanism(None, 4, 11),
+    "lln_diag": Mechanism("average", 6, 15),
+    "joint_offset": Mechanism("joint_offset", 6, 15),
+    "joint_share": Mechanism("joint_share", 6, 15),
+}
+LARGEST_ERROR = {"float16": 3e-3, "bfloat16": 2e-2, "float32": 1e-4}
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def milliseconds(function: Callable[[], object], repeats: int, cache: Tensor) -> float:
+    """Median time of a call; `cache` is overwritten before each, so that nothing is left in the device's cache."""
     for _ in range(3):
         function()
     times = []
     for _ in range(repeats):
-        if cache is not None:
-            cache.zero_()
-        times.append(meter.milliseconds(function, "cuda"))
+        cache.zero_()
+        times.append(meter.milliseconds(function, cache.device.type))
     return statistics.median(times)
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(cache: Tensor, size: int = 2**30) -> float:
     """Bytes per second of a large copy, counting what is read and what is written."""
-    x = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
+    x = torch.empty(size, dtype=torch.uint8, device=cache.device).random_()
     y = torch.empty_like(x)
-    return 2 * x.numel() / (milliseconds(lambda: y.copy_(x)) * 1e-3)
+    return 2 * x.numel() / (milliseconds(lambda: y.copy_(x), 10, cache) * 1e-3)
 
 
 def graphed(function: Callable[[], object]) -> Callable[[], object]:
+    """The function's kernels as one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -74,105 +98,130 @@ def peak_megabytes(function: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def torch_path(block_size: int | None) -> Callable[..., Tensor]:
-    """The PyTorch backend of the same mechanism."""
-    if block_size is None:
-        return functools.partial(lln.lln_attention, backend="torch")
-    return functools.partial(lln.lln_diag_attention, block_size=block_size, backend="torch")
+def attention(name: str, backend: str, alpha: Tensor, beta: Tensor, block_size: int) -> Attention:
+    """A mechanism in one backend, as a function of q, k, v."""
+    mix = MECHANISMS[name].mix
+    if mix is None:
+        return functools.partial(lln.lln_attention, alpha=alpha, beta=beta, backend=backend)
+    return functools.partial(
+        lln.lln_diag_attention, alpha=alpha, beta=beta, block_size=block_size, mix=mix, backend=backend
+    )
 
 
-def both(function: Callable[..., Tensor], tensors: list[Tensor], do: Tensor) -> Callable[[], object]:
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention by SDPA's flash kernel."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def both(function: Attention, tensors: list[Tensor], do: Tensor) -> Callable[[], list[Tensor]]:
     """Forward and backward, with gradients of q, k, v."""
 
-    def run() -> tuple[Tensor, ...]:
+    def run() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in tensors]
-        return torch.autograd.grad(function(*leaves), leaves, do)
+        out = function(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, do)]
 
     return run
 
 
-def report(name: str, block_size: int | None, args: argparse.Namespace, bandwidth: float) -> bool:
-    """The rows of one mechanism; whether the errors are in order."""
-    dtype, good = getattr(torch, args.dtype), True
-    cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    print(f"\n{name}, block size {block_size}, H = {args.heads}, D = {args.dim}, {args.dtype}")
-    print("     N   B pass      us  floor of floor  graph   flash  torch   MB  flash MB    error")
-    for length in args.lengths:
-        batch = max(args.tokens // length, 1)
-        shape = (batch, length, args.heads, args.dim)
-        q, k, v, do = (torch.randn(shape, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(4))
-        alpha, beta = torch.full((2, batch, args.heads), args.alpha, device="cuda")
-
-        def ours(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor = alpha, beta: Tensor = beta) -> Tensor:
-            if block_size is None:
-                return lln.lln_attention(q, k, v, alpha, beta, backend="triton")
-            return lln.lln_diag_attention(q, k, v, alpha, beta, None, block_size, backend="triton")
-
-        def plain(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor = alpha, beta: Tensor = beta) -> Tensor:
-            return torch_path(block_size)(q, k, v, alpha, beta)
-
-        def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return F.scaled_dot_product_attention(q, k, v)
-
-        one = [x[:1, :1].double() for x in (q, k, v, do)]
-        factors = (
-            alpha[:1, :1].double(),
-            beta[:1, :1].double(),
-            block_size if length % (block_size or 1) == 0 else None,
-        )
-        leaves = [x.requires_grad_() for x in one[:3]]
-        expected = oracle(*leaves, *factors)
-        expected = [expected.detach(), *torch.autograd.grad(expected, leaves, one[3])]
-        found = [ours(q, k, v), *both(ours, [q, k, v], do)()]
-        error = max(meter.relative_rms(x[:1, :1], y) for x, y in zip(found, expected, strict=True))
-        good &= error < (2e-2 if args.dtype == "bfloat16" else 3e-3)
-        del expected, found, leaves, one
-
-        for i, label in enumerate(("fwd", "both")):
-            calls = [
-                both(f, [q, k, v], do) if i else (lambda f=f, q=q, k=k, v=v: f(q, k, v)) for f in (ours, flash, plain)
-            ]
-            floor = PASSES[name][i] * q.numel() * q.element_size() / bandwidth * 1e3
-            time, flash_time, torch_time = (milliseconds(f, args.repeats, cache) for f in calls)
-            graph_time = milliseconds(graphed(calls[0]), args.repeats, cache)
-            memory = [peak_megabytes(f) for f in calls[:2]]
-            print(
-                f"{length:6} {batch:3} {label:4} {1e3 * time:7.0f} {1e3 * floor:6.0f} {floor / time:8.2f} "
-                f"{1e3 * graph_time:6.0f} {flash_time / time:7.2f} {torch_time / time:6.2f} "
-                f"{memory[0]:4.0f} {memory[1]:9.0f} {error:8.1e}",
-                flush=True,
-            )
-    return good
+def inputs(batch: int, length: int, args: argparse.Namespace) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]]:
+    """q, k, v as a model has them, (B, H, N, D) in the memory layout (B, N, H, D), the incoming gradient, α and β."""
+    generator = torch.Generator(args.device).manual_seed(0)
+    shape, place = (batch, length, args.heads, args.dim), {"device": args.device, "dtype": getattr(torch, args.dtype)}
+    q, k, v, do = (torch.randn(shape, generator=generator, **place).transpose(1, 2) for _ in range(4))
+    alpha, beta = torch.full((2, batch, args.heads), args.alpha, device=args.device)
+    return [q, k, v], do, (alpha, beta)
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None) -> Tensor:
-    """A (Wᵀv), or its mean with softmax over blocks, in the float64 of its inputs; N a multiple of the block size."""
-    y = beta[..., None, None] * k
-    out = (alpha[..., None, None] * q + y.logsumexp(-2, keepdim=True)).softmax(-1) @ (y.softmax(-2).mT @ v)
-    if block_size is None:
-        return out
-    q, k, w = (x.unflatten(-2, (-1, block_size)) for x in (q, k, v))
-    return (out + ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ w).flatten(-3, -2)) / 2
+def error_of(name: str, tensors: list[Tensor], do: Tensor, factors: tuple[Tensor, Tensor], block_size: int) -> float:
+    """The largest relative error of output and gradients in the first head."""
+    found = both(attention(name, "triton", *factors, block_size), tensors, do)()
+    one, one_do, (alpha, beta) = ([x[:1, :1].double() for x in part] for part in (tensors, [do], factors))
+    expected = both(attention(name, "torch", alpha, beta, block_size), one, one_do[0])()
+    errors = [meter.relative_rms(x[:1, :1], y) for x, y in zip(found, expected, strict=True)]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(name: str, length: int, args: argparse.Namespace, bandwidth: float, cache: Tensor) -> list[dict[str, Any]]:
+    """The rows of one mechanism at one length, forward and both."""
+    batch, rows, on_gpu = max(args.tokens // length, 1), [], args.device == "cuda"
+    tensors, do, factors = inputs(batch, length, args)
+    ours, plain = (attention(name, kind, *factors, args.block_size) for kind in ("triton", "torch"))
+    error = error_of(name, tensors, do, factors, args.block_size)
+    for direction in ("forward", "both"):
+        calls = {
+            key: both(f, tensors, do) if direction == "both" else functools.partial(f, *tensors)
+            for key, f in (("ours", ours), ("flash", flash), ("torch", plain))
+        }
+        moved = getattr(MECHANISMS[name], direction) * tensors[0].numel() * tensors[0].element_size()
+        rows.append(
+            {"mechanism": name, "dtype": args.dtype, "batch": batch, "heads": args.heads, "length": length,
+             "dim": args.dim, "direction": direction, "floor_ms": moved / bandwidth * 1e3, "error": error,
+             **{f"{key}_ms": milliseconds(call, args.repeats, cache) for key, call in calls.items()},
+             "graph_ms": milliseconds(graphed(calls["ours"]), args.repeats, cache) if on_gpu else None,
+             "ours_mb": peak_megabytes(calls["ours"]) if on_gpu else None,
+             "flash_mb": peak_megabytes(calls["flash"]) if on_gpu else None}
+        )  # fmt: skip
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    ours = row["ours_ms"]
+    figures = [1e3 * ours, 1e3 * row["floor_ms"], row["floor_ms"] / ours, row["graph_ms"] and 1e3 * row["graph_ms"],
+               row["flash_ms"] / ours, row["torch_ms"] / ours, row["ours_mb"], row["flash_mb"]]  # fmt: skip
+    digits = (0, 0, 2, 0, 2, 2, 0, 0)
+    texts = ["-" if x is None else f"{x:.{d}f}" for x, d in zip(figures, digits, strict=True)]
+    return [row["mechanism"], str(row["length"]), str(row["batch"]), row["direction"], *texts, f"{row['error']:.1e}"]
+
+
+HEADS = ["", "N", "B", "", "us", "floor", "of floor", "graph", "flash", "torch", "MB", "flash MB", "error"]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.gpu", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=["lln", "lln_diag", "joint_offset"])
     parser.add_argument("--tokens", type=int, default=32768, help="tokens in a batch")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--alpha", type=float, default=1.4)
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
+    parser.add_argument("--dtype", choices=LARGEST_ERROR, default="float16")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: interpreted, as a trial")
     parser.add_argument("--repeats", type=int, default=20)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
+    parser.add_argument("--json", type=Path, help="write the figures here, after every length")
+    args = parser.parse_args(argv)
+    meter.check_outputs(parser, args.json)
+    return args
+
+
+def benchmark(args: argparse.Namespace) -> None:
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("no CUDA device: torch.cuda.is_available() is False")
-    if reason := backend.is_supported(torch.empty(1, 1, 1, args.dim, device="cuda", dtype=getattr(torch, args.dtype))):
+    sample = torch.empty(1, 1, 1, args.dim, device=args.device, dtype=getattr(torch, args.dtype))
+    if reason := backend.is_supported(sample, args.block_size):
         raise UserError(reason)
-    bandwidth = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth / 1e12:.2f} TB/s (read + written)")
-    good = [report("lln_diag", args.block_size, args, bandwidth), report("lln", None, args, bandwidth)]
-    if not all(good):
+    on_gpu = args.device == "cuda"
+    cache = torch.empty(2**28 if on_gpu else 2**20, dtype=torch.uint8, device=args.device)
+    bandwidth = copy_bandwidth(cache, 2**30 if on_gpu else 2**26)
+    device, rows = torch.cuda.get_device_name() if on_gpu else "CPU, interpreted", []
+    print(f"{device}: a copy moves {bandwidth / 1e12:.2f} TB/s (read + written); {args.dtype}, H = {args.heads}, "
+          f"D = {args.dim}, blocks of {args.block_size}")  # fmt: skip
+    for name in args.mechanisms:
+        for length in args.lengths:
+            rows += measure(name, length, args, bandwidth, cache)
+            print("  ".join(cells(rows[-2])), "  ".join(cells(rows[-1])), sep="\n", flush=True)
+            if args.json:
+                content = {"device": device, "bandwidth": bandwidth, "torch": torch.__version__, "rows": rows}
+                write_bytes(args.json, (json.dumps(content, indent=1) + "\n").encode())
+    print(f"\n{aligned([HEADS, *map(cells, rows)])}")
+    if not all(row["error"] < LARGEST_ERROR[args.dtype] for row in rows):
         raise UserError("the kernels' error is too large")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return run_main(lambda: benchmark(args))

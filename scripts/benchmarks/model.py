@@ -128,6 +128,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         "fused softmax has none and would give way to the matrix")  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float16 on a GPU, float32 on a CPU")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a CPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0, help="no more repeats of what took longer than this")
@@ -164,7 +165,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {args.threads} threads"
-    keys = ("preset", "batch", "vocabulary", "dropout", "attention_dropout", "dtype")
+    keys = ("preset", "batch", "vocabulary", "dropout", "attention_dropout", "dtype", "compile")
     model = "fairseq's RoBERTa" if has_fairseq() else "RoBERTa in plain torch"
     return {"device": device, "torch": torch.__version__, "model": model} | {key: getattr(args, key) for key in keys}
 

@@ -112,7 +112,7 @@ def title(settings: dict[str, Any]) -> str:
     return (
         "{model}, {preset}, batch {batch}, vocabulary {vocabulary}, {dtype}, dropout {dropout}, of attention "
         "{attention_dropout}; {device}, torch {torch}".format(**settings)
-    )
+    ) + (", compiled" if settings.get("compile") else "")
 
 
 def draw(path: Path, settings: dict[str, Any], rows: Sequence[Row]) -> None:

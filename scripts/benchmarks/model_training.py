@@ -71,6 +71,10 @@ class Training:
         self.args, self.length, place = args, length, {"device": args.device, "dtype": DTYPES[args.dtype]}
         self.model = build_model(args, length).to(**place).train()
         self.layers = self.model.encoder.sentence_encoder.layers
+        self.forward = self.model
+        if args.compile:
+            torch._dynamo.config.recompile_limit = 64  # each exchanged attention is a graph of its own
+            self.forward = torch.compile(self.model)
         self.attentions: dict[str, tuple[nn.ModuleList, Adam]] = {}
         self.adam = Adam(list(self.model.parameters()))
         words = torch.randint(FIRST_WORD, args.vocabulary, (args.batch, length))
@@ -94,7 +98,7 @@ class Training:
             layer.self_attn.attention = module
         for optimizer in (self.adam, adam):
             optimizer.zero_grad()
-        logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
+        logits, _ = self.forward(src_tokens=self.words, masked_tokens=self.masked)
         loss = F.cross_entropy(logits.float(), self.words[self.masked])
         (loss * (LOSS_SCALE if self.args.dtype == "float16" else 1.0)).backward()
         for optimizer in (self.adam, adam):

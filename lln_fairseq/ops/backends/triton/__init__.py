@@ -46,7 +46,7 @@ def _fill_state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: t
     forward_kernels._lln_state_kernel[bh, splits](
         k, v, pad, beta, *parts, *strides(k), heads, length, tokens,
         D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, FINAL=splits == 1, **dot_options(k),
-        num_warps=tile.warps, num_stages=tile.stages,
+        **tile.options,
     )  # fmt: skip
     if splits > 1:
         forward_kernels._lln_combine_kernel[bh, dim * dim // 256](
@@ -80,7 +80,7 @@ def forward(
             q, k, v, pad, alpha.contiguous(), *state, mix.seed, out, *strides(q), *strides(out), heads, length,
             SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=block_size or 0, CHUNK=chunk,
             D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q),
-            num_warps=tile.warps, num_stages=tile.stages,
+            **tile.options,
         )  # fmt: skip
     return out, alpha, beta, state
 
@@ -138,7 +138,7 @@ def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor |
         heads, length, tokens,
         SHARE=share, WRITE_DQ=dq is not None, WRITE_DALPHA=dalpha is not None, FINAL=splits == 1,
         D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=run.pad is not None, **dot_options(q),
-        num_warps=tile.warps, num_stages=tile.stages,
+        **tile.options,
     )  # fmt: skip
     if splits > 1:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
@@ -163,7 +163,7 @@ def _lln_backward(run: _Backward) -> Sequence[Tensor | None]:
     backward_kernels._lln_dkv_kernel[grid](
         k, v, pad, beta, m, s, g, dstate, dk, dv, dbeta, *strides(q), *strides(dk), heads, length,
         WRITE_DBETA=dbeta is not None, CHUNK=chunk, D=dim, ROWS=tile.rows, SLICE=min(dim, 64),
-        HAS_PAD=pad is not None, **dot_options(q), num_warps=tile.warps, num_stages=tile.stages,
+        HAS_PAD=pad is not None, **dot_options(q), **tile.options,
     )  # fmt: skip
     return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
 
@@ -185,7 +185,7 @@ def _lln_diag_backward(run: _Backward) -> Sequence[Tensor | None]:
         *strides(q), *strides(do), *strides(dq), heads, length,
         SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk, WRITE_AB=wanted,
         D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **dot_options(q),
-        num_warps=tile.warps, num_stages=tile.stages,
+        **tile.options,
     )  # fmt: skip
     return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
 

@@ -31,7 +31,7 @@ def joint_out(
     joint_kernels._joint_out_kernel[batch * heads, triton.cdiv(length, chunk)](
         q, k, v, pad, _real_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, out, *strides(q), *strides(out),
         heads, length, FORM=_form(mix), SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
-        D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q), num_warps=tile.warps, num_stages=tile.stages,
+        D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q), **tile.options,
     )  # fmt: skip
     return out
 
@@ -54,7 +54,7 @@ def joint_backward(
         *strides(q), *strides(do), *strides(dk), rows.stride(0), heads, length,
         SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
         D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **dot_options(q),
-        num_warps=tile.warps, num_stages=tile.stages,
+        **tile.options,
     )  # fmt: skip
     sums = zip((dalpha, dbeta, dparameter), needed, strict=True)
     return dq, dk, dv, *(x.sum(-1).view(batch, heads) if need else None for x, need in sums)
@@ -74,7 +74,7 @@ def _rows_and_dq(
     joint_row_kernels._joint_rows_kernel[grid](
         q, k, v, do, pad, _real_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, rows, dparameter,
         *strides(q), *strides(do), rows.stride(0), heads, length, FORM=_form(mix), CHUNK=chunk, ROWS=tile.rows,
-        **common, num_warps=tile.warps, num_stages=tile.stages,
+        **common, **tile.options,
     )  # fmt: skip
     tile = tiles_for(q).joint_dq
     chunk = chunk_of(mix.block_size, tile.rows)
@@ -83,7 +83,7 @@ def _rows_and_dq(
     joint_backward_kernels._joint_dq_kernel[grid](
         q, k, v, do, pad, alpha, beta, *state, mix.seed, rows, dq, dalpha,
         *strides(q), *strides(do), *strides(dq), rows.stride(0), heads, length, CHUNK=chunk, ROWS=tile.rows,
-        **common, num_warps=tile.warps, num_stages=tile.stages,
+        **common, **tile.options,
     )  # fmt: skip
     return dq, dalpha, dparameter
 
@@ -99,7 +99,7 @@ def _dstate(
     joint_backward_kernels._joint_dstate_kernel[bh, splits](
         q, do, alpha, *state, rows, *parts, *strides(q), *strides(do), rows.stride(0), heads, length, tokens,
         FINAL=splits == 1, D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q),
-        num_warps=tile.warps, num_stages=tile.stages,
+        **tile.options,
     )  # fmt: skip
     if splits > 1:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](

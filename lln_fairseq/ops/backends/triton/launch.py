@@ -17,11 +17,18 @@ MAX_SPLITS = 128
 
 
 class Tile(NamedTuple):
-    """Rows of a tile, warps of a program, depth of the load pipeline."""
+    """Rows of a tile, warps of a program, depth of the load pipeline, the most registers of a thread (None: any)."""
 
     rows: int
     warps: int
     stages: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """How a kernel is launched with it."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 class Tiles(NamedTuple):
@@ -41,8 +48,9 @@ class Tiles(NamedTuple):
 
 
 # (architecture, bytes of an element, head dim up to): chosen so that half precision does not spill, shared memory fits
-# and many warps share a multiprocessor (tests/ops/backends/test_triton_aot.py prints it). Compute capability 8.x and
-# 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small tiles: tf32x3 needs three operands for one.
+# and many warps share a multiprocessor (tests/ops/backends/test_triton_aot.py prints it; scripts/benchmarks/tiles.py
+# times others). Compute capability 8.x and 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small
+# tiles: tf32x3 needs three operands for one.
 _TABLE = {  # rows, warps, stages of each kernel in the order of Tiles
     (80, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2), (32, 4, 1), (32, 4, 1),
                   (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
@@ -74,8 +82,13 @@ def shared_memory(device: torch.device) -> int:
 def tiles_for(q: Tensor) -> Tiles:
     if INTERPRETED:  # where the number of operations counts and not their size
         return Tiles(*[Tile(64, 4, 1)] * len(Tiles._fields))
+    return TILES[tiles_key(q)]
+
+
+def tiles_key(q: Tensor) -> tuple[int, int, int]:
+    """Which row of the table is q's."""
     arch = 90 if 90 <= capability(q.device) < 120 else 80
-    return TILES[arch, q.element_size(), 64 if q.shape[-1] <= 64 else 128]
+    return arch, q.element_size(), 64 if q.shape[-1] <= 64 else 128
 
 
 def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:

@@ -1,0 +1,122 @@
+"""Everything that a GPU is to show, step by step; run by scripts/gpu_run.sh.
+
+    scripts/gpu_run.sh                            # all steps, within half an hour
+    scripts/gpu_run.sh --steps 1-3 --minutes 10   # some, and what is left of them the next time
+    scripts/gpu_run.sh --rehearse                 # tiny sizes on a CPU: does everything run?
+    scripts/gpu_run.sh --pack carry               # a folder to take to a machine without a network
+
+1 device, 2 kernel tests, 3 time of the attention and tiles, 4 time and memory of a model, 5 trainings, 6 the report.
+A step that fails or takes too long does not stop the next. What ended is not run again by the same command; what was
+cut off goes on. OUT/logs has the output, OUT/report.txt the results.
+"""
+
+from lln_fairseq.command import run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
+import argparse
+import json
+import subprocess
+import time
+from pathlib import Path
+
+from data_prep.files import write_bytes
+from lln_fairseq.command import child_environment
+from scripts.gpu.steps import STEPS, Command, Step
+
+GRACE = 10  # seconds between the request to end and the end
+CUT_OFF = "cut off"
+
+
+class Run:
+    """The steps of one output directory: OUT/steps.json has the exit code of every command that ended."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.out = args, args.out
+        self.end = time.monotonic() + 60 * args.minutes
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
+        self.file = self.out / "steps.json"
+        self.results: dict[str, int | str] = json.loads(self.file.read_text()) if self.file.exists() else {}
+
+    def all(self) -> int:
+        """The exit code: 1 where a command failed or was cut off."""
+        chosen = [STEPS[number - 1] for number in self.args.steps]
+        for step in chosen:
+            self.step(step)
+        failed = {name: code for name, code in self.results.items() if code}
+        for name, code in failed.items():
+            print(f"{name}: {code if code == CUT_OFF else f'exit code {code}'}, see {self.out / 'logs' / name}.log")
+        return int(bool(failed))
+
+    def step(self, step: Step) -> None:
+        until = min(self.end, time.monotonic() + 60 * step.minutes)
+        for number, command in enumerate(step.commands(self.out, self.args.rehearse), start=1):
+            name = f"{step.name}-{number}"
+            again = step.name == "report" or self.results.get(name, CUT_OFF) == CUT_OFF
+            if not again:
+                print(f"{name}: done before")
+                continue
+            print(f"{name}: {' '.join(command[2:5])} ...", flush=True)
+            begin = time.monotonic()
+            self.results[name] = self.run(command, name, until - begin)
+            write_bytes(self.file, (json.dumps(self.results, indent=1) + "\n").encode())
+            print(f"{name}: {self.results[name] or 'ok'}, {time.monotonic() - begin:.0f} s", flush=True)
+
+    def run(self, command: Command, name: str, seconds: float) -> int | str:
+        """The exit code of a command, its output in a log and, at the end, here."""
+        if seconds <= 0:
+            return CUT_OFF
+        log = self.out / "logs" / f"{name}.log"
+        with log.open("ab") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment(self.args))
+            try:
+                code: int | str = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = CUT_OFF
+            finally:
+                end(process)
+        lines = log.read_text(errors="replace").splitlines()
+        print("\n".join(lines[-self.args.tail :]), flush=True)
+        return code
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """The rehearsal interprets the kernels, whether there is a GPU or not."""
+    trial = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if args.rehearse else {}
+    return {**child_environment(), **trial, "PYTHONUNBUFFERED": "1"}
+
+
+def end(process: subprocess.Popen) -> None:
+    """Asks a process that still runs to end, and then ends it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def numbers(text: str) -> list[int]:
+    """[1, 2, 3, 6] of "1-3,6"."""
+    chosen = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        chosen += range(int(first), int(last or first) + 1)
+    if not chosen or set(chosen) - set(range(1, len(STEPS) + 1)):
+        raise argparse.ArgumentTypeError(f"steps are 1 to {len(STEPS)}, as in 1-3 or 2,6; not {text}")
+    return sorted(set(chosen))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/gpu_run.sh", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--steps", type=numbers, default=numbers(f"1-{len(STEPS)}"), help="as in 1-3 or 2,6 (all)")
+    parser.add_argument("--minutes", type=float, default=29.0, help="for all steps together (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="default: runs/gpu; runs/rehearsal with --rehearse")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU")
+    parser.add_argument("--tail", type=int, default=12, help="lines of every command's output shown here (%(default)s)")
+    args = parser.parse_args(argv)
+    args.out = args.out or Path("runs/rehearsal" if args.rehearse else "runs/gpu")
+    return run_main(lambda: Run(args).all(), "\ninterrupted; the same command goes on from here")
