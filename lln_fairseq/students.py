@@ -101,8 +101,12 @@ class HeldOut:
     @torch.no_grad()
     def _vectors(self) -> Tensor:
         device = next(self.model.parameters()).device
-        features = (self.model(src_tokens=tokens.to(device), features_only=True)[0] for tokens in self.batches)
-        return torch.cat([hidden.mean(dim=1) for hidden in features])
+        pad, found = self.model.encoder.dictionary.pad(), []
+        for tokens in self.batches:
+            hidden, _ = self.model(src_tokens=tokens.to(device), features_only=True)
+            padded = (tokens == pad).to(device)[..., None]
+            found.append(hidden.masked_fill(padded, 0).sum(dim=1) / (~padded).sum(dim=1))
+        return torch.cat(found)
 
 
 def report(students: Students, held_out: list[HeldOut], before: list[Quality]) -> None:

@@ -3,8 +3,9 @@
     python -m scripts.experiments.conversion TEACHER DATA OUT --steps 0 100 --lengths 64 128 512 --seeds 1 2
 
 TEACHER and DATA as for lln_fairseq.linearize. Every row is a transfer of its own, measured on the same held-out texts:
-the cosine of mean-pooled vectors to the teacher's, and for which share of the texts the nearest other text is the same.
-What is in OUT/conversion.json is not run again.
+the cosine of mean-pooled vectors to the teacher's, for which share of the texts the nearest other text is the same,
+and with --masked the share of masked tokens that the language model gets right. --whole takes every line of the data
+as a text, not pieces of so many tokens: proteins, say. What is in OUT/conversion.json is not run again.
 """
 
 from lln_fairseq.command import UserError, run_main, start
@@ -15,9 +16,12 @@ if __name__ == "__main__":
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import lln_fairseq
@@ -28,7 +32,8 @@ from data_prep.files import write_bytes  # noqa: E402
 from lln_fairseq.linearize import COUNT, read_texts  # noqa: E402
 from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402
-from lln_fairseq.students import HeldOut, Students  # noqa: E402
+from lln_fairseq.students import SEED, HeldOut, Students  # noqa: E402
+from lln_fairseq.transfer import Texts, exchanged  # noqa: E402
 from scripts.columns import aligned  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,6 +47,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "joint_offset, gain": ("lln_diag", {"mix": "joint_offset", "gain": "learned"}),
 }
 WITHOUT_BLOCKS = ("lln",)
+FIGURES = ("cosine", "neighbour", "masked")
+MASKED = 0.15
+FIRST_WORD = 4  # after fairseq's special symbols
+
+
+class WholeTexts(Texts):
+    """The lines of a stream, each with its </s>: those that fit, padded to one length."""
+
+    def __init__(self, texts: Texts, pad: int) -> None:
+        super().__init__(texts.tokens, texts.bos, texts.eos)
+        ends = (texts.tokens == texts.eos).nonzero().flatten() + 1
+        self.lines, self.pad = torch.tensor_split(texts.tokens, ends)[:-1], pad
+
+    def batch(self, count: int, length: int, generator: torch.Generator) -> Tensor:
+        fitting = [line for line in self.lines if len(line) < length]
+        if not fitting:
+            raise ValueError(f"no line has fewer than {length} tokens")
+        batch = torch.full((count, length), self.pad)
+        batch[:, 0] = self.bos
+        for row, number in enumerate(torch.randint(len(fitting), (count,), generator=generator)):
+            batch[row, 1 : len(fitting[number]) + 1] = fitting[number]
+        return batch
+
+
+@torch.no_grad()
+def masked_accuracy(model: Any, batches: Sequence[Tensor], mask: int) -> float:
+    """The share of masked tokens that the language model's first guess restores."""
+    generator, right = torch.Generator().manual_seed(SEED), []
+    for tokens in batches:
+        chosen = (torch.rand(tokens.shape, generator=generator) < MASKED) & (tokens >= FIRST_WORD)
+        logits, _ = model(src_tokens=tokens.masked_fill(chosen, mask))
+        right.append((logits.argmax(dim=-1) == tokens)[chosen])
+    return torch.cat(right).double().mean().item()
 
 
 class Conversion:
@@ -50,7 +88,9 @@ class Conversion:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.file = args, args.out / "conversion.json"
         args.out.mkdir(parents=True, exist_ok=True)
-        self.settings = {key: getattr(args, key) for key in ("lengths", "tokens", "lr", "block_size")}
+        self.settings = {
+            key: getattr(args, key) for key in ("lengths", "tokens", "lr", "block_size", "masked", "whole")
+        }
         self.settings["teacher"] = str(args.teacher)
         self.rows: dict[str, dict[str, Any]] = {}
         if self.file.exists():
@@ -59,7 +99,11 @@ class Conversion:
                 raise UserError(f"{self.file} is of other settings: give another OUT")
             self.rows = saved["rows"]
         self.model, task = load_model(str(args.teacher))
-        self.train, valid = (read_texts(args.data, split, task.source_dictionary) for split in ("train", "valid"))
+        dictionary = task.source_dictionary
+        self.train, valid = (read_texts(args.data, split, dictionary) for split in ("train", "valid"))
+        if args.whole:
+            self.train, valid = (WholeTexts(texts, dictionary.pad()) for texts in (self.train, valid))
+        self.mask = dictionary.index("<mask>")
         self.held_out = [HeldOut(self.model, valid, COUNT, length) for length in args.lengths]
 
     def all(self) -> None:
@@ -70,6 +114,9 @@ class Conversion:
             content = {"settings": self.settings, "rows": self.rows}
             write_bytes(self.file, (json.dumps(content, indent=1) + "\n").encode())
         print(self.table())
+        if self.args.masked:
+            softmax = [masked_accuracy(self.model, texts.batches, self.mask) for texts in self.held_out]
+            print("masked tokens that the teacher restores:", *(f"{x:.3f}" for x in softmax))
 
     def row(self, name: str, steps: int, seed: int) -> dict[str, Any]:
         attention, options = VARIANTS[name]
@@ -79,13 +126,21 @@ class Conversion:
         for _ in range(steps):
             students.train_step(self.train, self.args.tokens, max(self.args.lengths))
         seconds = time.process_time() - begin
-        quality = [list(texts.similarity(list(students.modules))) for texts in self.held_out]
-        return {"quality": quality, "cpu_seconds": round(seconds, 1)}
+        return {"quality": self.quality(list(students.modules)), "cpu_seconds": round(seconds, 1)}
+
+    def quality(self, attentions: list[nn.Module]) -> list[list[float]]:
+        """FIGURES by length."""
+        found = [list(texts.similarity(attentions)) for texts in self.held_out]
+        if self.args.masked:
+            with exchanged(list(self.model.encoder.sentence_encoder.layers), attentions):
+                for figures, texts in zip(found, self.held_out, strict=True):
+                    figures.append(masked_accuracy(self.model, texts.batches, self.mask))
+        return found
 
     def table(self) -> str:
         """The means over the seeds."""
-        heads = ["", "steps", *(f"{what} {n}" for n in self.args.lengths for what in ("cosine", "neighbour"))]
-        lines = [heads]
+        figures = FIGURES if self.args.masked else FIGURES[:2]
+        lines = [["", "steps", *(f"{what} {n}" for n in self.args.lengths for what in figures)]]
         for name in self.args.variants:
             for steps in self.args.steps:
                 found = [self.rows[key(name, steps, seed)]["quality"] for seed in self.args.seeds]
@@ -111,6 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of each update (%(default)s)")
     parser.add_argument("--lr", type=float, default=0.01, help="of Adam (%(default)s)")
+    parser.add_argument("--masked", action="store_true", help="of teachers with a language model's head")
+    parser.add_argument("--whole", action="store_true", help="every line is a text")
     parser.add_argument("--block-size", type=int, default=32, help="tokens (%(default)s)")
     args = parser.parse_args(argv)
     keep_freed_memory()
