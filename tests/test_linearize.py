@@ -198,3 +198,24 @@ def test_the_experiment_of_several_forms(teacher, tmp_path, capsys):
     assert float(cells[1].split()[-2]) == pytest.approx((first + second) / 2, abs=1e-3)
     assert conversion.main([*command, "0", "--lr", "1"]) == 1
     assert "is of other settings" in capsys.readouterr().err
+
+
+def test_whole_lines_are_texts_and_masked_tokens_are_restored(teacher, tmp_path, capsys):
+    _, task = load_model(str(teacher[0]))
+    dictionary = task.source_dictionary
+    texts = conversion.WholeTexts(linearize.read_texts(teacher[1], "valid", dictionary), dictionary.pad())
+    batch = texts.batch(50, 64, torch.Generator().manual_seed(0))
+    lines = {tuple(line.tolist()) for line in texts.lines}
+    for row in batch:
+        words = row[row != dictionary.pad()].tolist()
+        assert words[0] == dictionary.bos()
+        assert tuple(words[1:]) in lines
+    command = [*map(str, teacher), str(tmp_path), "--variants", "blocks alone", "--lengths", "64", "--tokens", "128",
+               "--block-size", "64", "--steps", "0", "--masked", "--whole"]  # fmt: skip
+    assert conversion.main(command) == 0
+    row, last = capsys.readouterr().out.splitlines()[-2:]
+    cosine, neighbour, masked = row.split()[-3:]
+    assert (cosine, neighbour) == ("1.000", "1.000")  # one block is softmax
+    assert 0 < float(masked) == float(last.split()[-1])
+    with pytest.raises(ValueError, match="no line has fewer than 2 tokens"):
+        texts.batch(1, 2, torch.Generator())

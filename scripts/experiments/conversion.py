@@ -70,6 +70,9 @@ class WholeTexts(Texts):
             batch[row, 1 : len(fitting[number]) + 1] = fitting[number]
         return batch
 
+    def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
+        return self.batch(max(1, tokens // longest), longest, generator)
+
 
 @torch.no_grad()
 def masked_accuracy(model: Any, batches: Sequence[Tensor], mask: int) -> float:
