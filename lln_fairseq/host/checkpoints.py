@@ -5,6 +5,7 @@ import collections
 import os
 import re
 import typing
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,9 @@ FAIRSEQ_CLASSES = (
     int,
 )
 
+LARGEST = 1 << 31  # of a count; fairseq seeds numpy with the epoch
+NUMBERS = ("best", "val_loss", "previous_training_time")  # of extra_state, if they are there
+
 OUR_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
 
 
@@ -70,7 +74,8 @@ def plain_data(path: str, mmap: bool = True) -> Any:
     if not os.path.isfile(path):
         raise InputError(f"no such checkpoint: {path}")
     try:
-        return _load(path, mmap)
+        with warnings.catch_warnings(action="ignore"):  # of torch, about its own formats
+            return _load(path, mmap)
     except Exception as error:  # an unpickler may end in any way on bytes that are no pickle
         raise InputError(
             f"cannot load {path}, which is damaged or no checkpoint: {_reason(error)}{_whole_ones_beside(path)}"
@@ -88,7 +93,7 @@ def _load(path: str, mmap: bool) -> Any:
 
 def _reason(error: Exception) -> str:
     """Without torch's advice to load such a file all the same."""
-    if found := re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error)):
+    if found := re.search(r"[Uu]nsupported (?:global: )?(?:GLOBAL|class) (\S+)", str(error)):
         return f"it wants to call {found[1]}, which no checkpoint may"
     return first_line(error).split(". ")[0] if "weights_only" not in str(error) else "it is no plain data"
 
@@ -126,8 +131,11 @@ def load_to_cpu(
         numbers = [history["num_updates"], position["epoch"], position["iterations_in_epoch"], *position.values()]
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise InputError(f"{path} is damaged: the state of its training is incomplete ({first_line(error)})") from error
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+    if not all(isinstance(number, int) and 0 <= number < LARGEST for number in numbers):
         raise InputError(f"{path} is damaged: its update, epoch and position in it are {numbers[:3]}")
+    for name in NUMBERS:
+        if not isinstance(state["extra_state"].get(name), int | float | None):
+            raise InputError(f"{path} is damaged: its {name} is no number")
     return state
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lln_fairseq.host import run_state
 from lln_fairseq.host.checkpoints import OUR_STATE
+from lln_fairseq.host.errors import InputError, first_line
 from lln_fairseq.host.fit import dictionary_hash
 from lln_fairseq.host.same_run import data_hash
 
@@ -29,6 +30,7 @@ class ExactResume:
     overflows = 0
     _optimizer: Any = None
     _pending: dict[str, Any] | None = None  # a checkpoint's state, until there is an optimizer to put it into
+    _restored = False  # from a checkpoint, until the first update after it
     _last_overflow = -1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,13 +41,27 @@ class ExactResume:
         self._optimizer = optimizer
         if self._pending is not None:
             self._restore(self._pending)
-            self._pending = None
+            self._pending, self._restored = None, True
         if scaler := self.scaler:
             if scaler._last_overflow_iter > self._last_overflow:
                 self.overflows, self._last_overflow = self.overflows + 1, scaler._last_overflow_iter
             if not self.loss_scales or self.loss_scales[-1] != scaler.loss_scale:
                 self.loss_scales.append(scaler.loss_scale)
         return super().train_step(sample, model, criterion, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """The first update of a run that goes on shows whether the optimizer's state can be used. Raises: InputError
+        where it cannot."""
+        try:
+            super().optimizer_step(*args, **kwargs)
+        except (TypeError, AttributeError, LookupError, RuntimeError) as error:
+            if not self._restored or isinstance(error, InputError) or "out of memory" in str(error):
+                raise
+            raise InputError(
+                f"the checkpoint is damaged: its optimizer's state does not fit ({first_line(error)}); "
+                "--reset-optimizer (checkpoint.reset_optimizer=true) goes on without it"
+            ) from error
+        self._restored = False
 
     @property
     def scaler(self) -> Any:
@@ -73,20 +89,26 @@ class ExactResume:
         return data_hash(split_paths(self.cfg.data))
 
     def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
-        """Called by fairseq when it resumes a run; not when it fine-tunes."""
-        self._pending, self.overflows = state, state.get("overflows", 0)
-        run_state.restore_patience(state.get("patience", {}))
+        """Called by fairseq when it resumes a run; not when it fine-tunes. Raises: InputError."""
+        found = state if isinstance(state, dict) else {"overflows": None}
+        overflows, patience = found.get("overflows", 0), found.get("patience", {})
+        if not isinstance(overflows, int) or not isinstance(patience, dict):
+            raise InputError(f"the checkpoint is damaged: its {type(self).__name__} holds no state of a task")
+        self._pending, self.overflows = found, overflows
+        run_state.restore_patience(patience)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        if not self.scaler or "scaler" not in state:
+        saved = state.get("scaler")
+        if not self.scaler or not isinstance(saved, dict):
             return
-        for name, value in state["scaler"].items():
-            setattr(self.scaler, name, value)
+        for name in SCALER_STATE:
+            if isinstance(saved.get(name), int):
+                setattr(self.scaler, name, saved[name])
         self._last_overflow = self.scaler._last_overflow_iter
-        masters, saved = self._masters(), state.get("masters", [])
-        if [master.shape for master in masters] == [master.shape for master in saved]:
+        masters, values = self._masters(), state.get("masters", [])
+        if [master.shape for master in masters] == [getattr(value, "shape", None) for value in values]:
             with torch.no_grad():
-                for master, value in zip(masters, saved, strict=True):
+                for master, value in zip(masters, values, strict=True):
                     master.copy_(value)
 
     def _masters(self) -> list[Tensor]:

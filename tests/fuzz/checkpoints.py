@@ -85,7 +85,7 @@ def exchange(rng: random.Random, content: bytes, mark: Path) -> bytes:
                     group[key] = copy.copy(rng.choice(values))
                 break
             group = group[key]
-    return _saved(state)
+    return saved(state)
 
 
 class Call:
@@ -104,10 +104,10 @@ def call(rng: random.Random, content: bytes, mark: Path) -> bytes:
     argument = mark if function is Path.touch else f"open({str(mark)!r}, 'w')"
     key = rng.choice(list(state))
     state[key] = Call(open, str(mark), "w") if function is open else Call(function, argument)
-    return _saved(state)
+    return saved(state)
 
 
-def _saved(state: Any) -> bytes:
+def saved(state: Any) -> bytes:
     out = io.BytesIO()
     torch.save(state, out)
     return out.getvalue()
