@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from lln_fairseq.host.checkpoints import load_to_cpu, peek
+from lln_fairseq.host.checkpoints import check_sums, load_to_cpu, peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.models.adapt import resize_positions
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, train
@@ -124,3 +124,23 @@ def test_a_number_that_changed_on_the_disk_is_noticed(tmp_path, monkeypatch):
     assert not torch.equal(torch.load(path)["model"][weight], before)  # without a word from torch
     with pytest.raises(InputError, match=r"is damaged: Bad CRC-32 .*checkpoint_best\.pt is whole: copy it"):
         load_to_cpu(str(path))
+
+
+CENTRAL, LOCAL = b"PK\x01\x02", b"PK\x03\x04"
+HEADERS = {"encrypted": (CENTRAL, 8, b"\x01"), "method": (CENTRAL, 10, b"\x63"), "name": (LOCAL, 30, b"\xff"),
+           "place": (CENTRAL, 42, b"\x07")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_parts_that_cannot_be_opened_are_damaged(name, tmp_path):
+    header, offset, value = HEADERS[name]
+    path = tmp_path / "a.pt"
+    torch.save({"model": {"x": torch.arange(9)}}, path)
+    changed = bytearray(path.read_bytes())
+    start = changed.index(header)
+    changed[start + offset : start + offset + len(value)] = value
+    if name == "name":
+        changed[start + 7] |= 0x08  # a name in UTF-8
+    path.write_bytes(changed)
+    with pytest.raises(InputError, match=r"a\.pt is damaged: ."):
+        check_sums(str(path))
