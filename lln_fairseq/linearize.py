@@ -35,8 +35,9 @@ from lln_fairseq.distillation import Distillation  # noqa: E402
 from lln_fairseq.hf import from_fairseq  # noqa: E402
 from lln_fairseq.hf.encoder import Encoder  # noqa: E402
 from lln_fairseq.host.checkpoint_config import stored_options  # noqa: E402
-from lln_fairseq.host.checkpoints import peek, plain_data  # noqa: E402
-from lln_fairseq.host.errors import InputError  # noqa: E402
+from lln_fairseq.host.checkpoints import check_sums, peek, plain_data  # noqa: E402
+from lln_fairseq.host.errors import InputError, first_line  # noqa: E402
+from lln_fairseq.host.run_lock import lock  # noqa: E402
 from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig  # noqa: E402
@@ -44,6 +45,7 @@ from lln_fairseq.students import HeldOut, Students, report  # noqa: E402
 from lln_fairseq.transfer import Stage, Texts  # noqa: E402
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
+AGAIN = "; remove it to begin again"
 LOG_INTERVAL, SAVE_INTERVAL = 10, 50  # steps
 COUNT = 64  # of the held-out texts
 SHOWN = 128  # tokens: results are shown at this length and at the longest
@@ -97,12 +99,17 @@ class Progress:
     """How far the stages are, in OUT/linearize.pt."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Raises: InputError where OUT holds a run with other settings."""
+        """Raises: InputError where OUT holds a run with other settings, or one that is running."""
         args.out.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(args.out)  # as long as this lives
         self.args, self.file, self.stages = args, args.out / PROGRESS, {}
         self.settings = {key: str(value) for key, value in vars(args).items() if key != "out"}
         if self.file.exists():
             saved = plain_data(str(self.file))
+            check_sums(str(self.file))
+            parts = [saved.get(part) for part in ("settings", "stages")] if isinstance(saved, dict) else []
+            if not parts or not all(isinstance(part, dict) for part in parts):
+                raise InputError(f"{self.file} is damaged: it is not what a conversion has saved{AGAIN}")
             if differing := [key for key, value in self.settings.items() if saved["settings"].get(key) != value]:
                 raise InputError(
                     f"{args.out} holds a run with another {', another '.join(differing)}: give another OUT"
@@ -112,7 +119,10 @@ class Progress:
     def train(self, name: str, stage: Stage, texts: Texts, longest: int, writer: SummaryWriter) -> None:
         """Trains a stage to its end, from where an earlier run stopped."""
         if name in self.stages:
-            stage.restore(self.stages[name])
+            try:
+                stage.restore(self.stages[name])
+            except Exception as error:  # torch's functions end in many ways on a state that is none
+                raise InputError(f"{self.file} is damaged: {first_line(error)}{AGAIN}") from error
         errors: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
         with tqdm(total=stage.steps, initial=stage.step, desc=name, disable=None) as bar:
             while stage.step < stage.steps:

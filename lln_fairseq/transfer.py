@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of a parameter, beside its own step
 SHORTEST = 64  # tokens of a text: LLN+Diag is softmax in a block anyway
 
 
@@ -193,9 +194,15 @@ class Stage:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from `state()`. Raises: an exception of any kind where it is not of this stage."""
+        if not isinstance(state["step"], int) or not 0 <= state["step"] <= self.steps:
+            raise ValueError(f"its step is {state['step']!r:.80}")
         self.step = state["step"]
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for parameter, entry in self.optimizer.state.items():
+            if not entry["step"].numel() == 1 or any(entry[name].shape != parameter.shape for name in MOMENTS):
+                raise ValueError("its optimizer's state is of other parameters")
         self.generator.set_state(state["generator"])
 
 

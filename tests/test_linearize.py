@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,6 +48,15 @@ def teacher(tmp_path_factory):
             value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))) * 0.35)
     torch.save(state, path)
     return path, data
+
+
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(600)
+"""
 
 
 def run(*arguments):
@@ -135,6 +146,46 @@ def test_an_interrupted_stage_goes_on_exactly(stage, teacher, tmp_path, monkeypa
     assert run(path, data, tmp_path / "out", *options) == 0
     found, whole = (torch.load(tmp_path / name / "model.pt")["model"] for name in ("out", "whole"))
     assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+SPOILT = {
+    "list": (lambda saved: [1], "is damaged: it is not what a conversion has saved"),
+    "no stages": (lambda saved: saved | {"stages": 3}, "is damaged: it is not what a conversion has saved"),
+    "step": (lambda saved: saved["stages"]["transfer"].update(step="x") or saved, "is damaged: its step is 'x'"),
+    "optimizer": (lambda saved: saved["stages"]["transfer"]["optimizer"]["state"][0].update(exp_avg=torch.ones(3))
+                  or saved, "is damaged: its optimizer's state is of other parameters"),
+    "generator": (lambda saved: saved["stages"]["transfer"].pop("generator") is None or saved,
+                  "is damaged: 'generator'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_damaged_file_of_its_own_is_named(name, teacher, tmp_path, capsys):
+    change, message = SPOILT[name]
+    short = ("--steps", 2, "--tokens", 64)
+    assert run(*teacher, tmp_path / "out", *short) == 0
+    (tmp_path / "out" / "model.pt").unlink()
+    saved = torch.load(tmp_path / "out" / "linearize.pt")
+    torch.save(change(saved), tmp_path / "out" / "linearize.pt")
+    capsys.readouterr()
+    assert run(*teacher, tmp_path / "out", *short) == 1
+    error = capsys.readouterr().err
+    assert f"linearize.pt {message}" in error
+    assert error.endswith("; remove it to begin again\n")
+    assert error.count("\n") == 1
+
+
+def test_two_of_them_do_not_share_a_directory(teacher, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "out" / "training.lock"], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"locked\n"
+        assert run(*teacher, tmp_path / "out", "--steps", 2) == 1
+    finally:
+        holder.kill()
+        holder.wait()
+    assert "belongs to a training that is running" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["training.lock"]
 
 
 def test_the_text_of_a_task_and_an_attention_without_branches(teacher, tmp_path, capsys):

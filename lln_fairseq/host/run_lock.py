@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
@@ -32,23 +32,27 @@ def one_training(cfg: Any) -> Iterator[None]:
         yield
         return
     checkpoint_utils.verify_checkpoint_directory(cfg.checkpoint.save_dir)
-    with open(Path(cfg.checkpoint.save_dir, FILE), "a+") as file:
-        _lock(file, cfg.checkpoint.save_dir)
+    with lock(cfg.checkpoint.save_dir):
         yield
 
 
-def _lock(file: Any, save_dir: str) -> None:
+def lock(save_dir: str | Path) -> IO[str]:
+    """Locks a directory until the file that is returned is closed. Raises: InputError where another training has it."""
+    file = open(Path(save_dir, FILE), "a+")  # noqa: SIM115  the caller closes it
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which loader processes would inherit and keep
     except (BlockingIOError, PermissionError):  # POSIX allows either
         file.seek(0)
+        holder = file.read().strip() or "just started"
+        file.close()
         raise InputError(
-            f"{save_dir} belongs to a training that is running ({file.read().strip() or 'just started'}): wait for its "
-            "end, stop it with kill, or give another --save-dir (checkpoint.save_dir)"
+            f"{save_dir} belongs to a training that is running ({holder}): wait for its end, stop it with kill, or "
+            "give another directory (checkpoint.save_dir, --save-dir)"
         ) from None
     except OSError as error:
         logger.warning(f"{save_dir} cannot be locked ({error.strerror}): do not start a second training in it")
-        return
+        return file
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
+    return file

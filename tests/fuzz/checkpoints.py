@@ -24,7 +24,8 @@ LONGEST = 60  # characters of a tensor's or text's repr in a message
 @functools.cache
 def original() -> tuple[Path, bytes, dict[str, torch.Tensor]]:
     """The data of a training of one update, its checkpoint, and the parameters that this holds."""
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-checkpoint-"))
+    original.folder = tempfile.TemporaryDirectory(prefix="fuzz-checkpoint-")  # goes with the process
+    folder = Path(original.folder.name)
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()):
         data = make_corpus(folder / "data", sizes=(("train", 8), ("valid", 4)))
         train(monkeypatch, folder / "log", data, folder / "run", *MASKED_LM, *LLN, "--max-update", 1)
