@@ -36,7 +36,7 @@ def main() -> None:
             cases[name] += 1
             shutil.rmtree(case, ignore_errors=True)
     for name in args.subjects:
-        print(f"{name:10} {expected[name].seconds:5.1f} s undisturbed, {kills[name]:4} kills in {cases[name]:4} cases")
+        print(f"{name:11} {expected[name].seconds:5.1f} s undisturbed, {kills[name]:4} kills in {cases[name]:4} cases")
     print(f"{sum(kills.values())} kills, no difference, {time.monotonic() - begin:.0f} s")
 
 

@@ -1,6 +1,8 @@
 """What is killed: each subject does its work in a folder, as its program would, and reads the result from there."""
 
+import contextlib
 import functools
+import io
 import os
 import random
 import sys
@@ -13,15 +15,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import fairseq_cli.train
+import pytest
 import torch
 
 from data_prep.demo import build
 from data_prep.fetch import obtain
 from data_prep.files import sha256_bytes
 from data_prep.mirrors import Published
+from lln_fairseq import linearize
 from lln_fairseq.ops.lln import lln_attention
 from tests.data_prep.conftest import MOVIES, VOCAB_SIZE, fake_rows, snippet_file, tree, write_archive
-from tests.fairseq_runs import LLN, MASKED_LM, TRAINING, make_corpus, read_log
+from tests.fairseq_runs import LLN, MASKED_LM, TRAINING, make_corpus, read_log, train
 
 
 @functools.cache
@@ -158,6 +162,26 @@ class Compiling(Simple):
         return (folder / "out").read_bytes(), sorted(path.name for path in (folder / "kernels").glob("*.so"))
 
 
+class Linearizing(Simple):
+    """lln_fairseq.linearize with both of its stages, saved every few steps."""
+
+    def __init__(self) -> None:
+        self.corpus = make_corpus(shared() / "long", sizes=(("train", 60), ("valid", 40)))
+        options = (*MASKED_LM, *LLN, "--attention", "softmax", "--max-positions", 64, "--max-update", 1)
+        with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()):
+            train(monkeypatch, shared() / "log", self.corpus, shared() / "teacher", *options)
+        self.teacher = shared() / "teacher" / "checkpoint_last.pt"
+
+    def work(self, folder: Path) -> None:
+        linearize.LOG_INTERVAL = linearize.SAVE_INTERVAL = 5
+        options = ("--steps", 40, "--distill", 20, "--tokens", 64, "--length", 32)
+        raise SystemExit(linearize.main(list(map(str, (self.teacher, self.corpus, folder / "out", *options)))))
+
+    def result(self, folder: Path) -> Any:
+        files = sorted(path.name for path in (folder / "out").iterdir() if path.is_file())
+        return comparable(torch.load(folder / "out" / "model.pt")["model"]), files
+
+
 def losses(log: str) -> dict[str, str]:
     """The logged loss by update, of training and validation."""
     rows = read_log(log)
@@ -180,4 +204,5 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "saving": Saving,
     "fetching": Fetching,
     "compiling": Compiling,
+    "linearizing": Linearizing,
 }
