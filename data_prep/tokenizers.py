@@ -16,7 +16,8 @@ import io
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ from .text import MAX_LINE, read_lines, spread_sample
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 VOCAB_SIZE = 32000
 TRAIN_CHARACTERS = 20_000_000  # for a new model; more changes little and costs memory (unigram: 30 times it)
+MOST_IDS = 1 << 24  # ten times what any tokenizer has
 SPACES = 100_000  # in a row; with a million tiktoken's regular expressions panic
 _LONG_SPACE = re.compile(rf"\s{{{SPACES}}}")
 _OTHER_SPACE = re.compile(r"[^\S ]")
@@ -141,6 +143,17 @@ class GPT2Tokenizer(Tokenizer):
         return self.encoding.decode_single_token_bytes(int(symbol)).decode("utf-8", errors="replace")
 
 
+@contextmanager
+def _data_errors(what: str) -> Iterator[None]:
+    """Errors of Hugging Face's library, which have no class of their own; panics of Rust are not even Exceptions."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise DataError(f"{what}: {error}") from error
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json (byte-level BPE, WordPiece, ...), by Hugging Face's library; lln_fairseq.convert writes one.
 
@@ -156,21 +169,22 @@ class HuggingFaceTokenizer(Tokenizer):
             from tokenizers import Tokenizer as Library  # here: an extra
         except ModuleNotFoundError as error:
             raise DataError("tokenizer.json needs the package tokenizers: pip install 'lln-fairseq[hf]'") from error
-        try:
+        with _data_errors("not a tokenizer.json"):
             self.library = Library.from_str(tokenizer_json.decode())
-        except Exception as error:  # it has no class of its own for errors
-            raise DataError(f"not a tokenizer.json: {error}") from error
         self.library.no_truncation()
         self.library.no_padding()
         added = self.library.get_added_tokens_decoder()
         ids = self.library.get_vocab()
+        if (largest := max(ids.values(), default=-1)) >= MOST_IDS:  # a list of all is made
+            raise DataError(f"not a tokenizer.json: it has the id {largest}, and may have ids below {MOST_IDS}")
         known = {number for token, number in ids.items() if token not in self._SPECIAL}
         known -= {number for number, token in added.items() if token.special}
-        self.symbols_by_id = [str(i) if i in known else None for i in range(max(ids.values(), default=-1) + 1)]
+        self.symbols_by_id = [str(i) if i in known else None for i in range(largest + 1)]
         self.files = {"tokenizer.json": tokenizer_json}
 
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
-        return [encoded.ids for encoded in self.library.encode_batch(list(lines), add_special_tokens=False)]
+        with _data_errors("tokenizer.json cannot encode a line"):
+            return [encoded.ids for encoded in self.library.encode_batch(list(lines), add_special_tokens=False)]
 
     def symbol_text(self, symbol: str) -> str:
         """As the base class; of a part of a character: �."""

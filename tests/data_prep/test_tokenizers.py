@@ -16,6 +16,7 @@ from data_prep.tokenizers import (
     train_sentencepiece,
 )
 from data_prep.vocabulary import load_vocabulary
+from lln_fairseq.hf import tokenizer_json
 from tests.data_prep.conftest import decode, encode_line
 
 LINES = [f"The {a} {b} isn't “{c}” – é½ {a}{c}." for a in ("film", "plot") for b in ("that", "we") for c in "xyz"] * 3
@@ -71,6 +72,23 @@ def test_a_tokenizer_json_that_is_none_and_a_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"needs the package tokenizers: pip install 'lln-fairseq\[hf\]'"):
         make_tokenizer("huggingface", {"tokenizer.json": b"{}"})
+
+
+SPOILT = {
+    "an id that needs 30 GB": (lambda c: c["model"]["vocab"].update(b=1 << 31), "has the id 2147483648, and"),
+    "what it panics of": (lambda c: c.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+                          "Cannot parse precompiled_charsmap"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_tokenizer_json_with(name):
+    change, message = SPOILT[name]
+    ids = {"<unk>": 0, "a": 1}
+    content = tokenizer_json.document(ids, {"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"})
+    change(content)
+    with pytest.raises(DataError, match=rf"not a tokenizer\.json: .*{message}"):
+        make_tokenizer("huggingface", {"tokenizer.json": tokenizer_json.as_bytes(content)})
 
 
 def test_a_directory_with_a_tokenizer_comes_before_a_manifest_above_it(tmp_path):
