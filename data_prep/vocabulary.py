@@ -47,9 +47,9 @@ class Vocabulary:
     dictionary: str
 
     def __post_init__(self) -> None:
-        there = {*FAIRSEQ_SPECIAL, *self.symbols}
+        there = set(self.symbols)
         missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in there]
-        if missing or len(there) != self.size:
+        if missing or len({*FAIRSEQ_SPECIAL, *there}) != self.size:
             wrong = f"lacks {missing[0]!r} ({len(missing)} missing)" if missing else "lists a symbol twice"
             raise DataError(f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it {wrong}")
 

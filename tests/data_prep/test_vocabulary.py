@@ -11,7 +11,7 @@ from data_prep.command import DataError
 from data_prep.files import sha256_bytes
 from data_prep.sources import Published
 from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece
-from data_prep.vocabulary import load_vocabulary, new_vocabulary
+from data_prep.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 from tests.data_prep.conftest import TEXT, WORDS, text_of
 
 LINES = [TEXT.replace("\n", " "), " ".join(WORDS)] * 5
@@ -145,3 +145,11 @@ def test_training_is_deterministic(model_type):
     size = 310
     first = train_sentencepiece(LINES, size, model_type, byte_fallback=True)
     assert first == train_sentencepiece(iter(LINES), size, model_type, byte_fallback=True)
+
+
+def test_a_tokenizer_that_writes_a_special_symbol_as_text():
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(["the film isn't new"] * 9, 20))
+    dictionary = new_vocabulary(tokenizer).dictionary
+    tokenizer.symbols_by_id[2] = "</s>"  # as with a damaged model, in which it is no control symbol
+    with pytest.raises(DataError, match="it lacks '</s>'"):
+        Vocabulary(tokenizer, dictionary)
