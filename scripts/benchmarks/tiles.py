@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import argparse
 import difflib
+import functools
 import itertools
 import multiprocessing
 import re
@@ -75,7 +76,7 @@ def tile_in_place(key: tuple[int, int, int], kernel: str, tile: Tile) -> Iterato
         launch.TILES[key] = before
 
 
-def attempt(key: tuple[int, int, int], kernel: str, tile: Tile, args: argparse.Namespace) -> str | None:
+def attempt(key: tuple[int, int, int], kernel: str, args: argparse.Namespace, tile: Tile) -> str | None:
     """Compiles a candidate and runs it once; why it cannot be used, None where it can."""
     try:
         with tile_in_place(key, kernel, tile):
@@ -124,19 +125,27 @@ class Search:
         return all(relative_rms(x, y) < SAME for x, y in zip(results, expected, strict=True))
 
     def all(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self.args.jobs, mp_context=context) as pool:
+        with compilers(self.args.jobs) as run:
             for kernel in self.args.kernels:
                 if time.monotonic() > self.end:
                     print(f"{kernel} and those after it: no time left")
                     break
                 tiles = candidates(getattr(launch.TILES[self.key], kernel))[: self.args.candidates]
-                jobs = [pool.submit(attempt, self.key, kernel, tile, self.args) for tile in tiles]
-                problems = [job.result() for job in jobs]
+                problems = list(run(functools.partial(attempt, self.key, kernel, self.args), tiles))
                 for tile, problem in zip(tiles, problems, strict=True):
                     if problem:
                         print(f"{kernel}: {tuple(tile)} cannot be used: {problem}")
                 self.best_of(kernel, [tile for tile, problem in zip(tiles, problems, strict=True) if not problem])
+
+
+@contextmanager
+def compilers(jobs: int) -> Iterator[Callable[..., Iterator[str | None]]]:
+    """`map` over so many processes; the built-in one for a single job."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
 
 
 def patch_of(key: tuple[int, int, int], tiles: launch.Tiles) -> str:

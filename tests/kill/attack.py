@@ -77,9 +77,22 @@ def attack(subject: Subject, expected: Undisturbed, rng: random.Random, folder: 
     subject.vary(rng)
     killed = sum(kill(subject, folder, rng.uniform(0, expected.seconds)) for _ in range(rng.randint(1, 3)))
     finish(subject, folder)
-    assert subject.result(folder) == expected.result, f"{folder} is not what an undisturbed run leaves"
+    found = subject.result(folder)
+    assert found == expected.result, f"{folder} is not what an undisturbed run leaves: {differences(found, expected)}"
     subject.check_output(output_of(folder), expected.output)
     return killed
+
+
+def differences(found: Any, expected: Undisturbed) -> str:
+    """Where a result differs, as far as its containers go alike."""
+    a, b, where = found, expected.result, "result"
+    while type(a) is type(b) and isinstance(a, dict | list | tuple) and len(a) == len(b):
+        keys = list(a) if isinstance(a, dict) else range(len(a))
+        if isinstance(a, dict) and a.keys() != b.keys():
+            break
+        key = next(key for key in keys if a[key] != b[key])
+        a, b, where = a[key], b[key], f"{where}[{key!r}]"
+    return f"{where} is {a!r:.300}, undisturbed {b!r:.300}"
 
 
 def kill(subject: Subject, folder: Path, after: float) -> bool:
