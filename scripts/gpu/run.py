@@ -99,14 +99,14 @@ def end(process: subprocess.Popen) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """[1, 2, 3, 6] of "1-3,6"."""
+    """[2, 1, 3, 6] of "2,1-3,6": in the order in which they are named."""
     chosen = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         chosen += range(int(first), int(last or first) + 1)
     if not chosen or set(chosen) - set(range(1, len(STEPS) + 1)):
         raise argparse.ArgumentTypeError(f"steps are 1 to {len(STEPS)}, as in 1-3 or 2,6; not {text}")
-    return sorted(set(chosen))
+    return list(dict.fromkeys(chosen))
 
 
 def main(argv: list[str] | None = None) -> int:

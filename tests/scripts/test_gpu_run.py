@@ -11,7 +11,7 @@ import pytest
 from lln_fairseq.ops.backends.triton import launch
 from scripts.benchmarks import tiles
 from scripts.experiments import compare_attentions
-from scripts.gpu import pack, report, run, steps
+from scripts.gpu import pack, predict, report, run, steps
 from tests.fairseq_runs import make_classification, make_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_steps_that_there_are_not(text, capsys):
 
 
 def test_numbers_of_steps():
-    assert run.numbers("1-3,6,2") == [1, 2, 3, 6]
+    assert run.numbers("6,1-3,2") == [6, 1, 2, 3]
 
 
 @pytest.mark.parametrize("rehearsal", [False, True])
@@ -145,6 +145,33 @@ def test_a_patch_of_the_table_of_tiles_applies(tmp_path):
     exec(compile(target.read_text(), "launch.py", "exec"), scope)
     assert tuple(scope["TILES"][key].dkv) == (16, 4, 3, 128)
     assert [tuple(tile) for tile in scope["TILES"][key]] == [tuple(tile) for tile in changed]
+
+
+def test_loops_are_counted_as_often_as_they_run():
+    code = [(0, "MOV R1, R2"), (16, "MUFU.EX2 R1, R1"), (32, "@P0 BRA 0x10"), (48, "FADD R1, R1"), (64, "@P1 BRA 0x0"),
+            (80, "BRA 0x70"), (96, "EXIT")]  # fmt: skip
+    assert predict.dynamic_count(code, [3, 5]) == (3 * (1 + 5 * 2 + 2) + 2, 3 * 5)
+    assert predict.dynamic_count(code[:3], [3, 5]) == (1 + 3 * 2, 3)
+
+
+def test_programs_that_a_multiprocessor_holds():
+    h100 = predict.DEVICES[90]
+    assert predict.resident_programs(246, 4, 32768, h100) == 2  # by registers
+    assert predict.resident_programs(32, 4, 65536, h100) == 3  # by shared memory
+    assert predict.resident_programs(16, 8, 0, h100) == 8  # by warps
+
+
+def test_predictions_come_from_compiled_kernels():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "scripts.gpu.predict", "--dims", "16", "--mechanisms", "lln", "--tokens", "1024",
+               "--length", "1024", "--heads", "1"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("_lln")]
+    assert [line[0] for line in lines] == ["_lln_state_kernel", "_lln_out_kernel", "_lln_dstate_kernel",
+                                           "_lln_dkv_kernel"], done.stderr  # fmt: skip
+    assert all(0 <= float(line[-1]) <= 1 and int(line[2]) > 0 for line in lines)
+    refused = subprocess.run(command, cwd=ROOT, env={**environment, "TRITON_INTERPRET": "1"}, capture_output=True)
+    assert (refused.returncode, refused.stderr.count(b"\n")) == (1, 1)
 
 
 def test_pack_takes_the_checkout_the_wheels_and_two_splits(tmp_path, monkeypatch, capsys):

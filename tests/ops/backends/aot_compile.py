@@ -2,63 +2,22 @@
 
     python tests/ops/backends/aot_compile.py ARCH [DIM ...] [--dtypes float16 ...] [--cases NAME ...] [--timeout S]
 
-The host code runs as it does on a GPU, on CPU tensors, with a driver that only names the architecture: what is compiled
-is exactly what would be launched, specialisation of strides and pointers included. Spilled registers live on the stack,
-so a stack of 0 bytes means that nothing spilled. Run it as its own process, without TRITON_INTERPRET.
+See scripts/gpu/ahead.py. Run it as its own process, without TRITON_INTERPRET.
 """
 
 import argparse
 import json
-import re
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from lln_fairseq.ops.autograd import mixture
 from lln_fairseq.ops.backends import Mixture
 from lln_fairseq.ops.backends import triton as backend
-from lln_fairseq.ops.backends.triton import launch as launching
-
-
-class NamedDriver:
-    """The part of a triton driver that compilation asks for."""
-
-    def __init__(self, arch):
-        self.arch = arch
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-
-def resources(kernel):
-    """Registers per thread and bytes of stack of a compiled kernel, from its cubin."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"Function (?!\$).*?:\s*REG:(\d+) STACK:(\d+)", text)
-    return {"registers": int(found[1]), "stack": int(found[2])}
+from scripts.gpu.ahead import compile_only, resources
 
 
 def cases(dim, dtype):
@@ -116,26 +75,17 @@ def main():
     )
     args = parser.parse_args()
 
-    driver.set_active(NamedDriver(args.arch))
-    launching.capability = lambda device: args.arch
-    compile_only = JITFunction.run
     seen = set()
 
-    def run(self, *positional, grid, warmup, **keywords):
-        print("compiling", self.__name__, where, file=sys.stderr, flush=True)
-        signal.alarm(args.timeout)
-        start = time.time()
-        kernel = compile_only(self, *positional, grid=grid, warmup=True, **keywords)
-        signal.alarm(0)
-        if kernel.hash not in seen:
-            seen.add(kernel.hash)
-            row = {"kernel": self.__name__, "arch": args.arch, **where, "warps": kernel.metadata.num_warps}
-            row |= resources(kernel) | {"shared": kernel.metadata.shared, "seconds": round(time.time() - start, 2)}
-            row |= {"split": not keywords.get("FINAL", True)}
-            print(json.dumps(row), flush=True)
-        return kernel
+    def compiled(name, kernel, grid, positional, keywords):
+        if kernel.hash in seen:
+            return
+        seen.add(kernel.hash)
+        row = {"kernel": name, "arch": args.arch, **where, "warps": kernel.metadata.num_warps}
+        row |= resources(kernel) | {"shared": kernel.metadata.shared, "split": not keywords.get("FINAL", True)}
+        print(json.dumps(row), flush=True)
 
-    JITFunction.run = run
+    compile_only(args.arch, compiled, args.timeout)
     for dtype in args.dtypes:
         for dim in args.dims:
             for name, launch in cases(dim, getattr(torch, dtype)).items():
