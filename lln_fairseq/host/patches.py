@@ -95,6 +95,8 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
     if reason := run_state.complete(trainer.cfg, trainer.get_num_updates()):
         logger.info(f"{cfg.save_dir} is complete: {reason}")
         trainer.cfg.optimization.max_epoch = -1
+        if trainer.is_data_parallel_master and not cfg.no_save:
+            saving.remove_superseded(cfg)
     else:
         tensorboard_run.write_configuration(trainer.cfg)
     return loaded

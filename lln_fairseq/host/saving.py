@@ -45,6 +45,16 @@ def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any)
         log.disabled = quiet
 
 
+def remove_superseded(cfg: Any) -> None:
+    """What the last save of a run removes at its end, where it was killed before that: old interval and epoch
+    checkpoints. `cfg`: fairseq's checkpoint configuration, without patterns of updates to keep."""
+    kept = {r"checkpoint_\d+_(\d+)\.pt": cfg.keep_interval_updates, r"checkpoint(\d+)\.pt": cfg.keep_last_epochs}
+    for pattern, count in kept.items():
+        if count > 0 and cfg.keep_interval_updates_pattern == -1:
+            for old in checkpoint_utils.checkpoint_paths(cfg.save_dir, pattern=pattern)[count:]:  # the newest first
+                os.remove(old)
+
+
 def _cannot_save(path: str, error: BaseException) -> InputError:
     folder = os.path.dirname(os.path.abspath(path))
     if getattr(error, "errno", None) == errno.ENOENT or not os.path.isdir(folder):

@@ -331,6 +331,18 @@ def test_positions_come_from_the_checkpoint_where_no_flag_says_them(corpus, tmp_
     assert "valid: 11 rows" in capsys.readouterr().out
 
 
+def test_a_complete_training_removes_what_its_last_save_was_killed_before_removing(corpus, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *LLN, "--max-update", 3, "--save-interval-updates", 1, "--keep-interval-updates", 2)
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "a").glob("*.pt")}
+    for name in ("checkpoint_1_0.pt", "checkpoint_other.pt"):
+        shutil.copy(tmp_path / "a" / "checkpoint_1_2.pt", tmp_path / "a" / name)
+    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options)
+    after = {path.name: path.read_bytes() for path in (tmp_path / "a").glob("*.pt")}
+    assert set(after) == {*before, "checkpoint_other.pt"}
+    assert [name for name, content in before.items() if after[name] != content] == []
+
+
 def test_a_training_that_stopped_early_does_not_go_on(corpus, tmp_path, monkeypatch, caplog):
     options = (*MASKED_LM, *LLN, "--lr", 0, "--patience", 2, "--validate-interval-updates", 1, "--max-update", 9)
     log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
