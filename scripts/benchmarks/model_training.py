@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import lln_fairseq
 from lln_fairseq.attention import Attention, build_attention
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.presets import PRESETS
@@ -116,6 +117,7 @@ def build_model(args: argparse.Namespace, length: int) -> nn.Module:
     nothing = nn.Identity()
     if not has_fairseq():
         return PlainRoberta(PRESETS[args.preset], args.vocabulary, length, nothing, args.dropout)
+    lln_fairseq.register()  # before all that imports fairseq, which would talk
     from fairseq.data import Dictionary
     from omegaconf import OmegaConf
 

@@ -31,6 +31,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+import lln_fairseq
 from lln_fairseq.attention import build_attention
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.host.errors import InputError
@@ -166,7 +167,8 @@ class Comparison:
 
 def configuration(stage: str, overrides: list[str]) -> Any:
     """What Hydra makes of a stage's YAML and overrides. Raises: InputError for overrides that it does not know."""
-    from fairseq.dataclass.initialize import hydra_init  # not before lln_fairseq, which keeps fairseq's logging quiet
+    lln_fairseq.register()  # before all that imports fairseq, which would talk
+    from fairseq.dataclass.initialize import hydra_init
 
     hydra_init(stage)  # the schema that fairseq checks against
     try:
