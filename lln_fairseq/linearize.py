@@ -107,8 +107,7 @@ class Progress:
         if self.file.exists():
             saved = plain_data(str(self.file))
             check_sums(str(self.file))
-            parts = [saved.get(part) for part in ("settings", "stages")] if isinstance(saved, dict) else []
-            if not parts or not all(isinstance(part, dict) for part in parts):
+            if not is_progress(saved):
                 raise InputError(f"{self.file} is damaged: it is not what a conversion has saved{AGAIN}")
             if differing := [key for key, value in self.settings.items() if saved["settings"].get(key) != value]:
                 raise InputError(
@@ -153,6 +152,13 @@ def report_distillation(held_out: list[HeldOut], before: list[tuple[float, float
         print(f"held-out texts of {texts.length} tokens, after the distillation")
         print(f"  cosine of the texts' vectors    {cosine:.3f} -> {now[0]:.3f}")
         print(f"  same nearest text               {neighbour:.2f} -> {now[1]:.2f}")
+
+
+def is_progress(saved: Any) -> bool:
+    """Whether it has the parts of OUT/linearize.pt: settings, and a dict for every stage."""
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(part), dict) for part in ("settings", "stages")):
+        return False
+    return all(isinstance(stage, dict) for stage in saved["stages"].values())
 
 
 def read_texts(data: Path, split: str, dictionary: Any) -> Texts:

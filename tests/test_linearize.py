@@ -151,6 +151,8 @@ def test_an_interrupted_stage_goes_on_exactly(stage, teacher, tmp_path, monkeypa
 SPOILT = {
     "list": (lambda saved: [1], "is damaged: it is not what a conversion has saved"),
     "no stages": (lambda saved: saved | {"stages": 3}, "is damaged: it is not what a conversion has saved"),
+    "no stage": (lambda saved: saved | {"stages": {"transfer": torch.ones(2)}},
+                 "is damaged: it is not what a conversion has saved"),
     "step": (lambda saved: saved["stages"]["transfer"].update(step="x") or saved, "is damaged: its step is 'x'"),
     "optimizer": (lambda saved: saved["stages"]["transfer"]["optimizer"]["state"][0].update(exp_avg=torch.ones(3))
                   or saved, "is damaged: its optimizer's state is of other parameters"),
