@@ -84,8 +84,20 @@ def train(monkeypatch, log, data, save_dir, *options):
     arguments = [str(data), *TRAINING, "--save-dir", str(save_dir), "--log-file", str(log), *map(str, options)]
     monkeypatch.setattr(sys, "argv", ["fairseq-train", *arguments])
     logging.getLogger().setLevel(logging.INFO)  # as fairseq-train sets it, unless pytest came first
-    fairseq_cli.train.cli_main()
+    try:
+        fairseq_cli.train.cli_main()
+    finally:
+        close_log(log)
     return read_log(log.read_text())
+
+
+def close_log(log):
+    """fairseq leaves the handler of --log-file in its logger, where later trainings of this process write too."""
+    for logger in [x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)]:
+        for handler in logger.handlers[:]:
+            if getattr(handler, "baseFilename", None) == str(Path(log).resolve()):
+                logger.removeHandler(handler)
+                handler.close()
 
 
 def hydra_train(monkeypatch, *arguments):
