@@ -134,9 +134,14 @@ def load_to_cpu(
     if not all(isinstance(number, int) and 0 <= number < LARGEST for number in numbers):
         raise InputError(f"{path} is damaged: its update, epoch and position in it are {numbers[:3]}")
     for name in NUMBERS:
-        if not isinstance(state["extra_state"].get(name), int | float | None):
+        if not _is_number(state["extra_state"].get(name)):
             raise InputError(f"{path} is damaged: its {name} is no number")
     return state
+
+
+def _is_number(value: Any) -> bool:
+    """Of several workers the time of the training is a tensor of one element."""
+    return isinstance(value, int | float | None) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def check_sums(path: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from data_prep.files import write_bytes
 from lln_fairseq.command import child_environment
-from scripts.gpu.steps import STEPS, Command, Step
+from scripts.gpu.schedule import STEPS, Command, Step
 
 GRACE = 10  # seconds between the request to end and the end
 CUT_OFF = "cut off"

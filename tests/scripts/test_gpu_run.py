@@ -11,7 +11,7 @@ import pytest
 from lln_fairseq.ops.backends.triton import launch
 from scripts.benchmarks import tiles
 from scripts.experiments import compare_attentions
-from scripts.gpu import pack, predict, report, run, steps
+from scripts.gpu import pack, predict, results, run, schedule
 from tests.fairseq_runs import make_classification, make_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def run_steps(tmp_path, monkeypatch):
     """A function that runs steps made of these commands, by name; returns the exit code."""
 
     def call(commands, *arguments, minutes=1.0):
-        made = tuple(steps.Step(name, minutes, lambda out, _, c=c: c) for name, c in commands.items())
+        made = tuple(schedule.Step(name, minutes, lambda out, _, c=c: c) for name, c in commands.items())
         monkeypatch.setattr(run, "STEPS", made)
         return run.main(["--out", str(tmp_path / "out"), "--steps", f"1-{len(made)}", *arguments])
 
@@ -74,7 +74,7 @@ def test_numbers_of_steps():
 
 @pytest.mark.parametrize("rehearsal", [False, True])
 def test_the_overrides_of_the_trainings_compose(rehearsal, tmp_path):
-    (compare,) = [c for c in steps.training(tmp_path, rehearsal) if "compare_attentions" in c[2]]
+    (compare,) = [c for c in schedule.training(tmp_path, rehearsal) if "compare_attentions" in c[2]]
     args = compare_attentions.parse(compare[3:])
     overrides = compare_attentions.Overrides(args)
     config = compare_attentions.configuration("pretrain", overrides.of_pretraining(args.attentions[0], 1))
@@ -85,7 +85,7 @@ def test_the_overrides_of_the_trainings_compose(rehearsal, tmp_path):
 
 
 def test_every_file_that_a_step_names_is_there():
-    assert all(Path(test).is_file() for test in steps.KERNEL_TESTS)
+    assert all(Path(test).is_file() for test in schedule.KERNEL_TESTS)
 
 
 def make_data(folder):
@@ -106,7 +106,7 @@ def test_rehearsal(tmp_path):
     results = json.loads((out / "steps.json").read_text())
     assert set(results.values()) == {0}, done.stdout + done.stderr
     assert done.returncode == 0
-    assert {name.rpartition("-")[0] for name in results} == {step.name for step in steps.STEPS}
+    assert {name.rpartition("-")[0] for name in results} == {step.name for step in schedule.STEPS}
     text = (out / "report.txt").read_text()
     assert "kernel tests: 1 tests, 0 failures, 0 errors" in text
     assert "killed training: resumed at update " in text
@@ -123,7 +123,7 @@ ROW = {"mechanism": "lln_diag", "dtype": "float16", "batch": 8, "heads": 12, "le
 def test_the_report_says_what_falls_short_and_what_is_missing(tmp_path):
     rows = [{**ROW, "direction": "forward"}, {**ROW, "direction": "both", "floor_ms": 0.07}]
     (tmp_path / "attention_float16.json").write_text(json.dumps({"rows": rows}))
-    text = report.report(tmp_path)
+    text = results.report(tmp_path)
     assert "LLN+Diag forward, of the floor: 0.60 (at 4096), wanted 0.7: FALLS SHORT" in text
     assert "forward and backward, of the floor: 0.70 (at 4096), wanted 0.6: holds" in text
     assert "against flash at 4096: 5.00 (at 4096), wanted 4.0: holds" in text

@@ -97,7 +97,7 @@ def finetuning(rehearsal: bool) -> list[str]:
 
 
 def report(out: Path, rehearsal: bool) -> list[Command]:
-    return [program("scripts.gpu.report", out)]
+    return [program("scripts.gpu.results", out)]
 
 
 STEPS = (

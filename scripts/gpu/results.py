@@ -1,6 +1,6 @@
 """One table of everything that the steps measured, beside what was wanted and what others published.
 
-    python -m scripts.gpu.report runs/gpu
+    python -m scripts.gpu.results runs/gpu
 
 Reads what is there, writes OUT/report.txt and exits with 0 whatever fell short: the report says it.
 """
@@ -171,7 +171,7 @@ def resumed(out: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.gpu.report", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m scripts.gpu.results", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("out", type=Path)
     return run_main(lambda: write(parser.parse_args(argv).out))
