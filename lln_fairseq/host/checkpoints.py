@@ -42,6 +42,7 @@ FAIRSEQ_CLASSES = (
 
 LARGEST = 1 << 31  # of a count; fairseq seeds numpy with the epoch
 NUMBERS = ("best", "val_loss", "previous_training_time")  # of extra_state, if they are there
+WITHOUT_VALIDATION = "val_loss"  # is None where nothing was validated
 
 OUR_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
 
@@ -134,14 +135,15 @@ def load_to_cpu(
     if not all(isinstance(number, int) and 0 <= number < LARGEST for number in numbers):
         raise InputError(f"{path} is damaged: its update, epoch and position in it are {numbers[:3]}")
     for name in NUMBERS:
-        if not _is_number(state["extra_state"].get(name)):
+        value = state["extra_state"].get(name, 0)
+        if not _is_number(value) and (value is not None or name != WITHOUT_VALIDATION):
             raise InputError(f"{path} is damaged: its {name} is no number")
     return state
 
 
 def _is_number(value: Any) -> bool:
     """Of several workers the time of the training is a tensor of one element."""
-    return isinstance(value, int | float | None) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def check_sums(path: str) -> None:

@@ -54,7 +54,7 @@ class ExactResume:
         where it cannot."""
         try:
             super().optimizer_step(*args, **kwargs)
-        except (TypeError, AttributeError, LookupError, RuntimeError) as error:
+        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
             if not self._restored or isinstance(error, InputError) or "out of memory" in str(error):
                 raise
             raise InputError(
