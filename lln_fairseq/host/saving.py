@@ -46,13 +46,16 @@ def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any)
 
 
 def remove_superseded(cfg: Any) -> None:
-    """What the last save of a run removes at its end, where it was killed before that: old interval and epoch
-    checkpoints. `cfg`: fairseq's checkpoint configuration, without patterns of updates to keep."""
-    kept = {r"checkpoint_\d+_(\d+)\.pt": cfg.keep_interval_updates, r"checkpoint(\d+)\.pt": cfg.keep_last_epochs}
-    for pattern, count in kept.items():
-        if count > 0 and cfg.keep_interval_updates_pattern == -1:
-            for old in checkpoint_utils.checkpoint_paths(cfg.save_dir, pattern=pattern)[count:]:  # the newest first
-                os.remove(old)
+    """What the last save of a run removes at its very end, where it was killed before that: the one interval checkpoint
+    that is too many. `cfg`: fairseq's checkpoint configuration.
+
+    More than one are of a run that was told to keep more; they stay, as do those that a pattern of updates keeps.
+    """
+    kept = cfg.keep_interval_updates
+    if kept > 0 and cfg.keep_interval_updates_pattern == -1:
+        found = checkpoint_utils.checkpoint_paths(cfg.save_dir, pattern=r"checkpoint_\d+_(\d+)\.pt")  # the newest first
+        if len(found) == kept + 1:
+            os.remove(found[-1])
 
 
 def _cannot_save(path: str, error: BaseException) -> InputError:

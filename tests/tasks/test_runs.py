@@ -331,15 +331,25 @@ def test_positions_come_from_the_checkpoint_where_no_flag_says_them(corpus, tmp_
     assert "valid: 11 rows" in capsys.readouterr().out
 
 
-def test_a_complete_training_removes_what_its_last_save_was_killed_before_removing(corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("extra", "left"),
+    [
+        (("checkpoint_1_0.pt",), ()),
+        (("checkpoint_1_0.pt", "checkpoint_2_0.pt"), ("checkpoint_1_0.pt", "checkpoint_2_0.pt")),
+    ],
+)
+def test_a_complete_training_removes_what_its_last_save_was_killed_before_removing(
+    extra, left, corpus, tmp_path, monkeypatch
+):
+    """One checkpoint too many is what a kill leaves; more are of a run that was to keep them."""
     options = (*MASKED_LM, *LLN, "--max-update", 3, "--save-interval-updates", 1, "--keep-interval-updates", 2)
     train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").glob("*.pt")}
-    for name in ("checkpoint_1_0.pt", "checkpoint_other.pt"):
+    for name in (*extra, "checkpoint_other.pt"):
         shutil.copy(tmp_path / "a" / "checkpoint_1_2.pt", tmp_path / "a" / name)
     train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options)
     after = {path.name: path.read_bytes() for path in (tmp_path / "a").glob("*.pt")}
-    assert set(after) == {*before, "checkpoint_other.pt"}
+    assert set(after) == {*before, *left, "checkpoint_other.pt"}
     assert [name for name, content in before.items() if after[name] != content] == []
 
 
