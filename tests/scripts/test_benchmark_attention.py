@@ -55,8 +55,7 @@ def peak_of(moment, args):
 
 
 def test_resident_peak_sees_tensors_that_are_alive_for_a_moment():
-    """11 = 8 of a moment, their sum, the output and q's gradient, to the page (of 3,072 a tensor)."""
+    """Of these, their sum, the output and q's gradient, up to four may lie in memory that was resident before."""
     args = Namespace(lengths=[4096], tokens=0, batch=1, heads=12, head_dim=64, device="cpu", dtype="float32")
-    eight, sixteen = (in_child(peak_of, moment, args) for moment in (8, 16))
-    assert 7 <= eight <= 11 + 1e-2
-    assert 7.5 <= sixteen - eight <= 8.5
+    for moment in (8, 16):
+        assert moment - 1 <= in_child(peak_of, moment, args) <= moment + 3 + 1e-2
