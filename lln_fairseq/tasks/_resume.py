@@ -21,6 +21,7 @@ from lln_fairseq.host.errors import InputError, first_line
 from lln_fairseq.host.fit import dictionary_hash
 from lln_fairseq.host.same_run import data_hash
 
+MACHINE_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError, torch.distributed.DistError)  # say nothing of a state
 SCALER_STATE = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
 
 
@@ -55,7 +56,7 @@ class ExactResume:
         try:
             super().optimizer_step(*args, **kwargs)
         except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
-            if not self._restored or isinstance(error, InputError) or "out of memory" in str(error):
+            if not self._restored or isinstance(error, (InputError, *MACHINE_ERRORS)) or "memory" in str(error):
                 raise
             raise InputError(
                 f"the checkpoint is damaged: its optimizer's state does not fit ({first_line(error)}); "

@@ -67,9 +67,16 @@ def milliseconds(function: Callable[[], object], repeats: int, cache: Tensor) ->
     return statistics.median(times)
 
 
-def copy_bandwidth(cache: Tensor, size: int = 2**30) -> float:
-    """Bytes per second of a large copy, counting what is read and what is written."""
-    x = torch.empty(size, dtype=torch.uint8, device=cache.device).random_()
+def cache_of(device: str) -> Tensor:
+    """What `milliseconds` overwrites, larger than the device's cache. Raises: UserError where there is no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device: torch.cuda.is_available() is False")
+    return torch.empty(2**28 if device == "cuda" else 2**20, dtype=torch.uint8, device=device)
+
+
+def copy_bandwidth(cache: Tensor) -> float:
+    """Bytes per second of a copy of four times the size of `cache`, counting what is read and what is written."""
+    x = torch.empty(4 * cache.numel(), dtype=torch.uint8, device=cache.device).random_()
     y = torch.empty_like(x)
     return 2 * x.numel() / (milliseconds(lambda: y.copy_(x), 10, cache) * 1e-3)
 
@@ -199,14 +206,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device: torch.cuda.is_available() is False")
+    on_gpu, cache = args.device == "cuda", cache_of(args.device)
     sample = torch.empty(1, 1, 1, args.dim, device=args.device, dtype=getattr(torch, args.dtype))
     if reason := backend.is_supported(sample, args.block_size):
         raise UserError(reason)
-    on_gpu = args.device == "cuda"
-    cache = torch.empty(2**28 if on_gpu else 2**20, dtype=torch.uint8, device=args.device)
-    bandwidth = copy_bandwidth(cache, 2**30 if on_gpu else 2**26)
+    bandwidth = copy_bandwidth(cache)
     device, rows = torch.cuda.get_device_name() if on_gpu else "CPU, interpreted", []
     print(f"{device}: a copy moves {bandwidth / 1e12:.2f} TB/s (read + written); {args.dtype}, H = {args.heads}, "
           f"D = {args.dim}, blocks of {args.block_size}")  # fmt: skip

@@ -93,10 +93,9 @@ class Search:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.end = args, time.monotonic() + 60 * args.minutes
-        on_gpu = args.device == "cuda"
+        self.cache = gpu.cache_of(args.device)
         sample = torch.empty(1, 1, 1, args.dim, device=args.device, dtype=getattr(torch, args.dtype))
-        self.key = launch.tiles_key(sample) if on_gpu else (90, 2, 64)
-        self.cache = torch.empty(2**28 if on_gpu else 2**20, dtype=torch.uint8, device=args.device)
+        self.key = launch.tiles_key(sample) if args.device == "cuda" else (90, 2, 64)
         self.found: dict[str, Tile] = {}
 
     def milliseconds(self, kernel: str) -> float:
@@ -162,8 +161,6 @@ def patch_of(key: tuple[int, int, int], tiles: launch.Tiles) -> str:
 
 
 def search(args: argparse.Namespace) -> None:
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device: torch.cuda.is_available() is False")
     run = Search(args)
     run.all()
     if not run.found:

@@ -84,9 +84,9 @@ class Overrides:
 
 
 def of_attention(row: str) -> list[str]:
-    """Hydra's overrides for NAME:OPTION=VALUE,OPTION=VALUE."""
-    name, _, options = row.partition(":")
-    return [f"attention={name}", *(f"model.{name}_{option}" for option in options.split(",") if option)]
+    """Hydra's overrides for a row as parse_row reads it."""
+    name, options = parse_row(row)
+    return [f"attention={name}", *(f"model.{name}_{key}={json.dumps(value)}" for key, value in options.items())]
 
 
 class Comparison:

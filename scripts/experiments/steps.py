@@ -95,11 +95,15 @@ def call(command: list[str]) -> None:
         raise UserError(f"{command[2]} ended with exit code {code}, see above; the same command goes on from here")
 
 
-def end(process: subprocess.Popen) -> None:
-    """Ends a child that is still running as Ctrl-C would, and waits for that."""
+def end(process: subprocess.Popen, grace: float | None = None) -> None:
+    """Ends a child that is still running as Ctrl-C would, and waits for that; after `grace` seconds it is killed."""
     if process.poll() is None:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(grace)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def read_times(file: Path) -> dict[str, float]:

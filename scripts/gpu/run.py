@@ -7,7 +7,8 @@
 
 1 device, 2 kernel tests, 3 time of the attention and tiles, 4 time and memory of a model, 5 trainings, 6 the report.
 A step that fails or takes too long does not stop the next. What ended is not run again by the same command; what was
-cut off goes on. OUT/logs has the output, OUT/report.txt the results.
+cut off goes on. The steps may take longer together than --minutes allow: then the last ones are cut off, but the report
+is made. OUT/logs has the output, OUT/report.txt the results.
 """
 
 from lln_fairseq.command import run_main, start
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from data_prep.files import write_bytes
 from lln_fairseq.command import child_environment
+from scripts.experiments.steps import end
 from scripts.gpu.schedule import STEPS, Command, Step
 
 GRACE = 10  # seconds between the request to end and the end
@@ -34,15 +36,16 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.out = args, args.out
-        self.end = time.monotonic() + 60 * args.minutes
+        self.steps = [STEPS[number - 1] for number in args.steps]
+        kept = sum(step.minutes for step in self.steps if step.always)
+        self.end = time.monotonic() + 60 * (args.minutes - kept)
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         self.file = self.out / "steps.json"
         self.results: dict[str, int | str] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def all(self) -> int:
         """The exit code: 1 where a command failed or was cut off."""
-        chosen = [STEPS[number - 1] for number in self.args.steps]
-        for step in chosen:
+        for step in self.steps:
             self.step(step)
         failed = {name: code for name, code in self.results.items() if code}
         for name, code in failed.items():
@@ -50,11 +53,11 @@ class Run:
         return int(bool(failed))
 
     def step(self, step: Step) -> None:
-        until = min(self.end, time.monotonic() + 60 * step.minutes)
+        until = time.monotonic() + 60 * step.minutes
+        until = until if step.always else min(self.end, until)
         for number, command in enumerate(step.commands(self.out, self.args.rehearse), start=1):
             name = f"{step.name}-{number}"
-            again = step.name == "report" or self.results.get(name, CUT_OFF) == CUT_OFF
-            if not again:
+            if not step.always and self.results.get(name, CUT_OFF) != CUT_OFF:
                 print(f"{name}: done before")
                 continue
             print(f"{name}: {' '.join(command[2:5])} ...", flush=True)
@@ -75,7 +78,7 @@ class Run:
             except subprocess.TimeoutExpired:
                 code = CUT_OFF
             finally:
-                end(process)
+                end(process, GRACE)
         lines = log.read_text(errors="replace").splitlines()
         print("\n".join(lines[-self.args.tail :]), flush=True)
         return code
@@ -85,17 +88,6 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     """The rehearsal interprets the kernels, whether there is a GPU or not."""
     trial = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if args.rehearse else {}
     return {**child_environment(), **trial, "PYTHONUNBUFFERED": "1"}
-
-
-def end(process: subprocess.Popen) -> None:
-    """Asks a process that still runs to end, and then ends it."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def numbers(text: str) -> list[int]:

@@ -79,6 +79,7 @@ def payloads(mark):
         ({"extra_state.train_iterator.epoch": "soon"}, r"its update, epoch and position in it are \[1, 'soon'"),
         ({"extra_state.train_iterator.epoch": 1 << 40}, r"its update, epoch and position in it are \[\d+, 1099"),
         ({"extra_state.best": torch.ones(2)}, "damaged: its best is no number"),
+        ({"extra_state.best": None}, "damaged: its best is no number"),
         ({"extra_state.previous_training_time": "long"}, "damaged: its previous_training_time is no number"),
         ({"optimizer_history": []}, "the state of its training is incomplete"),
     ]  # fmt: skip

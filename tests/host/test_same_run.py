@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from fairseq.tasks import FairseqTask
 
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
@@ -94,6 +95,10 @@ STATES = {
     "missing": (spoil_optimizer(None), r"optimizer's state does not fit \('exp_avg'\); --reset-optimizer"),
     "list": (spoil_optimizer([1]), "optimizer's state does not fit .*'list'"),
     "shape": (spoil_optimizer(torch.ones(3)), "optimizer's state does not fit .*size of tensor"),
+    "step": (
+        lambda s: s["last_optimizer_state"]["state"][0].update(step=torch.ones(2)),
+        "optimizer's state does not fit",
+    ),
     "task": (lambda s: s["extra_state"].update(LLNMaskedLMTask=[1]), "its LLNMaskedLMTask holds no state"),
     "overflows": (lambda s: s["extra_state"]["LLNMaskedLMTask"].update(overflows="x"), "holds no state of a task"),
 }
@@ -107,6 +112,18 @@ def test_a_state_of_the_training_that_cannot_be_used(name, begun, tmp_path, monk
     change(state)
     torch.save(state, run / "checkpoint_last.pt")
     with pytest.raises(InputError, match=f"the checkpoint is damaged: .*{message}"):
+        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4)
+
+
+def test_a_device_that_fails_is_no_damage(begun, tmp_path, monkeypatch):
+    """At the first update of a run that goes on, where an optimizer's error is the checkpoint's."""
+    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+
+    def fail(*_, **__):
+        raise torch.AcceleratorError("unspecified launch failure")
+
+    monkeypatch.setattr(FairseqTask, "optimizer_step", fail)
+    with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
         train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4)
 
 

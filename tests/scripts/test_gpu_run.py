@@ -27,8 +27,10 @@ def says(text, code=0, seconds=0.0):
 def run_steps(tmp_path, monkeypatch):
     """A function that runs steps made of these commands, by name; returns the exit code."""
 
-    def call(commands, *arguments, minutes=1.0):
-        made = tuple(schedule.Step(name, minutes, lambda out, _, c=c: c) for name, c in commands.items())
+    def call(commands, *arguments, minutes=1.0, always=()):
+        made = tuple(
+            schedule.Step(name, minutes, lambda out, _, c=c: c, name in always) for name, c in commands.items()
+        )
         monkeypatch.setattr(run, "STEPS", made)
         return run.main(["--out", str(tmp_path / "out"), "--steps", f"1-{len(made)}", *arguments])
 
@@ -59,6 +61,14 @@ def test_no_time_is_left_for_what_comes_after_the_limit(run_steps, tmp_path):
     assert run_steps({"slow": [says("begun", seconds=60)], "next": [says("after")]}, "--minutes", "0.02") == 1
     assert json.loads((tmp_path / "out" / "steps.json").read_text()) == {"slow-1": "cut off", "next-1": "cut off"}
     assert not (tmp_path / "out" / "logs" / "next-1.log").exists()
+
+
+def test_the_report_is_made_when_the_time_is_over_and_every_time(run_steps, tmp_path, capsys):
+    commands = {"slow": [says("begun", seconds=60)], "report": [says("all of it")]}
+    for _ in range(2):
+        assert run_steps(commands, "--minutes", "1.02", always=("report",)) == 1
+        assert "all of it" in capsys.readouterr().out
+        assert json.loads((tmp_path / "out" / "steps.json").read_text()) == {"slow-1": "cut off", "report-1": 0}
 
 
 @pytest.mark.parametrize("text", ["0", "7", "2-9", "a", ""])
