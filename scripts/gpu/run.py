@@ -11,7 +11,7 @@ cut off goes on. The steps may take longer together than --minutes allow: then t
 is made. OUT/logs has the output, OUT/report.txt the results.
 """
 
-from lln_fairseq.command import run_main, start
+from lln_fairseq.command import UserError, run_main, start
 
 if __name__ == "__main__":
     start(__spec__.name)
@@ -29,19 +29,22 @@ from scripts.gpu.schedule import STEPS, Command, Step
 
 GRACE = 10  # seconds between the request to end and the end
 CUT_OFF = "cut off"
+FILES = ("steps.json", "rehearsal.json")  # of a run and of a rehearsal, whose results are none
 
 
 class Run:
-    """The steps of one output directory: OUT/steps.json has the exit code of every command that ended."""
+    """The steps of one output directory: a file in it has the exit code of every command that ended."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.out = args, args.out
         self.steps = [STEPS[number - 1] for number in args.steps]
         kept = sum(step.minutes for step in self.steps if step.always)
         self.end = time.monotonic() + 60 * (args.minutes - kept)
+        self.file, other = (self.out / name for name in FILES[:: -1 if args.rehearse else 1])
+        if other.exists():
+            raise UserError(f"{other}: a rehearsal and a run on a GPU do not share a directory, choose another --out")
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
-        self.file = self.out / "steps.json"
-        self.results: dict[str, int | str] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.results = read_results(self.file)
 
     def all(self) -> int:
         """The exit code: 1 where a command failed or was cut off."""
@@ -82,6 +85,16 @@ class Run:
         lines = log.read_text(errors="replace").splitlines()
         print("\n".join(lines[-self.args.tail :]), flush=True)
         return code
+
+
+def read_results(file: Path) -> dict[str, int | str]:
+    """Exit codes by command; none where the file is missing or damaged."""
+    try:
+        results = json.loads(file.read_text()) if file.exists() else {}
+        return {name: code if code == CUT_OFF else int(code) for name, code in results.items()}
+    except (ValueError, TypeError, AttributeError):
+        print(f"{file} is damaged: its commands are run again")
+        return {}
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:

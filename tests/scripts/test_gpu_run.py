@@ -71,6 +71,22 @@ def test_the_report_is_made_when_the_time_is_over_and_every_time(run_steps, tmp_
         assert json.loads((tmp_path / "out" / "steps.json").read_text()) == {"slow-1": "cut off", "report-1": 0}
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"first-1": null}', '{"first-1": "well"}'])
+def test_a_damaged_list_of_results_is_begun_again(text, run_steps, tmp_path, capsys):
+    file = tmp_path / "out" / "steps.json"
+    file.parent.mkdir()
+    file.write_text(text)
+    assert run_steps({"first": [says("one")]}) == 0
+    assert f"{file} is damaged: its commands are run again" in capsys.readouterr().out
+    assert json.loads(file.read_text()) == {"first-1": 0}
+
+
+def test_a_rehearsal_and_a_run_do_not_share_a_directory(run_steps, capsys):
+    assert run_steps({"first": [says("one")]}, "--rehearse") == 0
+    assert run_steps({"first": [says("one")]}) == 1
+    assert "rehearsal.json: a rehearsal and a run on a GPU do not share a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["0", "7", "2-9", "a", ""])
 def test_steps_that_there_are_not(text, capsys):
     with pytest.raises(SystemExit):
@@ -113,7 +129,7 @@ def test_rehearsal(tmp_path):
         text=True,
     )
     out = tmp_path / "runs" / "rehearsal"
-    results = json.loads((out / "steps.json").read_text())
+    results = json.loads((out / "rehearsal.json").read_text())
     assert set(results.values()) == {0}, done.stdout + done.stderr
     assert done.returncode == 0
     assert {name.rpartition("-")[0] for name in results} == {step.name for step in schedule.STEPS}
