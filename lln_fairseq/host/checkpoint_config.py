@@ -89,13 +89,13 @@ def _checked(group: str, given: Mapping[str, Any], path: str) -> dict[str, Any] 
     schema = OmegaConf.structured(_dataclass(group, family))
     values = {key: value for key, value in given.items() if key in schema._content and value is not None}
     for key, value in values.items():
-        if not _is_plain(value):
+        if not is_plain(value):
             raise InputError(f"{path}: the {group}'s option {key} is no plain value: {str(value)[:80]!r}")
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(schema, values), enum_to_str=True)
     except OmegaConfBaseException as error:
         raise InputError(f"{path}: the {group}'s option {error.full_key}: {first_line(error)}") from error
-    return {key: value for key, value in merged.items() if _is_plain(value)} | {"_name": name}
+    return {key: value for key, value in merged.items() if is_plain(value)} | {"_name": name}
 
 
 def _family(group: str, name: Any) -> Any:
@@ -109,7 +109,7 @@ def _dataclass(group: str, name: str) -> type:
     return TASK_DATACLASS_REGISTRY[name] if group == "task" else REGISTRIES[group]["dataclass_registry"][name]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Neither an object, nor an interpolation or a missing value of omegaconf."""
     values = value if isinstance(value, list) else [value]
     return all(isinstance(x, PLAIN) and not (isinstance(x, str) and ("${" in x or x == "???")) for x in values)

@@ -11,6 +11,7 @@ from fairseq.utils import split_paths
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.host.checkpoint_config import is_plain
 from lln_fairseq.host.checkpoints import our_state, peek
 from lln_fairseq.host.errors import InputError
 
@@ -83,8 +84,9 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _as_dict(group: Any) -> dict[str, Any]:
+    """The group's options that are plain values, and so can be compared."""
     options = vars(group) if isinstance(group, argparse.Namespace) else group
-    return dict(options) if isinstance(options, Mapping) else {}
+    return {key: value for key, value in options.items() if is_plain(value)} if isinstance(options, Mapping) else {}
 
 
 def _of_other_attentions(options: Mapping[str, Any]) -> set[str]:
@@ -103,6 +105,8 @@ def _sequences_an_update(config: Mapping[str, Any]) -> list[int] | None:
     )
     size, workers = dataset.get("batch_size"), distributed.get("distributed_world_size")
     frequencies = optimization.get("update_freq")
-    if dataset.get("max_tokens") or not (isinstance(size, int) and isinstance(workers, int) and frequencies):
+    if dataset.get("max_tokens") or not (frequencies and isinstance(frequencies, list)):
+        return None
+    if not all(isinstance(number, int) for number in (size, workers, *frequencies)):
         return None
     return [size * workers * frequency for frequency in frequencies]

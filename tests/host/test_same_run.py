@@ -1,14 +1,17 @@
 """A run goes on with what it began with: other settings that change its result are named."""
 
+import copy
 import os
 import shutil
 
 import pytest
 import torch
 from fairseq.tasks import FairseqTask
+from omegaconf import OmegaConf
 
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.same_run import differences
 from tests.fairseq_runs import LLN, MASKED_LM, binarize, make_corpus, sentences, train
 
 COMMON = (*MASKED_LM, *LLN, "--max-update", 2)
@@ -42,6 +45,16 @@ def test_what_changes_the_result_is_named(options, message, begun, tmp_path, mon
     with pytest.raises(InputError, match=f"holds another run: .*{message}.*or another --save-dir"):
         train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4, *options)
     assert (run / "checkpoint_last.pt").read_bytes() == before
+
+
+def test_settings_that_are_none_are_not_compared(begun):
+    saved = torch.load(begun[1] / "checkpoint_last.pt")["cfg"]
+    here = OmegaConf.create(copy.deepcopy(saved))
+    for value in (torch.ones(2), {}, "x" * 50, 0.5, [1, "a"], [torch.ones(2)]):
+        saved["optimization"]["update_freq"] = value
+        assert not differences(saved, here)
+    saved["common"]["seed"] = torch.ones(2)
+    assert not differences(saved, here)
 
 
 def test_other_data_of_the_same_dictionary(begun, tmp_path, monkeypatch):
