@@ -31,7 +31,7 @@ class ExactResume:
     overflows = 0
     _optimizer: Any = None
     _pending: dict[str, Any] | None = None  # a checkpoint's state, until there is an optimizer to put it into
-    _restored = False  # from a checkpoint, until the first update after it
+    _first_update = True  # of this process
     _last_overflow = -1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class ExactResume:
         self._optimizer = optimizer
         if self._pending is not None:
             self._restore(self._pending)
-            self._pending, self._restored = None, True
+            self._pending = None
         if scaler := self.scaler:
             if scaler._last_overflow_iter > self._last_overflow:
                 self.overflows, self._last_overflow = self.overflows + 1, scaler._last_overflow_iter
@@ -53,16 +53,17 @@ class ExactResume:
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The first update of a run that goes on shows whether the optimizer's state can be used. Raises: InputError
         where it cannot."""
+        restored = self._first_update and bool(self._optimizer.optimizer.state)
+        self._first_update = False
         try:
             super().optimizer_step(*args, **kwargs)
         except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
-            if not self._restored or isinstance(error, (InputError, *MACHINE_ERRORS)) or "memory" in str(error):
+            if not restored or isinstance(error, (InputError, *MACHINE_ERRORS)) or "memory" in str(error):
                 raise
             raise InputError(
                 f"the checkpoint is damaged: its optimizer's state does not fit ({first_line(error)}); "
                 "--reset-optimizer (checkpoint.reset_optimizer=true) goes on without it"
             ) from error
-        self._restored = False
 
     @property
     def scaler(self) -> Any:

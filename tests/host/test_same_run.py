@@ -104,7 +104,14 @@ def spoil_optimizer(value):
     return change
 
 
+def without_task(state):
+    """An optimizer's state that cannot be used, and none of the task."""
+    spoil_optimizer([1])(state)
+    del state["extra_state"]["LLNMaskedLMTask"]
+
+
 STATES = {
+    "no task": (without_task, "optimizer's state does not fit .*'list'"),
     "missing": (spoil_optimizer(None), r"optimizer's state does not fit \('exp_avg'\); --reset-optimizer"),
     "list": (spoil_optimizer([1]), "optimizer's state does not fit .*'list'"),
     "shape": (spoil_optimizer(torch.ones(3)), "optimizer's state does not fit .*size of tensor"),
