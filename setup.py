@@ -36,6 +36,7 @@ setup(
         "omegaconf>=2.3,<2.4",
         "numpy>=2.0,<2.5",
         "scipy>=1.13,<1.18",
+        "scikit-learn>=1.5,<1.10",
         "sentencepiece>=0.2,<0.3",
         "tiktoken>=0.8,<1",
         "tensorboard>=2.18,<3",

@@ -103,7 +103,7 @@ def open_tree(path: Path) -> Tree:
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty")
-        if _is_tar(path):
+        if is_tar(path):
             return Tree(str(path), _tar_members(lambda: path.open("rb"), path.stat().st_size, str(path)), path)
         if zipfile.is_zipfile(path):
             return Tree(str(path), _zip_members(path), path)
@@ -191,7 +191,7 @@ class _HeaderReader(io.BufferedReader):
         return super().read(size)
 
 
-def _is_tar(path: Path) -> bool:
+def is_tar(path: Path) -> bool:
     try:
         with decompressed(path.open("rb"), str(path), path.stat().st_size) as stream:
             first = stream.read(tarfile.BLOCKSIZE) or b""

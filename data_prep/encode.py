@@ -68,12 +68,17 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the first one deals with it
+def ignore_interrupts() -> None:
+    """For a process that works for another: Ctrl-C reaches both, and the first one deals with it; it ends with that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
+    global _worker
+    ignore_interrupts()
     _worker = make_tokenizer(kind, files), table
 
 

