@@ -26,6 +26,7 @@ class TextIds:
         # Of a task of sentences both are options; a language model's samples begin with <s>.
         self.init = getattr(task.cfg, "init_token", dictionary.bos())
         self.separator = getattr(task.cfg, "separator_token", None)
+        self.strips = getattr(task.cfg, "strip_eos", False)
 
     def samples(self, rows: Sequence[Sequence[str]]) -> list[Tensor]:
         """The ids of each row of one text, or of two."""
@@ -43,7 +44,7 @@ class TextIds:
         return self._with(self.init, ids)[: self.longest]
 
     def lines(self, lines: Sequence[str]) -> list[Tensor]:
-        """The ids of each line with </s>, as they are in the data."""
+        """The ids of each line with </s>, as they are in the data, or without it where the task leaves it out."""
         lines = [line.replace("\n", " ").strip() for line in lines]
         for line in lines:
             check_characters(line)
@@ -52,7 +53,8 @@ class TextIds:
         except UserError as error:
             raise InputError(str(error)) from error
         ids, lengths = map(torch.from_numpy, block)
-        return list(ids.long().split(lengths.tolist()))
+        found = ids.long().split(lengths.tolist())
+        return [line[:-1] for line in found] if self.strips else list(found)
 
     @staticmethod
     def _with(start: int | None, ids: Tensor) -> Tensor:

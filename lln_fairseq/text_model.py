@@ -164,6 +164,8 @@ def load(
     directory, vocabulary = _find_vocabulary(checkpoint, places, tokenizer)
     model, task = load_model(checkpoint, str(directory))
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
+    if getattr(task.cfg, "two_towers", False):
+        raise InputError(f"{checkpoint} encodes two inputs by themselves (two_towers), which only evaluate can give it")
     return TextModel(model, task, vocabulary, inputs=2 if (directory / "input1").is_dir() else 1).eval()
 
 

@@ -12,11 +12,10 @@ if __name__ == "__main__":
 
 import argparse
 import json
-import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
-from scripts.columns import aligned
+from scripts.score_table import ScoreTable
 
 TASKS = {"mnli": "MNLI", "qnli": "QNLI", "qqp": "QQP", "sst2": "SST-2"}
 
@@ -39,58 +38,7 @@ PAPER = {
 }
 
 
-@dataclass
-class Row:
-    """One line of the table; accuracies in per cent by task, and how many seeds each is the median of."""
-
-    name: str
-    accuracy: dict[str, float] = field(default_factory=dict)
-    seeds: dict[str, int] = field(default_factory=dict)
-    mean: float | None = None  # over the four tasks
-
-
-def collect(directory: Path) -> list[Row]:
-    """A row for every pre-training below a directory that has finished fine-tunings, by name."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for file in sorted(directory.glob("**/glue/*/seed*/valid.json")):
-        task, run = file.parts[-3], file.parents[3]
-        if task in TASKS:
-            name = str(run.relative_to(directory)) if run != directory else run.name
-            found.setdefault(name, {}).setdefault(task, []).append(100 * json.loads(file.read_text())["accuracy"])
-    rows = []
-    for name, tasks in found.items():
-        accuracy = {task: statistics.median(tasks[task]) for task in TASKS if task in tasks}
-        mean = statistics.fmean(accuracy.values()) if accuracy.keys() == TASKS.keys() else None
-        rows.append(Row(name, accuracy, {task: len(tasks[task]) for task in accuracy}, mean))
-    return rows
-
-
-def paper_rows() -> list[Row]:
-    rows = []
-    for name, (*values, mean) in PAPER.items():
-        accuracy = {task: value for task, value in zip(TASKS, values, strict=True) if value is not None}
-        rows.append(Row(f"{name} (paper)", accuracy, mean=mean))
-    return rows
-
-
-def cells(row: Row) -> list[str]:
-    values = [row.accuracy.get(task) for task in TASKS] + [row.mean]
-    return ["-" if value is None else f"{value:.1f}" for value in values]
-
-
-def as_text(rows: list[Row]) -> str:
-    lines = [["", *TASKS.values(), "mean", "seeds"]]
-    for row in rows:
-        seeds = "/".join(str(row.seeds.get(task, 0)) for task in TASKS) if row.seeds else ""
-        lines.append([row.name, *cells(row), seeds])
-    return aligned(lines)
-
-
-def as_latex(rows: list[Row]) -> str:
-    titles = " & ".join(["Attention", *TASKS.values(), "mean"])
-    body = [" & ".join([row.name.replace("_", r"\_"), *cells(row)]) + r" \\" for row in rows]
-    head = [r"\begin{tabular}{lccccc}", r"\hline", titles + r" \\", r"\hline"]
-    return "\n".join([*head, *body, r"\hline", r"\end{tabular}"]) + "\n"
+TABLE = ScoreTable("glue/*/seed*/valid.json", TASKS, PAPER)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,12 +54,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def show(args: argparse.Namespace) -> None:
     """Prints the table and writes the files that the command line asks for. Raises: UserError where no run is found."""
-    ours = collect(args.directory)
+    ours = TABLE.collect(args.directory)
     if not ours:
         raise UserError(f"no RUN/glue/TASK/seedN/valid.json below {args.directory}: run scripts/glue_all.sh")
-    rows = [*paper_rows(), *ours]
-    print(as_text(rows))
+    rows = [*TABLE.paper_rows(), *ours]
+    print(TABLE.as_text(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if args.latex:
-        args.latex.write_text(as_latex(rows), encoding="utf-8")
+        args.latex.write_text(TABLE.as_latex(rows), encoding="utf-8")

@@ -100,9 +100,9 @@ def close_log(log):
                 handler.close()
 
 
-def hydra_train(monkeypatch, *arguments):
-    """Runs fairseq-hydra-train with our recipe for pre-training in this process, without Hydra's logging."""
-    monkeypatch.setattr(sys, "argv", ["fairseq-hydra-train", "--config-dir", str(CONFIGS), "--config-name", "pretrain",
+def hydra_train(monkeypatch, *arguments, recipe="pretrain"):
+    """Runs fairseq-hydra-train with a recipe of ours in this process, without Hydra's logging."""
+    monkeypatch.setattr(sys, "argv", ["fairseq-hydra-train", "--config-dir", str(CONFIGS), "--config-name", recipe,
         *map(str, arguments), f"common.user_dir={USER_DIR[1]}", "hydra/job_logging=none",
         "hydra/hydra_logging=none"])  # fmt: skip
     logging.getLogger().setLevel(logging.INFO)

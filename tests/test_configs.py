@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from data_prep.glue_tasks import GLUE_TASKS
+from data_prep.lra_tasks import LRA_TASKS, STAND_INS
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.host.settings import split_global_batch
 from lln_fairseq.models.lln_roberta import PRESETS, RobertaConfig
@@ -76,7 +77,7 @@ OTHERS = [run for run in DEVICES if run != "gpu1"]  # which is what they are com
 def composed():
     """compose(stage, *overrides) -> what fairseq-hydra-train hands to its training."""
     GlobalHydra.instance().clear()
-    for stage in ("pretrain", "finetune"):
+    for stage in ("pretrain", "finetune", "lra"):
         hydra_init(stage)
 
     @functools.cache
@@ -114,12 +115,55 @@ def test_glue_files_agree_with_the_table_of_tasks_and_the_recipe(file, composed)
     assert config.checkpoint.save_dir == f"runs/{file}_lln_diag"
 
 
+# Skyformer's code base: length, classes, batch, learning rate, warm-up, updates between validations and their batches.
+LRA_RECIPES = {
+    "listops": (2048, 10, 32, 1e-4, 1000, 500, 62),
+    "text": (4096, 2, 32, 1e-4, 80, 500, 200),
+    "retrieval": (4096, 2, 16, 2e-4, 800, 1000, 300),
+    "pathfinder": (1024, 2, 128, 2e-4, 312, 500, 156),
+    "image": (1024, 10, 256, 1e-4, 175, 50, 20),
+}
+
+
+def test_lra_files_agree_with_the_table_of_tasks_and_the_recipe(composed):
+    stand_ins = {f"{name}_stand_in" for name in STAND_INS}
+    assert names("lra") == {*LRA_TASKS, *stand_ins, "recipe"}
+    for name, (length, classes, batch, rate, warmup, interval, batches) in LRA_RECIPES.items():
+        config, task = composed("lra", f"lra={name}"), LRA_TASKS[name]
+        assert (config.task.max_positions, config.task.num_classes) == (length, classes)
+        assert len(task.labels) == classes
+        assert config.task.two_towers == (task.inputs == 2)
+        assert config.task.data == f"data-bin/lra/{name}"
+        assert (config.task.global_batch, config.optimization.lr) == (batch, [rate])
+        assert (config.lr_scheduler.warmup_updates, config.optimization.max_update) == (warmup, 50000)
+        assert (config.dataset.validate_interval_updates, config.dataset.max_valid_steps) == (interval, batches)
+        assert config.checkpoint.save_interval_updates == interval
+        assert config.checkpoint.save_dir == f"runs/lra/lln_diag/{name}"
+        model = config.model
+        assert (model._name, model.encoder_normalize_before, model.pooling) == ("lln_roberta_lra", True, "mean")
+        if name in STAND_INS:
+            stand_in = composed("lra", f"lra={name}_stand_in")
+            assert stand_in.task.data == f"data-bin/lra/{STAND_INS[name].name}"
+            assert stand_in.task.num_classes == len(STAND_INS[name].labels)
+            assert stand_in.task.max_positions == length
+
+
+@pytest.mark.parametrize("attention", ["nystrom", "linformer", "performer", "reformer", "skyformer"])
+def test_lra_gives_each_mechanism_the_size_that_the_code_base_does(attention, composed):
+    model = composed("lra", f"attention={attention}").model
+    sizes = dict(nystrom="landmarks", linformer="projected_length", performer="num_features", reformer="hashes",
+                 skyformer="landmarks")  # fmt: skip
+    assert model.attention == attention
+    assert model[f"{attention}_{sizes[attention]}"] == (2 if attention == "reformer" else 128)
+
+
 COMBINATIONS = [
     *(
         ("pretrain", f"corpus={corpus}", f"run={run}")
         for corpus, run in itertools.product(sorted(names("corpus")), OTHERS)
     ),
     *(("finetune", f"glue={glue}", f"run={run}") for glue, run in itertools.product(sorted(names("glue")), OTHERS)),
+    *(("lra", f"lra={task}", f"run={run}") for task, run in itertools.product(sorted(LRA_RECIPES), OTHERS)),
 ]
 
 

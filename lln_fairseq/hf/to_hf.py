@@ -28,6 +28,7 @@ CLASSES = {"": "AutoModel", "ForMaskedLM": "AutoModelForMaskedLM",
 FIXED = {  # options of which Hugging Face's RoBERTa has one value
     "encoder_normalize_before": False, "layernorm_embedding": True, "activation_fn": "gelu",
     "pooler_activation_fn": "tanh", "spectral_norm_classification_head": False,
+    "pooling": "first", "pooler_dim": None, "two_towers": False,
 }  # fmt: skip
 MECHANISM = "self_attn.attention."
 

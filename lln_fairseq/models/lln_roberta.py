@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import torch
 from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
@@ -12,6 +13,7 @@ from fairseq.models.roberta.hub_interface import RobertaHubInterface
 from fairseq.models.roberta.model import RobertaModel, base_architecture
 from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.host.errors import input_errors
@@ -29,7 +31,8 @@ DEFAULT_PRESET = "base"
 # a number as default Hydra would ignore the preset without a word. No field may be a bool with default True.
 @dataclass
 class RobertaConfig(FairseqDataclass):
-    """The options of fairseq's RoBERTa, with its defaults, and ε, which is fixed in fairseq."""
+    """The options of fairseq's RoBERTa, with its defaults, and of what is fixed in fairseq: ε, how a sentence becomes
+    one vector, the classification head, initial values."""
 
     encoder_layers: Optional[int] = field(default=None, metadata={"help": "number of encoder layers"})
     encoder_embed_dim: Optional[int] = field(default=None, metadata={"help": "embedding dimension"})
@@ -46,6 +49,16 @@ class RobertaConfig(FairseqDataclass):
     attention_dropout: float = field(default=0.1, metadata={"help": "dropout probability of attention weights"})
     activation_dropout: float = field(default=0.0, metadata={"help": "dropout after the activation"})
     pooler_dropout: float = field(default=0.0, metadata={"help": "dropout in the classification head"})
+    pooling: ChoiceEnum(["first", "mean"]) = field(
+        default="first", metadata={"help": "what the classification head sees: the first token, or the mean of all"}
+    )
+    pooler_dim: Optional[int] = field(
+        default=None, metadata={"help": "dimension inside the classification head; default: the embedding's"}
+    )
+    two_towers: bool = field(default=False, metadata={"help": "set by the task, which has an option of this name"})
+    linear_init: ChoiceEnum(["bert", "torch"]) = field(
+        default="bert", metadata={"help": "initial values of linear layers: N(0, 0.02), or torch's own"}
+    )
     max_positions: Optional[int] = field(
         default=None, metadata={"help": "number of positional embeddings; default: tokens per sample of the task"}
     )
@@ -102,7 +115,52 @@ class LLNRobertaModel(RobertaModel):
             encoder = LLNRobertaEncoder(
                 cfg, task.source_dictionary, cfg.attention, attention_options(cfg.attention, cfg)
             )
-        return cls(cfg, encoder)
+        model = cls(cfg, encoder)
+        if cfg.linear_init == "torch":  # fairseq's __init__ has made them BERT's
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    module.reset_parameters()
+        return model
+
+    def register_classification_head(
+        self, name: str, num_classes: int | None = None, inner_dim: int | None = None, **kwargs: Any
+    ) -> None:
+        """fairseq's, of the dimensions that `pooler_dim` and `two_towers` ask for."""
+        args = self.args
+        super().register_classification_head(name, num_classes, inner_dim or args.pooler_dim, **kwargs)
+        if args.two_towers:
+            head = self.classification_heads[name]
+            head.dense = nn.Linear(4 * head.dense.in_features, head.dense.out_features)
+
+    def forward(
+        self,
+        src_tokens: Tensor,
+        features_only: bool = False,
+        return_all_hiddens: bool = False,
+        classification_head_name: str | None = None,
+        other_tokens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """fairseq's, and for a classification the pooling; `other_tokens` (B, M) go through the encoder by themselves.
+
+        With two towers the head sees [a, b, a ∘ b, a - b] of the vectors of both.
+        """
+        if classification_head_name is None:
+            return super().forward(src_tokens, features_only, return_all_hiddens, **kwargs)
+        x, extra = self.encoder(src_tokens, True, return_all_hiddens, **kwargs)
+        pooled = self._pooled(x, src_tokens)
+        if self.args.two_towers:
+            other = self._pooled(self.encoder(other_tokens, True)[0], other_tokens)
+            pooled = torch.cat([pooled, other, pooled * other, pooled - other], dim=-1)
+        return self.classification_heads[classification_head_name](pooled[:, None]), extra
+
+    def _pooled(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """(B, N, C) -> (B, C). The mean leaves padding out."""
+        if self.args.pooling == "first":
+            return features[:, 0]
+        real = tokens.ne(self.encoder.dictionary.pad())
+        weight = real.to(features.dtype) / real.sum(dim=1, keepdim=True).clamp(min=1)
+        return torch.bmm(weight[:, None], features)[:, 0]
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Lets checkpoints of stock RoBERTa, of other lengths and of other attentions load."""

@@ -1,19 +1,22 @@
 """Classification and regression of sentences and pairs: fairseq's task with its silent failures mended."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from fairseq.data import SortDataset
+import numpy as np
+from fairseq.data import SortDataset, data_utils
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
-from omegaconf import II
+from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
 
 from lln_fairseq.host.errors import InputError, input_errors
 from lln_fairseq.host.fit import label_names, longest_sequence
 from lln_fairseq.tasks._data_checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
+from lln_fairseq.tasks._inputs import read_inputs, read_labels, samples
 from lln_fairseq.tasks._options import HostOptions
 
 INPUTS = ("input0", "input1")
@@ -34,6 +37,14 @@ class LLNSentencePredictionConfig(HostOptions, SentencePredictionConfig):
             "help": "batches of sentences of like lengths: less padding to compute; default: fairseq's, by chance"
         },
     )
+    two_towers: bool = field(
+        default=False,
+        metadata={
+            "help": "both inputs go through the encoder by themselves, and the head sees [a, b, a∘b, a-b] of their "
+            "vectors; default: one sequence of both"
+        },
+    )
+    strip_eos: bool = field(default=False, metadata={"help": "leave out the </s> that ends each input"})
     finetune_from_model: Optional[str] = II("checkpoint.finetune_from_model")
 
 
@@ -64,10 +75,38 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
         """Raises InputError where the files of the split are damaged, or do not fit the dictionaries or each other."""
         self._check(split, combine)
-        dataset = super().load_dataset(split, combine=combine, **kwargs)
+        if self.cfg.two_towers or self.cfg.strip_eos:
+            dataset = self._load_inputs(split, combine)
+        else:
+            dataset = super().load_dataset(split, combine=combine, **kwargs)
         if self.cfg.group_by_length and isinstance(dataset, SortDataset):
             dataset.sort_order += dataset.sizes  # the last key counts first; which batch comes when stays chance
         return dataset
+
+    def _load_inputs(self, split: str, combine: bool) -> Any:
+        """What fairseq cannot do, see _inputs.py; in the same order by chance."""
+        inputs = read_inputs(self, split, INPUTS if self.cfg.two_towers else INPUTS[:1], combine)
+        if not inputs:
+            raise InputError(f"cannot load split '{split}' of {self.cfg.data}: could not find dataset: input0")
+        if self.cfg.two_towers and len(inputs) < 2:
+            raise InputError(f"two_towers needs pairs, and split '{split}' of {self.cfg.data} has no input1")
+        dataset = samples(self, inputs, read_labels(self, split, combine))
+        if not self.cfg.no_shuffle:
+            with data_utils.numpy_seed(self.cfg.seed):
+                shuffle = np.random.permutation(len(dataset))
+            dataset = SortDataset(dataset, sort_order=[shuffle])
+        self.datasets[split] = dataset
+        return dataset
+
+    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        """The model is told that the task has two towers."""
+        if self.cfg.two_towers or "two_towers" in cfg:
+            with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
+                cfg.two_towers = self.cfg.two_towers
+        return super().build_model(cfg, from_checkpoint)
+
+    def advice(self) -> str:
+        return "" if self.cfg.group_by_length else "batches of like lengths: task.group_by_length=true"
 
     def _check(self, split: str, combine: bool) -> None:
         data, dictionary = Path(self.cfg.data), Path(self.cfg.data, "input0/dict.txt")

@@ -77,7 +77,7 @@ def measure(rows: list[Row], length: int, args: argparse.Namespace) -> None:
             row.memory, row.oom = None, True
     if not args.time:
         return
-    training = Training(args, length)
+    training = args.training(args, length)
     for row in rows:
         row.oom = row.oom or not fits(training, row.attention)
     runs = {row.attention: functools.partial(training.iteration, row.attention) for row in rows if not row.oom}
@@ -138,6 +138,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="keep what --json holds and is not measured now")
     parser.add_argument("--png", type=Path, help="draw them here, on logarithmic axes")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one repeat: does everything work?")
+    parser.set_defaults(training=Training)  # what an iteration is
     args = parser.parse_args(argv)
     check_outputs(parser, args.json, args.png)
     if args.device == "cuda" and not cuda:

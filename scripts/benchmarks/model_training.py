@@ -70,7 +70,7 @@ class Training:
     def __init__(self, args: argparse.Namespace, length: int) -> None:
         torch.manual_seed(0)
         self.args, self.length, place = args, length, {"device": args.device, "dtype": DTYPES[args.dtype]}
-        self.model = build_model(args, length).to(**place).train()
+        self.model = self.build_model().to(**place).train()
         self.layers = self.model.encoder.sentence_encoder.layers
         self.forward = self.model
         if args.compile:
@@ -78,9 +78,22 @@ class Training:
             self.forward = torch.compile(self.model)
         self.attentions: dict[str, tuple[nn.ModuleList, Adam]] = {}
         self.adam = Adam(list(self.model.parameters()))
-        words = torch.randint(FIRST_WORD, args.vocabulary, (args.batch, length))
-        self.masked = (torch.rand(words.shape) < MASKED).index_fill_(1, torch.tensor([0]), True).to(args.device)
-        self.words = words.to(args.device)
+        self.make_batch()
+
+    def build_model(self) -> nn.Module:
+        return build_model(self.args, self.length)
+
+    def make_batch(self) -> None:
+        words = self.random_words()
+        self.masked = (torch.rand(words.shape) < MASKED).index_fill_(1, torch.tensor([0]), True).to(self.args.device)
+        self.words = words.to(self.args.device)
+
+    def random_words(self) -> Tensor:
+        return torch.randint(FIRST_WORD, self.args.vocabulary, (self.args.batch, self.length))
+
+    def loss(self) -> Tensor:
+        logits, _ = self.forward(src_tokens=self.words, masked_tokens=self.masked)
+        return F.cross_entropy(logits.float(), self.words[self.masked])
 
     def add(self, name: str) -> None:
         args, modules = self.args, []
@@ -99,9 +112,7 @@ class Training:
             layer.self_attn.attention = module
         for optimizer in (self.adam, adam):
             optimizer.zero_grad()
-        logits, _ = self.forward(src_tokens=self.words, masked_tokens=self.masked)
-        loss = F.cross_entropy(logits.float(), self.words[self.masked])
-        (loss * (LOSS_SCALE if self.args.dtype == "float16" else 1.0)).backward()
+        (self.loss() * (LOSS_SCALE if self.args.dtype == "float16" else 1.0)).backward()
         for optimizer in (self.adam, adam):
             optimizer.step()
 
@@ -114,9 +125,13 @@ def build(row: str, **sizes: Any) -> Attention:
 
 def build_model(args: argparse.Namespace, length: int) -> nn.Module:
     """RoBERTa with an empty place for the attention: ours where fairseq is installed, else the same in plain torch."""
-    nothing = nn.Identity()
     if not has_fairseq():
-        return PlainRoberta(PRESETS[args.preset], args.vocabulary, length, nothing, args.dropout)
+        return PlainRoberta(PRESETS[args.preset], args.vocabulary, length, nn.Identity(), args.dropout)
+    return fairseq_model(args, length)
+
+
+def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> nn.Module:
+    """The same with fairseq, with further options of the model."""
     lln_fairseq.register()  # before all that imports fairseq, which would talk
     from fairseq.data import Dictionary
     from omegaconf import OmegaConf
@@ -126,11 +141,11 @@ def build_model(args: argparse.Namespace, length: int) -> nn.Module:
     dictionary = Dictionary()
     for word in range(args.vocabulary - len(dictionary)):
         dictionary.add_symbol(str(word))
-    sizes = dict(zip(SIZE_FIELDS, PRESETS[args.preset], strict=True))
-    config = OmegaConf.create({**sizes, "attention": SOFTMAX, "max_positions": length, "dropout": args.dropout})
-    model = LLNRobertaModel.build_model(config, SimpleNamespace(source_dictionary=dictionary))
+    options |= dict(zip(SIZE_FIELDS, PRESETS[args.preset], strict=True))
+    options |= {"attention": SOFTMAX, "max_positions": length, "dropout": args.dropout}
+    model = LLNRobertaModel.build_model(OmegaConf.create(options), SimpleNamespace(source_dictionary=dictionary))
     for layer in model.encoder.sentence_encoder.layers:
-        layer.self_attn.attention = nothing
+        layer.self_attn.attention = nn.Identity()
     return model
 
 
@@ -139,7 +154,7 @@ def has_fairseq() -> bool:
 
 
 def train_a_little(name: str, length: int, args: argparse.Namespace) -> None:
-    training = Training(args, length)
+    training = args.training(args, length)
     training.add(name)
     for _ in range(2):  # the optimizer's state is there from the second one on
         training.iteration(name)

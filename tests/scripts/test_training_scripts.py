@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -60,7 +61,30 @@ def test_pre_train_kill_resume_fine_tune_score(tmp_path):
     assert "sst2, seed 7: done before" in finished(script(tmp_path, *tune))
 
 
-@pytest.mark.parametrize("name", ["pretrain_wikitext103", "glue_all", "tensorboard", "compare_attentions", *FINETUNING])
+def test_a_task_of_the_long_range_arena(tmp_path):
+    """From drawing the data to the table."""
+    command = [sys.executable, "-m", "data_prep.lra", "listops", "--rows", "50", "--workers", "1"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}, check=True)
+    small = ("run=cpu", "task.max_positions=128", "task.global_batch=4", "optimization.max_update=2",
+             "dataset.validate_interval_updates=2", "common.log_interval=1")  # fmt: skip
+    output = finished(script(tmp_path, "lra_all.sh", "--tasks", "listops", "--attentions", "lln", *small))
+    assert "test: 1 rows, accuracy" in output
+    assert "Warning" not in output
+    assert output.splitlines()[-1].split()[::7] == ["lln", "0/1/0/0/0"]
+    again = finished(script(tmp_path, "lra.sh", "listops", "attention=lln", *small))
+    assert again == "listops, seed 1: done before, see runs/lra/lln/listops/seed1\n"
+
+
+def test_a_task_without_recipe_and_one_directory_for_all(tmp_path):
+    assert finished(script(tmp_path, "lra.sh", "listop"), 1).startswith("error: no such task: listop (known: image ")
+    output = finished(script(tmp_path, "lra_all.sh", "checkpoint.save_dir=one"), 1)
+    assert output.startswith("error: attention and checkpoint.save_dir are not for lra_all.sh")
+
+
+SCRIPTS_WITH_HELP = ("pretrain_wikitext103", "glue_all", "lra", "lra_all", "tensorboard", "compare_attentions")
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS_WITH_HELP, *FINETUNING])
 def test_help_says_how(name, tmp_path):
     output = finished(script(tmp_path, f"{name}.sh", "--help"))
     assert f"scripts/{name}.sh" in output

@@ -1,0 +1,130 @@
+"""The paper's Table 4: time of a training iteration and peak memory on the Long Range Arena's tasks, by attention.
+
+    python -m scripts.benchmarks.lra --json table4.json
+    python -m scripts.lra_table runs/lra --benchmark table4.json
+
+The model is that of configs/model/lra.yaml, the lengths and batches those of configs/lra, the batches divided by
+--divide for every attention alike; random symbols, no padding. The paper states the seconds of a whole training on some
+GPU: what can be compared is the ratio to softmax.
+"""
+
+from lln_fairseq.command import run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lln_fairseq.memory import keep_freed_memory
+from scripts.benchmarks.meter import can_measure_resident_peak, check_outputs, limited_memory
+from scripts.benchmarks.model import measure, row_name, settings
+from scripts.benchmarks.model_report import Row
+from scripts.benchmarks.model_training import DTYPES, Training, fairseq_model
+
+HEAD = "head"
+TASKS = {  # length, batch, classes, towers
+    "text": (4096, 32, 2, 1),
+    "listops": (2048, 32, 10, 1),
+    "retrieval": (4096, 16, 2, 2),
+    "pathfinder": (1024, 128, 2, 1),
+    "image": (1024, 256, 10, 1),
+}
+ATTENTIONS = (  # with the options that the code base gives them
+    "softmax", "lln", "lln_diag", "performer:num_features=128", "reformer:hashes=2", "skyformer:landmarks=128",
+    "nystrom:landmarks=128",
+)  # fmt: skip
+VOCABULARY = 264  # bytes or pixels
+
+
+class LraTraining(Training):
+    """The model of configs/model/lra.yaml whose attention is exchanged, and a batch of one of the tasks."""
+
+    def build_model(self) -> nn.Module:
+        _, _, classes, towers = TASKS[self.args.task]
+        model = fairseq_model(
+            self.args, self.length, encoder_normalize_before=True, activation_dropout=self.args.dropout,
+            pooling="mean", pooler_dim=128, pooler_activation_fn="relu", linear_init="torch", two_towers=towers == 2,
+        )  # fmt: skip
+        model.register_classification_head(HEAD, num_classes=classes)
+        return model
+
+    def make_batch(self) -> None:
+        _, _, classes, towers = TASKS[self.args.task]
+        names = ("src_tokens", "other_tokens")[:towers]
+        self.inputs = {name: self.random_words().to(self.args.device) for name in names}
+        self.labels = torch.randint(classes, (self.args.batch,), device=self.args.device)
+
+    def loss(self) -> Tensor:
+        logits, _ = self.forward(**self.inputs, features_only=True, classification_head_name=HEAD)
+        return F.cross_entropy(logits.float(), self.labels)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.lra", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--attentions", nargs="+", type=row_name, default=ATTENTIONS, metavar="NAME[:OPTION=VALUE,...]")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--divide", type=int, default=1 if cuda else 16, help="the batches by this (%(default)s)")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--attention-dropout", type=float, default=0.1 if cuda else 0.0, help="0 on a CPU by default, "
+                        "where torch's fused softmax has none and would give way to the matrix")  # fmt: skip
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float16 on a GPU, float32 on a CPU")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a CPU")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20.0, help="no more repeats of what took longer than this")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="skip the measurement of memory")
+    parser.add_argument("--no-time", dest="time", action="store_false", help="skip the measurement of time")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.set_defaults(training=LraTraining, preset="lra", vocabulary=VOCABULARY, compile=False)
+    args = parser.parse_args(argv)
+    check_outputs(parser, args.json)
+    if args.device == "cuda" and not cuda:
+        parser.error("--device cuda, but torch finds no CUDA device")
+    if min(args.divide, args.repeats, args.threads) < 1:
+        parser.error("divide, repeats and threads must be at least 1")
+    args.dtype = args.dtype or ("float16" if args.device == "cuda" else "float32")
+    args.memory &= args.device == "cuda" or can_measure_resident_peak()
+    torch.set_num_threads(args.threads)
+    return args
+
+
+def rows_of(args: argparse.Namespace, task: str) -> list[Row]:
+    """The measured rows of one task."""
+    length, batch, _, _ = TASKS[task]
+    args = argparse.Namespace(**vars(args) | {"task": task, "batch": max(batch // args.divide, 1)})
+    rows = [Row(name, length) for name in args.attentions]
+    with limited_memory() if args.device == "cpu" else contextlib.nullcontext():
+        measure(rows, length, args)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return run_main(lambda: benchmark(args))
+
+
+def benchmark(args: argparse.Namespace) -> None:
+    """Measures, writes the file after each task, and prints the table."""
+    from scripts.lra_table import benchmark_text
+
+    keep_freed_memory()
+    content: dict[str, Any] = {"settings": settings(argparse.Namespace(**vars(args) | {"batch": f"/ {args.divide}"}))}
+    content["rows"] = []
+    for task in args.tasks:
+        content["rows"] += [{"task": task, **dataclasses.asdict(row)} for row in rows_of(args, task)]
+        print(f"{task} done", file=sys.stderr)
+        if args.json:
+            args.json.write_text(json.dumps(content, indent=1) + "\n")
+    print(benchmark_text(content))

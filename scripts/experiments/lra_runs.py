@@ -1,0 +1,81 @@
+"""Trains on tasks of the Long Range Arena and scores valid and test; the same command goes on after an interruption.
+
+    scripts/lra.sh listops attention=lln_diag run=gpu1
+    scripts/lra_all.sh --attentions "softmax lln_diag" --tasks "listops text" --seeds "1 2" run=gpu1
+
+Results: runs/lra/ATTENTION/TASK/seedN, unless an override names another checkpoint.save_dir; lra_all.sh prints the
+paper's Table 5. The data: python -m data_prep.lra --help; tasks whose names end in _stand_in are not the paper's.
+"""
+
+from lln_fairseq.command import UserError, run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+from lln_fairseq.recipes import CONFIGS
+from scripts import lra_table
+from scripts.experiments.finetune import SAVE_DIR
+from scripts.experiments.steps import call, evaluation, training
+
+RUNS = Path("runs/lra")
+ATTENTION, DEFAULT = "attention=", "lln_diag"  # that of configs/finetune.yaml
+FINISHED = "test.json"  # the last file written
+PAPER = "text listops retrieval pathfinder image"
+
+
+def train(task: str, seed: int, overrides: list[str]) -> None:
+    """Trains, then scores the best checkpoint, unless that has been done before. Raises: UserError."""
+    check_task(task)
+    attention = last_of(ATTENTION, overrides) or DEFAULT
+    out = Path(last_of(SAVE_DIR, overrides) or RUNS / attention / task / f"seed{seed}")
+    if (out / FINISHED).is_file():
+        print(f"{task}, seed {seed}: done before, see {out}", flush=True)
+        return
+    call(training("lra", out, f"lra={task}", f"common.seed={seed}", *overrides))
+    for split in ("valid", "test"):
+        call(evaluation(out / "checkpoint_best.pt", split, out / f"{split}.json"))
+
+
+def train_all(args: argparse.Namespace, overrides: list[str]) -> int:
+    """The exit code. Raises: UserError."""
+    if any(word.startswith((SAVE_DIR, ATTENTION)) for word in overrides):
+        raise UserError("attention and checkpoint.save_dir are not for lra_all.sh: give --attentions, each has its own")
+    for task in args.tasks.split():
+        check_task(task)
+    for seed, task, attention in itertools.product(args.seeds.split(), args.tasks.split(), args.attentions.split()):
+        train(task, int(seed), [ATTENTION + attention, *overrides])
+    return lra_table.main([str(RUNS)])
+
+
+def last_of(option: str, overrides: list[str]) -> str:
+    """The value of the last override of an option; "" where there is none."""
+    return next((word.removeprefix(option) for word in reversed(overrides) if word.startswith(option)), "")
+
+
+def check_task(task: str) -> None:
+    """Raises: UserError for a task without recipe."""
+    known = sorted(path.stem for path in (CONFIGS / "lra").glob("*.yaml") if path.stem != "recipe")
+    if task not in known:
+        raise UserError(f"no such task: {task} (known: {' '.join(known)})")
+
+
+def main(argv: list[str] | None = None) -> int:
+    name, *rest = argv or sys.argv[1:]
+    parser = argparse.ArgumentParser(prog=f"scripts/{name}.sh", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    if name == "lra":
+        parser.add_argument("task")
+        parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+        args, overrides = parser.parse_known_args(rest)
+        return run_main(lambda: train(args.task, args.seed, overrides), "")
+    parser.add_argument("--attentions", default="softmax lln lln_diag performer reformer skyformer nystrom",
+                        help='default: "%(default)s"')  # fmt: skip
+    parser.add_argument("--tasks", default=PAPER, help='default: "%(default)s"')
+    parser.add_argument("--seeds", default="1", help='default: "%(default)s"')
+    args, overrides = parser.parse_known_args(rest)
+    return run_main(lambda: train_all(args, overrides), "")

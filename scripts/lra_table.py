@@ -1,0 +1,127 @@
+"""Collects runs on the Long Range Arena into the paper's Table 5 (accuracy), and measurements into its Table 4.
+
+python -m scripts.lra_table runs/lra --benchmark table4.json --latex table5.tex
+
+It reads every RUN/TASK/seedN/test.json below the directory, one row for each RUN, and what scripts.benchmarks.lra
+wrote. Stand-ins have columns of their own and no part in the mean.
+"""
+
+from lln_fairseq.command import UserError, run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from scripts.columns import aligned
+from scripts.score_table import ScoreTable
+
+TASKS = {
+    "text": "Text", "listops": "ListOps", "retrieval": "Retrieval", "pathfinder": "Pathfinder", "image": "Image",
+    "text_stand_in": "text stand-in", "retrieval_stand_in": "retrieval stand-in", "image_stand_in": "image stand-in",
+}  # fmt: skip
+
+# Table 5 of arXiv 2311.13541, accuracy in per cent, in the order above, and the mean that it states.
+PAPER = {
+    "softmax": (60.41, 38.05, 79.95, 71.3, 37.2, 57.38),
+    "Reformer": (61.27, 37.05, 78.74, 67.23, 44.04, 57.67),
+    "Performer": (57.85, 37.8, 80.5, 62.58, 37.56, 55.26),
+    "Skyformer": (60.88, 39.36, 81.54, 70.23, 32.64, 56.93),
+    "LLN+Diag": (60.72, 38.91, 81.21, 69.81, 38.65, 57.86),
+}
+TABLE = ScoreTable("*/seed*/test.json", TASKS, PAPER)
+
+# Table 4, in the order above: seconds of a training, megabytes.
+PAPER_SECONDS = {
+    "softmax": (21468, 5905, 21866, 6754, 13228),
+    "Reformer": (4610, 2439, 4714, 4694, 8737),
+    "Performer": (3456, 1966, 3761, 3553, 13169),
+    "Skyformer": (4523, 2970, 5602, 5240, 9347),
+    "LLN+Diag": (3043, 1774, 3135, 3042, 4053),
+}
+PAPER_MEGABYTES = {
+    "softmax": (17108, 4458, 8934, 4817, 9632),
+    "Reformer": (3261, 1631, 3008, 3258, 6514),
+    "Performer": (2176, 1122, 2178, 2180, 4353),
+    "Skyformer": (3068, 1697, 2974, 4041, 8079),
+    "LLN+Diag": (1641, 821, 1586, 1639, 3276),
+}
+BASELINE = "softmax"
+
+
+def benchmark_text(content: Mapping[str, Any]) -> str:
+    """What scripts.benchmarks.lra measured, and the ratios to softmax beside the paper's."""
+    settings, rows = content["settings"], content["rows"]
+    found = {(row["attention"], row["task"]): row for row in rows}
+    tasks, names = [list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "attention")]
+
+    def block(title: str, value: Callable[[Any], float | None], digits: int, paper: dict[str, tuple]) -> list[str]:
+        values = {key: value(row) for key, row in found.items()}
+        measured = {name: [values.get((name, task)) for task in tasks] for name in names}
+        if not any(number for line in measured.values() for number in line):
+            return []
+        places = [list(TASKS).index(task) for task in tasks]
+        stated = {f"{name} (paper)": [line[place] for place in places] for name, line in paper.items()}
+        ratios = _relative(measured, BASELINE) | _relative(stated, f"{BASELINE} (paper)")
+        return [
+            _grid(title, tasks, measured, digits, oom={key for key, row in found.items() if row["oom"]}),
+            _grid(f"the same as a multiple of {BASELINE}'s", tasks, ratios, 2),
+        ]
+
+    head = (
+        "{model}, {preset}, batches {batch}, {dtype}, dropout {dropout}, of attention {attention_dropout}; {device}, "
+        "torch {torch}".format(**settings)
+    )
+    time = block("time [ms/iteration]", lambda row: row["time"] and row["time"][0], 1, PAPER_SECONDS)
+    memory = block("peak memory [GB]", lambda row: row["memory"] and row["memory"] / 1e9, 3, PAPER_MEGABYTES)
+    return "\n\n".join([head, *time, *memory])
+
+
+def _relative(lines: Mapping[str, list], baseline: str) -> dict[str, list]:
+    base = lines.get(baseline)
+    if base is None:
+        return {}
+    return {
+        name: [number / of if number and of else None for number, of in zip(line, base, strict=True)]
+        for name, line in lines.items()
+    }
+
+
+def _grid(title: str, tasks: list[str], lines: Mapping[str, list], digits: int, oom: set | None = None) -> str:
+    def cell(name: str, task: str, number: float | None) -> str:
+        return "OOM" if (name, task) in (oom or ()) else "-" if number is None else f"{number:.{digits}f}"
+
+    rows = [[name, *map(cell, [name] * len(tasks), tasks, line)] for name, line in lines.items()]
+    return f"{title}\n{aligned([['', *(TASKS[task] for task in tasks)], *rows])}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.lra_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/lra"), help="default: runs/lra")
+    parser.add_argument("--benchmark", type=Path, help="the file that scripts.benchmarks.lra wrote")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--latex", type=Path, help="also write a LaTeX tabular to this file")
+    args = parser.parse_args(argv)
+    return run_main(lambda: show(args))
+
+
+def show(args: argparse.Namespace) -> None:
+    """Prints the tables and writes the files that are asked for. Raises: UserError where there is nothing to show."""
+    ours = TABLE.collect(args.directory)
+    if not ours and not args.benchmark:
+        raise UserError(f"no RUN/TASK/seedN/test.json below {args.directory}: run scripts/lra.sh or scripts/lra_all.sh")
+    rows = [*TABLE.paper_rows(), *ours]
+    print(TABLE.as_text(rows))
+    if args.benchmark:
+        print("\n" + benchmark_text(json.loads(args.benchmark.read_text())))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if args.latex:
+        args.latex.write_text(TABLE.as_latex(rows), encoding="utf-8")

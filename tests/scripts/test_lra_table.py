@@ -1,0 +1,108 @@
+"""Tables 4 and 5 from the results of runs and from a measurement of the smallest size."""
+
+import json
+
+import pytest
+
+from scripts import lra_table
+from scripts.benchmarks import lra as benchmark
+from scripts.benchmarks.model_report import Row
+
+
+def results(directory, run, task, accuracies):
+    for seed, accuracy in enumerate(accuracies, start=1):
+        folder = directory / run / task / f"seed{seed}"
+        folder.mkdir(parents=True)
+        (folder / "test.json").write_text(json.dumps({"accuracy": accuracy, "rows": 10}))
+
+
+def lines_of(text):
+    return {line.rsplit("   ", 1)[0].split("  ")[0]: line.split() for line in text.splitlines()}
+
+
+def test_medians_beside_the_paper(tmp_path, capsys):
+    for task in list(lra_table.TASKS)[:5]:
+        results(tmp_path, "lln_diag", task, (0.5, 0.6, 0.4))
+    results(tmp_path, "softmax", "listops", (0.3,))
+    assert lra_table.main([str(tmp_path), "--latex", str(tmp_path / "table.tex")]) == 0
+    table = lines_of(capsys.readouterr().out)
+    assert table["lln_diag"][1:] == ["50.0"] * 6 + ["3/3/3/3/3"]
+    assert table["softmax"][1:] == ["-", "30.0", "-", "-", "-", "-", "0/1/0/0/0"]
+    assert table["LLN+Diag (paper)"][2:] == ["60.7", "38.9", "81.2", "69.8", "38.6", "57.9"]
+    assert r"lln\_diag & 50.0" in (tmp_path / "table.tex").read_text()
+
+
+def test_stand_ins_have_columns_of_their_own_and_no_part_in_the_mean(tmp_path, capsys):
+    for task in list(lra_table.TASKS)[1:5]:
+        results(tmp_path, "elu", task, (0.5,))
+    results(tmp_path, "elu", "text_stand_in", (0.9,))
+    assert lra_table.main([str(tmp_path)]) == 0
+    head, *_ = text = capsys.readouterr().out.splitlines()
+    assert head.split()[:7] == ["Text", "ListOps", "Retrieval", "Pathfinder", "Image", "text", "stand-in"]
+    assert "retrieval stand-in" not in head
+    assert text[-1].split() == ["elu", "-", *["50.0"] * 4, "90.0", "-", "0/1/1/1/1/1"]
+
+
+def test_the_paper_s_means_follow_from_its_rows():
+    for *values, mean in lra_table.PAPER.values():
+        assert sum(values) / 5 == pytest.approx(mean, abs=0.02)
+
+
+def test_nothing_finished_is_said(tmp_path, capsys):
+    assert lra_table.main([str(tmp_path)]) == 1
+    assert "scripts/lra_all.sh" in capsys.readouterr().err
+
+
+def test_every_task_is_measured_and_shown(tmp_path, monkeypatch, capsys):
+    """At lengths and batches of a smoke run; the published ones are those of the recipes."""
+    small = {task: (96, 2, classes, towers) for task, (_, _, classes, towers) in benchmark.TASKS.items()}
+    monkeypatch.setattr(benchmark, "TASKS", small)
+    out = tmp_path / "t.json"
+    options = [
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--repeats",
+        "1",
+        "--divide",
+        "1",
+        "--no-memory",
+        "--json",
+        str(out),
+    ]
+    assert benchmark.main([*options, str(out), "--attentions", "softmax", "lln_diag", "reformer:hashes=2"]) == 0
+    table = lines_of(capsys.readouterr().out)
+    assert table["LLN+Diag (paper)"][2:] == ["0.14", "0.30", "0.14", "0.45", "0.31"]
+    content = json.loads(out.read_text())
+    assert [(row["task"], row["attention"]) for row in content["rows"]] == [
+        (task, name) for task in benchmark.TASKS for name in ("softmax", "lln_diag", "reformer:hashes=2")
+    ]
+    assert all(row["time"][0] > 0 for row in content["rows"])
+    assert lra_table.main([str(tmp_path), "--benchmark", str(out)]) == 0
+    assert "the same as a multiple of softmax's" in capsys.readouterr().out
+
+
+def test_memory_and_what_has_not_enough_of_it(tmp_path):
+    rows = [Row("softmax", 2048, memory=2 * 10**9), Row("lln", 2048, memory=10**9), Row("elu", 2048, oom=True)]
+    args = benchmark.parse(["--device", "cpu"])
+    content = {"settings": benchmark.settings(args_with_batch(args)),
+               "rows": [{"task": "listops", **vars(row)} for row in rows]}  # fmt: skip
+    table = lra_table.benchmark_text(content)
+    assert "peak memory [GB]" in table
+    assert "time [ms" not in table
+    assert lines_of(table)["LLN+Diag (paper)"][2:] == ["0.18"]
+    assert "OOM" in table
+
+
+def args_with_batch(args):
+    args.batch = "/ 16"
+    return args
+
+
+def test_the_recipes_have_the_lengths_and_batches_that_are_measured():
+    from tests.test_configs import LRA_RECIPES
+
+    for task, (length, batch, classes, towers) in benchmark.TASKS.items():
+        assert (length, classes, batch) == LRA_RECIPES[task][:3]
+        assert towers == 1 + (task == "retrieval")
