@@ -5,7 +5,8 @@
 Reads wiki.train.raw, wiki.valid.raw and wiki.test.raw (each may be .xz or .gz) from the published zip, which is
 fetched, or from --source: that file, another archive, or a directory. As in fairseq's recipe every line is stripped
 and becomes one sample; headings and blank lines stay (a blank line is a sample of </s> alone, the end of a document
-to --sample-break-mode complete_doc). Text is read, encoded and written as a stream.
+to --sample-break-mode complete_doc: of a section, with --articles of an article). Text is read, encoded and written
+as a stream.
 
     OUT/dict.txt, {train,valid,test}.{bin,idx}    for --task masked_lm
     OUT/encoder.json, vocab.bpe or spm.model      the tokenizer; `--tokenizer OUT` gives other data the same
@@ -18,7 +19,8 @@ if __name__ == "__main__":
     start(__spec__.name)
 
 import argparse
-from collections.abc import Generator, Iterator, Sequence
+import re
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -40,15 +42,16 @@ FORMAT = 1  # raise it when the same settings give another result: old directori
 MB = 10**6
 TRAINED = {"sentencepiece": "bpe", "sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
 
+TITLE = re.compile(r"= (?!=).*(?<!=) =")  # sections have several of them
 ARCHIVE = FILES["wikitext-103-raw-v1.zip"]
 LINES = {"train": 1801350, "valid": 3760, "test": 4358}  # of the published archive
 
 
 class Corpus:
-    """The three files of text; `train_bytes` limits how much of train is used."""
+    """The three files of text; `train_bytes` limits how much of train is used, `articles`: see article_lines."""
 
-    def __init__(self, tree: Tree, train_bytes: int | None = None) -> None:
-        self.tree, self.train_bytes = tree, train_bytes
+    def __init__(self, tree: Tree, train_bytes: int | None = None, articles: bool = False) -> None:
+        self.tree, self.train_bytes, self.articles = tree, train_bytes, articles
         self.members: dict[str, str] = {}
         for split in SPLITS:
             member = tree.find(f"wiki.{split}.raw")
@@ -61,8 +64,8 @@ class Corpus:
         member = self.members[split]
         with self.tree.open(member) as stream:
             limit = self.train_bytes if split == "train" else None
-            for line in read_lines(stream, f"{self.tree.where}: {member}", limit):
-                yield line.strip()
+            lines = (line.strip() for line in read_lines(stream, f"{self.tree.where}: {member}", limit))
+            yield from article_lines(lines) if self.articles else lines
 
     def count_lines(self, split: str) -> int:
         """Number of lines; reads them all, so what is wrong shows before anything is built."""
@@ -75,6 +78,17 @@ class Corpus:
             limited = " within --limit-mb" if split == "train" and self.train_bytes else ""
             raise DataError(f"{self.tree.where}: {self.members[split]} has no text{limited}")
         return number
+
+
+def article_lines(lines: Iterable[str]) -> Iterator[str]:
+    """The lines with a blank one before each article's title alone; the files have them around every heading."""
+    is_after_blank = True
+    for line in lines:
+        if is_after_blank and TITLE.fullmatch(line):
+            yield ""
+        if line:
+            yield line
+        is_after_blank = not line
 
 
 def result_files(kind: str) -> list[str]:
@@ -99,12 +113,14 @@ def build(
     limit_mb: float | None = None,
     workers: int | None = None,
     overwrite: bool = False,
+    articles: bool = False,
 ) -> dict[str, Any]:
     """Build the data set in `out` and return its manifest; a finished one with the same settings is kept.
 
     `tokenizer`: "sentencepiece-bpe" or "sentencepiece-unigram" (trained here, `vocab_size` pieces), or what
     vocabulary.load_vocabulary takes. `source`: archive or directory instead of the published archive. `limit_mb`:
-    use the first so many 10^6 bytes of train. `workers`: processes, default all cores. Raises DataError.
+    use the first so many 10^6 bytes of train. `workers`: processes, default all cores. `articles`: blank lines part
+    articles, and not sections too. Raises DataError.
     """
     if limit_mb is not None and limit_mb <= 0:
         raise DataError(f"--limit-mb {limit_mb}: expected more than 0")
@@ -121,6 +137,7 @@ def build(
         "source": sources,
         "limit_mb": limit_mb,
         "tokenizer": given.identity if given else {"train": TRAINED[tokenizer], "vocab_size": vocab_size},
+        **({"articles": True} if articles else {}),
     }
     files = result_files(given.tokenizer.kind if given else "sentencepiece")
     with manifest.output_directory(out):
@@ -128,10 +145,10 @@ def build(
             return there
         if tree is None:
             tree, _ = obtain_tree([ARCHIVE], None)
-        corpus = Corpus(tree, int(limit_mb * MB) if limit_mb else None)
+        corpus = Corpus(tree, int(limit_mb * MB) if limit_mb else None, articles)
         say(f"reading {tree.where}")
         lines = {split: corpus.count_lines(split) for split in SPLITS}
-        if published and limit_mb is None and lines != LINES:
+        if published and limit_mb is None and not articles and lines != LINES:
             raise DataError(f"unexpected numbers of lines: {lines}, expected {LINES}")
         resume = not overwrite and manifest.is_under_way(out)
         vocabulary = given or train_vocabulary(out, corpus, tokenizer, vocab_size, keep=resume)
@@ -196,9 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "other data, of a tokenizer, or a SentencePiece model",
     )
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="pieces of a trained one (%(default)s)")
+    parser.add_argument("--articles", action="store_true", help="blank lines between whole articles alone, which "
+                        "--sample-break-mode complete_doc then keeps together")  # fmt: skip
     parser.add_argument("--limit-mb", type=float, help="use only the first so many MB of train, for trials")
     parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
-    arguments = (a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite)
+    arguments = (a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite, a.articles)
     return run_command(lambda: say(summary(build(*arguments))))

@@ -4,19 +4,20 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.host.errors import InputError
+from lln_fairseq.tasks._padding import PaddingReport
 from lln_fairseq.tasks._probe import AttentionProbe
 from lln_fairseq.tasks._resume import ExactResume
 from lln_fairseq.tasks._scalars import TensorBoardScalars
 
 
-class HostFixes(AttentionProbe, TensorBoardScalars, ExactResume):
+class HostFixes(PaddingReport, AttentionProbe, TensorBoardScalars, ExactResume):
     """Goes in front of a fairseq task."""
 
-    def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         # fairseq rounds the size of a batch down to a multiple of 8 and drops the rows that are left at the end of a
         # data set, in training and in validation.
         kwargs["required_batch_size_multiple"] = 1
-        batches = super().get_batch_iterator(*args, **kwargs)
+        batches = super().get_batch_iterator(dataset, *args, **kwargs)
         # Loader processes that live on do not hear of a new epoch: every epoch would mask the tokens of the first.
         batches.persistent_workers = False
         return batches

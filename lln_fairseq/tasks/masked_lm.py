@@ -42,6 +42,15 @@ class LLNMaskedLMTask(HostFixes, MaskedLMTask):
         with input_errors():
             return super().setup_task(cfg, **kwargs)
 
+    def advice(self) -> str:
+        """fairseq's batches are of like lengths already: what is wasted comes from few samples of many lengths."""
+        if str(self.cfg.sample_break_mode) == "none":
+            return ""
+        return (
+            "smaller batches (dataset.max_tokens or batch_size; update_freq makes up for it), and with none of it in "
+            "task.sample_break_mode=none, which fills every sample and cuts lines and documents"
+        )
+
     def _load_dataset_split(self, split: str, epoch: int, combine: bool) -> BaseWrapperDataset:
         """The samples of a split, each with <s> in front and at most tokens_per_sample long with it."""
         cfg, dictionary, limit = self.cfg, self.source_dictionary, self.cfg.tokens_per_sample - 1

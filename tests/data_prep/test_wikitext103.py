@@ -172,3 +172,17 @@ def test_full_disk(tmp_path, build, monkeypatch, source, capfd, gpt2):
     monkeypatch.undo()
     build()
     assert not (tmp_path / "out" / manifest.BUILD).exists()
+
+
+def test_whole_articles_are_parted_by_one_blank_line(tmp_path, build, source, capsys):
+    section = "\n = = Section = = \n \n Some text = more text = \n = not a title = \n"
+    text = TEXTS["train"].replace(" \n = Article 15 = \n", f"{section} \n = Article 15 = \n")
+    (source / "wiki.train.raw").write_text(text, encoding="utf-8")
+    build(articles=True)
+    lines = decoded(tmp_path / "out", "train")
+    titles = [number for number, line in enumerate(lines) if line.startswith("= Article")]
+    assert [number for number, line in enumerate(lines) if not line] == [number - 1 for number in titles]
+    assert len(titles) == 30
+    assert [line for line in lines if line] == [line.strip() for line in text.splitlines() if line.strip()]
+    with pytest.raises(DataError, match="was built with articles = True, not None"):
+        build()
