@@ -164,8 +164,12 @@ def check_sums(path: str) -> None:
         raise InputError(f"{path} is damaged: {first_line(error)}{_whole_ones_beside(path)}") from error
 
 
-def our_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What our tasks wrote into the checkpoint, see tasks/_resume.py; empty for a stock one."""
+def our_state(state: Mapping[str, Any]) -> dict[str, str | list[str]]:
+    """What our tasks wrote into the checkpoint, text and lists of it, see tasks/_resume.py; empty for a stock one."""
     extra = state.get("extra_state")
     found = extra.get(OUR_STATE) if isinstance(extra, Mapping) else None
-    return found if isinstance(found, dict) else {}
+    return {key: value for key, value in found.items() if _is_text(value)} if isinstance(found, dict) else {}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, str) for x in value))

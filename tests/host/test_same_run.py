@@ -9,7 +9,7 @@ import torch
 from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 
-from lln_fairseq.host.checkpoints import peek
+from lln_fairseq.host.checkpoints import OUR_STATE, our_state, peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.same_run import differences
 from tests.fairseq_runs import LLN, MASKED_LM, binarize, make_corpus, sentences, train
@@ -55,6 +55,8 @@ def test_settings_that_are_none_are_not_compared(begun):
         assert not differences(saved, here)
     saved["common"]["seed"] = torch.ones(2)
     assert not differences(saved, here)
+    written = {"data": torch.ones(2), "dictionary": 3, "labels": ["a", None]}
+    assert our_state({"extra_state": {OUR_STATE: written | {"more": ["a"]}}}) == {"more": ["a"]}
 
 
 def test_other_data_of_the_same_dictionary(begun, tmp_path, monkeypatch):
