@@ -24,7 +24,7 @@ import argparse
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,9 +192,9 @@ def result_files(task: LraTask) -> list[str]:
     return names + [str(file) for folder in folders for split in SPLITS for file in dataset_files(Path(folder, split))]
 
 
-def symbol_blocks(rows: Sequence[bytes]) -> list[Block]:
+def symbol_blocks(rows: Sequence[bytes]) -> Iterator[Block]:
     """Blocks of samples: 4 + the number of each symbol, then </s>."""
-    return [_block(rows[begin : begin + AT_ONCE]) for begin in range(0, len(rows), AT_ONCE)]
+    return (_block(rows[begin : begin + AT_ONCE]) for begin in range(0, len(rows), AT_ONCE))
 
 
 def _block(rows: Sequence[bytes]) -> Block:
@@ -212,7 +212,7 @@ def write_result(out: Path, task: LraTask, rows: Rows) -> dict[str, dict[str, An
     labels = dictionary_text(task.labels, Counter(rows["train"].labels))
     datasets: dict[str, dict[str, Any]] = {}
 
-    def write(folder: str, dictionary: str, blocks: Callable[[LraRows], list[Block]]) -> None:
+    def write(folder: str, dictionary: str, blocks: Callable[[LraRows], Iterable[Block]]) -> None:
         write_bytes(out / folder / DICTIONARY, dictionary.encode())
         size = len(FAIRSEQ_SPECIAL) + dictionary.count("\n")
         datasets[folder] = {

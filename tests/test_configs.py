@@ -94,7 +94,7 @@ def composed():
 
 
 def test_every_glue_task_has_its_file():
-    assert names("glue") == {*FILES, "demo", "demo_minilm", "newsgroups"}
+    assert names("glue") == {*FILES, "demo", "demo_minilm", "newsgroups", "newsgroups_long"}
     assert names("run") == set(DEVICES)
 
 

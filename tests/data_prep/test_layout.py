@@ -40,7 +40,7 @@ def test_the_package_works_under_another_name():
     spec = importlib.util.spec_from_file_location("another_name", FOLDER / "__init__.py", **place)
     sys.modules["another_name"] = importlib.util.module_from_spec(spec)
     try:
-        for program in ("wikitext103", "glue", "demo", "encoders", "fetch", "tokenizers"):
+        for program in ("wikitext103", "glue", "demo", "encoders", "fetch", "lra", "newsgroups", "tokenizers"):
             module = importlib.import_module(f"another_name.{program}")
             assert module.__name__ == f"another_name.{program}"
     finally:

@@ -275,6 +275,7 @@ def test_a_converted_directory_exports_the_tokenizer_that_data_prep_uses(tmp_pat
         (("--attention", "performer"), "the attention performer cannot be exported, only softmax, lln, lln_diag"),
         (("--attention", "softmax", "--activation-fn", "relu"), "activation_fn is relu, and Hugging Face's RoBERTa"),
         (("--attention", "lln", "--encoder-normalize-before"), "encoder_normalize_before is True"),
+        (("--attention", "lln", "--pooling", "mean"), "pooling is mean"),
     ],
 )
 def test_what_cannot_be_exported_is_named(options, message, pretrained, tmp_path, capsys):
