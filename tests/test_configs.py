@@ -10,6 +10,7 @@ import pytest
 import yaml
 from fairseq import models, tasks
 from fairseq.dataclass.initialize import add_defaults, hydra_init
+from fairseq.tasks.sentence_prediction import SentencePredictionConfig
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +21,7 @@ from data_prep.lra_tasks import LRA_TASKS, STAND_INS
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.host.settings import split_global_batch
 from lln_fairseq.models.lln_roberta import PRESETS, RobertaConfig
+from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig
 from tests.fairseq_runs import make_classification, make_corpus
 from tests.helpers import metrics_of
 
@@ -91,6 +93,14 @@ def composed():
 
     with initialize_config_dir(str(CONFIGS), version_base="1.1"):
         yield lambda *args: copy.deepcopy(make(*args))
+
+
+@pytest.mark.parametrize("stage", ["finetune", "lra"])
+def test_options_of_our_own_need_no_plus(stage):
+    """Hydra wants one in front of what a file does not list."""
+    own = {f.name for f in dataclasses.fields(LLNSentencePredictionConfig) if not str(f.default).startswith("${")}
+    own -= {f.name for f in dataclasses.fields(SentencePredictionConfig)}
+    assert own <= yaml.safe_load((CONFIGS / f"{stage}.yaml").read_text())["task"].keys()
 
 
 def test_every_glue_task_has_its_file():

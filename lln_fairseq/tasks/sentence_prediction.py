@@ -14,6 +14,7 @@ from omegaconf.errors import InterpolationKeyError
 
 from lln_fairseq.host.errors import InputError, input_errors
 from lln_fairseq.host.fit import label_names, longest_sequence
+from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.tasks._data_checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._inputs import read_inputs, read_labels, samples
@@ -85,11 +86,13 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
 
     def _load_inputs(self, split: str, combine: bool) -> Any:
         """What fairseq cannot do, see _inputs.py; in the same order by chance."""
-        inputs = read_inputs(self, split, INPUTS if self.cfg.two_towers else INPUTS[:1], combine)
+        inputs = read_inputs(self, split, INPUTS, combine)
         if not inputs:
             raise InputError(f"cannot load split '{split}' of {self.cfg.data}: could not find dataset: input0")
         if self.cfg.two_towers and len(inputs) < 2:
             raise InputError(f"two_towers needs pairs, and split '{split}' of {self.cfg.data} has no input1")
+        if len(inputs) == 2 and not self.cfg.two_towers:
+            raise InputError(f"{self.cfg.data} has pairs, and strip_eos takes them with two_towers alone")
         dataset = samples(self, inputs, read_labels(self, split, combine))
         if not self.cfg.no_shuffle:
             with data_utils.numpy_seed(self.cfg.seed):
@@ -99,11 +102,14 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
         return dataset
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """The model is told that the task has two towers."""
+        """The model is told that the task has two towers. Raises: InputError for one of fairseq's, which cannot."""
         if self.cfg.two_towers or "two_towers" in cfg:
             with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
                 cfg.two_towers = self.cfg.two_towers
-        return super().build_model(cfg, from_checkpoint)
+        model = super().build_model(cfg, from_checkpoint)
+        if self.cfg.two_towers and not isinstance(model, LLNRobertaModel):
+            raise InputError("two_towers needs a model of ours: --arch lln_roberta_base (model._name)")
+        return model
 
     def advice(self) -> str:
         return "" if self.cfg.group_by_length else "batches of like lengths: task.group_by_length=true"

@@ -11,11 +11,13 @@ from omegaconf import OmegaConf
 from data_prep import lra
 from lln_fairseq import evaluate
 from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.text_model import load
 from tests.data_prep.test_lra import SOURCES
-from tests.fairseq_runs import hydra_train, make_classification
+from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, hydra_train, make_classification
+from tests.fairseq_runs import train as fairseq_train
 from tests.tasks.test_tasks import batches, make_classifier
 
 PAD = 1
@@ -157,11 +159,25 @@ def test_the_same_samples_as_fairseq_where_both_can(tmp_path):
         assert torch.equal(wanted, mine["net_input"]["src_tokens"])
 
 
+def test_flags_build_what_hydra_does(data, tmp_path, monkeypatch):
+    options = (*CLASSIFICATION, *USER_DIR, "--two-towers", "--batch-size", 2)
+    fairseq_train(monkeypatch, tmp_path / "a.log", data / "retrieval", tmp_path / "a", *options, *LLN[2:],
+                  "--pooling", "mean", "--pooler-dim", 16, "--linear-init", "torch")  # fmt: skip
+    head = peek(str(tmp_path / "a" / "checkpoint_last.pt"))["model"]
+    assert head["classification_heads.sentence_classification_head.dense.weight"].shape == (16, 4 * 32)
+    with pytest.raises(InputError, match="two_towers needs a model of ours"):
+        fairseq_train(
+            monkeypatch, tmp_path / "b.log", data / "retrieval", tmp_path / "b", *options, "--arch", "roberta"
+        )
+
+
 def test_what_cannot_work_is_refused(data, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="two_towers needs pairs"):
         make_classifier("lln_sentence_prediction", data / "pathfinder", two_towers=True).load_dataset("train")
     with pytest.raises(InputError, match="cannot load split 'other'"):
         make_classifier("lln_sentence_prediction", data / "pathfinder", strip_eos=True).load_dataset("other")
+    with pytest.raises(InputError, match="has pairs, and strip_eos takes them with two_towers alone"):
+        make_classifier("lln_sentence_prediction", data / "retrieval", strip_eos=True).load_dataset("train")
     checkpoint = train(monkeypatch, data, "retrieval", "lln_diag", tmp_path)
     with pytest.raises(InputError, match=r"cannot turn text into the ids"):
         load(checkpoint)
