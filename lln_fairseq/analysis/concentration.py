@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table, interpolate, standard_deviation
+from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table, interpolate, standard_deviations
 
 
 def entropy(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -87,7 +87,7 @@ def principal_variance(P: Tensor, key_padding_mask: Tensor | None = None) -> Ten
 
 def softmax_temperature(q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
     """τ_sm = 1/(σ_q σ_k), the temperature of softmax attention (eq. 5), (B, H)."""
-    sigma_q, sigma_k = (standard_deviation(x, key_padding_mask) for x in (q, k))
+    sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask)
     return 1 / (sigma_q * sigma_k)
 
 
@@ -103,7 +103,7 @@ def lln_temperature(
 
     Moment matching makes it equal to `softmax_temperature`.
     """
-    sigma_q, sigma_k = (standard_deviation(x, key_padding_mask) for x in (q, k))
+    sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask)
     sigma_tilde2 = (alpha * sigma_q).square() + (beta * sigma_k).square()
     return lln_log_variance(sigma_tilde2, q.shape[-1], constants).rsqrt()
 

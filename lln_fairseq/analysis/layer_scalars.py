@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lln_fairseq.analysis.concentration import lln_log_variance
 from lln_fairseq.attention import Attention
-from lln_fairseq.ops.moment_matching import standard_deviation
+from lln_fairseq.ops.exchange import exchange_within
+from lln_fairseq.ops.moment_matching import standard_deviations
 
 # In the order of the vectors below. τ_lln, α and β are NaN for an attention without them.
 NAMES = ("sigma_q", "sigma_k", "tau_sm", "tau_lln", "alpha", "beta")
@@ -22,14 +24,17 @@ def layer_scalars(
     key_padding_mask: Tensor | None = None,
     alpha_beta: tuple[Tensor, Tensor] | None = None,
     constants: str = "calibrated",
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """(6,) float32 in the order of NAMES: means over sequences and heads of q, k (B, H, N, D), without gradient.
 
     τ_sm = 1/(σ_q σ_k)   the temperature of softmax attention, eq. 5
     τ_lln = 1/σ_lln      the same for LLN attention with α, β (B, H), eq. 11 (concentration.py)
+
+    Of the whole sequences where the workers of `group` hold them together.
     """
     with torch.no_grad():
-        sigma_q, sigma_k = (standard_deviation(x, key_padding_mask) for x in (q, k))
+        sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask, exchange=exchange_within(group, q))
         if alpha_beta is None:
             rest = [torch.full_like(sigma_q, torch.nan)] * 3
         else:
@@ -44,7 +49,7 @@ def layer_scalars(
 def of_attention(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
     """`layer_scalars` with the α and β of this mechanism, if it has them."""
     alpha_beta = attention.alpha_beta(q, k, key_padding_mask)
-    return layer_scalars(q, k, key_padding_mask, alpha_beta, attention.constants)
+    return layer_scalars(q, k, key_padding_mask, alpha_beta, attention.constants, attention.group)
 
 
 def queries_keys_mask(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ class BlockDiagAttention(Attention):
         self, config: BlockDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        self.block_size = check_block_size(config.block_size, head_dim)
+        self.block_size = self.shard_multiple = check_block_size(config.block_size, head_dim)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return block_diag_attention(q, k, v, key_padding_mask, self.block_size, self.active_dropout)

@@ -28,6 +28,7 @@ class LLNConfig:
 class MomentMatched(Attention):
     """What mechanisms with α and β share: fixed values, or values matched to the queries and keys of every call."""
 
+    shard_multiple: int | None = 1
     config: LLNConfig
     log_gain: nn.Parameter | None  # of α and β, (2, H)
 
@@ -51,13 +52,15 @@ class MomentMatched(Attention):
     def matching(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> dict[str, Any]:
         """How α and β come about, as the operations take it: matched in their own passes where nothing is learned."""
         if self.log_gain is None:
-            return {name: getattr(self.config, name) for name in ("alpha", "beta", "scope", "constants")}
-        return dict(zip(("alpha", "beta"), self._alpha_beta(q, k, key_padding_mask), strict=True))
+            options = {name: getattr(self.config, name) for name in ("alpha", "beta", "scope", "constants")}
+        else:
+            options = dict(zip(("alpha", "beta"), self._alpha_beta(q, k, key_padding_mask), strict=True))
+        return options | {"group": self.group}
 
     def _alpha_beta(self, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         config = self.config
         if config.alpha is None or config.beta is None:
-            alpha, beta = match_moments(q, k, mask, config.scope, config.constants)
+            alpha, beta = match_moments(q, k, mask, config.scope, config.constants, group=self.group)
         else:
             ones = torch.ones(q.shape[:2], device=q.device)
             alpha, beta = config.alpha * ones, config.beta * ones

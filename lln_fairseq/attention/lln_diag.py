@@ -24,6 +24,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "joint_offset": ("offset",),
 }
 PER_FEATURE = ("ratio", "scale")
+SUMS = ("average", *PER_FEATURE)  # of the two parts, each computed for itself
 
 
 @dataclass
@@ -55,6 +56,7 @@ class LLNDiagAttention(MomentMatched):
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         self.block_size = check_block_size(config.block_size, head_dim)
+        self.shard_multiple = self.block_size if config.mix in SUMS else None
         # Those weigh the features of the output, so one attention matrix cannot express them.
         self.has_matrix = self.stochastic_rows = config.mix not in PER_FEATURE
         for name in PARAMETERS[config.mix]:

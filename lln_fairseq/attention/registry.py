@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 
 class Attention(nn.Module):
@@ -36,6 +37,10 @@ class Attention(nn.Module):
     stochastic_rows = True  # and its rows sum to 1
     batch_independent = True  # a sequence gives the same output whatever its batch mates are
     constants = "calibrated"  # of the moment matching of α and β, where there are any
+    # A sequence may lie on several workers, in parts that are multiples of so many tokens; None: it may not.
+    shard_multiple: int | None = None
+
+    group: ProcessGroup | None = None  # the workers that hold the sequences of a call together, in the order of tokens
 
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
         super().__init__()

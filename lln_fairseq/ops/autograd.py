@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture, is_recorded, load_backend
+from lln_fairseq.ops.backends import Mixture, is_recorded, load_backend, no_tokens
 from lln_fairseq.ops.dtypes import without_autocast
 from lln_fairseq.ops.formula import mixture_formula
 from lln_fairseq.ops.moment_matching import match_moments
@@ -23,7 +23,12 @@ def mixture(
 
     α and β None are matched to the moments of q and k, by the backend and in its own passes where it can.
     """
-    if q.numel() == 0 or (backend == "torch" and is_recorded(q, k, v, alpha, beta, mix.parameter, mask)):
+    if mix.exchange is not None and is_recorded(q, k, v, alpha, beta, mask):
+        raise ValueError("what records or imitates torch's operations cannot follow an exchange between workers")
+    # A worker without tokens takes part in an exchange.
+    if (q.numel() == 0 and not mix.exchange) or (
+        backend == "torch" and is_recorded(q, k, v, alpha, beta, mix.parameter, mask)
+    ):
         if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
         return mixture_formula(q, k, v, alpha, beta, mask, mix)
@@ -50,7 +55,7 @@ class MixtureFunction(torch.autograd.Function):
         parameter: Tensor | None, mask: Tensor | None, mix: Mixture, backend: str,
     ) -> Tensor:  # fmt: skip
         whole = _with(mix, parameter)
-        out, alpha, beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, whole)
+        out, alpha, beta, saved = _kernels(backend, q).forward(q, k, v, alpha, beta, mask, whole)
         ctx.save_for_backward(q, k, v, alpha, beta, parameter, mask, *saved)
         ctx.mix, ctx.backend = mix, backend
         return out
@@ -58,6 +63,10 @@ class MixtureFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(grad, ctx), None, None, None
+
+
+def _kernels(backend: str, q: Tensor) -> Any:
+    return no_tokens if q.numel() == 0 else load_backend(backend)
 
 
 def _with(mix: Mixture, parameter: Tensor | None) -> Mixture:
@@ -71,10 +80,12 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     q, k, v, alpha, beta, parameter, mask, *saved = ctx.saved_tensors
     needed, mix = ctx.needs_input_grad[:6], ctx.mix
     if not (torch.is_grad_enabled() or is_recorded(grad)):
-        backend, mix = load_backend(ctx.backend), _with(mix, parameter)
+        backend, mix = _kernels(ctx.backend, q), _with(mix, parameter)
         return backend.backward(q, k, v, alpha, beta, mask, mix, saved, grad.resolve_neg(), needed[3:])
     if mix.dropout_p:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
+    if mix.exchange is not None:
+        raise RuntimeError("attention over several workers has no second derivative")
 
     def formula(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None) -> Tensor:
         return mixture_formula(q, k, v, alpha, beta, mask, _with(mix, parameter))

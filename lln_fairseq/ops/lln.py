@@ -10,12 +10,16 @@ over the features. The cost is linear in N. Nothing is divided by zero, and resu
 and infinities stay in their head, and what padding holds gets nowhere: see padding.py.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lln_fairseq.ops.autograd import mixture
 from lln_fairseq.ops.backends import Mixture, choose_backend
 from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.exchange import exchange_within
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments
 
@@ -43,6 +47,7 @@ def lln_attention(
     backend: str = "auto",
     scope: str = "head",
     constants: str = "calibrated",
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """LLN attention (paper, eq. 8): Σ_j <e^{αq_i}, e^{βk_j}> v_j / Σ_l <e^{αq_i}, e^{βk_l}>.
 
@@ -55,14 +60,19 @@ def lln_attention(
         key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
         backend: "triton" for the fused kernels of a GPU (compute capability 8.0 or higher), "cpu" for those of a CPU
             (float32, compiled at first use), "torch" for everything else, "auto" for the kernels where they can run.
+        group: workers that hold the sequences together: q, k, v are this worker's consecutive tokens of them, and the
+            result is its part of that of the whole sequences. All workers of the group must call it, with any number of
+            tokens each, and differentiate it, once. The gradients of α and β are this worker's parts; their sum over
+            the workers is the gradient. What is exchanged does not depend on the number of tokens: see exchange.py.
 
     Returns: (B, H, N, D) in the dtype of q, and in its memory layout where batch and heads are one dimension in it.
     Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable any number of times.
     """
     check_inputs(q, k, v, key_padding_mask)
-    alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants)
+    exchange = exchange_within(group, q)
+    alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group if exchange else None)
     backend = choose_backend(backend, q, None, k, v, alpha, beta, key_padding_mask)
-    return mixture(q, k, v, alpha, beta, key_padding_mask, LLN_ALONE, backend)
+    return mixture(q, k, v, alpha, beta, key_padding_mask, replace(LLN_ALONE, exchange=exchange), backend)
 
 
 def lln_diag_attention(
@@ -79,6 +89,7 @@ def lln_diag_attention(
     constants: str = "calibrated",
     mix: str = "average",
     mix_parameter: float | Tensor | None = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """½ (LLN + block-diagonal softmax) in one pass (paper, section 4.2 and figure 3), or a joint form of both.
 
@@ -94,15 +105,20 @@ def lln_diag_attention(
         mix: "average" or one of the joint forms.
         mix_parameter: o in [-80, 80], None = 0, or g in [0, 1], None = ½: a number or a tensor that broadcasts to
             (B, H); gradients flow to it. The others take none.
+        group: as `lln_attention`; all workers but the last must hold a multiple of block_size tokens, so that no block
+            lies on two of them, and the mix must be the average.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     check_dropout(dropout_p)
     joint, parameter = joint_form(mix, mix_parameter, q)
-    alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants)
+    exchange = exchange_within(group, q, block_size)
+    if joint and exchange:
+        raise ValueError(f"mix '{mix}' cannot be computed over several workers, choose average")
+    alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group if exchange else None)
     backend = choose_backend(backend, q, block_size, k, v, alpha, beta, parameter, key_padding_mask, joint=joint)
     weight = 1.0 if joint else 0.5
-    mixed = Mixture(weight, weight, block_size, dropout_p, joint=joint, parameter=parameter)
+    mixed = Mixture(weight, weight, block_size, dropout_p, joint=joint, parameter=parameter, exchange=exchange)
     return mixture(q, k, v, alpha, beta, key_padding_mask, mixed, backend)
 
 
@@ -132,11 +148,13 @@ def joint_form(mix: str, parameter: float | Tensor | None, q: Tensor) -> tuple[s
 
 def _alpha_beta(
     alpha: float | Tensor | None, beta: float | Tensor | None, q: Tensor, k: Tensor, mask: Tensor | None, scope: str,
-    constants: str,
+    constants: str, group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:  # fmt: skip
     """α and β of shape (B, H): what is given, else what matches. None twice: the backend matches in its own passes."""
     if (alpha is None) != (beta is None):
         raise ValueError("alpha and beta must be given together or not at all")
     if alpha is not None and beta is not None:
         return per_head(alpha, q, "alpha"), per_head(beta, q, "beta")
-    return (None, None) if (scope, constants) == IN_ONE_PASS else match_moments(q, k, mask, scope, constants)
+    if group is None and (scope, constants) == IN_ONE_PASS:
+        return None, None
+    return match_moments(q, k, mask, scope, constants, group=group)

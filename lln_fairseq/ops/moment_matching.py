@@ -18,11 +18,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lln_fairseq.ops.backends import choose_backend, is_recorded, load_backend
 from lln_fairseq.ops.checks import check_inputs
 from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.exchange import Exchange, exchange_within
 
 SCOPES = ("head", "batch")
 # Those of a table each, by what both attentions are made equal in, and the paper's.
@@ -53,6 +55,7 @@ def match_moments(
     scope: str = "head",
     constants: str = "calibrated",
     backend: str = "auto",
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """α and β of eq. 10 for these queries and keys.
 
@@ -64,6 +67,7 @@ def match_moments(
         constants: "calibrated" and "entropy" = the tables simulated for this head dimension, by the variance of log P
             and by the entropy of its rows; "paper" = the paper's straight line.
         backend: as for `lln_attention`; the fused kernels compute scope "head" with a table.
+        group: workers that hold a sequence together, as for `lln_attention`.
 
     Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), without gradient.
     Raises: ValueError for an unknown scope, unknown constants, or tensors that do not fit.
@@ -73,6 +77,8 @@ def match_moments(
         if value not in known:
             raise ValueError(f"unknown {name} '{value}', choose from {', '.join(known)}")
     name = choose_backend(backend, q, None, k, key_padding_mask)
+    if exchange := exchange_within(group, q):
+        return matched_moments(q, k, key_padding_mask, scope, constants, exchange=exchange)
     if scope != "head" or constants not in TABLES_FILES or q.numel() == 0 or is_recorded(q, k, key_padding_mask):
         return matched_moments(q, k, key_padding_mask, scope, constants)
     q, k = q.detach().resolve_neg(), k.detach().resolve_neg()
@@ -82,10 +88,10 @@ def match_moments(
 @torch.no_grad()
 def matched_moments(
     q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, scope: str = "head", constants: str = "calibrated",
-    table: Sequence[Tensor] | None = None,
+    table: Sequence[Tensor] | None = None, exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`match_moments` in PyTorch, unchecked; without a mask q and k may differ in length."""
-    sigma_q, sigma_k = (standard_deviation(x, key_padding_mask, scope) for x in (q, k))
+    sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask, scope, exchange)
     log_s = 2 * (sigma_q.log() + sigma_k.log())
     if constants == "paper":
         log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log()
@@ -95,11 +101,22 @@ def matched_moments(
     return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
 
 
-def standard_deviation(x: Tensor, key_padding_mask: Tensor | None = None, scope: str = "head") -> Tensor:
-    """σ of x (B, H, N, D) over the real tokens and features of each sequence and head (or of all), (B, H).
+def standard_deviations(
+    tensors: Sequence[Tensor], key_padding_mask: Tensor | None = None, scope: str = "head",
+    exchange: Exchange | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """σ of each x (B, H, N, D) over the real tokens and features of each sequence and head (or of all), (B, H).
 
     At least 1e-6, so that α and β stay finite for a constant x or a sequence that is all padding.
     """
+    found = [_moments(x, key_padding_mask) for x in tensors]
+    if exchange is not None:
+        found = exchange.sum(*found)
+    return [_deviation(moments, scope) for moments in found]
+
+
+def _moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """How many numbers, their sum and that of their squares, (3, B, H)."""
     dtype = compute_dtype(x.dtype)
     # Reducing over the features first leaves nothing of the size of x behind.
     total = x.sum(dim=-1, dtype=dtype)
@@ -109,7 +126,10 @@ def standard_deviation(x: Tensor, key_padding_mask: Tensor | None = None, scope:
         padded = key_padding_mask[:, None, :]
         total, square = total.masked_fill(padded, 0.0), square.masked_fill(padded, 0.0)
         tokens = (~padded).sum(dim=-1, dtype=dtype).expand(x.shape[:2])
-    moments = torch.stack((tokens * x.shape[-1], total.sum(dim=-1), square.sum(dim=-1)))
+    return torch.stack((tokens * x.shape[-1], total.sum(dim=-1), square.sum(dim=-1)))
+
+
+def _deviation(moments: Tensor, scope: str) -> Tensor:
     if scope == "batch":
         moments = moments.sum(dim=(1, 2), keepdim=True).expand_as(moments)
     count, total, square = moments[0].clamp_min(1.0), moments[1], moments[2]

@@ -128,7 +128,8 @@ def test_the_operator_keeps_torchs_contract(layout, weights, given, joint, backe
 
 def test_the_operator_knows_all_that_a_mixture_is():
     takes = {argument.name for argument in torch.ops.lln_fairseq.mixture.default._schema.arguments}
-    assert {field.name for field in dataclasses.fields(Mixture)} <= takes
+    # What is compiled cannot exchange anything, see autograd.py.
+    assert {field.name for field in dataclasses.fields(Mixture)} - {"exchange"} <= takes
 
 
 @needs_kernels

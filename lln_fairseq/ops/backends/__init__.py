@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
+from lln_fairseq.ops.exchange import Exchange
+
 MODULES = {"torch": f"{__name__}.pytorch", "triton": f"{__name__}.triton", "cpu": f"{__name__}.cpu"}
 BACKENDS = ("auto", *MODULES)
 _AUTO = {"cuda": "triton", "cpu": "cpu"}  # by the type of the device
@@ -36,6 +38,7 @@ class Mixture:
     seed: int | Tensor | None = None  # of the dropout, from the backend's draw_seed
     joint: str | None = None
     parameter: Tensor | None = None  # of the joint form, (B, H) as α and β
+    exchange: Exchange | None = None  # with the workers that hold the other tokens; not for a joint form
 
     @property
     def kept_values(self) -> int:
@@ -49,6 +52,8 @@ class Backend(Protocol):
     It gets tensors that are checked, plain, on one device and with at least one element: q, k, v and the gradient
     (B, H, N, D) with any strides, α and β (B, H) of any strides in float32 (float64 for float64 q), the mask bool
     (B, N) with True = padded or None. What padding holds must not get into results and gradients, see ops/padding.py.
+    Where the mixture has an exchange, α and β are given; forward puts `merge_states` of it between the keys' sums and
+    the queries, backward `sum` of dS and g between the queries and the keys, each once.
     """
 
     def is_supported(self, q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lln_fairseq.ops.backends import Mixture
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 from lln_fairseq.ops.backends.pytorch import draw_seed
+from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.joint import FORMS
 from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table
@@ -37,10 +38,11 @@ VIEWS = ("q", "k", "v", "out", "dq", "dk", "dv")
 # `problem` of csrc/problem.h, as the module struct writes it. Packed in one go, because Python's share of a call counts
 # where sequences are short: a tenth at 512 tokens.
 FIELDS = (
-    ("q", ("batches", "heads", "tokens", "tile", "threads", "kept", "joint")),
+    ("q", ("batches", "heads", "tokens", "tile", "threads", "rows", "kept", "joint")),
     ("Q", ("seed",)),
     ("d", ("lln", "diag")),
-    ("P", ("padding", "alpha", "beta", "states", "dalpha", "dbeta", "parameter", "dparameter", "scratch")),
+    ("P", ("padding", "alpha", "beta", "states", "dalpha", "dbeta", "parameter", "dparameter", "shared",
+           "scratch")),
     ("P", ("calibration.x", "calibration.y")),
     ("q", ("calibration.points",)),
     *((kind, (f"{view}.{name}",)) for view in VIEWS
@@ -114,12 +116,12 @@ def _run(
     table: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Calls a kernel; of `problem`, views are the first of VIEWS and pointers padding, alpha, beta, states, dalpha,
-    dbeta, parameter, dparameter."""
+    dbeta, parameter, dparameter, shared."""
     batch, heads, tokens, dim = views[0].shape
     threads, tile = _threads(), max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
     scratch = _scratch(threads * _scratch_floats(dim, tile))
     problem = _PROBLEM.pack(
-        batch, heads, tokens, tile, threads, mix.kept_values if mix.dropout_p else 0,
+        batch, heads, tokens, tile, threads, _rows(dim, mix), mix.kept_values if mix.dropout_p else 0,
         1 + FORMS.index(mix.joint) if mix.joint else 0,
         int(mix.seed or 0), mix.lln_weight, mix.diag_weight,
         *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(),
@@ -127,6 +129,11 @@ def _run(
         *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (len(VIEWS) - len(views)),
     )  # fmt: skip
     getattr(_library(dim), function)(problem)
+
+
+def _rows(dim: int, mix: Mixture) -> int:
+    """Of a state: those of L in two parts where somebody wants them."""
+    return dim + (3 if mix.joint or mix.exchange else 1)
 
 
 def _parameter(mix: Mixture) -> Tensor | None:
@@ -150,9 +157,24 @@ def forward(
     out, (states,), table = fresh_result(q), empty_saved(q, mix), None
     if alpha is None or beta is None:
         alpha, beta, table = q.new_empty(batch, heads), q.new_empty(batch, heads), calibration_table(dim)
-    pointers = (_dense_mask(mask), alpha.contiguous(), beta.contiguous(), states, None, None, _parameter(mix), None)
-    _run("forward", mix, (q, k, v, out), pointers, table)
+    pointers = (
+        _dense_mask(mask), alpha.contiguous(), beta.contiguous(), states, None, None, _parameter(mix), None, None,
+    )  # fmt: skip
+    if mix.exchange is None:
+        _run("forward", mix, (q, k, v, out), pointers, table)
+        return out, alpha, beta, (states,)
+    _run("forward_keys", mix, (q, k, v, out), pointers)
+    _merge(states, mix.exchange)
+    _run("forward_queries", mix, (q, k, v, out), pointers)
     return out, alpha, beta, (states,)
+
+
+def _merge(states: Tensor, exchange: Exchange) -> None:
+    dim = states.shape[-1]
+    state, log_sum, top, total = states.split((dim, 1, 1, 1), dim=2)
+    merged = exchange.merge_states(top[:, :, 0], total[:, :, 0], state)
+    state.copy_(merged[2])
+    log_sum[:, :, 0] = merged[0] + merged[1].clamp_min(1.0).log()  # with a real key the sum is at least 1
 
 
 def backward(
@@ -163,8 +185,15 @@ def backward(
     dq, dk, dv = empty_results(q, k, v)
     alpha, beta = alpha.contiguous(), beta.contiguous()
     dalpha, dbeta, dparameter = (torch.empty_like(alpha) if need else None for need in needed)
-    pointers = (_dense_mask(mask), alpha, beta, *saved, dalpha, dbeta, _parameter(mix), dparameter)
-    _run("backward", mix, (q, k, v, grad, dq, dk, dv), pointers)
+    shared = None if mix.exchange is None else q.new_empty(*q.shape[:2], q.shape[-1] + 1, q.shape[-1])
+    pointers = (_dense_mask(mask), alpha, beta, *saved, dalpha, dbeta, _parameter(mix), dparameter, shared)
+    views = (q, k, v, grad, dq, dk, dv)
+    if mix.exchange is None or shared is None:
+        _run("backward", mix, views, pointers)
+    else:
+        _run("backward_queries", mix, views, pointers)
+        shared.copy_(mix.exchange.sum(shared)[0])
+        _run("backward_keys", mix, views, pointers)
     return dq, dk, dv, dalpha, dbeta, dparameter
 
 
@@ -175,11 +204,11 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
 def empty_saved(q: Tensor, mix: Mixture) -> Sequence[Tensor]:
     """The states of csrc/problem.h."""
     batch, heads, _, dim = q.shape
-    return (q.new_empty(batch, heads, dim + (3 if mix.joint else 1), dim),)
+    return (q.new_empty(batch, heads, _rows(dim, mix), dim),)
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     alpha, beta = q.new_empty(*q.shape[:2]), q.new_empty(*q.shape[:2])
-    pointers = (_dense_mask(mask), alpha, beta, None, None, None, None, None)
+    pointers = (_dense_mask(mask), alpha, beta, None, None, None, None, None, None)
     _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)
     return alpha, beta

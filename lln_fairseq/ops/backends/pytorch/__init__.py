@@ -15,6 +15,7 @@ from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiag
 from lln_fairseq.ops.backends.pytorch.joint import Joint
 from lln_fairseq.ops.backends.pytorch.lln import lln_backward, lln_forward
 from lln_fairseq.ops.backends.pytorch.run import Run
+from lln_fairseq.ops.backends.pytorch.shared import shared_backward, shared_forward
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table, matched_moments
@@ -39,6 +40,9 @@ def forward(
     run, out, saved = Run(q, mask, mix), fresh_result(q), empty_saved(q, mix)
     inputs, results = _flat(q, k, v), _flat(out)
     per_head = (*run.by_head(alpha, beta), *saved, *run.by_head(*_parameter(mix)))
+    if mix.exchange:
+        shared_forward(run, inputs, per_head, results[0], mix.exchange)
+        return out, alpha, beta, saved
     for group in run.groups:
         loaded, cut = run.load(group, inputs), run.cut(group, results)
         (out_,) = targets = run.targets(cut)
@@ -65,7 +69,9 @@ def backward(
     ]
     inputs, results = _flat(q, k, v, grad), _flat(*grads)
     per_head = (*run.by_head(alpha, beta), *saved, *run.by_head(*_parameter(mix)))
-    for group in run.groups:
+    if mix.exchange:
+        shared_backward(run, inputs, per_head, results, scalars[:2], mix.exchange)
+    for group in () if mix.exchange else run.groups:
         loaded, cut = run.load(group, inputs), run.cut(group, results)
         targets = run.targets(cut)
         if mix.joint:

@@ -31,6 +31,7 @@ from lln_fairseq.ops.backends.triton.launch import (
     tiles_for,
     workspace,
 )
+from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.moment_matching import calibration_table
 
 __all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "is_supported", "match_moments"]
@@ -54,6 +55,17 @@ def _fill_state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: t
         )
 
 
+def _merged_state(
+    k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, exchange: Exchange
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The state of all workers' keys: exchanged in float32, S in the dtype of k."""
+    bh, dim = k.shape[0] * k.shape[1], k.shape[3]
+    state = workspace(k, bh, dim), workspace(k, bh, dim), workspace(k, bh, dim, dim)
+    _fill_state(k, v, pad, beta, state)
+    m, s, merged = exchange.merge_states(*state)
+    return m, s, merged.to(k.dtype)
+
+
 def draw_seed(device: torch.device) -> Tensor:
     """A seed on the device: a CUDA graph then draws anew at each replay."""
     return torch.randint(2**62, (1,), device=device)
@@ -71,7 +83,10 @@ def forward(
     tile = tiles_for(q).diag_out if block_size else tiles_for(q).out
     chunk, state = chunk_of(block_size, tile.rows), empty_saved(q, mix)
     with device_of(q):
-        _fill_state(k, v, pad, beta.contiguous(), state)
+        if mix.exchange is None:
+            _fill_state(k, v, pad, beta.contiguous(), state)
+        else:
+            state = _merged_state(k, v, pad, beta.contiguous(), mix.exchange)
         if mix.joint:
             out = joint_out(q, k, v, pad, alpha.contiguous(), beta.contiguous(), mix, state)
             return out, alpha, beta, state
@@ -129,18 +144,22 @@ def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor |
     q, do, s, state, share = run.q, run.do, run.s, run.state, run.mix.lln_weight
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).dstate
     bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
-    g, dstate = workspace(q, bh, dim), torch.empty_like(state)
-    parts = (g, dstate) if splits == 1 else (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
+    g, dstate, exchange = workspace(q, bh, dim), torch.empty_like(state), run.mix.exchange
+    final = splits == 1 and exchange is None
+    parts = (g, dstate) if final else (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
     dalpha = workspace(q, bh, splits) if dq is not None and run.needs_alpha else None
     out = q if dq is None else dq
     backward_kernels._lln_dstate_kernel[bh, splits](
         q, do, run.pad, run.alpha, run.m, s, state, *parts, dq, dalpha, *strides(q), *strides(do), *strides(out),
         heads, length, tokens,
-        SHARE=share, WRITE_DQ=dq is not None, WRITE_DALPHA=dalpha is not None, FINAL=splits == 1,
+        SHARE=share, WRITE_DQ=dq is not None, WRITE_DALPHA=dalpha is not None, FINAL=final,
         D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=run.pad is not None, **dot_options(q),
         **tile.options,
     )  # fmt: skip
-    if splits > 1:
+    if exchange is not None:  # the sum over all workers is one split
+        g_sum, dstate_sum = exchange.sum(*(part.sum(dim=1) for part in parts))
+        parts, splits = (g_sum, dstate_sum), 1
+    if not final:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
             *parts, s, state, g, dstate, length, splits, SHARE=share, D=dim, COLS=256, ROWS=16, num_warps=4
         )

@@ -12,9 +12,7 @@
 #include "joint.h"
 #include "moments.h"
 
-static void head_forward(const problem *p, int64_t head, scratch c) {
-    if (p->calibration.points) head_match_moments(p, head, c); /* q and k are in the cache then */
-    if (p->lln) sum_keys(p, head, c);
+static void head_answer_queries(const problem *p, int64_t head, scratch c) {
     const int64_t keys = p->joint ? real_keys(p, head, 0, p->tokens) : 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
@@ -33,15 +31,14 @@ static void head_forward(const problem *p, int64_t head, scratch c) {
     }
 }
 
-static void head_backward(const problem *p, int64_t head, scratch c) {
-    if (p->joint) {
-        joint_backward(p, head, c);
-        return;
-    }
-    if (p->lln) {
-        queries_backward(p, head, c);
-        transpose(D, D, c.dstate, c.turned_state);
-    }
+static void head_forward(const problem *p, int64_t head, scratch c) {
+    if (p->calibration.points) head_match_moments(p, head, c); /* q and k are in the cache then */
+    if (p->lln) sum_keys(p, head, c);
+    head_answer_queries(p, head, c);
+}
+
+static void head_keys_backward(const problem *p, int64_t head, scratch c) {
+    if (p->lln) transpose(D, D, c.dstate, c.turned_state);
     double dbeta = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile) {
         const span s = tile_of(p, head, start);
@@ -61,6 +58,30 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
     if (p->dbeta) p->dbeta[head] = dbeta;
 }
 
+static void head_backward(const problem *p, int64_t head, scratch c) {
+    if (p->joint) {
+        joint_backward(p, head, c);
+        return;
+    }
+    if (p->lln) queries_backward(p, head, c);
+    head_keys_backward(p, head, c);
+}
+
+/* The halves of backward: between them workers that share a sequence add up dS and g. */
+static void first_half(const problem *p, int64_t head, scratch c) {
+    float *shared = p->shared + head * (D + 1) * D;
+    queries_backward(p, head, c);
+    memcpy(shared, c.dstate, D * D * sizeof(float));
+    memcpy(shared + D * D, c.g, D * sizeof(float));
+}
+
+static void second_half(const problem *p, int64_t head, scratch c) {
+    const float *shared = p->shared + head * (D + 1) * D;
+    memcpy(c.dstate, shared, D * D * sizeof(float));
+    memcpy(c.g, shared + D * D, D * sizeof(float));
+    head_keys_backward(p, head, c);
+}
+
 /* ---- what Python calls ---- */
 
 typedef void head_function(const problem *, int64_t, scratch);
@@ -76,4 +97,8 @@ static void every_head(const problem *p, head_function *function) {
 
 void forward(const problem *p) { every_head(p, head_forward); }
 void backward(const problem *p) { every_head(p, head_backward); }
+void forward_keys(const problem *p) { every_head(p, sum_keys); }
+void forward_queries(const problem *p) { every_head(p, head_answer_queries); }
+void backward_queries(const problem *p) { every_head(p, first_half); }
+void backward_keys(const problem *p) { every_head(p, second_half); }
 void match_moments(const problem *p) { every_head(p, head_match_moments); }

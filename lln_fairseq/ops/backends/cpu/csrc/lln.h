@@ -49,8 +49,8 @@ static void raise_top(span s, const float *k, float beta, const float *valid, fl
         for (int e = 0; e < D; e++) state[d * D + e] *= factor[d];
 }
 
-/* L = logsumexp_j(beta k_j) and S = weight * W' v, both 0 for a sequence without a real key; for a joint form L in two
-   parts too. */
+/* L = logsumexp_j(beta k_j) and S = weight * W' v, both 0 for a sequence without a real key; with rows for them, the two
+   parts of L too: for a joint form, which divides by the second, or for workers that share a sequence. */
 static void sum_keys(const problem *p, int64_t head, scratch c) {
     float *log_sum = log_sum_of(p, head), *state = state_of(p, head);
     float *top = c.top, *total = c.total;
@@ -70,7 +70,7 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
     for (int d = 0; d < D; d++) {
         const float factor = any ? p->lln / total[d] : 0;
         log_sum[d] = any ? top[d] + logf(total[d]) : 0;
-        if (p->joint) log_sum[D + d] = any ? top[d] : 0, log_sum[2 * D + d] = any ? total[d] : 1;
+        if (p->rows > D + 1) log_sum[D + d] = any ? top[d] : 0, log_sum[2 * D + d] = any ? total[d] : p->joint != 0;
         for (int e = 0; e < D; e++) state[d * D + e] *= factor;
     }
 }

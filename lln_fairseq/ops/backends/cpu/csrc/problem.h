@@ -9,15 +9,17 @@ typedef struct {
 
 typedef struct { /* backends/cpu/__init__.py packs it, field by field */
     int64_t batches, heads, tokens, tile, threads;
+    int64_t rows;  /* of a state, see below */
     int64_t kept; /* of the 2^16 values of 16 random bits, those that keep a weight; 0 = no dropout */
     int64_t joint; /* a joint form, see joint.h; 0 = none */
     uint64_t seed;
     double lln, diag;              /* weights of the two parts; a part of weight 0 is not computed */
     const uint8_t *padding;        /* (B, N), 1 = padded, or NULL */
     float *alpha, *beta;           /* (B H) */
-    float *states;                 /* (B H, D + 1, D): S, and L; D + 3 rows for a joint form: max and sum of L behind */
+    float *states;                 /* (B H, rows, D): S, and L; of D + 3 rows the last are max and sum of L */
     float *dalpha, *dbeta;         /* (B H) or NULL */
     float *parameter, *dparameter; /* (B H) or NULL, of the joint form */
+    float *shared;                 /* (B H, D + 1, D): dS and g, between the two halves of backward; or NULL */
     float *scratch;                /* threads x scratch_floats(tile) */
     table calibration;             /* alpha and beta are matched with it if it has points */
     view q, k, v, out, dq, dk, dv; /* backward, out is the gradient of the output */
@@ -76,6 +78,6 @@ static const float *load_keys(const view *x, span s, const float *valid, float *
     return load(x, s, valid, 0, copy);
 }
 
-static float *state_of(const problem *p, int64_t head) { return p->states + head * (p->joint ? D + 3 : D + 1) * D; }
+static float *state_of(const problem *p, int64_t head) { return p->states + head * p->rows * D; }
 
 static float *log_sum_of(const problem *p, int64_t head) { return state_of(p, head) + D * D; }
