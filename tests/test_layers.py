@@ -23,11 +23,12 @@ ALLOWED = {
     "ops": set(),
     "attention": {"ops"},
     "host": {"attention", "command", "preparation"},
-    "modules": {"attention"},
-    "models": {"attention", "host", "modules", "presets"},
+    "sequence_parallel": set(),
+    "modules": {"attention", "sequence_parallel"},
+    "models": {"attention", "host", "modules", "presets", "sequence_parallel"},
     "criterions": {"host"},
     "analysis": {"attention", "ops"},
-    "tasks": {"analysis", "attention", "command", "criterions", "host", "memory", "models"},
+    "tasks": {"analysis", "attention", "command", "criterions", "host", "memory", "models", "sequence_parallel"},
     "__init__": {"host", "tasks"},
     "loading": {"__init__", "host"},
     "hf": {"host", "ops"},
@@ -39,7 +40,8 @@ ALLOWED = {
 }
 # They may import all of them.
 PROGRAMS = {"train", "evaluate", "convert", "export", "linearize", "predict", "analysis.__main__"}
-WITHOUT_FAIRSEQ = ("ops", "transfer", "attention", "presets", "memory", "recipes", "command", "preparation", "__init__")
+WITHOUT_FAIRSEQ = ("ops", "transfer", "attention", "presets", "memory", "recipes", "command", "preparation", "__init__",
+                   "sequence_parallel")  # fmt: skip
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 

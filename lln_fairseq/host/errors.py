@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 
+import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException
 
@@ -38,6 +40,21 @@ def input_errors() -> Iterator[None]:
         raise InputError(f"no such file: {error.filename or error}") from error
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+@contextlib.contextmanager
+def lost_workers() -> Iterator[None]:
+    """Turns what torch.distributed says where a worker has ended, or does not answer in time, into a TrainingError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
+            raise
+        gloo = re.search(r"\.cc:\d+\] (.+?)(\. |$)", str(error))  # between its source line and its advice
+        raise TrainingError(
+            "another worker of this training has ended or does not answer, see what it said "
+            f"({gloo[1] if gloo else first_line(error)})"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -120,6 +120,7 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
 
 @one_line_instead_of_a_traceback()
 def _call_main(worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
+    settings.check_sequence_parallel(cfg)
     settings.check_devices(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False

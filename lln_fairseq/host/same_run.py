@@ -20,7 +20,7 @@ MAY_CHANGE = {
     "model": {"_name", "checkpoint_activations", "offload_activations", "min_params_to_wrap", "load_checkpoint_heads"},
     # the data is compared by its content, the seed in `common`
     "task": {"data", "seed", "log_interval", "tensorboard_logdir", "no_save_optimizer_state", "probe_interval",
-             "probe_sequences", "global_batch", "finetune_from_model"},
+             "probe_sequences", "global_batch", "sequence_parallel_size", "finetune_from_model"},
     "criterion": {"tpu"},
     "optimizer": {"lr", "tpu"},  # lr is that of `optimization`
     "lr_scheduler": {"lr", "total_num_update", "max_update"},  # they follow from max_update
@@ -109,4 +109,5 @@ def _sequences_an_update(config: Mapping[str, Any]) -> list[int] | None:
         return None
     if not all(isinstance(number, int) for number in (size, workers, *frequencies)):
         return None
-    return [size * workers * frequency for frequency in frequencies]
+    shared = _as_dict(config.get("task")).get("sequence_parallel_size") or 1
+    return [size * workers // shared * frequency for frequency in frequencies]

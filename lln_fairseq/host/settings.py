@@ -81,6 +81,17 @@ def check_devices(cfg: Any) -> None:
         raise InputError(f"{here} workers here, but this machine has {devices} GPUs: {limit}")
 
 
+def check_sequence_parallel(cfg: Any) -> None:
+    """Workers that share sequences come in whole groups."""
+    size = getattr(cfg.task, "sequence_parallel_size", 1)
+    workers = cfg.distributed_training.distributed_world_size
+    if size < 1 or workers % size:
+        raise InputError(
+            f"--sequence-parallel-size (task.sequence_parallel_size) is {size}, and must be a divisor of the number of "
+            f"workers, {workers} (--distributed-world-size)"
+        )
+
+
 def check_restore_file(cfg: Any) -> None:
     """fairseq trains from scratch if the file is missing, and again from it after every interruption."""
     restore, save_dir = cfg.checkpoint.restore_file, cfg.checkpoint.save_dir
@@ -138,7 +149,10 @@ def split_global_batch(cfg: Any) -> None:
     wanted = getattr(cfg.task, "global_batch", None)
     if not wanted:
         return
-    size, workers = cfg.dataset.batch_size, cfg.distributed_training.distributed_world_size
+    size = cfg.dataset.batch_size
+    sharing = getattr(cfg.task, "sequence_parallel_size", 1)
+    workers = cfg.distributed_training.distributed_world_size // sharing
+    kind = "workers" if sharing == 1 else f"groups of {sharing} workers"
     given = list(cfg.optimization.update_freq)
     if size is not None and given == [1] and wanted % workers == 0:
         share = wanted // workers
@@ -148,8 +162,8 @@ def split_global_batch(cfg: Any) -> None:
         if size is None or size * frequency * workers != wanted:
             raise InputError(
                 f"task.global_batch is {wanted} sequences an update, but dataset.batch_size {size} x "
-                f"optimization.update_freq {frequency} x {workers} workers is "
+                f"optimization.update_freq {frequency} x {workers} {kind} is "
                 f"{'unknown' if size is None else size * frequency * workers}: change the split, or the recipe"
             )
     cfg.dataset.batch_size, cfg.optimization.update_freq = size, given
-    logger.info(f"{wanted} sequences an update = {size} a device x update_freq {given} x {workers} workers")
+    logger.info(f"{wanted} sequences an update = {size} a device x update_freq {given} x {workers} {kind}")

@@ -21,6 +21,7 @@ from lln_fairseq.models.adapt import adapt
 from lln_fairseq.models.options import attention_fields, attention_options
 from lln_fairseq.modules.encoder import LLNRobertaEncoder
 from lln_fairseq.presets import PRESETS
+from lln_fairseq.sequence_parallel import Shard
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 SIZE_FIELDS = ("encoder_layers", "encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_attention_heads")
@@ -139,15 +140,21 @@ class LLNRobertaModel(RobertaModel):
         return_all_hiddens: bool = False,
         classification_head_name: str | None = None,
         other_tokens: Tensor | None = None,
+        shard: Shard | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         """fairseq's, and for a classification the pooling; `other_tokens` (B, M) go through the encoder by themselves.
 
-        With two towers the head sees [a, b, a ∘ b, a - b] of the vectors of both.
+        With two towers the head sees [a, b, a ∘ b, a - b] of the vectors of both. With a shard, the tokens are a part
+        of their sequences, and so is what comes out; a classification has rows where the first token is.
         """
+        if shard is not None:
+            kwargs["shard"] = shard
         if classification_head_name is None:
             return super().forward(src_tokens, features_only, return_all_hiddens, **kwargs)
         x, extra = self.encoder(src_tokens, True, return_all_hiddens, **kwargs)
+        if shard is not None and not shard.has_first:
+            x = x.flatten(0, 1)[:0, None]  # no rows, but still a function of x
         pooled = self._pooled(x, src_tokens)
         if self.args.two_towers:
             other = self._pooled(self.encoder(other_tokens, True)[0], other_tokens)

@@ -2,16 +2,18 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.roberta.model import RobertaEncoder
 from fairseq.models.transformer import TransformerConfig, TransformerEncoder
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
-from torch import nn
+from torch import Tensor, nn
 
 from lln_fairseq.attention import Attention
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
+from lln_fairseq.sequence_parallel import Shard
 
 
 class LLNEncoderLayer(TransformerEncoderLayerBase):
@@ -39,10 +41,34 @@ class LLNTransformerEncoder(TransformerEncoder):
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding, attention: str,
                  options: dict[str, Any]) -> None:  # fmt: skip
         self.attention_name, self.attention_options = attention, options
+        self.shard: Shard | None = None
         super().__init__(args, dictionary, embed_tokens)
-        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        attentions = self._attentions()
         for layer, module in enumerate(attentions):
             module.place(layer, len(attentions))
+
+    def _attentions(self) -> list[Attention]:
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def share(self, shard: Shard | None) -> None:
+        """Says what part of their sequences the next tokens are; None: the whole. It holds for the backward pass too,
+        where layers may be computed again."""
+        self.shard = shard
+        for module in self._attentions():
+            module.group = None if shard is None else shard.group
+
+    def forward_embedding(self, src_tokens: Tensor, token_embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """fairseq's, but for the positions: it counts them from the first token that it sees."""
+        if self.shard is None:
+            return super().forward_embedding(src_tokens, token_embedding)
+        table = self.embed_positions
+        x = embed = self.embed_scale * self.embed_tokens(src_tokens)
+        if table is not None:
+            x = embed + F.embedding(self.shard.positions, table.weight, table.padding_idx)
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        x = self.dropout_module(x)
+        return x if self.quant_noise is None else self.quant_noise(x), embed
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         out = super().forward(*args, **kwargs)
@@ -67,6 +93,12 @@ class LLNRobertaEncoder(RobertaEncoder):
         for name, module in self.named_modules():
             if name.endswith(("layer_norm", "layernorm_embedding")) and ".attention." not in name:  # a mechanism's own
                 module.eps = args.layer_norm_eps
+
+    def forward(self, *args: Any, shard: Shard | None = None, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """fairseq's; with a shard for tokens that are a part of their sequences."""
+        if shard is not self.sentence_encoder.shard:
+            self.sentence_encoder.share(shard)
+        return super().forward(*args, **kwargs)
 
     def build_encoder(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> LLNTransformerEncoder:
         encoder = LLNTransformerEncoder(args, dictionary, embed_tokens, self.attention_name, self.attention_options)

@@ -8,9 +8,10 @@ from lln_fairseq.tasks._padding import PaddingReport
 from lln_fairseq.tasks._probe import AttentionProbe
 from lln_fairseq.tasks._resume import ExactResume
 from lln_fairseq.tasks._scalars import TensorBoardScalars
+from lln_fairseq.tasks._shared_sequences import SharedSequences
 
 
-class HostFixes(PaddingReport, AttentionProbe, TensorBoardScalars, ExactResume):
+class HostFixes(PaddingReport, AttentionProbe, TensorBoardScalars, ExactResume, SharedSequences):
     """Goes in front of a fairseq task."""
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:

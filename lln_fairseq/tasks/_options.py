@@ -15,6 +15,13 @@ class HostOptions:
             "lowered and update freq set to match, and what cannot match is an error"
         },
     )
+    sequence_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "neighbouring workers that share their sequences, each with a part of the tokens; for attentions "
+            "that can: see docs/sequence_parallel.md"
+        },
+    )
     probe_interval: int = field(
         default=0,
         metadata={

@@ -17,7 +17,7 @@ from fairseq.data.iterators import BackgroundConsumer
 
 from lln_fairseq import command
 from lln_fairseq.host import run_state
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.errors import InputError, lost_workers
 from lln_fairseq.host.wandb_run import own_run
 from lln_fairseq.memory import keep_freed_memory
 
@@ -32,7 +32,7 @@ def run(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     keep_freed_memory()
     run_state.begin(main)
     try:
-        with own_run():
+        with own_run(), lost_workers():
             return main(cfg, **kwargs)
     except InputError as error:
         if not parent:

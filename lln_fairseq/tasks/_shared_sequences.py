@@ -1,0 +1,65 @@
+"""--sequence-parallel-size: groups of neighbouring workers get the same batches, and each a part of their tokens."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention
+from lln_fairseq.host.errors import InputError, input_errors
+from lln_fairseq.sequence_parallel import cut_batch, neighbours
+
+
+class SharedSequences:
+    """Goes in front of a fairseq task, behind what observes its steps.
+
+    One process, of a training or of an evaluation of its checkpoint, takes sequences as they are.
+    """
+
+    _group: Any = None  # the workers that this one shares its sequences with
+    _multiple = 1
+
+    def build_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises: InputError for a model that cannot share its sequences."""
+        model = super().build_model(*args, **kwargs)
+        size = self.cfg.sequence_parallel_size
+        if size > 1 and dist.is_initialized():
+            self._multiple = shard_multiple(model)
+            with input_errors():
+                self._group = neighbours(size)
+        return model
+
+    def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of the group as if it were one worker."""
+        if self._group is not None and kwargs.get("num_shards", 1) > 1:
+            for key in ("num_shards", "shard_id"):
+                kwargs[key] //= self.cfg.sequence_parallel_size
+        return super().get_batch_iterator(*args, **kwargs)
+
+    def train_step(self, sample: Any, *args: Any, **kwargs: Any) -> tuple:
+        return super().train_step(self._own(sample), *args, **kwargs)
+
+    def valid_step(self, sample: Any, *args: Any, **kwargs: Any) -> tuple:
+        return super().valid_step(self._own(sample), *args, **kwargs)
+
+    def _own(self, sample: Any) -> Any:
+        if self._group is None:
+            return sample
+        return cut_batch(sample, self._group, self._multiple, self.source_dictionary.pad())
+
+
+def shard_multiple(model: Any) -> int:
+    """The tokens that a worker's part must be a multiple of. Raises: InputError where there can be no parts."""
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    if not attentions:
+        raise InputError("--sequence-parallel-size needs a model of this package (--arch lln_roberta_...)")
+    if getattr(model.args, "encoder_layerdrop", 0):
+        raise InputError("--sequence-parallel-size does not work with --encoder-layerdrop: workers would drop others")
+    for module in attentions:
+        if module.shard_multiple is None:
+            name = next(name for name, entry in ATTENTION_REGISTRY.items() if type(module) is entry.cls)
+            options = module.extra_repr()
+            raise InputError(
+                f"attention {name}{f' with {options}' if options else ''} cannot share a sequence over workers: leave "
+                "out --sequence-parallel-size (task.sequence_parallel_size), or take another attention"
+            )
+    return max(module.shard_multiple for module in attentions)
