@@ -17,7 +17,8 @@ from lln_fairseq.host.errors import InputError
 
 WHOLE = ("model", "task", "criterion", "optimizer", "lr_scheduler")  # groups that are compared but for these:
 MAY_CHANGE = {
-    "model": {"_name", "checkpoint_activations", "offload_activations", "min_params_to_wrap", "load_checkpoint_heads"},
+    "model": {"_name", "checkpoint_activations", "feed_forward_tokens", "offload_activations", "min_params_to_wrap",
+              "load_checkpoint_heads"},
     # the data is compared by its content, the seed in `common`
     "task": {"data", "seed", "log_interval", "tensorboard_logdir", "no_save_optimizer_state", "probe_interval",
              "probe_sequences", "global_batch", "sequence_parallel_size", "finetune_from_model"},

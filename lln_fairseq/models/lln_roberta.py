@@ -75,6 +75,13 @@ class RobertaConfig(FairseqDataclass):
         default=False, metadata={"help": "recompute each layer in the backward pass: less memory, more time"}
     )
     offload_activations: bool = field(default=False, metadata={"help": "keep checkpointed activations on the CPU"})
+    feed_forward_tokens: int = field(
+        default=0,
+        metadata={
+            "help": "tokens whose feed-forward part is computed at a time, and again in the backward pass: less memory "
+            "for long sequences; 0 = all"
+        },
+    )
     min_params_to_wrap: int = field(
         default=DEFAULT_MIN_PARAMS_TO_WRAP, metadata={"help": "parameters from which FSDP wraps a layer"}
     )

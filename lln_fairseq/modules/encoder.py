@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.roberta.model import RobertaEncoder
@@ -10,6 +11,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lln_fairseq.attention import Attention
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
@@ -17,12 +19,39 @@ from lln_fairseq.sequence_parallel import Shard
 
 
 class LLNEncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's encoder layer; the attention and its options are given, since TransformerConfig drops such keys."""
+    """fairseq's encoder layer; the attention and its options are given, since TransformerConfig drops such keys.
 
-    def __init__(self, cfg: TransformerConfig, attention: str, options: dict[str, Any]) -> None:
+    With `feed_forward_tokens` the feed-forward part takes so many tokens at a time, and computes each part again in the
+    backward pass: of its inner activations, most of what a layer keeps, there is then only one part.
+    """
+
+    def __init__(
+        self, cfg: TransformerConfig, attention: str, options: dict[str, Any], feed_forward_tokens: int = 0
+    ) -> None:
         self.attention_name, self.attention_options = attention, options  # the hook below runs inside super().__init__
+        self.feed_forward_tokens = feed_forward_tokens
         super().__init__(cfg)
         self.can_use_fastpath = False  # fairseq 0.12.2 would otherwise go round custom attention in evaluation
+
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None) -> Tensor:
+        """x (T, B, C), mask (B, T) with True = padded -> (T, B, C)."""
+        parts = x.split(max(self.feed_forward_tokens // max(x.shape[1], 1), 1)) if self.feed_forward_tokens else ()
+        if len(parts) < 2:
+            return super().forward(x, encoder_padding_mask, attn_mask)
+        attended = self.self_attn_layer_norm(x) if self.normalize_before else x
+        attended, _ = self.self_attn(attended, attended, attended, encoder_padding_mask, False, attn_mask)
+        x = x + self.dropout_module(attended)
+        if not self.normalize_before:
+            x = self.self_attn_layer_norm(x)
+        parts = x.split(parts[0].shape[0])
+        return torch.cat([checkpoint(self._feed_forward, part, use_reentrant=False) for part in parts])
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """The second half of fairseq's forward, of some tokens."""
+        inner = self.final_layer_norm(x) if self.normalize_before else x
+        inner = self.activation_dropout_module(self.activation_fn(self.fc1(inner)))
+        x = x + self.dropout_module(self.fc2(inner))
+        return x if self.normalize_before else self.final_layer_norm(x)
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> LLNMultiheadAttention:
         return LLNMultiheadAttention(
@@ -41,6 +70,7 @@ class LLNTransformerEncoder(TransformerEncoder):
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding, attention: str,
                  options: dict[str, Any]) -> None:  # fmt: skip
         self.attention_name, self.attention_options = attention, options
+        self.feed_forward_tokens = args.feed_forward_tokens
         self.shard: Shard | None = None
         super().__init__(args, dictionary, embed_tokens)
         attentions = self._attentions()
@@ -78,12 +108,11 @@ class LLNTransformerEncoder(TransformerEncoder):
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         cfg = TransformerConfig.from_namespace(cfg)
-        layer = LLNEncoderLayer(cfg, self.attention_name, self.attention_options)
+        layer = LLNEncoderLayer(cfg, self.attention_name, self.attention_options, self.feed_forward_tokens)
         # From here on as in fairseq's own build_encoder_layer.
-        checkpoint = cfg.checkpoint_activations
-        if checkpoint:
+        if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-        return fsdp_wrap(layer, min_num_params=cfg.min_params_to_wrap if not checkpoint else 0)
+        return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
 class LLNRobertaEncoder(RobertaEncoder):

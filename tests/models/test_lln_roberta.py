@@ -10,6 +10,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.models.transformer import TransformerConfig
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
@@ -17,6 +18,7 @@ from lln_fairseq.host.advice import hide_advice
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
+from lln_fairseq.modules.encoder import LLNEncoderLayer
 from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
@@ -230,3 +232,25 @@ def test_a_compiled_model_has_the_logits_of_the_model(corpus, tmp_path, monkeypa
             (expected, _), (found, _), real = model(batch), compiled(batch), batch.ne(pad)
             assert relative_rms(found[real], expected[real]) <= FLOAT32_FORWARD
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("normalize_before", [False, True])
+@pytest.mark.parametrize("length", [50, 7])
+def test_a_feed_forward_part_in_pieces_gives_the_same(normalize_before, length):
+    """Outputs and gradients, with a last piece that is smaller and with one piece for all."""
+    cfg = TransformerConfig(dropout=0.0, attention_dropout=0.0, activation_fn="gelu")
+    cfg.encoder.embed_dim, cfg.encoder.ffn_embed_dim, cfg.encoder.attention_heads = 32, 64, 2
+    cfg.encoder.normalize_before = normalize_before
+    mask = torch.arange(length).expand(2, -1) >= torch.tensor([[length], [5]])
+    found = []
+    for tokens in (0, 16):
+        torch.manual_seed(0)
+        layer = LLNEncoderLayer(cfg, "lln_diag", {}, tokens)
+        pieces = []
+        layer.fc1.register_forward_hook(lambda module, args, out, seen=pieces: seen.append(args[0].shape[:2].numel()))
+        x = torch.randn(length, 2, 32, requires_grad=True)
+        layer(x, mask).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+        assert max(pieces) == (16 if tokens and length > 8 else 2 * length)
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
