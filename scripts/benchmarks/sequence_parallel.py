@@ -1,0 +1,183 @@
+"""One encoder layer over a sequence that lies on several workers of this machine: time, memory, and what is sent.
+
+    python -m scripts.benchmarks.sequence_parallel --tokens 131072 262144 524288 1048576 --json layer.json
+
+Every worker is a process (gloo) with its part of the tokens: forward and backward of fairseq's layer with our
+attention, once for the memory and then `--repeats` times for the time. Time is that of the slowest worker; memory the
+peak of a worker's resident set above what it was before, the greatest and the sum; sent is what each worker gives
+to the collectives of a forward and backward pass. Freed memory goes back to the system, unlike in a training.
+"""
+
+from lln_fairseq.command import UserError, run_main, start
+
+if __name__ == "__main__":
+    start(__spec__.name)
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from fairseq.models.transformer import TransformerConfig
+from torch import Tensor
+
+from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.modules.encoder import LLNEncoderLayer
+from lln_fairseq.presets import PRESETS
+from lln_fairseq.sequence_parallel import bounds
+from scripts.benchmarks.meter import can_measure_resident_peak, check_outputs, resident_peak_of
+from scripts.columns import aligned
+
+COLLECTIVES = {"all_gather": 1, "all_reduce": 0}  # which argument a worker sends
+
+
+@dataclass
+class Row:
+    """One length: seconds of forward + backward, bytes."""
+
+    tokens: int
+    seconds: float
+    peak: int  # of the worker that needs most
+    total_peak: int
+    sent: int  # by each worker
+
+
+def build_layer(args: argparse.Namespace, tokens: int) -> LLNEncoderLayer:
+    """A layer of the preset's size without dropout."""
+    _, width, inner, heads = PRESETS[args.preset]
+    cfg = TransformerConfig(dropout=0.0, attention_dropout=0.0, activation_fn="gelu", max_source_positions=tokens)
+    cfg.encoder.embed_dim, cfg.encoder.ffn_embed_dim, cfg.encoder.attention_heads = width, inner, heads
+    name, options = parse_row(args.attention)
+    return LLNEncoderLayer(cfg, name, options, args.feed_forward_tokens)
+
+
+def count_sent() -> list[int]:
+    """From now on every collective adds the bytes that this worker gives to it."""
+    sent: list[int] = []
+
+    def counted(collective: Callable, index: int) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.append(args[index].nbytes)
+            return collective(*args, **kwargs)
+
+        return call
+
+    for name, index in COLLECTIVES.items():
+        setattr(dist, name, counted(getattr(dist, name), index))
+    return sent
+
+
+def measure(rank: int, args: argparse.Namespace, tokens: int, folder: str) -> None:
+    """A worker: its seconds of each repeat, peak and bytes, as a file of the folder."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    store = dist.FileStore(f"{folder}/store", args.workers)
+    dist.init_process_group("gloo", store=store, world_size=args.workers, rank=rank)
+    layer = build_layer(args, tokens)
+    attention = layer.self_attn.attention
+    attention.group = dist.group.WORLD
+    first, end = bounds(tokens, args.workers, attention.shard_multiple or 1)[rank]
+    sent = count_sent()
+
+    def run(x: Tensor) -> None:
+        sent.clear()
+        layer(x, encoder_padding_mask=None).sum().backward()
+        x.grad = None
+
+    def hidden(count: int) -> Tensor:
+        return torch.randn(count, 1, layer.embed_dim, requires_grad=True)
+
+    run(hidden(256))  # loads what is loaded on first use
+    x = hidden(end - first)
+    peak = resident_peak_of(lambda: run(x))
+    seconds = []
+    for _ in range(args.repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        run(x)
+        seconds.append(time.perf_counter() - begin)
+    Path(folder, f"{rank}.json").write_text(json.dumps({"seconds": seconds, "peak": peak, "sent": sum(sent)}))
+
+
+def measure_length(args: argparse.Namespace, tokens: int) -> Row:
+    """All workers of one length. Raises: UserError where one of them ends early, as without memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            processes.spawn(measure, (args, tokens, folder), nprocs=args.workers)
+        except (processes.ProcessExitedException, processes.ProcessRaisedException) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise UserError(f"{tokens} tokens: a worker has ended, is there memory enough? {reason}") from error
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.workers)]
+    seconds = [max(times) for times in zip(*(worker["seconds"] for worker in found), strict=True)]
+    peaks = [worker["peak"] for worker in found]
+    return Row(tokens, median(seconds), max(peaks), sum(peaks), found[0]["sent"])
+
+
+def growth(rows: list[Row]) -> float | None:
+    """Exponent p of seconds ~ tokens^p between the shortest and the longest."""
+    first, last = rows[0], rows[-1]
+    if last.tokens == first.tokens:
+        return None
+    return math.log(last.seconds / first.seconds) / math.log(last.tokens / first.tokens)
+
+
+def table(rows: list[Row]) -> str:
+    cells = [("tokens", "seconds", "peak of a worker [GB]", "of all [GB]", "sent by a worker [kB]")]
+    cells += [(f"{row.tokens:,}", f"{row.seconds:.2f}", f"{row.peak / 1e9:.2f}", f"{row.total_peak / 1e9:.2f}",
+               f"{row.sent / 1e3:.1f}") for row in rows]  # fmt: skip
+    exponent = growth(rows)
+    last = [] if exponent is None else [f"seconds grow like N^{exponent:.2f}"]
+    return "\n".join([aligned(cells), *last])
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.sequence_parallel", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--tokens", nargs="+", type=int, default=[131072, 262144, 524288])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of each worker")
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--attention", default="lln_diag", metavar="NAME[:OPTION=VALUE,...]")
+    parser.add_argument("--feed-forward-tokens", type=int, default=0, help="the model's option: less memory; 0 = all")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args(argv)
+    check_outputs(parser, args.json)
+    if min(*args.tokens, args.workers, args.threads, args.repeats) < 1:
+        parser.error("tokens, workers, threads and repeats must be at least 1")
+    if parse_row(args.attention)[0] not in ATTENTION_REGISTRY:
+        parser.error(f"unknown attention {args.attention}")
+    if not can_measure_resident_peak():
+        parser.error("memory is measured on Linux alone")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return run_main(lambda: benchmark(args))
+
+
+def benchmark(args: argparse.Namespace) -> None:
+    """Raises: UserError for an attention that cannot, and where memory runs out."""
+    if build_layer(args, 1).self_attn.attention.shard_multiple is None:
+        raise UserError(f"attention {args.attention} cannot share a sequence over workers")
+    rows = []
+    for tokens in sorted(args.tokens):
+        rows.append(measure_length(args, tokens))
+        print(f"N = {tokens} done: {rows[-1].seconds:.2f} s", file=sys.stderr)
+    sizes = f"{args.preset}, {args.attention}, feed_forward_tokens {args.feed_forward_tokens}"
+    title = f"{args.workers} workers of {args.threads} threads, {sizes}, torch {torch.__version__}"
+    print(f"{title}\n{table(rows)}")
+    if args.json:
+        args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -1,0 +1,32 @@
+import json
+
+import pytest
+
+from scripts.benchmarks import sequence_parallel as benchmark
+
+
+def test_a_short_run_measures_time_memory_and_bytes(tmp_path, capsys):
+    tokens = (512, 1024)
+    assert (
+        benchmark.main(["--tokens", *map(str, tokens), "--repeats", "1", "--json", str(tmp_path / "layer.json")]) == 0
+    )
+    rows = json.loads((tmp_path / "layer.json").read_text())["rows"]
+    assert [row["tokens"] for row in rows] == list(tokens)
+    heads, dim = 4, 64
+    for row in rows:
+        assert row["seconds"] > 0
+        assert 0 < row["peak"] <= row["total_peak"] <= 2 * row["peak"]
+        assert row["sent"] == 4 * heads * (6 + dim * (dim + 2) + dim * (dim + 1))  # docs/sequence_parallel.md
+    assert "seconds grow like N^" in capsys.readouterr().out
+
+
+def test_bad_arguments_end_in_usage():
+    for arguments in (["--tokens", "0"], ["--attention", "nothing"]):
+        with pytest.raises(SystemExit) as error:
+            benchmark.main(arguments)
+        assert error.value.code == 2
+
+
+def test_an_attention_that_cannot_is_refused(capsys):
+    assert benchmark.main(["--tokens", "64", "--attention", "softmax"]) == 1
+    assert capsys.readouterr().err == "error: attention softmax cannot share a sequence over workers\n"
