@@ -33,6 +33,13 @@ FILES = {  # what of a source belongs to a task
     "pathfinder": r"(^|[^\d/]32/)curv_contour_length_14/(metadata/[^/]+\.npy|imgs/.+\.png)$",
     "image": r"(^|/)(data_batch_[1-5]|test_batch)\.bin$",
 }
+EXPECTED = {  # the same in words
+    "listops": "basic_train.tsv, basic_val.tsv, basic_test.tsv",
+    "text": "train/neg/*.txt, train/pos/*.txt, test/neg/*.txt, test/pos/*.txt",
+    "retrieval": "new_aan_pairs.train.tsv, new_aan_pairs.eval.tsv, new_aan_pairs.test.tsv",
+    "pathfinder": "pathfinder32/curv_contour_length_14 with metadata/ and imgs/",
+    "image": "data_batch_1.bin to data_batch_5.bin and test_batch.bin, CIFAR-10's binary version",
+}
 _SPLIT_OF = {"train": "train", "val": "valid", "eval": "valid", "test": "test"}
 
 
@@ -68,7 +75,7 @@ def read_source(task: LraTask, source: Path, length: int, seed: int) -> Rows:
     READERS[task.name](task, source, length, seed, rows)
     missing = [split for split in SPLITS if not len(rows[split])]
     if missing:
-        raise DataError(f"{source} has no rows of {task.name}'s {', '.join(missing)}: expected {FILES[task.name]}")
+        raise DataError(f"{source} has no rows of {task.name}'s {', '.join(missing)}: expected {EXPECTED[task.name]}")
     return rows
 
 
@@ -231,4 +238,4 @@ def _digits() -> Iterator[tuple[str, bytes]]:
         yield str(label), pixels.repeat(SIDE // 8, axis=0).repeat(SIDE // 8, axis=1).tobytes()
 
 
-assert FILES.keys() == READERS.keys() == LRA_TASKS.keys()
+assert FILES.keys() == EXPECTED.keys() == READERS.keys() == LRA_TASKS.keys()

@@ -30,6 +30,7 @@ from scripts.benchmarks.meter import can_measure_resident_peak, check_outputs, l
 from scripts.benchmarks.model import measure, row_name, settings
 from scripts.benchmarks.model_report import Row
 from scripts.benchmarks.model_training import DTYPES, Training, fairseq_model
+from scripts.lra_table import benchmark_text
 
 HEAD = "head"
 TASKS = {  # length, batch, classes, towers
@@ -117,8 +118,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> None:
     """Measures, writes the file after each task, and prints the table."""
-    from scripts.lra_table import benchmark_text
-
     keep_freed_memory()
     content: dict[str, Any] = {"settings": settings(argparse.Namespace(**vars(args) | {"batch": f"/ {args.divide}"}))}
     content["rows"] = []
