@@ -42,7 +42,7 @@ def draw_chunk(draw: Draw, name: str, seed: int, chunk: int, size: int) -> list[
     return [draw(generator) for _ in range(size)]
 
 
-def draw_rows(draw: Draw, name: str, seed: int, rows: int, workers: int, size: int = 100) -> list[Drawn]:
+def draw_rows(draw: Draw, name: str, seed: int, rows: int, workers: int, size: int = 25) -> list[Drawn]:
     """`rows` rows of `draw`, no two with the same key, drawn by `workers` processes in chunks of `size`.
 
     `draw` must be a function of a module. Says how far it is. Raises DataError when a process is killed.
