@@ -54,6 +54,9 @@ def shard_multiple(model: Any) -> int:
         raise InputError("--sequence-parallel-size needs a model of this package (--arch lln_roberta_...)")
     if getattr(model.args, "encoder_layerdrop", 0):
         raise InputError("--sequence-parallel-size does not work with --encoder-layerdrop: workers would drop others")
+    if getattr(model.args, "pooling", "first") != "first" or getattr(model.args, "two_towers", False):
+        raise InputError("--sequence-parallel-size needs --pooling first, and one tower: the first token's worker has "
+                         "what a classification sees")  # fmt: skip
     for module in attentions:
         if module.shard_multiple is None:
             name = next(name for name, entry in ATTENTION_REGISTRY.items() if type(module) is entry.cls)

@@ -58,19 +58,7 @@ def test_every_task_is_measured_and_shown(tmp_path, monkeypatch, capsys):
     small = {task: (96, 2, classes, towers) for task, (_, _, classes, towers) in benchmark.TASKS.items()}
     monkeypatch.setattr(benchmark, "TASKS", small)
     out = tmp_path / "t.json"
-    options = [
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-        "--repeats",
-        "1",
-        "--divide",
-        "1",
-        "--no-memory",
-        "--json",
-        str(out),
-    ]
+    options = ["--device", "cpu", "--threads", "1", "--repeats", "1", "--divide", "1", "--no-memory", "--json"]
     assert benchmark.main([*options, str(out), "--attentions", "softmax", "lln_diag", "reformer:hashes=2"]) == 0
     table = lines_of(capsys.readouterr().out)
     assert table["LLN+Diag (paper)"][2:] == ["0.14", "0.30", "0.14", "0.45", "0.31"]
