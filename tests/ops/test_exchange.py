@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import random_padding, random_qkv, relative_rms
@@ -113,6 +114,13 @@ def sent_bytes(group):
     return gather.sent, reduce.sent
 
 
+def merged_with_nothing(group):
+    """What comes out where one worker has no real key for the first head, and none has one for the second."""
+    here = torch.tensor([dist.get_rank(group) == 1, False])
+    top, total = torch.where(here, -200.0, 0.0)[:, None], torch.where(here, 3.0, 0.0)[:, None]
+    return [x.flatten().tolist() for x in Exchange(group).merge_states(top, total, total[..., None] * 7)]
+
+
 def said(function, *args, **kw):
     """The message of an error, and after how many seconds it came."""
     begin = time.monotonic()
@@ -157,6 +165,7 @@ def work(rank, chosen):
             results[case] = compare(case, groups[count])
     if rank < 2:
         results["bytes"] = sent_bytes(groups[2])
+        results["nothing"] = merged_with_nothing(groups[2])
         results["refused"] = refusals(groups[2], others[0])
     dist.barrier()
     results["lost"] = losses(rank, {0: impatient, 2: others[0]})
@@ -191,6 +200,11 @@ def test_what_is_sent_does_not_depend_on_the_number_of_tokens(results):
         gathered, reduced = result["bytes"]
         assert gathered == [forward, forward]
         assert reduced == [moments, backward, moments, backward]
+
+
+def test_a_worker_without_a_real_key_changes_nothing(results):
+    for result in results[:2]:
+        assert result["nothing"] == [[-200.0, 0.0], [3.0, 0.0], [21.0, 0.0]]
 
 
 def test_what_cannot_be_is_refused_in_one_line(results):
