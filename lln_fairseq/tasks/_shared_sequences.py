@@ -12,7 +12,7 @@ from lln_fairseq.sequence_parallel import cut_batch, neighbours
 class SharedSequences:
     """Goes in front of a fairseq task, behind what observes its steps.
 
-    One process, of a training or of an evaluation of its checkpoint, takes sequences as they are.
+    What evaluates a checkpoint, on any number of workers, takes sequences as they are.
     """
 
     _group: Any = None  # the workers that this one shares its sequences with
@@ -22,7 +22,7 @@ class SharedSequences:
         """Raises: InputError for a model that cannot share its sequences."""
         model = super().build_model(*args, **kwargs)
         size = self.cfg.sequence_parallel_size
-        if size > 1 and dist.is_initialized():
+        if size > 1 and dist.is_initialized() and not kwargs.get("from_checkpoint"):
             self._multiple = shard_multiple(model)
             with input_errors():
                 self._group = neighbours(size)

@@ -39,6 +39,7 @@ def cases():
     for function in FUNCTIONS:
         yield "torch", function, (16, 81), True, "given", torch.float64
         yield "torch", function, (16, 81), True, "matched", torch.bfloat16
+        yield "cpu", function, (16, 81), True, "of the batch", torch.float32
         yield "triton", function, (16, 81), True, "given", torch.float32
         yield "triton", function, (16, 2112), False, "given", torch.float32  # in two splits on the second worker
     yield "triton", "lln_diag", (16, 81), False, "matched", torch.bfloat16
@@ -68,7 +69,9 @@ def run(case, tensors, grad, mask, group=None):
     backend, function, *_ = case
     tensors = [x.clone().requires_grad_() for x in tensors]
     q, k, v, *factors = tensors
-    out = FUNCTIONS[function](q, k, v, *(factors or (None, None)), key_padding_mask=mask, backend=backend, group=group)
+    scope = "batch" if case[4] == "of the batch" else "head"
+    kw = dict(key_padding_mask=mask, backend=backend, scope=scope, group=group)
+    out = FUNCTIONS[function](q, k, v, *(factors or (None, None)), **kw)
     grads = torch.autograd.grad(out, tensors, grad)
     if mask is not None:
         out = out.detach().masked_fill(mask[:, None, :, None], 0.0)

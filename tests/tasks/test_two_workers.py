@@ -1,7 +1,6 @@
 """Two workers on one machine: the same metrics and scalars as one, and a resume."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +10,12 @@ from fairseq.logging.progress_bar import _tensorboard_writers
 
 from lln_fairseq.analysis.events import read_curves
 from tests.fairseq_runs import CLASSIFICATION, TRAINING, make_classification, read_log, train
+from tests.workers import free_port
 
 ROOT = Path(__file__).parents[2]
 FAIRSEQ_TRAIN = "import lln_fairseq; lln_fairseq.register(); from fairseq_cli.train import cli_main; cli_main()"
 OPTIONS = (*TRAINING, *CLASSIFICATION, "--criterion", "lln_sentence_prediction", "--user-dir", ROOT / "lln_fairseq",
            "--arch", "lln_roberta_tiny", "--dropout", 0, "--attention-dropout", 0, "--probe-interval", 3)  # fmt: skip
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def start(data, save_dir, *options):
