@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, Attention
 from lln_fairseq.host.errors import InputError, input_errors
 from lln_fairseq.sequence_parallel import cut_batch, neighbours
+
+SEED_FACTOR = 1_000_003  # makes seeds that no other worker or update has
 
 
 class SharedSequences:
@@ -36,6 +39,9 @@ class SharedSequences:
         return super().get_batch_iterator(*args, **kwargs)
 
     def train_step(self, sample: Any, *args: Any, **kwargs: Any) -> tuple:
+        if self._group is not None and (rank := dist.get_rank(self._group)):
+            # fairseq gives all workers the same seed: dropout would be the same in every part of a sequence.
+            torch.manual_seed((torch.initial_seed() * SEED_FACTOR + rank) % 2**63)
         return super().train_step(self._own(sample), *args, **kwargs)
 
     def valid_step(self, sample: Any, *args: Any, **kwargs: Any) -> tuple:

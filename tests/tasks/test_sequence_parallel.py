@@ -24,7 +24,7 @@ from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.sequence_parallel import bounds
-from lln_fairseq.tasks._shared_sequences import shard_multiple
+from lln_fairseq.tasks._shared_sequences import SharedSequences, shard_multiple
 from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, TRAINING, USER_DIR, make_classification, make_corpus, train
 from tests.workers import free_port, run_workers
 
@@ -156,6 +156,30 @@ def test_parts_are_whole_blocks_but_for_the_last(tokens, workers, multiple, leng
     parts = bounds(tokens, workers, multiple)
     assert [end - start for start, end in parts] == lengths
     assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
+
+
+def test_dropout_is_another_in_every_part(monkeypatch):
+    class Step:
+        def train_step(self, sample):
+            return torch.rand(2).tolist()
+
+    class Task(SharedSequences, Step):
+        _group = "a group"
+
+        def _own(self, sample):
+            return sample
+
+    def drawn(rank):
+        """In two batches of an update."""
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+        torch.manual_seed(5)
+        return [Task().train_step({}) for _ in range(2)]
+
+    found = [drawn(rank) for rank in range(3)]
+    assert found == [drawn(rank) for rank in range(3)]
+    assert len({str(values) for worker in found for values in worker}) == 6
+    torch.manual_seed(5)
+    assert found[0] == torch.rand(2, 2).tolist()  # as without groups
 
 
 def model_of(*options):
