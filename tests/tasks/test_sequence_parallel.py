@@ -18,14 +18,25 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.logging.progress_bar import _tensorboard_writers
 from fairseq.options import get_training_parser, parse_args_and_arch
+from omegaconf import OmegaConf
 
 from lln_fairseq import evaluate
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.settings import split_global_batch
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.sequence_parallel import bounds
 from lln_fairseq.tasks._shared_sequences import SharedSequences, shard_multiple
-from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, TRAINING, USER_DIR, make_classification, make_corpus, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    MASKED_LM,
+    TRAINING,
+    USER_DIR,
+    hydra_train,
+    make_classification,
+    make_corpus,
+    train,
+)
 from tests.workers import free_port, run_workers
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +221,25 @@ def test_workers_must_come_in_whole_groups(size, directory, monkeypatch):
     with pytest.raises(InputError, match=f"is {size}, and must be a divisor of the number of workers, 1 "):
         train(monkeypatch, directory / "log-refused", data, directory / "refused", *options,
               "--sequence-parallel-size", size)  # fmt: skip
+
+
+def test_hydra_knows_the_option(directory, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        hydra_train(monkeypatch, f"task.data={directory / 'corpus'}", "model=tiny", "run=cpu",
+                    f"checkpoint.save_dir={directory / 'hydra'}", "task.sequence_parallel_size=2")  # fmt: skip
+    said = "(task.sequence_parallel_size) is 2, and must be a divisor of the number of workers, 1 "
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("wanted", "given", "size", "frequency"), [(32, 4, 4, 4), (4, 4, 2, 1), (6, 4, 3, 1)])
+def test_a_global_batch_is_split_over_groups(wanted, given, size, frequency):
+    """Of four workers, two a sequence."""
+    cfg = OmegaConf.create({
+        "task": {"global_batch": wanted, "sequence_parallel_size": 2}, "dataset": {"batch_size": given},
+        "distributed_training": {"distributed_world_size": 4}, "optimization": {"update_freq": [1]},
+    })  # fmt: skip
+    split_global_batch(cfg)
+    assert (cfg.dataset.batch_size, cfg.optimization.update_freq) == (size, [frequency])
 
 
 def test_a_worker_that_is_killed_ends_the_others_in_one_line(directory):
