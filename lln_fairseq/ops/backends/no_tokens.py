@@ -24,7 +24,8 @@ def backward(
     saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     assert mix.exchange is not None
-    mix.exchange.sum(*_zeros(q))
+    vector, square = _zeros(q)
+    mix.exchange.sum_slopes(square, vector)
     scalars = (torch.zeros_like(alpha) if need else None for need in needed)
     return *(torch.empty_like(x) for x in (q, k, v)), *scalars
 

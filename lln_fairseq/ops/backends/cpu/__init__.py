@@ -192,7 +192,10 @@ def backward(
         _run("backward", mix, views, pointers)
     else:
         _run("backward_queries", mix, views, pointers)
-        shared.copy_(mix.exchange.sum(shared)[0])
+        dstate, g = shared.split((q.shape[-1], 1), dim=2)
+        dstate_of_all, g_of_all = mix.exchange.sum_slopes(dstate, g)
+        dstate.copy_(dstate_of_all)
+        g.copy_(g_of_all)
         _run("backward_keys", mix, views, pointers)
     return dq, dk, dv, dalpha, dbeta, dparameter
 

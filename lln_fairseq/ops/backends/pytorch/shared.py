@@ -47,12 +47,12 @@ def shared_backward(
         (dq,) = targets = run.targets(cut)
         dstate[group], g[group] = queries_backward(run, group, loaded, run.cut(group, per_head), dq, scalars[0])
         run.store(targets, cut)
-    slopes = exchange.sum(dstate, g)
+    slopes = exchange.sum_slopes(dstate, g)
     for group in run.groups:
         loaded, cut = run.load(group, inputs), run.cut(group, grads)
         targets = run.targets(cut)
         keys_backward(run, group, loaded, run.cut(group, per_head), run.cut(group, slopes), targets[1:], scalars[1])
+        targets[0] = run.scratch.load("result0", cut[0])  # which is filled in already
         if run.mix.diag_weight:
-            targets[0] = run.scratch.load("result0", cut[0])
             BlockDiag(run, group).backward(loaded, targets)
-        run.store(targets if run.mix.diag_weight else targets[1:], cut if run.mix.diag_weight else cut[1:])
+        run.store(targets, cut)

@@ -157,7 +157,7 @@ def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor |
         **tile.options,
     )  # fmt: skip
     if exchange is not None:  # the sum over all workers is one split
-        g_sum, dstate_sum = exchange.sum(*(part.sum(dim=1) for part in parts))
+        dstate_sum, g_sum = exchange.sum_slopes(parts[1].sum(dim=1), parts[0].sum(dim=1))
         parts, splits = (g_sum, dstate_sum), 1
     if not final:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
