@@ -40,10 +40,9 @@ PASSES = {
     "diag_out": ("lln_diag", "forward", 64),
     "dstate": ("lln", "both", 64),
     "dkv": ("lln", "both", 64),
-    "diag_bwd": ("lln_diag", "both", 32),
+    "diag_bwd": ("lln_diag", "both", 64),
     "diag_bwd_long": ("lln_diag", "both", 128),
     "joint_out": ("joint_offset", "forward", 64),
-    "joint_rows": ("joint_offset", "both", 64),
     "joint_dq": ("joint_offset", "both", 64),
     "joint_dkv": ("joint_offset", "both", 64),
 }

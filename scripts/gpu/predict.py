@@ -110,16 +110,18 @@ def row(found: dict[str, Any], device: Device, shape: Shape) -> list[str]:
 HEADS = ["", "D", "registers", "shared KB", "warps", "waves", "MB", "instr/byte", "memory", "issue", "MUFU", "of floor"]
 
 
-def launches(arch: int, shape: Shape, mechanism: str) -> list[dict[str, Any]]:
-    """What a forward and backward pass would launch, the kernels that combine splits left out: they are small."""
+def launches(arch: int, shape: Shape, mechanism: str) -> tuple[list[dict[str, Any]], int]:
+    """What a forward and backward pass would launch, the kernels that combine splits left out (they are small), and how
+    many launches there are with them."""
     from scripts.gpu.ahead import compile_only, instructions, resources  # the driver stays in this process
 
     found: list[dict[str, Any]] = []
+    combining: list[str] = []
     large = math.prod(shape)
 
     def compiled(name: str, kernel: Any, grid: Any, positional: tuple, keywords: dict[str, Any]) -> None:
         if "combine" in name:
-            return
+            return combining.append(name)
         tensors = [x for x in positional if isinstance(x, torch.Tensor) and x.numel() >= large]
         found.append(
             {"name": name, **resources(kernel), "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
@@ -133,7 +135,7 @@ def launches(arch: int, shape: Shape, mechanism: str) -> list[dict[str, Any]]:
     alpha, beta = torch.empty(2, shape.batch, shape.heads)
     out = mixture(q, k, v, alpha, beta, None, MIXES[mechanism](alpha), "triton")
     out.backward(torch.empty_like(out))
-    return found
+    return found, len(found) + len(combining)
 
 
 def predict(args: argparse.Namespace) -> None:
@@ -146,8 +148,9 @@ def predict(args: argparse.Namespace) -> None:
     for mechanism in args.mechanisms:
         for dim in args.dims:
             shape = Shape(max(args.tokens // args.length, 1), args.heads, args.length, dim)
-            rows = [row(found, device, shape) for found in launches(args.arch, shape, mechanism)]
-            print(f"\n{aligned([[mechanism, *HEADS[1:]], *rows])}", flush=True)
+            found, count = launches(args.arch, shape, mechanism)
+            rows = [row(each, device, shape) for each in found]
+            print(f"\n{aligned([[mechanism, *HEADS[1:]], *rows])}\n{count} launches forward and backward", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -64,7 +64,7 @@ def test_every_kernel_was_compiled(compiled):
     names = {r["kernel"] for r in compiled}
     assert names == {
         "_lln_state_kernel", "_lln_combine_kernel", "_lln_out_kernel", "_lln_dstate_kernel", "_lln_dcombine_kernel",
-        "_lln_dkv_kernel", "_lln_diag_bwd_kernel", "_joint_out_kernel", "_joint_rows_kernel", "_joint_dq_kernel",
+        "_lln_dkv_kernel", "_lln_diag_bwd_kernel", "_joint_out_kernel", "_joint_dq_kernel",
         "_joint_dstate_kernel", "_joint_dkv_kernel", "_moments_kernel", "_moments_combine_kernel",
     }  # fmt: skip
     assert {(r["arch"], r["dim"], r["dtype"]) for r in compiled} == {

@@ -38,7 +38,7 @@ __all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "
 
 
 def _fill_state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> None:
-    """state: m, s and S as `empty_saved` makes them."""
+    """state: m, log s and S as `empty_saved` makes them."""
     (batch, heads, length, dim), tile = k.shape, tiles_for(k).state
     bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
     parts = state
@@ -104,15 +104,15 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
     saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """7 or 9 passes over N x D, 17 for a joint form."""
+    """7 or 9 passes over N x D, 13 for a joint form."""
     q, k, v = aligned(q, k, v)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # an expanded one, of .sum() say
-    m, s, state = saved
+    m, log_s, state = saved
     alpha, beta, pad = alpha.contiguous(), beta.contiguous(), mask_bytes(mask)
     if mix.joint:
         with device_of(q):
             return joint_backward(q, k, v, pad, alpha, beta, mix, saved, grad, needed)
-    run = _Backward(q, k, v, alpha, beta, pad, mix, m, s, state, grad, needed[0], needed[1])
+    run = _Backward(q, k, v, alpha, beta, pad, mix, m, log_s, state, grad, needed[0], needed[1])
     with device_of(q):
         return *(_lln_diag_backward if mix.diag_weight else _lln_backward)(run), None
 
@@ -132,7 +132,7 @@ class _Backward(NamedTuple):
     pad: Tensor | None
     mix: Mixture
     m: Tensor
-    s: Tensor
+    log_s: Tensor
     state: Tensor
     do: Tensor
     needs_alpha: bool
@@ -141,7 +141,7 @@ class _Backward(NamedTuple):
 
 def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """g (B H, D) float32 and c dS / s (B H, D, D) of backward_kernels.py; with dq: filled in, and dα (B H,)."""
-    q, do, s, state, share = run.q, run.do, run.s, run.state, run.mix.lln_weight
+    q, do, log_s, state, share = run.q, run.do, run.log_s, run.state, run.mix.lln_weight
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).dstate
     bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
     g, dstate, exchange = workspace(q, bh, dim), torch.empty_like(state), run.mix.exchange
@@ -150,7 +150,7 @@ def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor |
     dalpha = workspace(q, bh, splits) if dq is not None and run.needs_alpha else None
     out = q if dq is None else dq
     backward_kernels._lln_dstate_kernel[bh, splits](
-        q, do, run.pad, run.alpha, run.m, s, state, *parts, dq, dalpha, *strides(q), *strides(do), *strides(out),
+        q, do, run.pad, run.alpha, run.m, log_s, state, *parts, dq, dalpha, *strides(q), *strides(do), *strides(out),
         heads, length, tokens,
         SHARE=share, WRITE_DQ=dq is not None, WRITE_DALPHA=dalpha is not None, FINAL=final,
         D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=run.pad is not None, **dot_options(q),
@@ -161,7 +161,7 @@ def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor |
         parts, splits = (g_sum, dstate_sum), 1
     if not final:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
-            *parts, s, state, g, dstate, length, splits, SHARE=share, D=dim, COLS=256, ROWS=16, num_warps=4
+            *parts, log_s, state, g, dstate, length, splits, SHARE=share, D=dim, COLS=256, ROWS=16, num_warps=4
         )
     return g, dstate, dalpha
 
@@ -172,7 +172,7 @@ def _summed(partial: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def _lln_backward(run: _Backward) -> Sequence[Tensor | None]:
-    q, k, v, alpha, beta, pad, _, m, s, *_ = run
+    q, k, v, alpha, beta, pad, _, m, log_s, *_ = run
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).dkv
     dq, dk, dv = empty_results(q, k, v)
     g, dstate, dalpha = _dstate(run, dq)
@@ -180,7 +180,7 @@ def _lln_backward(run: _Backward) -> Sequence[Tensor | None]:
     grid = (batch * heads, triton.cdiv(length, chunk))
     dbeta = workspace(q, *grid) if run.needs_beta else None
     backward_kernels._lln_dkv_kernel[grid](
-        k, v, pad, beta, m, s, g, dstate, dk, dv, dbeta, *strides(q), *strides(dk), heads, length,
+        k, v, pad, beta, m, log_s, g, dstate, dk, dv, dbeta, *strides(q), *strides(dk), heads, length,
         WRITE_DBETA=dbeta is not None, CHUNK=chunk, D=dim, ROWS=tile.rows, SLICE=min(dim, 64),
         HAS_PAD=pad is not None, **dot_options(q), **tile.options,
     )  # fmt: skip
@@ -188,7 +188,7 @@ def _lln_backward(run: _Backward) -> Sequence[Tensor | None]:
 
 
 def _lln_diag_backward(run: _Backward) -> Sequence[Tensor | None]:
-    q, k, v, alpha, beta, pad, mix, m, s, state, do, *_ = run
+    q, k, v, alpha, beta, pad, mix, m, log_s, state, do, *_ = run
     (batch, heads, length, dim), tile = q.shape, tiles_for(q).diag_bwd
     if mix.block_size > tile.rows:
         tile = tiles_for(q).diag_bwd_long
@@ -200,7 +200,7 @@ def _lln_diag_backward(run: _Backward) -> Sequence[Tensor | None]:
     dalpha, dbeta = (workspace(q, *grid), workspace(q, *grid)) if wanted else (None, None)
     statistics = workspace(q, 2, batch * heads, length) if chunk > tile.rows else (None, None)
     diag_backward_kernels._lln_diag_bwd_kernel[grid](
-        q, k, v, do, pad, alpha, beta, m, s, state, g, dstate, mix.seed, *statistics, dq, dk, dv, dalpha, dbeta,
+        q, k, v, do, pad, alpha, beta, m, log_s, state, g, dstate, mix.seed, *statistics, dq, dk, dv, dalpha, dbeta,
         *strides(q), *strides(do), *strides(dq), heads, length,
         SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk, WRITE_AB=wanted,
         D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **dot_options(q),
@@ -214,7 +214,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
 
 
 def empty_saved(q: Tensor, mix: Mixture) -> tuple[Tensor, Tensor, Tensor]:
-    """m, s (B H, D) float32 and S (B H, D, D) in the dtype of q: see forward_kernels.py."""
+    """m, log s (B H, D) float32 and S (B H, D, D) in the dtype of q: see forward_kernels.py."""
     bh, dim = q.shape[0] * q.shape[1], q.shape[3]
     return workspace(q, bh, dim), workspace(q, bh, dim), q.new_empty(bh, dim, dim)
 

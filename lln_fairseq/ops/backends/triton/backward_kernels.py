@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from lln_fairseq.ops.backends.triton.forward_kernels import (
+    LOG2E,
     _features,
     _log_normaliser,
     _offset,
@@ -30,16 +31,9 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
 
 
 @triton.jit
-def _state_scale(b_s, N):
-    """c = 2^⌊log2(min_d s_d / √N)⌋ (s is 0 in every feature or in none)."""
-    smallest = tl.min(tl.where(b_s > 0, b_s, 1.0), 0)
-    return tl.exp2(tl.floor(tl.log2(smallest) - 0.5 * tl.log2(N.to(tl.float32))))
-
-
-@triton.jit
-def _inverse(b_s):
-    """1 / s, and 0 where s = 0."""
-    return tl.where(b_s > 0, 1.0 / tl.where(b_s > 0, b_s, 1.0), 0.0)
+def _state_scale(b_log_s, N):
+    """c = 2^⌊log2(min_d s_d / √N)⌋."""
+    return tl.exp2(tl.floor(tl.min(b_log_s, 0) - 0.5 * tl.log2(N.to(tl.float32))))
 
 
 @triton.jit
@@ -54,7 +48,7 @@ def _rounding(b_x, p):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def _lln_dstate_kernel(
-    q, do, pad, alpha, m, s, S, g, dS, dq, dalpha,
+    q, do, pad, alpha, m, log_s, S, g, dS, dq, dalpha,
     stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n,
     H, N, T,
     SHARE: tl.constexpr, WRITE_DQ: tl.constexpr, WRITE_DALPHA: tl.constexpr, FINAL: tl.constexpr,
@@ -76,7 +70,7 @@ def _lln_dstate_kernel(
     o_d = tl.arange(0, D)
     o_dd = o_d[:, None] * D + o_d[None, :]
     b_alpha = tl.load(alpha + i_bh)
-    b_l = _log_normaliser(m, s, i_bh, D)
+    b_l = _log_normaliser(m, log_s, i_bh, D)
     # (D, D)
     if SLICE == D:
         b_ST = tl.trans(tl.load(S + i_bh * D * D + o_dd)).to(DOT)
@@ -98,8 +92,9 @@ def _lln_dstate_kernel(
         else:
             p_tile = p_do + i_t.to(tl.int64) * stride_do_n
             b_da = _times_state_transposed(
-                p_tile, i_t + tl.arange(0, ROWS) < end, S + i_bh * D * D, stride_do_n, D, ROWS, SLICE, DOT, PRECISION
-            )
+                tl.zeros([ROWS, D], tl.float32), p_tile, i_t + tl.arange(0, ROWS) < end, S + i_bh * D * D, stride_do_n,
+                D, ROWS, SLICE, DOT, PRECISION,
+            )  # fmt: skip
         # (ROWS,)
         b_delta = tl.sum(b_a * b_da, 1)
         b_dx = b_a * (b_da - b_delta[:, None])
@@ -113,11 +108,11 @@ def _lln_dstate_kernel(
             tl.store(p_dq, (b_alpha * b_dx).to(dq.dtype.element_ty), mask=inside)
 
     if FINAL:
-        b_s = tl.load(s + i_bh * D + o_d)
-        scale = _state_scale(b_s, N)
-        b_dS *= (_inverse(b_s) * (SHARE * scale))[:, None]
+        b_log_s = tl.load(log_s + i_bh * D + o_d)
+        scale, b_inverse = _state_scale(b_log_s, N), tl.exp2(-b_log_s)
+        b_dS *= (b_inverse * (SHARE * scale))[:, None]
         b_S = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
-        b_g = b_g * (_inverse(b_s) * SHARE) + tl.sum(b_S * _rounding(b_dS, dS), 1) / scale
+        b_g = b_g * (b_inverse * SHARE) + tl.sum(b_S * _rounding(b_dS, dS), 1) / scale
     tl.store(g + i_out * D + o_d, b_g)
     tl.store(dS + i_out * D * D + o_dd, b_dS.to(dS.dtype.element_ty))
     if WRITE_DALPHA:
@@ -126,7 +121,7 @@ def _lln_dstate_kernel(
 
 @triton.jit(do_not_specialize=["N", "SPLITS"])
 def _lln_dcombine_kernel(
-    part_g, part_dS, s, S, g, dS, N, SPLITS,
+    part_g, part_dS, log_s, S, g, dS, N, SPLITS,
     SHARE: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dS = SHARE c / s Σ_i dS_i and g = SHARE / s Σ_i g_i over the splits i; grid and tiles of _lln_combine_kernel."""
@@ -142,8 +137,8 @@ def _lln_dcombine_kernel(
         b_g += tl.sum(tl.load(p_g + o_s * D, mask=o_s < SPLITS, other=0.0), 0)
         b_dS += tl.sum(tl.load(p_dS + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
 
-    c = _state_scale(tl.load(s + i_bh * D + tl.arange(0, D)), N)
-    b_inverse = _inverse(tl.load(s + i_bh * D + o_c // D))
+    c = _state_scale(tl.load(log_s + i_bh * D + tl.arange(0, D)), N)
+    b_inverse = tl.exp2(-tl.load(log_s + i_bh * D + o_c // D))
     b_dS *= b_inverse * (SHARE * c)
     tl.store(dS + i_bh * D * D + o_c, b_dS.to(dS.dtype.element_ty))
     # every element of a row of S holds that row's g: their mean, plus the sum of what rounding adds
@@ -154,25 +149,30 @@ def _lln_dcombine_kernel(
 
 @triton.jit
 def _exp_below_1(b_x):
-    """e^x of x <= 0; what rounding has left above 0, where x is a difference of large numbers, counts as 0."""
-    return tl.exp(tl.where(b_x > 0, 0.0, b_x))
+    """2^x of x <= 0; what rounding has left above 0, where x is a difference of large numbers, counts as 0."""
+    return tl.exp2(tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _exp_keys_of(b_k, real, b_beta, b_m):
+    """W = exp(βk - m), float32, 0 in padded rows."""
+    b_y = (b_beta * LOG2E) * b_k.to(tl.float32) - b_m[None, :]
+    return tl.where(real[:, None], _exp_below_1(b_y), 0.0)
 
 
 @triton.jit
 def _exp_keys(p_k, o_f, real, b_beta, p_m, stride_n, ROWS: tl.constexpr):
-    """W = exp(βk - m) of a tile's features o_f, float32; 0 in padded rows."""
+    """W of a tile's features o_f."""
     p_k = p_k + tl.arange(0, ROWS)[:, None] * stride_n + o_f[None, :]
-    b_y = b_beta * tl.load(p_k, mask=real[:, None], other=0.0).to(tl.float32)
-    return _exp_below_1(tl.where(real[:, None], b_y, float("-inf")) - tl.load(p_m + o_f)[None, :])
+    return _exp_keys_of(tl.load(p_k, mask=real[:, None], other=0.0), real, b_beta, tl.load(p_m + o_f))
 
 
 @triton.jit
 def _keys_times_state(
-    p_k, real, b_beta, p_m, p_S, stride_n,
+    b_o, p_k, real, b_beta, p_m, p_S, stride_n,
     D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W S, (ROWS, D) float32, SLICE features of W at a time: of a wide state only a part is in registers."""
-    b_o = tl.zeros([ROWS, D], tl.float32)
+    """b_o + W S, (ROWS, D) float32, SLICE features of W at a time: of a wide state only a part is in registers."""
     for i_f in range(0, D, SLICE):
         o_f = i_f + tl.arange(0, SLICE)
         b_w = _exp_keys(p_k, o_f, real, b_beta, p_m, stride_n, ROWS)
@@ -183,11 +183,10 @@ def _keys_times_state(
 
 @triton.jit
 def _times_state_transposed(
-    p_x, real, p_S, stride_n,
+    b_o, p_x, real, p_S, stride_n,
     D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x Sᵀ, (ROWS, D) float32, SLICE features of x at a time."""
-    b_o = tl.zeros([ROWS, D], tl.float32)
+    """b_o + x Sᵀ, (ROWS, D) float32, SLICE features of x at a time."""
     for i_f in range(0, D, SLICE):
         o_f = i_f + tl.arange(0, SLICE)
         b_x = tl.load(p_x + tl.arange(0, ROWS)[:, None] * stride_n + o_f[None, :], mask=real[:, None], other=0.0)
@@ -198,7 +197,7 @@ def _times_state_transposed(
 
 @triton.jit(do_not_specialize=["N"])
 def _lln_dkv_kernel(
-    k, v, pad, beta, m, s, g, dS, dk, dv, dbeta,
+    k, v, pad, beta, m, log_s, g, dS, dk, dv, dbeta,
     stride_b, stride_h, stride_n, stride_out_b, stride_out_h, stride_out_n, H, N,
     WRITE_DBETA: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr,
@@ -211,7 +210,7 @@ def _lln_dkv_kernel(
     o_d = tl.arange(0, D)
     b_beta = tl.load(beta + i_bh)
     b_g = tl.load(g + i_bh * D + o_d)
-    unscale = 1.0 / _state_scale(tl.load(s + i_bh * D + o_d), N)
+    unscale = 1.0 / _state_scale(tl.load(log_s + i_bh * D + o_d), N)
     b_dbeta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
         i_t = i_c * CHUNK + i_r
@@ -220,12 +219,13 @@ def _lln_dkv_kernel(
         inside = (o_k < N)[:, None]
         p_k = k + offset + i_t.to(tl.int64) * stride_n
         p_v = v + offset + i_t.to(tl.int64) * stride_n
+        b_zero = tl.zeros([ROWS, D], tl.float32)
         b_dv = unscale * _keys_times_state(
-            p_k, real, b_beta, m + i_bh * D, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION
+            b_zero, p_k, real, b_beta, m + i_bh * D, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION
         )
         tl.store(_rows(dv + offset_out, i_t, stride_out_n, ROWS, D), b_dv.to(dv.dtype.element_ty), mask=inside)
         # (ROWS, D)
-        b_dw = _times_state_transposed(p_v, real, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION)
+        b_dw = _times_state_transposed(b_zero, p_v, real, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION)
         b_dy = _exp_keys(p_k, o_d, real, b_beta, m + i_bh * D, stride_n, ROWS) * (unscale * b_dw - b_g[None, :])
         b_dk = b_beta * b_dy
         tl.store(_rows(dk + offset_out, i_t, stride_out_n, ROWS, D), b_dk.to(dk.dtype.element_ty), mask=inside)

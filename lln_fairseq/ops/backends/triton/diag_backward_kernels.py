@@ -18,9 +18,12 @@ from lln_fairseq.ops.backends.triton.backward_kernels import (
     _times_state_transposed,
 )
 from lln_fairseq.ops.backends.triton.forward_kernels import (
+    LOG2E,
     _dropout_scale,
     _features,
+    _inverse,
     _log_normaliser,
+    _log_sum,
     _offset,
     _real_keys,
     _rows,
@@ -47,15 +50,15 @@ def _diag_dq(
         b_k = tl.load(_rows(k, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_v = tl.load(_rows(v, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         # (queries, keys)
-        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION) * SCALE
+        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION)
         b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
         b_dp = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
         if DROPOUT > 0:
             b_dp *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
-        b_p, b_shrink, b_m, b_l = _softmax_step(b_x, b_m, b_l)
+        b_p, b_shrink, b_m, b_l = _softmax_step(b_x, b_m, b_l, SCALE)
         b_delta = b_delta * b_shrink + tl.sum(b_p * b_dp, 1)
-    b_delta = tl.where(b_l > 0, b_delta / tl.where(b_l > 0, b_l, 1.0), 0.0)
-    b_lse = tl.where(b_l > 0, b_m + tl.log(tl.where(b_l > 0, b_l, 1.0)), 0.0)
+    b_delta *= _inverse(b_l)
+    b_lse = _log_sum(b_m, b_l)
 
     b_dq = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
@@ -63,19 +66,19 @@ def _diag_dq(
         real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
         b_k = tl.load(_rows(k, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_v = tl.load(_rows(v, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION) * SCALE
+        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION)
         b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
         b_dp = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
         if DROPOUT > 0:
             b_dp *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
-        b_dx = _exp_below_1(b_x - b_lse[:, None]) * (b_dp - b_delta[:, None])
+        b_dx = _exp_below_1(b_x * (SCALE * LOG2E) - b_lse[:, None]) * (b_dp - b_delta[:, None])
         b_dq = tl.dot(b_dx.to(DOT), b_k.to(DOT), acc=b_dq, input_precision=PRECISION)
     return b_dq, b_lse, b_delta
 
 
 @triton.jit(do_not_specialize=["N"])
 def _lln_diag_bwd_kernel(
-    q, k, v, do, pad, alpha, beta, m, s, S, g, dS, seed, lse, delta, dq, dk, dv, dalpha, dbeta,
+    q, k, v, do, pad, alpha, beta, m, log_s, S, g, dS, seed, lse, delta, dq, dk, dv, dalpha, dbeta,
     stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n, H, N,
     SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WRITE_AB: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr,
@@ -97,7 +100,6 @@ def _lln_diag_bwd_kernel(
     o_d = tl.arange(0, D)
 
     b_alpha = tl.load(alpha + i_bh)
-    b_l = _log_normaliser(m, s, i_bh, D)
     b_lse = tl.zeros([ROWS], tl.float32)
     b_delta = tl.zeros([ROWS], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
@@ -116,12 +118,13 @@ def _lln_diag_bwd_kernel(
             SCALE, DROPOUT, BLOCK, CHUNK, D, ROWS, HAS_PAD, DOT, PRECISION,
         )  # fmt: skip
         b_da = _times_state_transposed(
-            p_do + i_t.to(tl.int64) * stride_do_n, inside, S + i_bh * D * D, stride_do_n, D, ROWS, SLICE, DOT, PRECISION
-        )
+            tl.zeros([ROWS, D], tl.float32), p_do + i_t.to(tl.int64) * stride_do_n, inside, S + i_bh * D * D,
+            stride_do_n, D, ROWS, SLICE, DOT, PRECISION,
+        )  # fmt: skip
         if HAS_PAD:
             b_lse = tl.where(usable, b_lse, float("inf"))  # no weight for a query that cannot be used
         b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
-        b_a = _features(b_q, b_alpha, b_l)
+        b_a = _features(b_q, b_alpha, _log_normaliser(m, log_s, i_bh, D))
         b_dx = 0.5 * b_a * (b_da - tl.sum(b_a * b_da, 1)[:, None])
         b_dq = b_alpha * b_dx + (0.5 * SCALE) * b_dq
         p_dq = _rows(dq + offset_out, i_t, stride_out_n, ROWS, D)
@@ -137,8 +140,8 @@ def _lln_diag_bwd_kernel(
         tl.debug_barrier()  # the statistics just stored are read by other threads of this program below
 
     b_beta = tl.load(beta + i_bh)
-    b_g = tl.load(g + i_bh * D + o_d)
-    unscale = 1.0 / _state_scale(tl.load(s + i_bh * D + o_d), N)
+    scale = _state_scale(tl.load(log_s + i_bh * D + o_d), N)
+    unscale = 1.0 / scale
     b_sum = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
         i_t = start + i_r
@@ -162,28 +165,31 @@ def _lln_diag_bwd_kernel(
             b_do = tl.load(_rows(p_do, start + i_j, stride_do_n, ROWS, D), mask=(o_q < end)[:, None], other=0.0)
             if CHUNK > ROWS:
                 b_delta = tl.load(delta + i_bh * N + o_q, mask=o_q < end, other=0.0)
-            # (keys, queries)
-            b_x = tl.dot(b_k.to(DOT), tl.trans(b_q.to(DOT)), input_precision=PRECISION) * SCALE
-            b_x = tl.where(_same_block(o_q[None, :], o_k[:, None], real[:, None], BLOCK, CHUNK), b_x, float("-inf"))
-            b_p = _exp_below_1(b_x - b_lse[None, :])
-            b_dp = tl.dot(b_v.to(DOT), tl.trans(b_do.to(DOT)), input_precision=PRECISION)
+            # (queries, keys), not transposed: then a thread needs the statistics of few queries
+            b_x = tl.dot(b_q.to(DOT), tl.trans(b_k.to(DOT)), input_precision=PRECISION)
+            b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+            b_p = _exp_below_1(b_x * (SCALE * LOG2E) - b_lse[:, None])
+            b_dp = tl.dot(b_do.to(DOT), tl.trans(b_v.to(DOT)), input_precision=PRECISION)
             b_pd = b_p
             if DROPOUT > 0:
-                b_keep = _dropout_scale(seed, i_bh, o_q[None, :], o_k[:, None], DROPOUT)
+                b_keep = _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
                 b_dp *= b_keep
                 b_pd = b_p * b_keep
-            b_dvd = tl.dot(b_pd.to(DOT), b_do.to(DOT), acc=b_dvd, input_precision=PRECISION)
-            b_dx = b_p * (b_dp - b_delta[None, :])
-            b_dkd = tl.dot(b_dx.to(DOT), b_q.to(DOT), acc=b_dkd, input_precision=PRECISION)
+            b_dvd = tl.dot(tl.trans(b_pd.to(DOT)), b_do.to(DOT), acc=b_dvd, input_precision=PRECISION)
+            b_dx = b_p * (b_dp - b_delta[:, None])
+            b_dkd = tl.dot(tl.trans(b_dx.to(DOT)), b_q.to(DOT), acc=b_dkd, input_precision=PRECISION)
         p_k = k + offset + i_t.to(tl.int64) * stride_n
         p_v = v + offset + i_t.to(tl.int64) * stride_n
-        b_dv = _keys_times_state(
-            p_k, real, b_beta, m + i_bh * D, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION
-        )
-        b_dv = unscale * b_dv + 0.5 * b_dvd
+        b_dv = unscale * _keys_times_state(
+            (0.5 * scale) * b_dvd, p_k, real, b_beta, m + i_bh * D, dS + i_bh * D * D, stride_n,
+            D, ROWS, SLICE, DOT, PRECISION,
+        )  # fmt: skip
         tl.store(_rows(dv + offset_out, i_t, stride_out_n, ROWS, D), b_dv.to(dv.dtype.element_ty), mask=inside)
-        b_dw = _times_state_transposed(p_v, real, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION)
-        b_dy = _exp_keys(p_k, o_d, real, b_beta, m + i_bh * D, stride_n, ROWS) * (unscale * b_dw - b_g[None, :])
+        b_dw = _times_state_transposed(
+            tl.zeros([ROWS, D], tl.float32), p_v, real, dS + i_bh * D * D, stride_n, D, ROWS, SLICE, DOT, PRECISION
+        )
+        b_dw = unscale * b_dw - tl.load(g + i_bh * D + o_d)[None, :]
+        b_dy = _exp_keys(p_k, o_d, real, b_beta, m + i_bh * D, stride_n, ROWS) * b_dw
         b_dkd = b_beta * b_dy + (0.5 * SCALE) * b_dkd
         tl.store(_rows(dk + offset_out, i_t, stride_out_n, ROWS, D), b_dkd.to(dk.dtype.element_ty), mask=inside)
         if WRITE_AB:

@@ -2,13 +2,17 @@
 
 Per (batch, head), with W_jd = exp(βk_jd - m_d), m_d = max_j βk_jd, s_d = Σ_j W_jd over the real keys and L = m + log s:
 
-    _lln_state_kernel     k, v -> m, s, S = Wᵀv / s                  one program per split of the tokens
+    _lln_state_kernel     k, v -> m, log s, S = Wᵀv / s              one program per split of the tokens
     _lln_combine_kernel   joins the splits (launched only when there are several)
     _lln_out_kernel       q (and the block's k, v) -> out = softmax_d(αq + L) S, or ½ (that + block-diagonal softmax)
 
 k and v are read once or twice, q once, out is written once. W stays unnormalised, in [0, 1]: a normalised W is about
 1/N, which half precision holds badly. Sums and everything that enters an exponential are float32; only operands of
 `tl.dot` are rounded, to DOT. Reductions have a fixed order and nothing is atomic: results repeat bit for bit.
+
+Every logarithm and exponent is to base 2, m and log s in memory too: e^x = 2^(x log2 e) is one instruction of the
+device, whose `tl.exp` takes five, and α, β and the scores are scaled by log2 e in a product that is there anyway.
+Without a real key m and log s are 0.
 
 Names: b_ block in registers, p_ pointers, i_ index; bh runs over batch x head. Pointers to q, k, v share one set of
 strides. Row indices are int64 before they meet a stride, so N = 2**20 with any layout is addressed right.
@@ -18,6 +22,8 @@ strides. Row indices are int64 before they meet a stride, so N = 2**20 with any 
 
 import triton
 import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -54,19 +60,18 @@ def _usable(b_q, pad, i_b, rows, end, N, HAS_PAD: tl.constexpr):
 
 
 @triton.jit
-def _log_normaliser(m, s, i_bh, D: tl.constexpr):
-    """L = m + log s, (D,); 0 where there is no real key (S and W are 0 there, so L only has to be finite)."""
-    b_m = tl.load(m + i_bh * D + tl.arange(0, D))
-    b_s = tl.load(s + i_bh * D + tl.arange(0, D))
-    return tl.where(b_s > 0, b_m + tl.log(tl.where(b_s > 0, b_s, 1.0)), 0.0)
+def _log_normaliser(m, log_s, i_bh, D: tl.constexpr):
+    """L = m + log s, (D,)."""
+    o_d = i_bh * D + tl.arange(0, D)
+    return tl.load(m + o_d) + tl.load(log_s + o_d)
 
 
 @triton.jit
 def _features(b_q, alpha, b_l):
     """A = softmax over the features of αq + L, (ROWS, D), float32."""
-    b_x = alpha * b_q.to(tl.float32) + b_l[None, :]
-    b_e = tl.exp(b_x - tl.max(b_x, 1)[:, None])
-    return b_e / tl.sum(b_e, 1)[:, None]
+    b_x = (alpha * LOG2E) * b_q.to(tl.float32) + b_l[None, :]
+    b_e = tl.exp2(b_x - tl.max(b_x, 1)[:, None])
+    return b_e * (1.0 / tl.sum(b_e, 1))[:, None]
 
 
 @triton.jit
@@ -80,13 +85,33 @@ def _dropout_scale(seed, i_bh, i_query, i_key, P: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(b_x, b_top, b_sum):
-    """A softmax over keys that come in parts: e^(x - max) of this part (queries, keys), by which what was summed with
-    earlier parts shrinks, the new maximum and the new sum (queries,)."""
-    b_new = tl.maximum(b_top, tl.max(b_x, 1))
-    b_shrink = tl.exp(b_top - b_new)
-    b_x = tl.exp(b_x - b_new[:, None])
+def _softmax_step(b_x, b_top, b_sum, SCALE: tl.constexpr):
+    """A softmax over keys that come in parts, of x · SCALE: 2^(x log2 e · SCALE - max) of this part (queries, keys), by
+    which what was summed with earlier parts shrinks, the new maximum and the new sum (queries,)."""
+    b_new = tl.maximum(b_top, tl.max(b_x, 1) * (SCALE * LOG2E))
+    b_shrink = tl.exp2(b_top - b_new)
+    b_x = tl.exp2(b_x * (SCALE * LOG2E) - b_new[:, None])
     return b_x, b_shrink, b_new, b_sum * b_shrink + tl.sum(b_x, 1)
+
+
+@triton.jit
+def _inverse(b_sum):
+    """1 / Σ, and 0 where nothing was summed."""
+    return tl.where(b_sum > 0, 1.0 / tl.where(b_sum > 0, b_sum, 1.0), 0.0)
+
+
+@triton.jit
+def _log_sum(b_top, b_sum):
+    """log Σ 2^x of a softmax, 0 without a key."""
+    return tl.where(b_sum > 0, b_top + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), 0.0)
+
+
+@triton.jit
+def _finished_state(b_m, b_s):
+    """m and log s as they are kept, both 0 without a real key, and 1 / s."""
+    b_some = b_s > 0
+    b_s = tl.where(b_some, b_s, 1.0)
+    return tl.where(b_some, b_m, 0.0), tl.log2(b_s), 1.0 / b_s
 
 
 @triton.jit
@@ -100,22 +125,22 @@ def _same_block(i_query, i_key, real, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def _lln_state_kernel(
-    k, v, pad, beta, m, s, S, stride_b, stride_h, stride_n, H, N, T,
+    k, v, pad, beta, m, log_s, S, stride_b, stride_h, stride_n, H, N, T,
     D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, FINAL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """m_d = max_j βk_jd, s_d = Σ_j W_jd and Wᵀv over tokens [i_s T, (i_s + 1) T), the maximum rescaled online.
 
-    grid (B H, splits); m, s: (B H, splits, D) float32; S: (B H, splits, D, D). FINAL (one split): S is divided by s.
+    grid (B H, splits); m, s: (B H, splits, D) float32; S: (B H, splits, D, D). FINAL (one split): log s, and S / s.
     """
     i_bh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_out = i_bh * tl.num_programs(1) + i_s
     offset = _offset(i_bh, stride_b, stride_h, H)
-    b_beta = tl.load(beta + i_bh)
+    b_beta = tl.load(beta + i_bh) * LOG2E
     start = i_s * T
     end = tl.minimum(start + T, N)
 
-    # -1e30 and not -inf: a tile without a real key must give exp(-inf - m) = 0 and not exp(-inf + inf)
+    # -1e30 and not -inf: a tile without a real key must give 2^(-inf - m) = 0 and not 2^(-inf + inf)
     b_m = tl.full([D], -1e30, tl.float32)
     b_s = tl.zeros([D], tl.float32)
     b_S = tl.zeros([D, D], tl.float32)
@@ -128,27 +153,28 @@ def _lln_state_kernel(
         b_y = tl.where(real[:, None], b_beta * b_k.to(tl.float32), float("-inf"))
         # (D,)
         b_new = tl.maximum(b_m, tl.max(b_y, 0))
-        b_shrink = tl.exp(b_m - b_new)
+        b_shrink = tl.exp2(b_m - b_new)
         b_m = b_new
-        b_w = tl.exp(b_y - b_m[None, :])
+        b_w = tl.exp2(b_y - b_m[None, :])
         b_s = b_s * b_shrink + tl.sum(b_w, 0)
         # (D, D)
         b_S = tl.dot(tl.trans(b_w.to(DOT)), b_v.to(DOT), acc=b_S * b_shrink[:, None], input_precision=PRECISION)
 
     o_d = tl.arange(0, D)
     if FINAL:
-        b_S = b_S * tl.where(b_s > 0, 1.0 / tl.where(b_s > 0, b_s, 1.0), 0.0)[:, None]
+        b_m, b_s, b_inverse = _finished_state(b_m, b_s)
+        b_S = b_S * b_inverse[:, None]
     tl.store(m + i_out * D + o_d, b_m)
-    tl.store(s + i_out * D + o_d, b_s)
+    tl.store(log_s + i_out * D + o_d, b_s)
     tl.store(S + i_out * D * D + o_d[:, None] * D + o_d[None, :], b_S.to(S.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["SPLITS"])
 def _lln_combine_kernel(
-    part_m, part_s, part_S, m, s, S, SPLITS,
+    part_m, part_s, part_S, m, log_s, S, SPLITS,
     D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """m = max m_i, s = Σ s_i e^{m_i - m}, S = Σ S_i e^{m_i - m} / s over the splits i, ROWS of them at a time.
+    """m = max m_i, s = Σ s_i 2^{m_i - m}, S = Σ S_i 2^{m_i - m} / s over the splits i, ROWS of them at a time.
 
     grid (B H, D² / COLS): a program owns COLS neighbouring elements of the flattened S, with the m and s of their rows.
     """
@@ -166,15 +192,15 @@ def _lln_combine_kernel(
     for i_s in range(0, SPLITS, ROWS):
         o_s = (i_s + tl.arange(0, ROWS))[:, None]
         # (ROWS, COLS)
-        b_shrink = tl.exp(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=-1e30) - b_m[None, :])
+        b_shrink = tl.exp2(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=-1e30) - b_m[None, :])
         b_s += tl.sum(b_shrink * tl.load(part_s + p_vector + o_s * D, mask=o_s < SPLITS, other=0.0), 0)
         b_S += tl.sum(b_shrink * tl.load(p_matrix + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
 
-    b_S = b_S * tl.where(b_s > 0, 1.0 / tl.where(b_s > 0, b_s, 1.0), 0.0)
-    tl.store(S + i_bh * D * D + o_c, b_S.to(S.dtype.element_ty))
+    b_m, b_log, b_inverse = _finished_state(b_m, b_s)
+    tl.store(S + i_bh * D * D + o_c, (b_S * b_inverse).to(S.dtype.element_ty))
     first = o_c % D == 0
     tl.store(m + i_bh * D + o_c // D, b_m, mask=first)
-    tl.store(s + i_bh * D + o_c // D, b_s, mask=first)
+    tl.store(log_s + i_bh * D + o_c // D, b_log, mask=first)
 
 
 @triton.jit
@@ -195,18 +221,20 @@ def _diag_rows(
         b_k = tl.load(_rows(k, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_v = tl.load(_rows(v, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         # (queries, keys)
-        b_x = tl.dot(b_q.to(DOT), tl.trans(b_k.to(DOT)), input_precision=PRECISION) * SCALE
+        b_x = tl.dot(b_q.to(DOT), tl.trans(b_k.to(DOT)), input_precision=PRECISION)
         b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
-        b_p, b_shrink, b_m, b_l = _softmax_step(b_x, b_m, b_l)
+        b_p, b_shrink, b_m, b_l = _softmax_step(b_x, b_m, b_l, SCALE)
         if DROPOUT > 0:
             b_p *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
-        b_o = tl.dot(b_p.to(DOT), b_v.to(DOT), acc=b_o * b_shrink[:, None], input_precision=PRECISION)
-    return b_o * tl.where(b_l > 0, 1.0 / tl.where(b_l > 0, b_l, 1.0), 0.0)[:, None]
+        if CHUNK > ROWS:  # else there is no earlier part
+            b_o *= b_shrink[:, None]
+        b_o = tl.dot(b_p.to(DOT), b_v.to(DOT), acc=b_o, input_precision=PRECISION)
+    return b_o * _inverse(b_l)[:, None]
 
 
 @triton.jit(do_not_specialize=["N"])
 def _lln_out_kernel(
-    q, k, v, pad, alpha, m, s, S, seed, out,
+    q, k, v, pad, alpha, m, log_s, S, seed, out,
     stride_b, stride_h, stride_n, stride_out_b, stride_out_h, stride_out_n, H, N,
     SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -224,7 +252,7 @@ def _lln_out_kernel(
 
     o_d = tl.arange(0, D)
     b_alpha = tl.load(alpha + i_bh)
-    b_l = _log_normaliser(m, s, i_bh, D)
+    b_l = _log_normaliser(m, log_s, i_bh, D)
     # (D, D)
     b_S = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
     for i_r in range(0, CHUNK, ROWS):

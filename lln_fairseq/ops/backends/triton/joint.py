@@ -1,4 +1,4 @@
-"""Host side of the joint forms' Triton kernels: 6 passes over N x D forward, 17 backward."""
+"""Host side of the joint forms' Triton kernels: 6 passes over N x D forward, 13 backward."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from lln_fairseq.ops.backends import Mixture
-from lln_fairseq.ops.backends.triton import backward_kernels, joint_backward_kernels, joint_kernels, joint_row_kernels
+from lln_fairseq.ops.backends.triton import backward_kernels, joint_backward_kernels, joint_kernels, joint_query_kernels
 from lln_fairseq.ops.backends.triton.launch import (
     chunk_of,
     dot_options,
@@ -18,19 +18,20 @@ from lln_fairseq.ops.backends.triton.launch import (
 )
 from lln_fairseq.ops.joint import FORMS
 
-ROWS_OF_A_QUERY = 6  # see joint_row_kernels.py
+ROWS_OF_A_QUERY = 6  # see joint_query_kernels.py
 
 
 def joint_out(
     q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: Mixture,
     state: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
-    """The output; state is m, s and S."""
+    """The output; state is m, log s and S."""
     (batch, heads, length, dim), tile, out = q.shape, tiles_for(q).joint_out, torch.empty_like(q)
     chunk = chunk_of(mix.block_size, tile.rows)
     joint_kernels._joint_out_kernel[batch * heads, triton.cdiv(length, chunk)](
-        q, k, v, pad, _real_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, out, *strides(q), *strides(out),
-        heads, length, FORM=_form(mix), SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
+        q, k, v, pad, _padded_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, out,
+        *strides(q), *strides(out), heads, length,
+        FORM=_form(mix), SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
         D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q), **tile.options,
     )  # fmt: skip
     return out
@@ -65,25 +66,16 @@ def _rows_and_dq(
     state: Sequence[Tensor], do: Tensor, rows: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, and dα and the parameter's gradient of each program; fills rows."""
-    (batch, heads, length, dim), tile, dq = q.shape, tiles_for(q).joint_rows, torch.empty_like(q)
-    common = {"SCALE": dim**-0.5, "DROPOUT": mix.dropout_p, "BLOCK": mix.block_size, "D": dim, "SLICE": min(dim, 64),
-              "HAS_PAD": pad is not None, **dot_options(q)}  # fmt: skip
+    (batch, heads, length, dim), tile, dq = q.shape, tiles_for(q).joint_dq, torch.empty_like(q)
     chunk = chunk_of(mix.block_size, tile.rows)
     grid = (batch * heads, triton.cdiv(length, chunk))
-    dparameter = workspace(q, *grid)
-    joint_row_kernels._joint_rows_kernel[grid](
-        q, k, v, do, pad, _real_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, rows, dparameter,
-        *strides(q), *strides(do), rows.stride(0), heads, length, FORM=_form(mix), CHUNK=chunk, ROWS=tile.rows,
-        **common, **tile.options,
-    )  # fmt: skip
-    tile = tiles_for(q).joint_dq
-    chunk = chunk_of(mix.block_size, tile.rows)
-    grid = (batch * heads, triton.cdiv(length, chunk))
-    dalpha = workspace(q, *grid)
-    joint_backward_kernels._joint_dq_kernel[grid](
-        q, k, v, do, pad, alpha, beta, *state, mix.seed, rows, dq, dalpha,
-        *strides(q), *strides(do), *strides(dq), rows.stride(0), heads, length, CHUNK=chunk, ROWS=tile.rows,
-        **common, **tile.options,
+    dalpha, dparameter = workspace(q, *grid), workspace(q, *grid)
+    joint_query_kernels._joint_dq_kernel[grid](
+        q, k, v, do, pad, _padded_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, rows,
+        dq, dalpha, dparameter,
+        *strides(q), *strides(do), *strides(dq), rows.stride(0), heads, length,
+        FORM=_form(mix), SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
+        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **dot_options(q), **tile.options,
     )  # fmt: skip
     return dq, dalpha, dparameter
 
@@ -92,7 +84,7 @@ def _dstate(
     q: Tensor, pad: Tensor | None, alpha: Tensor, state: Sequence[Tensor], do: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """g (B H, D) float32 and c dS / s (B H, D, D) of backward_kernels.py."""
-    (batch, heads, length, dim), tile, (_, s, S) = q.shape, tiles_for(q).dstate, state
+    (batch, heads, length, dim), tile, (_, log_s, S) = q.shape, tiles_for(q).dstate, state
     bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
     g, dstate = workspace(q, bh, dim), torch.empty_like(S)
     parts = (g, dstate) if splits == 1 else (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
@@ -103,14 +95,14 @@ def _dstate(
     )  # fmt: skip
     if splits > 1:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
-            *parts, s, S, g, dstate, length, splits, SHARE=1.0, D=dim, COLS=256, ROWS=16, num_warps=4
+            *parts, log_s, S, g, dstate, length, splits, SHARE=1.0, D=dim, COLS=256, ROWS=16, num_warps=4
         )
     return g, dstate
 
 
-def _real_keys(pad: Tensor | None) -> Tensor | None:
-    """(B,) real keys of each sequence."""
-    return None if pad is None else (pad == 0).sum(dim=-1, dtype=torch.int32)
+def _padded_keys(pad: Tensor | None) -> Tensor | None:
+    """(B,) padded keys of each sequence."""
+    return None if pad is None else pad.sum(dim=-1, dtype=torch.int32)
 
 
 def _form(mix: Mixture) -> int:
