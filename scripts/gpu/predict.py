@@ -10,7 +10,8 @@ benchmark, and its machine code is counted, loops as often as they run. Columns:
     instr/byte     of a warp
     memory, issue, MUFU   microseconds at the device's copy bandwidth, at one instruction a cycle of each scheduler, and
                    for exponentials at 16 lanes a cycle of a multiprocessor
-    of floor       memory / the largest of the three, times the share of the last wave's loss
+    of floor       memory / the largest of the three, times what the last wave fills on the mean; if there is only one,
+                   what a multiprocessor has to do on the mean beside the busiest
 
 No latency is in it: a kernel with few resident warps can be slower than this.
 """
@@ -49,11 +50,10 @@ DEVICES = {
     90: Device("H100", 132, 1.75e9, 3.0e12, 228 * 1024),
 }
 REGISTERS, WARPS, PROGRAMS, SCHEDULERS, EXPONENTIALS = 65536, 64, 32, 4, 16  # of a multiprocessor
-BLOCK = 64
 MIXES = {
-    "lln": lambda like: Mixture(1.0, 0.0),
-    "lln_diag": lambda like: Mixture(0.5, 0.5, BLOCK, 0.0, None),
-    "joint_offset": lambda like: Mixture(1.0, 1.0, BLOCK, 0.0, None, joint="offset", parameter=like),
+    "lln": lambda block, like: Mixture(1.0, 0.0),
+    "lln_diag": lambda block, like: Mixture(0.5, 0.5, block, 0.0, None),
+    "joint_offset": lambda block, like: Mixture(1.0, 1.0, block, 0.0, None, joint="offset", parameter=like),
 }
 
 
@@ -62,6 +62,7 @@ class Shape(NamedTuple):
     heads: int
     length: int
     dim: int
+    block: int
 
 
 def dynamic_count(code: Sequence[tuple[int, str]], trips: Sequence[int]) -> tuple[int, int]:
@@ -92,7 +93,7 @@ def row(found: dict[str, Any], device: Device, shape: Shape) -> list[str]:
     """A line of the table for one launch."""
     programs = math.prod(found["grid"])
     rows, tokens = found["rows"], shape.batch * shape.heads * shape.length / programs
-    trips = [max(1, round(tokens / rows)), max(1, BLOCK // rows)]
+    trips = [max(1, round(tokens / rows)), max(1, shape.block // rows)]
     executed, exponentials = dynamic_count(found["code"], trips)
     resident = resident_programs(found["registers"], found["warps"], found["shared"], device)
     waves = programs / (device.multiprocessors * resident)
@@ -100,7 +101,8 @@ def row(found: dict[str, Any], device: Device, shape: Shape) -> list[str]:
     memory = found["bytes"] / device.bandwidth
     issue = executed / (device.multiprocessors * SCHEDULERS * device.clock)
     slow = exponentials * 32 / (device.multiprocessors * EXPONENTIALS * device.clock)
-    of_floor = memory / max(memory, issue, slow) * waves / math.ceil(waves)
+    share = waves if waves > 1 else programs / device.multiprocessors
+    of_floor = memory / max(memory, issue, slow) * share / math.ceil(share)
     times = [f"{1e6 * x:.0f}" for x in (memory, issue, slow)]
     return [found["name"], str(shape.dim), str(found["registers"]), f"{found['shared'] / 1024:.0f}",
             str(resident * found["warps"]), f"{waves:.1f}", f"{found['bytes'] / 1e6:.0f}",
@@ -117,7 +119,7 @@ def launches(arch: int, shape: Shape, mechanism: str) -> tuple[list[dict[str, An
 
     found: list[dict[str, Any]] = []
     combining: list[str] = []
-    large = math.prod(shape)
+    large = shape.batch * shape.heads * shape.length * shape.dim
 
     def compiled(name: str, kernel: Any, grid: Any, positional: tuple, keywords: dict[str, Any]) -> None:
         if "combine" in name:
@@ -133,7 +135,7 @@ def launches(arch: int, shape: Shape, mechanism: str) -> tuple[list[dict[str, An
     size = (shape.batch, shape.length, shape.heads, shape.dim)
     q, k, v = (torch.empty(size, dtype=torch.float16).transpose(1, 2).requires_grad_() for _ in range(3))
     alpha, beta = torch.empty(2, shape.batch, shape.heads)
-    out = mixture(q, k, v, alpha, beta, None, MIXES[mechanism](alpha), "triton")
+    out = mixture(q, k, v, alpha, beta, None, MIXES[mechanism](shape.block, alpha), "triton")
     out.backward(torch.empty_like(out))
     return found, len(found) + len(combining)
 
@@ -144,10 +146,10 @@ def predict(args: argparse.Namespace) -> None:
     device = DEVICES[args.arch]
     print(f"sm_{args.arch}, as on the {device.name}: {device.multiprocessors} multiprocessors, "
           f"{device.clock / 1e9:.2f} GHz, {device.bandwidth / 1e12:.1f} TB/s; float16, {args.tokens} tokens, "
-          f"N = {args.length}, H = {args.heads}, blocks of {BLOCK}")  # fmt: skip
+          f"N = {args.length}, H = {args.heads}, blocks of {args.block}")  # fmt: skip
     for mechanism in args.mechanisms:
         for dim in args.dims:
-            shape = Shape(max(args.tokens // args.length, 1), args.heads, args.length, dim)
+            shape = Shape(max(args.tokens // args.length, 1), args.heads, args.length, dim, args.block)
             found, count = launches(args.arch, shape, mechanism)
             rows = [row(each, device, shape) for each in found]
             print(f"\n{aligned([[mechanism, *HEADS[1:]], *rows])}\n{count} launches forward and backward", flush=True)
@@ -162,5 +164,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=32768, help="in a batch")
     parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--block", type=int, default=64)
     args = parser.parse_args(argv)
     return run_main(lambda: predict(args))
