@@ -15,9 +15,9 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("aot_compile.py")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-# Bytes of stack that are accepted for blocks that fit in a tile of 64 tokens, and for longer ones, which are summed over
-# tiles in more registers than there are; everything else must be 0. Where registers do not spill, with tiles of half
-# and a quarter of the rows, warps repeat each other's work and the instructions are two to four times as many.
+# Bytes of stack that are accepted for blocks that fit in a tile of 64 tokens, and for longer ones, which are summed
+# over tiles in more registers than there are; everything else must be 0. Where registers do not spill, with tiles of
+# half and a quarter of the rows, warps repeat each other's work and the instructions are two to four times as many.
 STACK = {
     ("_lln_dstate_kernel", 90): (16, 0),
     ("_lln_diag_bwd_kernel", 80): (144, 376),
