@@ -4,6 +4,7 @@ Nothing here waits for the device, every launch depends on shapes alone (so CUDA
 of splits of the tokens depends on N and D alone, so that a sentence gets the same bits whatever else is in the batch.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -58,12 +59,16 @@ def _fill_state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: t
 def _merged_state(
     k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, exchange: Exchange
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state of all workers' keys: exchanged in float32, S in the dtype of k."""
+    """The state of all workers' keys: exchanged in float32 with totals in place of logarithms to base 2, S in the dtype
+    of k."""
     bh, dim = k.shape[0] * k.shape[1], k.shape[3]
-    state = workspace(k, bh, dim), workspace(k, bh, dim), workspace(k, bh, dim, dim)
-    _fill_state(k, v, pad, beta, state)
-    m, s, merged = exchange.merge_states(*state)
-    return m, s, merged.to(k.dtype)
+    m, log_s, state = workspace(k, bh, dim), workspace(k, bh, dim), workspace(k, bh, dim, dim)
+    _fill_state(k, v, pad, beta, (m, log_s, state))
+    total = log_s.exp2()
+    if pad is not None:  # of a sequence without a real key it is 0, which has no logarithm
+        total *= pad.eq(0).any(dim=1).repeat_interleave(k.shape[1])[:, None]
+    top, total, state = exchange.merge_states(m * math.log(2), total, state)
+    return top / math.log(2), total.log2().nan_to_num(neginf=0.0), state.to(k.dtype)
 
 
 def draw_seed(device: torch.device) -> Tensor:
