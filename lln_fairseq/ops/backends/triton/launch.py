@@ -46,10 +46,10 @@ class Tiles(NamedTuple):
     joint_dkv: Tile
 
 
-# (architecture, bytes of an element, head dim up to): chosen so that half precision does not spill, shared memory fits
-# and many warps share a multiprocessor (tests/ops/backends/test_triton_aot.py prints it; scripts/benchmarks/tiles.py
-# times others). Compute capability 8.x and 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small
-# tiles: tf32x3 needs three operands for one.
+# (architecture, bytes of an element, head dim up to): chosen by what scripts/gpu/predict.py promises, with few spilled
+# registers in half precision (tests/ops/backends/test_triton_aot.py prints them; scripts/benchmarks/tiles.py times
+# others). Compute capability 8.x and 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small tiles:
+# tf32x3 needs three operands for one.
 _TABLE = {  # rows, warps, stages of each kernel in the order of Tiles
     (80, 2, 64): ((32, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2), (64, 4, 1), (32, 4, 1),
                   (64, 4, 1), (64, 4, 1), (32, 4, 1)),
