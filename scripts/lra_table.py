@@ -54,6 +54,16 @@ PAPER_MEGABYTES = {
 BASELINE = "softmax"
 
 
+def read_benchmark(file: Path) -> str:
+    """Raises: UserError for a file that is missing or not what scripts.benchmarks.lra wrote."""
+    try:
+        return benchmark_text(json.loads(file.read_text()))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not what scripts.benchmarks.lra writes: {error!r}") from error
+
+
 def benchmark_text(content: Mapping[str, Any]) -> str:
     """What scripts.benchmarks.lra measured, and the ratios to softmax beside the paper's."""
     settings, rows = content["settings"], content["rows"]
@@ -117,10 +127,9 @@ def show(args: argparse.Namespace) -> None:
     ours = TABLE.collect(args.directory)
     if not ours and not args.benchmark:
         raise UserError(f"no RUN/TASK/seedN/test.json below {args.directory}: run scripts/lra.sh or scripts/lra_all.sh")
+    measured = read_benchmark(args.benchmark) if args.benchmark else ""
     rows = [*TABLE.paper_rows(), *ours]
-    print(TABLE.as_text(rows))
-    if args.benchmark:
-        print("\n" + benchmark_text(json.loads(args.benchmark.read_text())))
+    print("\n\n".join(filter(None, [TABLE.as_text(rows), measured])))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if args.latex:

@@ -1,6 +1,7 @@
 """Tables 4 and 5 from the results of runs and from a measurement of the smallest size."""
 
 import json
+import re
 
 import pytest
 
@@ -94,3 +95,14 @@ def test_the_recipes_have_the_lengths_and_batches_that_are_measured():
     for task, (length, batch, classes, towers) in benchmark.TASKS.items():
         assert (length, classes, batch) == LRA_RECIPES[task][:3]
         assert towers == 1 + (task == "retrieval")
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"rows": [1], "settings": {}}', '{"a": 1}'])
+def test_a_file_that_is_no_measurement_is_named(content, tmp_path, capsys):
+    file = tmp_path / "table4.json"
+    if content is not None:
+        file.write_text(content)
+    assert lra_table.main([str(tmp_path), "--benchmark", str(file)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.fullmatch(f"error: (cannot read )?{re.escape(str(file))}.*\n", said.err)
