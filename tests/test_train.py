@@ -43,9 +43,9 @@ def test_a_directory_of_the_users_own(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((), rf"which recipe of {CONFIGS}\? --config-name NAME \(known: finetune pretrain\)"),
+        ((), rf"which recipe of {CONFIGS}\? --config-name NAME \(known: finetune lra pretrain\)"),
         (("run=cpu",), r"which recipe of"),
-        (("-cn", "pretrian"), rf"no such recipe in {CONFIGS}: pretrian \(known: finetune pretrain\)"),
+        (("-cn", "pretrian"), rf"no such recipe in {CONFIGS}: pretrian \(known: finetune lra pretrain\)"),
         (("--config-name", "model/bass"), r"no such recipe in .*: model/bass"),
     ],
 )

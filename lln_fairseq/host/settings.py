@@ -83,7 +83,7 @@ def check_devices(cfg: Any) -> None:
 
 def check_sequence_parallel(cfg: Any) -> None:
     """Workers that share sequences come in whole groups."""
-    size = getattr(cfg.task, "sequence_parallel_size", 1)
+    size = getattr(cfg.get("task"), "sequence_parallel_size", 1)
     workers = cfg.distributed_training.distributed_world_size
     if size < 1 or workers % size:
         raise InputError(
