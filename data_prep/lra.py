@@ -43,7 +43,7 @@ from .lra_tasks import LRA_TASKS, STAND_IN, STAND_INS, TEXT_LENGTH, LraTask
 from .text import SPLITS
 from .tokenizers import FAIRSEQ_SPECIAL, dictionary_text
 from .vocabulary import DICTIONARY
-from .walk import pinned_checksum
+from .walk import known_checksum, pin
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 DRAWS: dict[str, Draw] = {"listops": listops.draw, "pathfinder": pathfinder.draw}
@@ -124,6 +124,7 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
             source = obtain(task.published[0])
         rows = _read(task, dataclasses.replace(options, source=source), is_drawn)
         check_rows(task, rows, settings["data"] == "published" and checksums.keys() == {f.name for f in task.published})
+        _pin(task, options, checksums)
         if overwrite or not manifest.is_under_way(out):
             manifest.begin(out, settings, files)
         datasets = write_result(out, task, rows)
@@ -151,7 +152,13 @@ def _checksums(task: LraTask, options: Options) -> dict[str, str]:
     if options.stand_in:  # which is one known file
         obtain(task.published[0], options.source)
         return {task.published[0].name: task.published[0].sha256 or ""}
-    return {options.source.name: pinned_checksum(options.source, wanted(options.task))}
+    return {options.source.name: known_checksum(options.source, wanted(options.task))}
+
+
+def _pin(task: LraTask, options: Options, checksums: dict[str, str]) -> None:
+    """Where nobody published a checksum of the source."""
+    if options.source is not None and not options.stand_in and not checksums.keys() & {f.name for f in task.published}:
+        pin(options.source, *checksums.values())
 
 
 def _read(task: LraTask, options: Options, is_drawn: bool) -> Rows:

@@ -74,18 +74,23 @@ def checksum(source: Path, wanted: Wanted) -> str:
     return digest.hexdigest()
 
 
-def pinned_checksum(source: Path, wanted: Wanted) -> str:
+def known_checksum(source: Path, wanted: Wanted) -> str:
     """The same; an archive of which nobody published one must be the file that was used first under its name."""
-    found = checksum(source, wanted)
-    pin = cache_directory() / f"{source.name}.sha256"
-    if source.is_dir():
-        return found
-    if not pin.is_file():
-        say(f"no checksum of {source.name} is published: pinning sha256 {found}")
-        write_bytes(pin, f"{found}\n".encode())
-    elif pin.read_bytes().strip() != found.encode():
+    found, pin = checksum(source, wanted), _pin(source)
+    if source.is_file() and pin.is_file() and pin.read_bytes().strip() != found.encode():
         raise DataError(f"{source} is not the file that {pin} pins; remove that if this is the right one")
     return found
+
+
+def pin(source: Path, found: str) -> None:
+    """Remembers the checksum of an archive, once it has been read and found whole."""
+    if source.is_file() and not _pin(source).is_file():
+        say(f"no checksum of {source.name} is published: pinning sha256 {found}")
+        write_bytes(_pin(source), f"{found}\n".encode())
+
+
+def _pin(source: Path) -> Path:
+    return cache_directory() / f"{source.name}.sha256"
 
 
 def raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:

@@ -188,6 +188,10 @@ def test_the_published_archive_is_the_one_with_that_checksum(given, tmp_path, ca
 
 def test_a_release_is_pinned_when_it_is_first_used(given, tmp_path, cache, capsys):
     release = given("listops", "tar")
+    content = release.read_bytes()
+    release.write_bytes(content[:-20])
+    assert build(tmp_path / "a", "listops", "--source", release) == 1
+    release.write_bytes(content)
     assert build(tmp_path / "a", "listops", "--source", release) == 0
     assert "pinning sha256" in capsys.readouterr().out
     recorded = json.loads((tmp_path / "a/listops/manifest.json").read_text())["settings"]["source"]
