@@ -20,6 +20,7 @@ from pathlib import Path
 from lln_fairseq.recipes import CONFIGS
 from scripts import lra_table
 from scripts.experiments.finetune import SAVE_DIR
+from scripts.experiments.glue_all import numbers
 from scripts.experiments.steps import call, evaluation, training
 
 RUNS = Path("runs/lra")
@@ -47,8 +48,8 @@ def train_all(args: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("attention and checkpoint.save_dir are not for lra_all.sh: give --attentions, each has its own")
     for task in args.tasks.split():
         check_task(task)
-    for seed, task, attention in itertools.product(args.seeds.split(), args.tasks.split(), args.attentions.split()):
-        train(task, int(seed), [ATTENTION + attention, *overrides])
+    for seed, task, attention in itertools.product(args.seeds, args.tasks.split(), args.attentions.split()):
+        train(task, seed, [ATTENTION + attention, *overrides])
     return lra_table.main([str(RUNS)])
 
 
@@ -76,6 +77,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--attentions", default="softmax lln lln_diag performer reformer skyformer nystrom",
                         help='default: "%(default)s"')  # fmt: skip
     parser.add_argument("--tasks", default=PAPER, help='default: "%(default)s"')
-    parser.add_argument("--seeds", default="1", help='default: "%(default)s"')
+    parser.add_argument("--seeds", type=numbers, default="1", help='default: "%(default)s"')
     args, overrides = parser.parse_known_args(rest)
     return run_main(lambda: train_all(args, overrides), "")
