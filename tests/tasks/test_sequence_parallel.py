@@ -107,13 +107,16 @@ def directory(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def shared(directory):
-    return run_workers(WORKERS, train_all, directory, free_port())
+def test_workers_that_share_sequences_train_as_one_does(directory, monkeypatch):
+    """One test, since several may run in several processes, each with four workers of its own."""
+    shared = run_workers(WORKERS, train_all, directory, free_port())
+    for name in RUNS:
+        check_run(name, directory, shared, monkeypatch)
+    check_one_goes_on(directory, shared, monkeypatch)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_workers_that_share_sequences_train_as_one_does(name, directory, shared, monkeypatch):
+def check_run(name, directory, shared, monkeypatch):
+    """The same figures, parameters and curves as one worker's."""
     data, save_dir, *options = options_of(name, directory, 2)
     save_dir = save_dir.with_name(f"{name}-alone")
     _tensorboard_writers.clear()
@@ -145,7 +148,8 @@ def test_workers_that_share_sequences_train_as_one_does(name, directory, shared,
         assert ours[tag].values == pytest.approx(theirs[tag].values, rel=1e-4, nan_ok=True), tag
 
 
-def test_one_process_evaluates_what_workers_trained_together_and_goes_on_with_it(directory, shared, monkeypatch):
+def check_one_goes_on(directory, shared, monkeypatch):
+    """One process evaluates what workers trained together, and goes on with it."""
     model, task = evaluate.load(str(directory / "classified-1" / "checkpoint_last.pt"), str(directory / "sentences"))
     scores = evaluate.score(task, evaluate.run(model, task, "valid"))
     last = shared[0]["classified"][1][-1]
