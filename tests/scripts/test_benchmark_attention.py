@@ -50,12 +50,19 @@ def test_growth_exponent():
 
 def peak_of(moment, args):
     """In a process of its own: what freed memory an allocator keeps depends on what a process did before."""
-    benchmark.attention_function = lambda *_: lambda q, k, v: q + torch.ones(moment, *q.shape).sum(0)
+
+    def attention(q, k, v):
+        short = torch.ones(moment, *q.shape)
+        out = q + short.sum(0)
+        del short
+        return out
+
+    benchmark.attention_function = lambda *_: attention
     return benchmark.resident_peak("x", 4096, args)
 
 
 def test_resident_peak_sees_tensors_that_are_alive_for_a_moment():
-    """Of these, their sum, the output and q's gradient, up to four may lie in memory that was resident before."""
+    """These, their sum and the output at once, and q's gradient unless it lies where they were; to the page."""
     args = Namespace(lengths=[4096], tokens=0, batch=1, heads=12, head_dim=64, device="cpu", dtype="float32")
     for moment in (8, 16):
-        assert moment - 1 <= in_child(peak_of, moment, args) <= moment + 3 + 1e-2
+        assert moment + 2 - 1e-2 <= in_child(peak_of, moment, args) <= moment + 3 + 1e-2
