@@ -5,17 +5,12 @@ python -m scripts.glue_table runs --latex table1.tex
 It reads every RUN/glue/TASK/seedN/valid.json below the directory; one row for each RUN.
 """
 
-from lln_fairseq.command import UserError, run_main, start
+from lln_fairseq.command import run_main, start
 
 if __name__ == "__main__":
     start(__spec__.name)
 
-import argparse
-import json
-from dataclasses import asdict
-from pathlib import Path
-
-from scripts.score_table import ScoreTable
+from scripts.score_table import ScoreTable, options
 
 TASKS = {"mnli": "MNLI", "qnli": "QNLI", "qqp": "QQP", "sst2": "SST-2"}
 
@@ -36,30 +31,9 @@ PAPER = {
     "LLN": (77.0, 85.1, 88.9, 90.6, 85.4),
     "LLN+Diag": (80.0, 86.5, 89.7, 91.6, 86.9),
 }
-
-
 TABLE = ScoreTable("glue/*/seed*/valid.json", TASKS, PAPER)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.glue_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs"), help="default: runs")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--latex", type=Path, help="also write a LaTeX tabular to this file")
-    args = parser.parse_args(argv)
-    return run_main(lambda: show(args))
-
-
-def show(args: argparse.Namespace) -> None:
-    """Prints the table and writes the files that the command line asks for. Raises: UserError where no run is found."""
-    ours = TABLE.collect(args.directory)
-    if not ours:
-        raise UserError(f"no RUN/glue/TASK/seedN/valid.json below {args.directory}: run scripts/glue_all.sh")
-    rows = [*TABLE.paper_rows(), *ours]
-    print(TABLE.as_text(rows))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    if args.latex:
-        args.latex.write_text(TABLE.as_latex(rows), encoding="utf-8")
+    args = options("scripts.glue_table", __doc__, "runs").parse_args(argv)
+    return run_main(lambda: TABLE.show(args, "scripts/glue_all.sh"))

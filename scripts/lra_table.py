@@ -11,15 +11,13 @@ from lln_fairseq.command import UserError, run_main, start
 if __name__ == "__main__":
     start(__spec__.name)
 
-import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from scripts.columns import aligned
-from scripts.score_table import ScoreTable
+from scripts.score_table import ScoreTable, options
 
 TASKS = {
     "text": "Text", "listops": "ListOps", "retrieval": "Retrieval", "pathfinder": "Pathfinder", "image": "Image",
@@ -111,26 +109,12 @@ def _grid(title: str, tasks: list[str], lines: Mapping[str, list], digits: int, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.lra_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/lra"), help="default: runs/lra")
+    parser = options("scripts.lra_table", __doc__, "runs/lra")
     parser.add_argument("--benchmark", type=Path, help="the file that scripts.benchmarks.lra wrote")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--latex", type=Path, help="also write a LaTeX tabular to this file")
     args = parser.parse_args(argv)
-    return run_main(lambda: show(args))
 
+    def show() -> None:
+        measured = read_benchmark(args.benchmark) if args.benchmark else ""
+        TABLE.show(args, "scripts/lra.sh or scripts/lra_all.sh", measured)
 
-def show(args: argparse.Namespace) -> None:
-    """Prints the tables and writes the files that are asked for. Raises: UserError where there is nothing to show."""
-    ours = TABLE.collect(args.directory)
-    if not ours and not args.benchmark:
-        raise UserError(f"no RUN/TASK/seedN/test.json below {args.directory}: run scripts/lra.sh or scripts/lra_all.sh")
-    measured = read_benchmark(args.benchmark) if args.benchmark else ""
-    rows = [*TABLE.paper_rows(), *ours]
-    print("\n\n".join(filter(None, [TABLE.as_text(rows), measured])))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    if args.latex:
-        args.latex.write_text(TABLE.as_latex(rows), encoding="utf-8")
+    return run_main(show)

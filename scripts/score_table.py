@@ -1,11 +1,13 @@
-"""Accuracies of finished runs, medians over seeds, beside a paper's table."""
+"""Accuracies of finished runs, medians over seeds, beside a paper's table; the part of a program that shows it."""
 
+import argparse
 import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from lln_fairseq.command import UserError
 from scripts.columns import aligned
 
 Accuracies = tuple[float | None, ...]
@@ -44,8 +46,7 @@ class ScoreTable:
             task, run = file.parts[-3], file.parents[self.pattern.count("/")]
             if task in self.tasks:
                 name = str(run.relative_to(directory)) if run != directory else run.name
-                accuracy = 100 * json.loads(file.read_text())["accuracy"]
-                found.setdefault(name, {}).setdefault(task, []).append(accuracy)
+                found.setdefault(name, {}).setdefault(task, []).append(_accuracy(file))
         rows = []
         for name, tasks in found.items():
             accuracy = {task: statistics.median(tasks[task]) for task in self.tasks if task in tasks}
@@ -76,8 +77,42 @@ class ScoreTable:
         head = [rf"\begin{{tabular}}{{l{'c' * (len(tasks) + 1)}}}", r"\hline", titles + r" \\", r"\hline"]
         return "\n".join([*head, *body, r"\hline", r"\end{tabular}"]) + "\n"
 
+    def show(self, args: argparse.Namespace, begin_with: str, more: str = "") -> None:
+        """Prints the table, then `more`, and writes the files that `options` has found in the command line.
+
+        Raises: UserError where there is no run and nothing more; `begin_with` is what makes runs.
+        """
+        ours = self.collect(args.directory)
+        if not ours and not more:
+            raise UserError(f"no RUN/{self.pattern} below {args.directory}: run {begin_with}")
+        rows = [*self.paper_rows(), *ours]
+        print("\n\n".join(filter(None, [self.as_text(rows), more])))
+        if args.json:
+            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        if args.latex:
+            args.latex.write_text(self.as_latex(rows), encoding="utf-8")
+
     def _shown(self, rows: list[Row]) -> list[str]:
         return [task for task in self.tasks if task in self.in_paper or any(task in row.accuracy for row in rows)]
+
+
+def options(program: str, description: str | None, directory: str) -> argparse.ArgumentParser:
+    """What every program that shows such a table takes: where the runs are, and files to write."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", nargs="?", type=Path, default=Path(directory), help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--latex", type=Path, help="also write a LaTeX tabular to this file")
+    return parser
+
+
+def _accuracy(file: Path) -> float:
+    """In per cent. Raises: UserError for a file that lln_fairseq.evaluate did not write."""
+    try:
+        return 100 * json.loads(file.read_text())["accuracy"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{file} is not what lln_fairseq.evaluate writes: {error!r}") from error
 
 
 def _cells(row: Row, tasks: list[str]) -> list[str]:

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from scripts.glue_table import TASKS, main
 
 
@@ -32,3 +34,12 @@ def test_medians_beside_the_paper(tmp_path, capsys):
 def test_nothing_finished_is_said(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "scripts/glue_all.sh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"accuracy": null}', '{"accur'])
+def test_a_file_that_is_no_result_is_named(content, tmp_path, capsys):
+    file = tmp_path / "softmax" / "glue" / "sst2" / "seed1" / "valid.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    assert main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {file} is not what lln_fairseq.evaluate writes: ")
