@@ -22,12 +22,12 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _dropout_scale,
     _features,
     _inverse,
+    _key_tile,
     _log_normaliser,
     _log_sum,
     _offset,
-    _real_keys,
     _rows,
-    _same_block,
+    _scores,
     _softmax_step,
     _usable,
 )
@@ -44,14 +44,9 @@ def _diag_dq(
     b_l = tl.zeros([ROWS], tl.float32)
     b_delta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k = start + i_r + tl.arange(0, ROWS)
-        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
-        # (keys, D)
-        b_k = tl.load(_rows(k, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        o_k, real, b_k, b_v = _key_tile(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD)
         # (queries, keys)
-        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION)
-        b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+        b_x = _scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
         b_dp = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
         if DROPOUT > 0:
             b_dp *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
@@ -62,12 +57,8 @@ def _diag_dq(
 
     b_dq = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k = start + i_r + tl.arange(0, ROWS)
-        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
-        b_k = tl.load(_rows(k, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION)
-        b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+        o_k, real, b_k, b_v = _key_tile(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD)
+        b_x = _scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
         b_dp = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
         if DROPOUT > 0:
             b_dp *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
@@ -145,12 +136,8 @@ def _lln_diag_bwd_kernel(
     b_sum = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
         i_t = start + i_r
-        o_k = i_t + tl.arange(0, ROWS)
+        o_k, real, b_k, b_v = _key_tile(k + offset, v + offset, pad, i_b, i_t, end, stride_n, N, D, ROWS, HAS_PAD)
         inside = (o_k < end)[:, None]
-        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
-        # (ROWS, D)
-        b_k = tl.load(_rows(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_dkd = tl.zeros([ROWS, D], tl.float32)
         b_dvd = tl.zeros([ROWS, D], tl.float32)
         for i_j in range(0, CHUNK, ROWS):
@@ -166,8 +153,7 @@ def _lln_diag_bwd_kernel(
             if CHUNK > ROWS:
                 b_delta = tl.load(delta + i_bh * N + o_q, mask=o_q < end, other=0.0)
             # (queries, keys), not transposed: then a thread needs the statistics of few queries
-            b_x = tl.dot(b_q.to(DOT), tl.trans(b_k.to(DOT)), input_precision=PRECISION)
-            b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+            b_x = _scores(b_q.to(DOT), b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
             b_p = _exp_below_1(b_x * (SCALE * LOG2E) - b_lse[:, None])
             b_dp = tl.dot(b_do.to(DOT), tl.trans(b_v.to(DOT)), input_precision=PRECISION)
             b_pd = b_p

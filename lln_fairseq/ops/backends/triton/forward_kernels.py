@@ -49,6 +49,16 @@ def _real_keys(pad, i_b, rows, end, N, HAS_PAD: tl.constexpr):
 
 
 @triton.jit
+def _key_tile(k, v, pad, i_b, i_t, end, stride_n, N, D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr):
+    """Of the rows i_t, i_t + 1, ...: their numbers, which are real, keys and values (ROWS, D), 0 where not real."""
+    o_k = i_t + tl.arange(0, ROWS)
+    real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
+    b_k = tl.load(_rows(k, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+    b_v = tl.load(_rows(v, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+    return o_k, real, b_k, b_v
+
+
+@triton.jit
 def _usable(b_q, pad, i_b, rows, end, N, HAS_PAD: tl.constexpr):
     """Which of the queries `rows`, b_q (ROWS, D), lie before `end` and are not padding with numbers that no computation
     survives, see ops/padding.py; to take the others as 0 keeps them out of all sums."""
@@ -115,12 +125,13 @@ def _finished_state(b_m, b_s):
 
 
 @triton.jit
-def _same_block(i_query, i_key, real, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Whether a query may look at a key: the key is real and, where a chunk holds several blocks, in the same one."""
+def _scores(b_q, b_k, o_q, o_k, real, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """q kᵀ, (queries, keys), and -inf for a key that is not real or, where a chunk holds several, of another block."""
+    b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    seen = real[None, :]
     if CHUNK > BLOCK:
-        return real & (i_query // BLOCK == i_key // BLOCK)
-    else:
-        return real
+        seen = seen & (o_q[:, None] // BLOCK == o_k[None, :] // BLOCK)
+    return tl.where(seen, b_x, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -145,11 +156,10 @@ def _lln_state_kernel(
     b_s = tl.zeros([D], tl.float32)
     b_S = tl.zeros([D, D], tl.float32)
     for i_r in range(0, end - start, ROWS):
-        i_t = start + i_r
-        real = _real_keys(pad, i_bh // H, i_t + tl.arange(0, ROWS), end, N, HAS_PAD)
+        _, real, b_k, b_v = _key_tile(
+            k + offset, v + offset, pad, i_bh // H, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD
+        )
         # (ROWS, D)
-        b_k = tl.load(_rows(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_y = tl.where(real[:, None], b_beta * b_k.to(tl.float32), float("-inf"))
         # (D,)
         b_new = tl.maximum(b_m, tl.max(b_y, 0))
@@ -214,15 +224,9 @@ def _diag_rows(
     b_l = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        i_t = start + i_r
-        o_k = i_t + tl.arange(0, ROWS)
-        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
-        # (keys, D)
-        b_k = tl.load(_rows(k, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        o_k, real, b_k, b_v = _key_tile(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD)
         # (queries, keys)
-        b_x = tl.dot(b_q.to(DOT), tl.trans(b_k.to(DOT)), input_precision=PRECISION)
-        b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+        b_x = _scores(b_q.to(DOT), b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
         b_p, b_shrink, b_m, b_l = _softmax_step(b_x, b_m, b_l, SCALE)
         if DROPOUT > 0:
             b_p *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)

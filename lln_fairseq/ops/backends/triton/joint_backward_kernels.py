@@ -24,9 +24,9 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     LOG2E,
     _dropout_scale,
     _features,
+    _key_tile,
     _log_normaliser,
     _offset,
-    _real_keys,
     _rows,
 )
 from lln_fairseq.ops.backends.triton.joint_kernels import _balance, _in_own_block
@@ -152,14 +152,11 @@ def _joint_dkv_kernel(
     b_dbeta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
         i_t = start + i_r
-        o_k = i_t + tl.arange(0, ROWS)
+        o_k, real, b_k, b_v = _key_tile(k + offset, v + offset, pad, i_b, i_t, end, stride_n, N, D, ROWS, HAS_PAD)
         inside = (o_k < end)[:, None]
-        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
         p_k = k + offset + i_t.to(tl.int64) * stride_n
         p_v = v + offset + i_t.to(tl.int64) * stride_n
         # (ROWS, D)
-        b_k = tl.load(_rows(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_w = _exp_keys_of(b_k, real, b_beta, tl.load(p_m)).to(DOT)
         b_dv, b_dk, b_dw = _block_gradients(
             b_k.to(DOT), b_v.to(DOT), b_w, q + offset, p_do, p_rows, b_alpha, m, log_s, seed, i_bh, o_k,

@@ -16,11 +16,12 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _dropout_scale,
     _features,
     _inverse,
+    _key_tile,
     _log_normaliser,
     _offset,
     _real_keys,
     _rows,
-    _same_block,
+    _scores,
     _softmax_step,
     _usable,
 )
@@ -104,12 +105,8 @@ def _joint_rows(
     b_inside = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        i_t = start + i_r
-        o_k = i_t + tl.arange(0, ROWS)
-        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
-        # (keys, D)
-        b_k = tl.load(_rows(k, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0).to(DOT)
+        o_k, real, b_k, b_v = _key_tile(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD)
+        b_v = b_v.to(DOT)
         # (queries, keys)
         b_w = _exp_keys_of(b_k, real, b_beta, b_m).to(DOT)
         b_p = tl.dot(b_as, tl.trans(b_w), input_precision=PRECISION)
@@ -117,8 +114,7 @@ def _joint_rows(
         b_inside -= tl.sum(b_p, 1)
         b_all = tl.dot(b_p.to(DOT), b_v, acc=b_all, input_precision=PRECISION)
 
-        b_x = tl.dot(b_q.to(DOT), tl.trans(b_k.to(DOT)), input_precision=PRECISION)
-        b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+        b_x = _scores(b_q.to(DOT), b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
         b_x, b_shrink, b_top, b_sum = _softmax_step(b_x, b_top, b_sum, SCALE)
         if DROPOUT > 0:
             b_x *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)

@@ -16,12 +16,12 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _dropout_scale,
     _features,
     _inverse,
+    _key_tile,
     _log_normaliser,
     _log_sum,
     _offset,
-    _real_keys,
     _rows,
-    _same_block,
+    _scores,
     _softmax_step,
     _usable,
 )
@@ -48,11 +48,7 @@ def _row_sums(
     b_inside = tl.zeros([ROWS], tl.float32)
     b_me = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k = start + i_r + tl.arange(0, ROWS)
-        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
-        # (keys, D)
-        b_k = tl.load(_rows(k, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        o_k, real, b_k, b_v = _key_tile(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD)
         # (queries, keys)
         b_e = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
         b_w = _exp_keys_of(b_k, real, b_beta, b_m).to(DOT)
@@ -61,8 +57,7 @@ def _row_sums(
         b_inside += tl.sum(b_p, 1)
         b_me += tl.sum(b_p * b_e, 1)
 
-        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION)
-        b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+        b_x = _scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
         if DROPOUT > 0:
             b_e *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
         b_x, b_shrink, b_top, b_sum = _softmax_step(b_x, b_top, b_sum, SCALE)
@@ -80,19 +75,14 @@ def _row_gradients(
     """Of the queries o_q over their block: what the softmax gives to dq, over SCALE, and b_da + X W; (ROWS, D)."""
     b_dq = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k = start + i_r + tl.arange(0, ROWS)
-        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)
-        # (keys, D)
-        b_k = tl.load(_rows(k, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
-        b_v = tl.load(_rows(v, start + i_r, stride_n, ROWS, D), mask=real[:, None], other=0.0)
+        o_k, real, b_k, b_v = _key_tile(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD)
         # (queries, keys)
         b_e = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
         b_w = _exp_keys_of(b_k, real, b_beta, b_m).to(DOT)
         b_x = _in_own_block(-b_c[:, None] * b_e - b_du[:, None], o_q[:, None], o_k[None, :], BLOCK, CHUNK)
         b_da = tl.dot(b_x.to(DOT), b_w, acc=b_da, input_precision=PRECISION)
 
-        b_x = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision=PRECISION)
-        b_x = tl.where(_same_block(o_q[:, None], o_k[None, :], real[None, :], BLOCK, CHUNK), b_x, float("-inf"))
+        b_x = _scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
         if DROPOUT > 0:
             b_e *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
         b_p = _exp_below_1(b_x * (SCALE * LOG2E) - b_lse[:, None])
