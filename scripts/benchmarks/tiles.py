@@ -41,10 +41,13 @@ PASSES = {
     "dstate": ("lln", "both", 64),
     "dkv": ("lln", "both", 64),
     "diag_bwd": ("lln_diag", "both", 64),
-    "diag_bwd_long": ("lln_diag", "both", 128),
     "joint_out": ("joint_offset", "forward", 64),
     "joint_dq": ("joint_offset", "both", 64),
     "joint_dkv": ("joint_offset", "both", 64),
+    "diag_bwd_long": ("lln_diag", "both", 128),
+    "joint_out_long": ("joint_offset", "forward", 128),
+    "joint_dq_long": ("joint_offset", "both", 128),
+    "joint_dkv_long": ("joint_offset", "both", 128),
 }
 ROWS, WARPS, STAGES, REGISTERS = (16, 32, 64, 128), (4, 8), (1, 2, 3), (None, 128)
 SAME = 1e-2  # largest relative difference of results in half precision, whatever the tile
@@ -151,7 +154,7 @@ def patch_of(key: tuple[int, int, int], tiles: launch.Tiles) -> str:
     file = Path(launch.__file__)
     source = file.read_text()
     shown = [tuple(tile) if tile.registers else tuple(tile)[:3] for tile in tiles]
-    row = f"    {key}: ({', '.join(map(str, shown[:7]))},\n                  {', '.join(map(str, shown[7:]))}),\n"
+    row = f"    {key}: ({', '.join(map(str, shown[:5]))},\n                  {', '.join(map(str, shown[5:]))}),\n"
     new, count = re.subn(rf"^    {re.escape(str(key))}: \(.*?\)\),\n", lambda _: row, source, flags=re.S | re.M)
     if count != 1:
         raise UserError(f"{file} has no row {key} of its own")

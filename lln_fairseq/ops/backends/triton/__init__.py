@@ -194,9 +194,7 @@ def _lln_backward(run: _Backward) -> Sequence[Tensor | None]:
 
 def _lln_diag_backward(run: _Backward) -> Sequence[Tensor | None]:
     q, k, v, alpha, beta, pad, mix, m, log_s, state, do, *_ = run
-    (batch, heads, length, dim), tile = q.shape, tiles_for(q).diag_bwd
-    if mix.block_size > tile.rows:
-        tile = tiles_for(q).diag_bwd_long
+    (batch, heads, length, dim), tile = q.shape, tiles_for(q).of("diag_bwd", mix.block_size)
     dq, dk, dv = empty_results(q, k, v)
     g, dstate, _ = _dstate(run, None)
     chunk = chunk_of(mix.block_size, tile.rows)

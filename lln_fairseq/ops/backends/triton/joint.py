@@ -26,7 +26,8 @@ def joint_out(
     state: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """The output; state is m, log s and S."""
-    (batch, heads, length, dim), tile, out = q.shape, tiles_for(q).joint_out, torch.empty_like(q)
+    (batch, heads, length, dim), out = q.shape, torch.empty_like(q)
+    tile = tiles_for(q).of("joint_out", mix.block_size)
     chunk = chunk_of(mix.block_size, tile.rows)
     joint_kernels._joint_out_kernel[batch * heads, triton.cdiv(length, chunk)](
         q, k, v, pad, _padded_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, out,
@@ -46,7 +47,7 @@ def joint_backward(
     rows = workspace(q, ROWS_OF_A_QUERY, bh, length)
     dq, dalpha, dparameter = _rows_and_dq(q, k, v, pad, alpha, beta, mix, state, do, rows)
     g, dstate = _dstate(q, pad, alpha, state, do, rows)
-    dk, dv, tile = torch.empty_like(q), torch.empty_like(q), tiles_for(q).joint_dkv
+    dk, dv, tile = torch.empty_like(q), torch.empty_like(q), tiles_for(q).of("joint_dkv", mix.block_size)
     chunk = chunk_of(mix.block_size, tile.rows)
     grid = (bh, triton.cdiv(length, chunk))
     dbeta = workspace(q, *grid)
@@ -66,7 +67,8 @@ def _rows_and_dq(
     state: Sequence[Tensor], do: Tensor, rows: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, and dα and the parameter's gradient of each program; fills rows."""
-    (batch, heads, length, dim), tile, dq = q.shape, tiles_for(q).joint_dq, torch.empty_like(q)
+    (batch, heads, length, dim), dq = q.shape, torch.empty_like(q)
+    tile = tiles_for(q).of("joint_dq", mix.block_size)
     chunk = chunk_of(mix.block_size, tile.rows)
     grid = (batch * heads, triton.cdiv(length, chunk))
     dalpha, dparameter = workspace(q, *grid), workspace(q, *grid)

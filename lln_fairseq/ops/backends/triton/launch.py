@@ -14,6 +14,7 @@ HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = range(16, 257)
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 MAX_SPLITS = 128
+LONG_BLOCK = 64  # tokens: longer blocks may take another tile
 
 
 class Tile(NamedTuple):
@@ -40,29 +41,40 @@ class Tiles(NamedTuple):
     dstate: Tile
     dkv: Tile
     diag_bwd: Tile
-    diag_bwd_long: Tile  # for blocks with more tokens than diag_bwd.rows
     joint_out: Tile
     joint_dq: Tile
     joint_dkv: Tile
+    diag_bwd_long: Tile  # from here on: for blocks of more than LONG_BLOCK tokens
+    joint_out_long: Tile
+    joint_dq_long: Tile
+    joint_dkv_long: Tile
+
+    def of(self, kernel: str, block_size: int) -> Tile:
+        """The tile of a kernel that has one for long blocks too."""
+        return getattr(self, f"{kernel}_long" if block_size > LONG_BLOCK else kernel)
 
 
 # (architecture, bytes of an element, head dim up to): chosen by what scripts/gpu/predict.py promises, with few spilled
-# registers in half precision (tests/ops/backends/test_triton_aot.py prints them; scripts/benchmarks/tiles.py times
+# registers in half precision (tests/ops/backends/test_triton_aot.py lists them; scripts/benchmarks/tiles.py times
 # others). Compute capability 8.x and 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small tiles:
 # tf32x3 needs three operands for one.
 _TABLE = {  # rows, warps, stages of each kernel in the order of Tiles
-    (80, 2, 64): ((32, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2), (64, 4, 1), (32, 4, 1),
-                  (64, 4, 1), (64, 4, 1), (32, 4, 1)),
-    (80, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (64, 8, 1), (64, 8, 1),
-                   (32, 4, 1), (64, 8, 1), (64, 8, 1)),
-    (80, 4, 64): ((32, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1),
-                  (16, 8, 1), (16, 8, 1), (16, 8, 1)),
-    (80, 4, 128): ((16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1),
-                   (16, 8, 1), (16, 8, 1), (16, 8, 1)),
-    (90, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 2), (32, 4, 2, 168), (64, 8, 2), (64, 4, 1), (64, 4, 1),
-                  (64, 4, 1), (64, 4, 1), (64, 4, 1)),
-    (90, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1), (64, 8, 1), (64, 8, 1),
-                   (64, 8, 1), (64, 8, 1), (64, 8, 1)),
+    (80, 2, 64): ((32, 4, 2), (64, 4, 2), (64, 4, 1), (64, 8, 2), (32, 4, 2),
+                  (32, 4, 1), (64, 4, 1), (64, 4, 1), (32, 4, 1),
+                  (32, 4, 1), (64, 4, 1), (64, 4, 1), (32, 4, 1)),
+    (80, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1),
+                   (64, 8, 1), (32, 4, 1), (64, 8, 2), (64, 8, 1),
+                   (64, 8, 2), (32, 4, 1), (64, 8, 1), (64, 8, 1)),
+    (80, 4, 64): ((32, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1),
+                  (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (80, 4, 128): ((16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1),
+                   (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1), (16, 8, 1)),
+    (90, 2, 64): ((64, 4, 2), (64, 4, 2), (64, 4, 2), (32, 4, 1, 168), (64, 8, 2),
+                  (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1),
+                  (64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1)),
+    (90, 2, 128): ((64, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 2), (32, 8, 1),
+                   (64, 8, 1), (64, 8, 1), (64, 8, 1), (64, 8, 1),
+                   (64, 8, 1), (64, 8, 1), (128, 8, 1), (128, 8, 1)),
 }  # fmt: skip
 TILES = {key: Tiles(*(Tile(*tile) for tile in tiles)) for key, tiles in _TABLE.items()}
 TILES |= {(90, 4, dim): TILES[80, 4, dim] for dim in (64, 128)}
