@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-MINUTES = 2
+MINUTES = 5
 
 
 def free_port():
