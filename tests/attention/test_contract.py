@@ -33,6 +33,8 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "longformer-5": ("longformer", dict(one_sided_window=5)),
     "longformer-64": ("longformer", dict(one_sided_window=64)),
     "skyformer-9": ("skyformer", dict(landmarks=9)),
+    "transformer_ls-7": ("transformer_ls", dict(window=7, rank=3)),
+    "transformer_ls-64": ("transformer_ls", dict(window=64)),
     "reformer-5": ("reformer", dict(chunk_size=5)),
     "reformer-16": ("reformer", dict(chunk_size=16, hashes=1)),
 }
@@ -210,6 +212,8 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="skyformer", landmarks=0), "at least 1"),
         (dict(name="skyformer", iterations=0), "at least 1"),
         (dict(name="skyformer", gamma=0.0), "gamma must be positive"),
+        (dict(name="transformer_ls", window=0), "at least 1"),
+        (dict(name="transformer_ls", rank=0), "at least 1"),
         (dict(name="reformer", chunk_size=0), "at least 1"),
         (dict(name="reformer", hashes=0), "at least 1"),
         (dict(name="performer", num_features=0), "num_features must be at least 1, got 0"),
