@@ -3,10 +3,14 @@
 import importlib
 import pkgutil
 
+from lln_fairseq.attention.layers import EncoderLayer, build_layer, register_layer
 from lln_fairseq.attention.registry import (
     ATTENTION_REGISTRY,
+    LAYER_REGISTRY,
+    MECHANISMS,
     Attention,
     build_attention,
+    need_attention,
     option,
     register_attention,
 )
@@ -14,4 +18,16 @@ from lln_fairseq.attention.registry import (
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["ATTENTION_REGISTRY", "Attention", "build_attention", "option", "register_attention"]
+__all__ = [
+    "ATTENTION_REGISTRY",
+    "LAYER_REGISTRY",
+    "MECHANISMS",
+    "Attention",
+    "EncoderLayer",
+    "build_attention",
+    "build_layer",
+    "need_attention",
+    "option",
+    "register_attention",
+    "register_layer",
+]

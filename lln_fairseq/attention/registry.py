@@ -10,11 +10,13 @@ A mechanism is one file: a dataclass of its options, a subclass of `Attention`, 
     class WindowAttention(Attention): ...
 
 Command-line flags (--window-width), Hydra keys (model.window_width), contract tests and benchmark rows follow from it.
+What replaces a whole encoder layer is registered the same way, see layers.py.
 """
 
 import dataclasses
 import difflib
 import json
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -88,24 +90,29 @@ class Attention(nn.Module):
 
 
 class Entry(NamedTuple):
-    cls: type[Attention]
+    cls: type[Any]
     config: type
 
 
 ATTENTION_REGISTRY: dict[str, Entry] = {}
+LAYER_REGISTRY: dict[str, Entry] = {}  # of what replaces a whole encoder layer
+MECHANISMS = ChainMap(ATTENTION_REGISTRY, LAYER_REGISTRY)  # all that --attention takes
 
-_T = TypeVar("_T", bound=type[Attention])
+_T = TypeVar("_T", bound=type[nn.Module])
 
 
 def register_attention(name: str, config: type) -> Callable[[_T], _T]:
     """Class decorator: registers a mechanism with the dataclass of its options under a name."""
+    return register_in(ATTENTION_REGISTRY, name, config)
 
+
+def register_in(registry: dict[str, Entry], name: str, config: type) -> Callable[[_T], _T]:
     def register(cls: _T) -> _T:
-        if name in ATTENTION_REGISTRY:
-            raise ValueError(f"attention '{name}' is registered twice: {ATTENTION_REGISTRY[name].cls} and {cls}")
+        if name in MECHANISMS:
+            raise ValueError(f"attention '{name}' is registered twice: {MECHANISMS[name].cls} and {cls}")
         if not dataclasses.is_dataclass(config):
             raise TypeError(f"the options of attention '{name}' must be a dataclass, got {config}")
-        ATTENTION_REGISTRY[name] = Entry(cls, config)
+        registry[name] = Entry(cls, config)
         return cls
 
     return register
@@ -121,11 +128,26 @@ def build_attention(
 ) -> Attention:
     """The mechanism registered as `name`, with `options` for the fields of its dataclass.
 
-    Raises: ValueError for an unknown name or option (it lists the known ones) or a value that the option cannot have.
+    Raises: ValueError for an unknown name or option (it lists the known ones), a value that the option cannot have, or
+    what replaces a whole layer.
     """
-    if name not in ATTENTION_REGISTRY:
-        raise ValueError(f"unknown attention '{name}'{did_you_mean(name, ATTENTION_REGISTRY)}")
-    cls, config_class = ATTENTION_REGISTRY[name]
+    config = checked_config(name, options)
+    need_attention(name, "here an attention of queries, keys and values is needed")
+    cls = ATTENTION_REGISTRY[name].cls
+    return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
+
+
+def need_attention(name: str, reason: str) -> None:
+    """Raises: ValueError for what replaces a whole layer, saying why it cannot be used."""
+    if name in LAYER_REGISTRY:
+        raise ValueError(f"{name} replaces the whole encoder layer, and {reason}")
+
+
+def checked_config(name: str, options: dict[str, Any]) -> Any:
+    """The dataclass of a mechanism or layer filled in. Raises: ValueError as build_attention does."""
+    if name not in MECHANISMS:
+        raise ValueError(f"unknown attention '{name}'{did_you_mean(name, MECHANISMS)}")
+    config_class = MECHANISMS[name].config
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     for key, value in options.items():
         if key not in fields:
@@ -136,8 +158,7 @@ def build_attention(
         lowest = fields[key].metadata.get("at_least")
         if lowest is not None and value is not None and value < lowest:
             raise ValueError(f"attention '{name}': {key} must be at least {lowest}, got {value}")
-    config = config_class(**options)
-    return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
+    return config_class(**options)
 
 
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.padding import clear_padding
 
 
@@ -51,7 +52,7 @@ class TransformerLSAttention(Attention):
         q = q * self.head_dim**-0.5
         far, near = q @ k_short.mT, self._window_scores(q, k, key_padding_mask)
         attention = torch.cat([far, near], dim=-1)
-        attention = attention.softmax(dim=-1, dtype=_wide(q)).to(q.dtype)
+        attention = attention.softmax(dim=-1, dtype=compute_dtype(q.dtype)).to(q.dtype)
         attention = F.dropout(attention, self.active_dropout)
         far, near = attention.split([self.config.rank, attention.shape[-1] - self.config.rank], dim=-1)
         out = far @ v_short + self._window_values(near, v)
@@ -64,7 +65,7 @@ class TransformerLSAttention(Attention):
         # A sequence without a real token keeps all: its softmax would otherwise be 0/0.
         padding = padding & ~padding.all(dim=1, keepdim=True)
         scores = scores.masked_fill(padding[:, :, None, None], -torch.inf)
-        return scores.softmax(dim=1, dtype=_wide(scores)).to(k.dtype).transpose(1, 2)
+        return scores.softmax(dim=1, dtype=compute_dtype(k.dtype)).to(k.dtype).transpose(1, 2)
 
     def _window_scores(self, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
         """(B, H, N, w + 2 (w // 2)): every query over the keys of its window, -inf where there is no real one."""
@@ -97,10 +98,6 @@ class TransformerLSAttention(Attention):
 def _normalised(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """A layer norm over the heads and features of x (B, H, N, D), computed in float32 at least."""
     tokens = x.transpose(1, 2).flatten(2)
-    weight, bias = (parameter.to(_wide(x)) for parameter in (norm.weight, norm.bias))
-    out = F.layer_norm(tokens.to(_wide(x)), norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
+    tokens, weight, bias = (y.to(compute_dtype(x.dtype)) for y in (tokens, norm.weight, norm.bias))
+    out = F.layer_norm(tokens, norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
     return out.unflatten(-1, x.shape[1::2]).transpose(1, 2)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -10,7 +10,7 @@ from typing import Any
 from fairseq.utils import split_paths
 from omegaconf import DictConfig, OmegaConf
 
-from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.host.checkpoint_config import is_plain
 from lln_fairseq.host.checkpoints import our_state, peek
 from lln_fairseq.host.errors import InputError
@@ -93,7 +93,7 @@ def _as_dict(group: Any) -> dict[str, Any]:
 def _of_other_attentions(options: Mapping[str, Any]) -> set[str]:
     return {
         f"{name}_{field.name}"
-        for name, entry in ATTENTION_REGISTRY.items()
+        for name, entry in MECHANISMS.items()
         if name != options.get("attention")
         for field in dataclasses.fields(entry.config)
     }

@@ -15,7 +15,7 @@ from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.host.errors import input_errors
 from lln_fairseq.models.adapt import adapt
 from lln_fairseq.models.options import attention_fields, attention_options
@@ -85,7 +85,7 @@ class RobertaConfig(FairseqDataclass):
     min_params_to_wrap: int = field(
         default=DEFAULT_MIN_PARAMS_TO_WRAP, metadata={"help": "parameters from which FSDP wraps a layer"}
     )
-    attention: ChoiceEnum(sorted(ATTENTION_REGISTRY)) = field(
+    attention: ChoiceEnum(sorted(MECHANISMS)) = field(
         default="lln_diag", metadata={"help": "attention mechanism of every layer"}
     )
 

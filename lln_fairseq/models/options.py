@@ -7,23 +7,23 @@ from typing import Any
 
 from fairseq.dataclass import ChoiceEnum
 
-from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention import MECHANISMS
 
 
 def attention_fields() -> list[tuple[str, Any, dataclasses.Field]]:
     """(name, type, field) for every option of every mechanism: `block_size` of `lln_diag` is `lln_diag_block_size`."""
     return [
         (f"{name}_{field.name}", _host_type(field), _host_field(name, field))
-        for name, entry in sorted(ATTENTION_REGISTRY.items())
+        for name, entry in sorted(MECHANISMS.items())
         for field in dataclasses.fields(entry.config)
     ]
 
 
 def attention_options(name: str, config: Any) -> dict[str, Any]:
     """The options of one mechanism out of a model's config (DictConfig, dataclass or Namespace)."""
-    if name not in ATTENTION_REGISTRY:
+    if name not in MECHANISMS:
         return {}  # build_attention has the message
-    fields = dataclasses.fields(ATTENTION_REGISTRY[name].config)
+    fields = dataclasses.fields(MECHANISMS[name].config)
     values = {field.name: getattr(config, f"{name}_{field.name}", field.default) for field in fields}
     return {key: getattr(value, "value", value) for key, value in values.items()}
 

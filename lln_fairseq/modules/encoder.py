@@ -13,7 +13,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lln_fairseq.attention import Attention
+from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, need_attention
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
 from lln_fairseq.sequence_parallel import Shard
 
@@ -73,6 +73,8 @@ class LLNTransformerEncoder(TransformerEncoder):
         self.feed_forward_tokens = args.feed_forward_tokens
         self.shard: Shard | None = None
         super().__init__(args, dictionary, embed_tokens)
+        if attention in LAYER_REGISTRY and self.layer_norm is None:  # its units have their norms in front
+            self.layer_norm = nn.LayerNorm(embed_tokens.embedding_dim)
         attentions = self._attentions()
         for layer, module in enumerate(attentions):
             module.place(layer, len(attentions))
@@ -107,17 +109,36 @@ class LLNTransformerEncoder(TransformerEncoder):
         return {**out, "features": out["encoder_out"][0]}
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
+        """Raises: ValueError for options that what replaces a layer does not have."""
         cfg = TransformerConfig.from_namespace(cfg)
-        layer = LLNEncoderLayer(cfg, self.attention_name, self.attention_options, self.feed_forward_tokens)
+        if self.attention_name in LAYER_REGISTRY:
+            layer = self._replacement(cfg)
+        else:
+            layer = LLNEncoderLayer(cfg, self.attention_name, self.attention_options, self.feed_forward_tokens)
         # From here on as in fairseq's own build_encoder_layer.
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
         return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
+    def _replacement(self, cfg: TransformerConfig) -> nn.Module:
+        refused = {"feed_forward_tokens": self.feed_forward_tokens, "quant_noise_pq": cfg.quant_noise.pq}
+        for option in [option for option, value in refused.items() if value]:
+            need_attention(self.attention_name, f"does not know {option}")
+        return build_layer(
+            self.attention_name,
+            dim=cfg.encoder.embed_dim,
+            dropout=cfg.dropout,
+            attention_dropout=cfg.attention_dropout,
+            activation_dropout=cfg.activation_dropout,
+            **self.attention_options,
+        )
+
 
 class LLNRobertaEncoder(RobertaEncoder):
     def __init__(self, args: Any, dictionary: Any, attention: str, options: dict[str, Any]) -> None:
         self.attention_name, self.attention_options = attention, options
+        if attention in LAYER_REGISTRY:
+            args.no_token_positional_embeddings = not LAYER_REGISTRY[attention].cls.positions
         super().__init__(args, dictionary)
         for name, module in self.named_modules():
             if name.endswith(("layer_norm", "layernorm_embedding")) and ".attention." not in name:  # a mechanism's own
