@@ -24,12 +24,12 @@ import lln_fairseq
 
 lln_fairseq.register()  # before all that imports fairseq, which would talk
 
-from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
+from lln_fairseq.attention import MECHANISMS, need_attention  # noqa: E402
 from lln_fairseq.hf import from_fairseq, from_hf  # noqa: E402
 from lln_fairseq.hf.directory import new_directory, write_large  # noqa: E402
 from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, PADDING, POSITIONS, Encoder  # noqa: E402
 from lln_fairseq.host.checkpoints import OUR_STATE  # noqa: E402
-from lln_fairseq.host.errors import InputError  # noqa: E402
+from lln_fairseq.host.errors import InputError, input_errors  # noqa: E402
 from lln_fairseq.host.fit import dictionary_hash  # noqa: E402
 from lln_fairseq.models.adapt import MECHANISM, resize_positions  # noqa: E402
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel, RobertaConfig  # noqa: E402
@@ -45,6 +45,8 @@ def convert(
     heads: int | None = None,
 ) -> Encoder:  # fmt: skip
     """Writes OUT whole or not at all; returns what is in it. Raises: InputError."""
+    with input_errors():
+        need_attention(attention, "takes no parameters of another encoder")
     with new_directory(out) as folder:
         encoder = from_hf.read(source) if source.is_dir() else from_fairseq.read(source, dictionary, heads, attention)
         if positions is not None:
@@ -125,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="a directory of Hugging Face, or a checkpoint of fairseq")
     parser.add_argument("out", type=Path, help="a new directory, for model.pt, dict.txt and the tokenizer")
     default = RobertaConfig.attention
-    parser.add_argument("--attention", choices=sorted(ATTENTION_REGISTRY), default=default, help="(%(default)s)")
+    parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="(%(default)s)")
     parser.add_argument("--positions", type=int, help="the longest sequence (default: that of the source)")
     parser.add_argument("--dictionary", type=Path, help="dict.txt of a checkpoint of fairseq (default: beside it)")
     parser.add_argument("--heads", type=int, help="attention heads, where a checkpoint of fairseq does not say")

@@ -28,7 +28,7 @@ import lln_fairseq
 
 lln_fairseq.register()  # before all that imports fairseq, which would talk
 
-from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
+from lln_fairseq.attention import MECHANISMS, need_attention  # noqa: E402
 from lln_fairseq.attention.registry import parse_options  # noqa: E402
 from lln_fairseq.convert import CHECKPOINT, write  # noqa: E402
 from lln_fairseq.distillation import Distillation  # noqa: E402
@@ -36,7 +36,7 @@ from lln_fairseq.hf import from_fairseq  # noqa: E402
 from lln_fairseq.hf.encoder import Encoder  # noqa: E402
 from lln_fairseq.host.checkpoint_config import stored_options  # noqa: E402
 from lln_fairseq.host.checkpoints import check_sums, peek, plain_data  # noqa: E402
-from lln_fairseq.host.errors import InputError, first_line  # noqa: E402
+from lln_fairseq.host.errors import InputError, first_line, input_errors  # noqa: E402
 from lln_fairseq.host.run_lock import lock  # noqa: E402
 from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402
@@ -57,6 +57,8 @@ def linearize(args: argparse.Namespace) -> None:
     if (args.out / CHECKPOINT).exists():
         print(f"{args.out / CHECKPOINT} is complete")
         return
+    with input_errors():
+        need_attention(args.attention, "cannot take the place of a teacher's attention")
     model, task = load_model(str(args.teacher))
     if (found := stored_options(peek(str(args.teacher)))["model"].get("attention", "softmax")) != "softmax":
         raise InputError(f"{args.teacher} has {found} attention, and a teacher has softmax")
@@ -192,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("data", type=Path, help="a directory of text, binarised with the teacher's tokenizer")
     parser.add_argument("out", type=Path, help="a directory for model.pt")
     default = LLNRobertaConfig.attention
-    parser.add_argument("--attention", choices=sorted(ATTENTION_REGISTRY), default=default, help="(%(default)s)")
+    parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="(%(default)s)")
     parser.add_argument("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="options of the attention, as in docs/attentions.md: mix=joint_offset")  # fmt: skip
     parser.add_argument("--mix", help="short for --option mix=...")

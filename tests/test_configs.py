@@ -18,7 +18,7 @@ from omegaconf import OmegaConf, open_dict
 
 from data_prep.glue_tasks import GLUE_TASKS
 from data_prep.lra_tasks import LRA_TASKS, STAND_INS
-from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.host.settings import split_global_batch
 from lln_fairseq.models.lln_roberta import PRESETS, RobertaConfig
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig
@@ -37,15 +37,15 @@ def names(group):
 
 
 def test_every_attention_and_every_preset_has_its_file():
-    assert names("attention") == set(ATTENTION_REGISTRY)
+    assert names("attention") == set(MECHANISMS)
     assert names("model") == {*PRESETS, "roberta", "minilm"}
 
 
-@pytest.mark.parametrize("attention", sorted(ATTENTION_REGISTRY))
+@pytest.mark.parametrize("attention", sorted(MECHANISMS))
 def test_attention_files_hold_the_options_with_their_defaults(attention):
     options = load("attention", attention)
     assert options.pop("attention") == attention
-    fields = dataclasses.fields(ATTENTION_REGISTRY[attention].config)
+    fields = dataclasses.fields(MECHANISMS[attention].config)
     assert options == {f"{attention}_{field.name}": field.default for field in fields}
 
 
@@ -203,7 +203,7 @@ def built_model(composed, stage, folder, *overrides):
     return config.model, models.build_model(config.model, tasks.setup_task(config.task))
 
 
-@pytest.mark.parametrize("attention", sorted(ATTENTION_REGISTRY))
+@pytest.mark.parametrize("attention", sorted(MECHANISMS))
 @pytest.mark.parametrize("stage", DATA)
 def test_every_attention_builds_at_the_smallest_size(stage, attention, composed, tmp_path):
     config, model = built_model(composed, stage, tmp_path, "model=tiny", f"attention={attention}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention import MECHANISMS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lln_fairseq"
@@ -116,7 +116,7 @@ def test_no_name_is_used_twice_in_scripts_and_analysis():
 
 
 def test_no_mechanism_is_named_above_attention():
-    names = "|".join(sorted(ATTENTION_REGISTRY, key=len, reverse=True))
+    names = "|".join(sorted(MECHANISMS, key=len, reverse=True))
     own = {
         "lln_fairseq.models.lln_roberta": {"lln_diag"},  # its default
         "lln_fairseq.hf.from_hf": {"relu"},  # the activation

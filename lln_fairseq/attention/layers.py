@@ -48,6 +48,9 @@ class EncoderLayer(nn.Module):
             x = x + F.dropout(unit(x, mask), self.dropout, self.training)
         return x.transpose(0, 1)
 
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """fairseq asks its layers to rename what old checkpoints call otherwise."""
+
 
 _T = TypeVar("_T", bound=type[EncoderLayer])
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention import MECHANISMS, need_attention
 from lln_fairseq.host.checkpoint_config import NO_POSITIONS, stored_options
 from lln_fairseq.host.checkpoints import our_state, peek
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.errors import InputError, input_errors
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
+LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks
 STOCK_ATTENTION = "softmax"
 NOT_LABELS = ("<mask>", "madeupword")  # what fairseq's tools add to every dictionary
 
@@ -24,13 +25,31 @@ logger = logging.getLogger(__name__)
 def check_fit(path: str, model: nn.Module, task: Any) -> None:
     """Says what of a checkpoint does not fit the model and the task, before it is loaded into them.
 
-    Raises: InputError for a file that cannot be read or that was made with another dictionary. Logs a warning for a
-    model whose attention differs from the one in the checkpoint.
+    Raises: InputError for a file that cannot be read, that was made with another dictionary or has other layers. Logs a
+    warning for a model whose attention differs from the one in the checkpoint.
     """
     state = peek(path)
     check_dictionary(state, task, path)
+    check_layers(state, model, path)
     for difference in attention_differences(state, model):
         logger.warning(f"{path} was trained with {difference}")
+
+
+def check_layers(state: Mapping[str, Any], model: nn.Module, path: str) -> None:
+    """Raises InputError where one of both, checkpoint and model, has layers of its own kind."""
+    here, there = getattr(model, "args", {}), stored_options(state)["model"]
+    if not there or "attention" not in here:
+        return
+    names = here["attention"], there.get("attention", STOCK_ATTENTION)
+    for name in names if names[0] != names[1] else ():
+        with input_errors():
+            need_attention(name, f"{path} has {names[1]}, this model {names[0]}: neither has the other's parameters")
+
+
+def need_robertas_layers(options: Mapping[str, Any], path: Any) -> None:
+    """Raises InputError for the options of a model that has layers of its own kind."""
+    with input_errors():
+        need_attention(str(options.get("attention")), f"{path} is therefore no RoBERTa")
 
 
 def dictionary_hash(dictionary: Any) -> str:
@@ -74,9 +93,16 @@ def is_finetuned(task: Any) -> bool:
 
 
 def longest_sequence(path: str) -> int | None:
-    """The number of positions of the model in a checkpoint; None for a model without them. Raises: InputError."""
-    table = _parameter(peek(path), POSITIONS)
-    return None if table is None else table.shape[0] - NO_POSITIONS
+    """The number of positions of the model in a checkpoint; without a table of them, the length it was trained for.
+
+    None where that is not known. Raises: InputError.
+    """
+    state = peek(path)
+    if (table := _parameter(state, POSITIONS)) is not None:
+        return table.shape[0] - NO_POSITIONS
+    stored = stored_options(state)
+    lengths = (stored["model"].get("max_positions"), *(stored["task"].get(key) for key in LENGTHS))
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
 
 
 def _parameter(state: Mapping[str, Any], name: str) -> Tensor | None:
@@ -93,6 +119,6 @@ def attention_differences(state: Mapping[str, Any], model: nn.Module) -> list[st
     name, before = here["attention"], there.get("attention", STOCK_ATTENTION)
     if name != before:
         return [f"attention = {before}, here it is {name}"]
-    options = [f"{name}_{field.name}" for field in dataclasses.fields(ATTENTION_REGISTRY[name].config)]
+    options = [f"{name}_{field.name}" for field in dataclasses.fields(MECHANISMS[name].config)]
     unlike = [key for key in options if key in here and key in there and there[key] != here[key]]
     return [f"{key} = {there[key]}, here it is {here[key]}" for key in unlike]

@@ -5,10 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, Attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, need_attention
 from lln_fairseq.host.errors import InputError, input_errors
 from lln_fairseq.sequence_parallel import cut_batch, neighbours
 
+SHARING = ("share a sequence over workers: leave out --sequence-parallel-size (task.sequence_parallel_size), or take "
+           "another attention")  # fmt: skip
 SEED_FACTOR = 1_000_003  # makes seeds that no other worker or update has
 
 
@@ -55,6 +57,8 @@ class SharedSequences:
 
 def shard_multiple(model: Any) -> int:
     """The tokens that a worker's part must be a multiple of. Raises: InputError where there can be no parts."""
+    with input_errors():
+        need_attention(getattr(model.args, "attention", ""), f"cannot {SHARING}")
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if not attentions:
         raise InputError("--sequence-parallel-size needs a model of this package (--arch lln_roberta_...)")
@@ -67,8 +71,5 @@ def shard_multiple(model: Any) -> int:
         if module.shard_multiple is None:
             name = next(name for name, entry in ATTENTION_REGISTRY.items() if type(module) is entry.cls)
             options = module.extra_repr()
-            raise InputError(
-                f"attention {name}{f' with {options}' if options else ''} cannot share a sequence over workers: leave "
-                "out --sequence-parallel-size (task.sequence_parallel_size), or take another attention"
-            )
+            raise InputError(f"attention {name}{f' with {options}' if options else ''} cannot {SHARING}")
     return max(module.shard_multiple for module in attentions)

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention import MECHANISMS
+from lln_fairseq.attention.layers import check_row
 from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.presets import PRESETS
 from scripts.benchmarks.meter import (
@@ -39,9 +40,9 @@ from scripts.benchmarks.meter import (
     resident_peak_of,
 )
 from scripts.benchmarks.model_report import Row, draw, read_rows, table, write_json
-from scripts.benchmarks.model_training import DTYPES, MATRIX, SOFTMAX, Training, build, has_fairseq, train_a_little
+from scripts.benchmarks.model_training import DTYPES, MATRIX, SOFTMAX, Training, has_fairseq, train_a_little
 
-PAPER_ROWS = ("nystrom:conv_kernel=33",)  # as the paper's row has it: with its convolution
+PAPER_ROWS = ("nystrom:conv_kernel=33", "flash:form=quadratic")  # with its convolution, as in the paper; FLASH-Quad
 RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # as the recipes train, where other rows have none
 SMALL_VOCABULARY, VOCABULARY = 4000, 50265
 
@@ -104,7 +105,7 @@ def row_name(text: str) -> str:
     """The type of an argument: a row that can be built."""
     try:
         if text != MATRIX:
-            build(text, num_heads=1, head_dim=64, max_positions=64)
+            check_row(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -113,7 +114,7 @@ def row_name(text: str) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.model", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    rows = [MATRIX, SOFTMAX, *(name for name in sorted(ATTENTION_REGISTRY) if name != SOFTMAX), *PAPER_ROWS]
+    rows = [MATRIX, SOFTMAX, *(name for name in sorted(MECHANISMS) if name != SOFTMAX), *PAPER_ROWS]
     cuda = torch.cuda.is_available()
     rows += () if cuda else RECIPE_ROWS
     parser.add_argument("--attentions", nargs="+", type=row_name, default=rows, metavar="NAME[:OPTION=VALUE,...]",

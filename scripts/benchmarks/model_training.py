@@ -1,4 +1,8 @@
-"""What scripts/benchmarks/model.py measures: training iterations of one RoBERTa whose attention is exchanged."""
+"""What scripts/benchmarks/model.py measures: training iterations of one RoBERTa whose attention is exchanged.
+
+What replaces whole layers is put in the place of the layers; what such a model has otherwise, a norm at its end or no
+embeddings of positions, is too little to show.
+"""
 
 import argparse
 import importlib.util
@@ -11,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lln_fairseq
-from lln_fairseq.attention import Attention, build_attention
+from lln_fairseq.attention import LAYER_REGISTRY, Attention, EncoderLayer, build_attention, build_layer
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.presets import PRESETS
 from scripts.benchmarks.plain_roberta import PlainRoberta
@@ -72,12 +76,15 @@ class Training:
         self.args, self.length, place = args, length, {"device": args.device, "dtype": DTYPES[args.dtype]}
         self.model = self.build_model().to(**place).train()
         self.layers = self.model.encoder.sentence_encoder.layers
+        self.robertas_layers = list(self.layers)
         self.forward = self.model
         if args.compile:
             torch._dynamo.config.recompile_limit = 64  # each exchanged attention is a graph of its own
             self.forward = torch.compile(self.model)
-        self.attentions: dict[str, tuple[nn.ModuleList, Adam]] = {}
-        self.adam = Adam(list(self.model.parameters()))
+        self.rows: dict[str, tuple[nn.ModuleList, list[Adam]]] = {}
+        of_layers = {id(parameter) for parameter in self.layers.parameters()}
+        self.adam = Adam([parameter for parameter in self.model.parameters() if id(parameter) not in of_layers])
+        self.layers_adam: Adam | None = None
         self.make_batch()
 
     def build_model(self) -> nn.Module:
@@ -96,24 +103,43 @@ class Training:
         return F.cross_entropy(logits.float(), self.words[self.masked])
 
     def add(self, name: str) -> None:
-        args, modules = self.args, []
+        modules = nn.ModuleList(self.build_row(name))
+        modules.to(device=self.args.device, dtype=DTYPES[self.args.dtype]).train()
+        optimizers = [self.adam, Adam(list(modules.parameters()))]
+        if not isinstance(modules[0], EncoderLayer):  # then RoBERTa's layers are trained too
+            self.layers_adam = self.layers_adam or Adam(list(nn.ModuleList(self.robertas_layers).parameters()))
+            optimizers.append(self.layers_adam)
+        self.rows[name] = modules, optimizers
+
+    def build_row(self, name: str) -> list[nn.Module]:
+        """What is exchanged, layer by layer."""
+        args, count = self.args, len(self.layers)
         _, dim, _, heads = PRESETS[args.preset]
-        for layer in range(len(self.layers)):
-            module = build(SOFTMAX if name == MATRIX else name, num_heads=heads, head_dim=dim // heads,
-                           max_positions=self.length, dropout=args.attention_dropout)  # fmt: skip
-            module.place(layer, len(self.layers))
-            modules.append(MatrixSoftmax(module) if name == MATRIX else module)
-        modules = nn.ModuleList(modules).to(device=args.device, dtype=DTYPES[args.dtype]).train()
-        self.attentions[name] = modules, Adam(list(modules.parameters()))
+        row, options = parse_row(name)
+        if row in LAYER_REGISTRY:
+            options = dict(dim=dim, dropout=args.dropout, attention_dropout=args.attention_dropout) | options
+            return [build_layer(row, **options) for _ in range(count)]
+        sizes = dict(num_heads=heads, head_dim=dim // heads, max_positions=self.length, dropout=args.attention_dropout)
+        modules = [build(SOFTMAX if name == MATRIX else name, **sizes) for _ in range(count)]
+        for layer, module in enumerate(modules):
+            module.place(layer, count)
+        return [MatrixSoftmax(module) for module in modules] if name == MATRIX else modules
+
+    def put_in_place(self, modules: nn.ModuleList) -> None:
+        for number, module in enumerate(modules):
+            if isinstance(module, EncoderLayer):
+                self.layers[number] = module
+            else:
+                self.layers[number] = self.robertas_layers[number]
+                self.layers[number].self_attn.attention = module
 
     def iteration(self, name: str) -> None:
-        modules, adam = self.attentions[name]
-        for layer, module in zip(self.layers, modules, strict=True):
-            layer.self_attn.attention = module
-        for optimizer in (self.adam, adam):
+        modules, optimizers = self.rows[name]
+        self.put_in_place(modules)
+        for optimizer in optimizers:
             optimizer.zero_grad()
         (self.loss() * (LOSS_SCALE if self.args.dtype == "float16" else 1.0)).backward()
-        for optimizer in (self.adam, adam):
+        for optimizer in optimizers:
             optimizer.step()
 
 
@@ -156,5 +182,7 @@ def has_fairseq() -> bool:
 def train_a_little(name: str, length: int, args: argparse.Namespace) -> None:
     training = args.training(args, length)
     training.add(name)
+    if training.layers_adam is None:
+        training.robertas_layers.clear()  # which have no part in this row's memory
     for _ in range(2):  # the optimizer's state is there from the second one on
         training.iteration(name)

@@ -33,7 +33,7 @@ lln_fairseq.register()  # before all that imports fairseq, which would talk
 
 from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece  # noqa: E402
 from data_prep.vocabulary import new_vocabulary  # noqa: E402
-from lln_fairseq.attention import ATTENTION_REGISTRY  # noqa: E402
+from lln_fairseq.attention import MECHANISMS  # noqa: E402
 from lln_fairseq.export import export  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402
 from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel  # noqa: E402
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.prediction", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["tiny", "small"])
-    parser.add_argument("--attentions", nargs="+", choices=sorted(ATTENTION_REGISTRY), default=["lln_diag"],
+    parser.add_argument("--attentions", nargs="+", choices=sorted(MECHANISMS), default=["lln_diag"],
                         help="beside softmax (lln_diag)")  # fmt: skip
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32], help="batch sizes of the pipeline (1 32)")
     parser.add_argument("--sentences", type=int, default=1000)

@@ -31,7 +31,7 @@ import torch.multiprocessing as processes
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
-from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention import build_attention
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.modules.encoder import LLNEncoderLayer
 from lln_fairseq.presets import PRESETS
@@ -156,8 +156,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check_outputs(parser, args.json)
     if min(*args.tokens, args.workers, args.threads, args.repeats) < 1:
         parser.error("tokens, workers, threads and repeats must be at least 1")
-    if parse_row(args.attention)[0] not in ATTENTION_REGISTRY:
-        parser.error(f"unknown attention {args.attention}")
+    try:
+        build_attention(parse_row(args.attention)[0], num_heads=1, head_dim=64, max_positions=64)
+    except ValueError as error:
+        parser.error(str(error))
     if not can_measure_resident_peak():
         parser.error("memory is measured on Linux alone")
     return args

@@ -32,7 +32,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 import lln_fairseq
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention.layers import check_row
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.recipes import CONFIGS
@@ -220,8 +220,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--jobs, --updates and --finetune-updates must be at least 1")
     for row in args.attentions:
         try:
-            name, options = parse_row(row)
-            build_attention(name, num_heads=1, head_dim=64, max_positions=64, **options)
+            check_row(row)
         except ValueError as error:
             parser.error(str(error))
     return args

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.attention import LAYER_REGISTRY, MECHANISMS, build_attention
 from lln_fairseq.presets import PRESETS
 from scripts.benchmarks import model as benchmark
 from scripts.benchmarks import model_training
@@ -32,7 +32,7 @@ def test_smoke_run_covers_every_attention_and_adds_to_what_is_there(tmp_path, ca
     assert benchmark.main([*common, "--no-time", "--attentions", "lln_diag", "softmax_matrix"]) == 0
     assert benchmark.main([*common, "--no-memory", "--png", str(tmp_path / "t.png")]) == 0
     rows = {(row["attention"], row["length"]): row for row in json.loads(out.read_text())["rows"]}
-    names = (*ATTENTION_REGISTRY, benchmark.MATRIX, *benchmark.PAPER_ROWS, *benchmark.RECIPE_ROWS)
+    names = (*MECHANISMS, benchmark.MATRIX, *benchmark.PAPER_ROWS, *benchmark.RECIPE_ROWS)
     assert rows.keys() == {(name, 96) for name in names}
     assert all(row["time"][0] > 0 and not row["oom"] for row in rows.values())
     assert {name for (name, _), row in rows.items() if row["memory"]} == {"lln_diag", "softmax_matrix"}
@@ -110,15 +110,48 @@ def test_an_iteration_lowers_the_loss(dtype, monkeypatch):
     training.add("linformer")  # which has parameters of its own
     losses, cross_entropy = [], F.cross_entropy
     monkeypatch.setattr(F, "cross_entropy", lambda *args: losses.append(loss := cross_entropy(*args)) or loss)
-    modules, adam = training.attentions["linformer"]
-    before = [parameter.detach().clone() for parameter in modules.parameters()]
-    for optimizer in (training.adam, adam):
+    modules, optimizers = training.rows["linformer"]
+    head, layer = training.model.encoder.lm_head, training.layers[0]
+    trained = [*modules.parameters(), head.dense.weight, layer.fc1.weight, layer.self_attn.q_proj.weight]
+    before = [parameter.detach().clone() for parameter in trained]
+    for optimizer in optimizers:
         optimizer.optimizer.param_groups[0]["lr"] = 1e-3
     for _ in range(8):
         training.iteration("linformer")
     assert losses[-1] < 0.9 * losses[0]
     assert all(p.dtype == benchmark.DTYPES[dtype] for p in training.model.parameters())
-    assert not any(map(torch.equal, before, modules.parameters()))
+    assert not any(map(torch.equal, before, trained))
+
+
+@pytest.mark.parametrize("name", LAYER_REGISTRY)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_layer_that_replaces_robertas_is_trained_and_put_out_again(name, dtype, monkeypatch):
+    """RoBERTa's own layers stay as they are meanwhile; the rows that follow find them again."""
+    training = Training(arguments("--dtype", dtype, "--dropout", "0", "--vocabulary", "50"), 64)
+    layers = list(training.layers)
+    for row in (name, "lln"):
+        training.add(row)
+    before = [parameter.detach().clone() for layer in layers for parameter in layer.parameters()]
+    modules, optimizers = training.rows[name]
+    losses, cross_entropy = [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *args: losses.append(loss := cross_entropy(*args)) or loss)
+    for optimizer in optimizers:
+        optimizer.optimizer.param_groups[0]["lr"] = 1e-3
+    for _ in range(8):
+        training.iteration(name)
+    assert list(training.layers) == list(modules)
+    assert losses[-1] < 0.95 * losses[0]
+    assert all(map(torch.equal, before, (parameter for layer in layers for parameter in layer.parameters())))
+    training.iteration("lln")
+    assert list(training.layers) == layers
+
+
+def test_the_memory_of_such_a_layer_is_measured_without_robertas(monkeypatch):
+    kept = []
+    monkeypatch.setattr(Training, "iteration", lambda self, name: kept.append(len(self.robertas_layers)))
+    for name in ("tnn", "lln"):
+        model_training.train_a_little(name, 64, arguments())
+    assert kept == [0, 0, 2, 2]
 
 
 def test_the_plain_model_is_fairseqs():
@@ -140,7 +173,7 @@ def test_it_runs_without_fairseq(monkeypatch):
         monkeypatch.setattr(module, "has_fairseq", lambda: False)
     training = Training(arguments(), 64)
     assert isinstance(training.model, PlainRoberta)
-    for name in ("elu", "transnormer_t1"):
+    for name in ("elu", "transnormer_t1", "flash", "tnn", "elu"):
         training.add(name)
         training.iteration(name)
     assert "plain torch" in benchmark.settings(arguments())["model"]
@@ -148,8 +181,9 @@ def test_it_runs_without_fairseq(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--attentions", "lnn"], "unknown attention 'lnn'; did you mean 'lln'"),
-     (["--attentions", "nystrom:conv=3"], "has no option 'conv'"), (["--add"], "--add needs --json"),
+    [(["--attentions", "lln_dia"], "unknown attention 'lln_dia'; did you mean 'lln_diag'"),
+     (["--attentions", "nystrom:conv=3"], "has no option 'conv'"),
+     (["--attentions", "flash:form=cubic"], "choose from chunked, quadratic"), (["--add"], "--add needs --json"),
      (["--lengths", "0"], "must be at least 1"), (["--png", "nowhere/x.png"], "no such directory: nowhere")],
 )  # fmt: skip
 def test_bad_arguments_end_in_one_line(words, message, capsys):
