@@ -40,7 +40,7 @@ def check_layers(state: Mapping[str, Any], model: nn.Module, path: str) -> None:
     here, there = getattr(model, "args", {}), stored_options(state)["model"]
     if not there or "attention" not in here:
         return
-    names = here["attention"], there.get("attention", STOCK_ATTENTION)
+    names = str(here["attention"]), str(there.get("attention", STOCK_ATTENTION))
     for name in names if names[0] != names[1] else ():
         with input_errors():
             need_attention(name, f"{path} has {names[1]}, this model {names[0]}: neither has the other's parameters")
