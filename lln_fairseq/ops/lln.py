@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from lln_fairseq.ops.autograd import mixture
 from lln_fairseq.ops.backends import Mixture, choose_backend
+from lln_fairseq.ops.causal import causal_attention, scaled
 from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import exchange_within
@@ -48,6 +49,7 @@ def lln_attention(
     scope: str = "head",
     constants: str = "calibrated",
     group: ProcessGroup | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """LLN attention (paper, eq. 8): Σ_j <e^{αq_i}, e^{βk_j}> v_j / Σ_l <e^{αq_i}, e^{βk_l}>.
 
@@ -64,6 +66,10 @@ def lln_attention(
             result is its part of that of the whole sequences. All workers of the group must call it, with any number of
             tokens each, and differentiate it, once. The gradients of α and β are this worker's parts; their sum over
             the workers is the gradient. What is exchanged does not depend on the number of tokens: see exchange.py.
+        causal: both sums over j <= i and l <= i: no row sees a later token, and one before the first real key is 0.
+            Linear in N as well, in PyTorch on every device, without a group: see causal.py. α and β that are matched
+            look ahead, for they are of the whole sequence; `running_moments` gives such that do not, as a language
+            model needs them.
 
     Returns: (B, H, N, D) in the dtype of q, and in its memory layout where batch and heads are one dimension in it.
     Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable any number of times.
@@ -71,6 +77,12 @@ def lln_attention(
     check_inputs(q, k, v, key_padding_mask)
     exchange = exchange_within(group, q)
     alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group if exchange else None)
+    if causal:
+        if exchange is not None or backend not in ("auto", "torch"):
+            raise ValueError(f"causal attention is computed by one worker, in PyTorch; got backend '{backend}'")
+        if alpha is None or beta is None:
+            alpha, beta = match_moments(q, k, key_padding_mask)
+        return causal_attention(*scaled(q, k, v, alpha[..., None], beta[..., None], key_padding_mask)).to(q.dtype)
     backend = choose_backend(backend, q, None, k, v, alpha, beta, key_padding_mask)
     return mixture(q, k, v, alpha, beta, key_padding_mask, replace(LLN_ALONE, exchange=exchange), backend)
 

@@ -91,12 +91,40 @@ def matched_moments(
     table: Sequence[Tensor] | None = None, exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`match_moments` in PyTorch, unchecked; without a mask q and k may differ in length."""
-    sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask, scope, exchange)
+    sigmas = standard_deviations((q, k), key_padding_mask, scope, exchange)
+    return _matching(sigmas, constants, table or (() if constants == "paper" else _table_of(q, constants)))
+
+
+@torch.no_grad()
+def running_moments(
+    q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, constants: str = "calibrated",
+    before: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """α and β of `match_moments` for every token, from the tokens up to it: they look at nothing that comes later.
+
+    α_i belongs to query i and β_j to key j, so that P_ij has <e^{α_i q_i}, e^{β_j k_j}> and its state stays small.
+
+    Args: q, k, key_padding_mask, constants: as for `match_moments`, of scope "head".
+        before: the moments of the tokens before these, as an earlier call returned them.
+    Returns: α, β of shape (B, H, N), without gradient; the moments of all tokens, (B, H, 6), in float64.
+    Raises: ValueError as `match_moments`.
+    """
+    check_inputs(q, k, k, key_padding_mask)
+    if constants not in CONSTANTS:
+        raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
+    moments = torch.cat([_token_moments(x, key_padding_mask) for x in (q, k)]).double().cumsum(dim=-1)
+    if before is not None:
+        moments = moments + before.movedim(-1, 0)[..., None]
+    sigmas = [_deviation(x, "head").to(compute_dtype(q.dtype)) for x in (moments[:3], moments[3:])]
+    alpha, beta = _matching(sigmas, constants, () if constants == "paper" else _table_of(q, constants))
+    return alpha, beta, moments[..., -1].movedim(0, -1)
+
+
+def _matching(sigmas: Sequence[Tensor], constants: str, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """α and β of eq. 10 for σ_q and σ_k of any shape."""
+    sigma_q, sigma_k = sigmas
     log_s = 2 * (sigma_q.log() + sigma_k.log())
-    if constants == "paper":
-        log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log()
-    else:
-        log_sigma2 = interpolate(log_s, *(table or _table_of(q, constants)))
+    log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log() if constants == "paper" else interpolate(log_s, *table)
     sigma_tilde = (log_sigma2.clamp_max(LOG_SIGMA2_LIMIT) / 2).exp()
     return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
 
@@ -117,16 +145,20 @@ def standard_deviations(
 
 def _moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     """How many numbers, their sum and that of their squares, (3, B, H)."""
+    return _token_moments(x, key_padding_mask).sum(dim=-1)
+
+
+def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """`_moments` of every token, (3, B, H, N)."""
     dtype = compute_dtype(x.dtype)
     # Reducing over the features first leaves nothing of the size of x behind.
     total = x.sum(dim=-1, dtype=dtype)
     square = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
-    tokens = torch.full(x.shape[:2], float(x.shape[2]), dtype=dtype, device=x.device)
+    count = torch.full_like(total, float(x.shape[-1]))
     if key_padding_mask is not None:
         padded = key_padding_mask[:, None, :]
-        total, square = total.masked_fill(padded, 0.0), square.masked_fill(padded, 0.0)
-        tokens = (~padded).sum(dim=-1, dtype=dtype).expand(x.shape[:2])
-    return torch.stack((tokens * x.shape[-1], total.sum(dim=-1), square.sum(dim=-1)))
+        total, square, count = (y.masked_fill(padded, 0.0) for y in (total, square, count))
+    return torch.stack((count, total, square))
 
 
 def _deviation(moments: Tensor, scope: str) -> Tensor:

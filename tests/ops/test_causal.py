@@ -1,0 +1,198 @@
+"""Causal LLN attention, against a float64 quadratic oracle with a triangular mask, and what later tokens may change."""
+
+import pytest
+import torch
+
+from lln_fairseq.ops.causal import PIECE, causal_attention, continue_causal, empty_state
+from lln_fairseq.ops.lln import lln_attention
+from lln_fairseq.ops.moment_matching import match_moments, running_moments
+from tests.helpers import (
+    FLOAT32_FORWARD,
+    FLOAT32_GRADIENT,
+    HALF_FLOOR,
+    HALF_FORWARD_FACTOR,
+    poison_empty,
+    random_padding,
+    random_qkv,
+    relative_rms,
+)
+
+MASKS = ("none", "right", "left")
+
+
+def mask_of(kind, length):
+    """Padding on a side, of random length and of a whole row; the left one also in the middle of a piece."""
+    if kind == "none":
+        return None
+    mask = random_padding(2, length, full_row=True)
+    return mask if kind == "right" else mask.flip(1)
+
+
+def oracle(x, y, v, mask=None):
+    """By the definition, through the logarithms of the kernel, for x = α q and y = β k."""
+    banned = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).triu(1)
+    if mask is not None:
+        banned = banned | mask[:, None, None, :]
+    scores = (x.unsqueeze(-2) + y.unsqueeze(-3)).logsumexp(dim=-1)
+    scores = scores.masked_fill(banned, torch.finfo(x.dtype).min)
+    return scores.softmax(dim=-1).masked_fill(banned, 0.0) @ v
+
+
+def lln_oracle(q, k, v, alpha, beta, mask=None):
+    alpha, beta = (torch.as_tensor(a, dtype=q.dtype)[..., None, None] for a in (alpha, beta))
+    return oracle(alpha * q, beta * k, v, mask)
+
+
+def gradients(function, tensors, weight):
+    tensors = [x.clone().requires_grad_() for x in tensors]
+    return torch.autograd.grad((function(*tensors) * weight).sum(), tensors)
+
+
+@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize("length", [1, 63, 97, 130])
+@pytest.mark.parametrize("alpha", [0.5, 2.1, 8.0, 30.0])
+def test_forward_equals_the_oracle(alpha, length, padding, monkeypatch):
+    q, k, v = random_qkv(heads=1, length=length)
+    mask = mask_of(padding, length)
+    expected = lln_oracle(q.double(), k.double(), v.double(), alpha, alpha, mask)
+    poison_empty(monkeypatch)
+    assert relative_rms(lln_attention(q, k, v, alpha, alpha, mask, causal=True), expected) <= FLOAT32_FORWARD
+
+
+@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize("length", [1, 63, 130])
+def test_gradients_equal_the_oracle(length, padding, monkeypatch):
+    q, k, v = random_qkv(length=length)
+    alpha, beta = 1 + torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(1))
+    mask, weight = mask_of(padding, length), torch.randn(q.shape)
+    inputs = (q, k, v, alpha, beta)
+    expected = gradients(lambda *x: lln_oracle(*x, mask), [x.double() for x in inputs], weight.double())
+    poison_empty(monkeypatch)
+    actual = gradients(lambda *x: lln_attention(*x, mask, causal=True), inputs, weight)
+    for name, a, e in zip(("q", "k", "v", "alpha", "beta"), actual, expected, strict=True):
+        assert relative_rms(a, e) <= FLOAT32_GRADIENT, name
+    if mask is not None:
+        assert all((x[mask[:, None, :, None].expand_as(x)] == 0).all() for x in actual[1:3])
+
+
+def test_gradients_of_gradients():
+    q, k, v = (x.requires_grad_() for x in random_qkv(batch=1, heads=2, length=5, dim=3, dtype=torch.float64))
+    alpha = torch.tensor([1.3, 0.7], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[False] * 4 + [True]])
+
+    def function(*x):
+        return lln_attention(*x, 0.9, mask, causal=True)
+
+    assert torch.autograd.gradcheck(function, (q, k, v, alpha))
+    assert torch.autograd.gradgradcheck(function, (q, k, v, alpha))
+
+
+def huge_keys(length=200):
+    """Keys that rise by e^500 and e^5000 within a piece, in all features and in one, and rows far below the others."""
+    x, y, v = random_qkv(heads=2, length=length, dim=16)
+    y[:, :, 130] += 500
+    y[0, 1, 140:, 3] += 5000
+    y[1, :, :70, 2] -= 1e4
+    y[1, 0, 150:] *= 100
+    return x, y, v
+
+
+def test_huge_keys_cost_no_row_a_digit():
+    inputs = huge_keys()
+    exact, weight = [x.double() for x in inputs], torch.randn(inputs[0].shape)
+    out, expected = causal_attention(*inputs), oracle(*exact)
+    for rows in (slice(0, 130), slice(130, 140), slice(140, None)):
+        assert relative_rms(out[:, :, rows], expected[:, :, rows]) <= FLOAT32_FORWARD
+    actual = gradients(causal_attention, inputs, weight)
+    for name, a, e in zip("xyv", actual, gradients(oracle, exact, weight.double()), strict=True):
+        assert relative_rms(a, e) <= FLOAT32_GRADIENT, name
+
+
+@pytest.mark.parametrize("change", [torch.randn_like, lambda x: x + 1e3, lambda x: x * 1e4])
+def test_no_row_sees_a_later_token(change):
+    q, k, v = random_qkv(length=150)
+    out = lln_attention(q, k, v, 2.0, 2.0, causal=True)
+    for first in (1, 64, 100):
+        changed = [torch.cat([x[:, :, :first], change(x[:, :, first:])], dim=2) for x in (q, k, v)]
+        seen = lln_attention(*changed, 2.0, 2.0, causal=True)
+        assert relative_rms(seen[:, :, :first], out[:, :, :first]) <= FLOAT32_FORWARD
+        assert relative_rms(seen[:, :, first:], out[:, :, first:]) > 0.1
+
+
+@pytest.mark.parametrize("inputs", [random_qkv(length=150, scale=3.0), huge_keys()])
+@pytest.mark.parametrize("parts", [(1,), (64,), (7, 90, 3)])
+def test_a_state_continues(inputs, parts):
+    expected = oracle(*(x.double() for x in inputs))
+    start, outputs, state = 0, [], empty_state(inputs[0])
+    while start < inputs[0].shape[2]:
+        size = parts[len(outputs) % len(parts)]
+        out, state = continue_causal(*(x[:, :, start : start + size] for x in inputs), state)
+        outputs.append(out)
+        start += size
+    assert relative_rms(torch.cat(outputs, dim=2), expected) <= FLOAT32_FORWARD
+
+
+def test_what_is_kept_for_the_backward_pass_is_linear_in_the_tokens():
+    def kept(length):
+        sizes = []
+        x, y, v = (t.requires_grad_() for t in random_qkv(batch=1, heads=1, length=length))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()), lambda t: t):
+            causal_attention(x, y, v)
+        return sum(sizes)
+
+    first = kept(8 * PIECE)
+    assert kept(16 * PIECE) == 2 * first  # so a state a piece, not a token
+    assert first < 8 * PIECE * 32 * 5  # five tensors like q
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    inputs = [x.to(dtype) for x in random_qkv(length=130)]
+    expected = lln_oracle(*(x.double() for x in inputs), 1.5, 1.5)
+    out = lln_attention(*inputs, 1.5, 1.5, causal=True)
+    assert out.dtype == dtype
+    plain = relative_rms(lln_oracle(*inputs, 1.5, 1.5), expected)
+    assert relative_rms(out, expected) <= HALF_FORWARD_FACTOR * plain + HALF_FLOOR
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(lln_attention(*inputs, 1.5, 1.5, causal=True), out)
+
+
+def test_matched_constants_are_those_of_the_whole_sequence():
+    q, k, v = random_qkv(length=70)
+    mask = random_padding(2, 70)
+    expected = lln_attention(q, k, v, *match_moments(q, k, mask), mask, causal=True)
+    torch.testing.assert_close(lln_attention(q, k, v, key_padding_mask=mask, causal=True), expected)
+
+
+@pytest.mark.parametrize("constants", ["calibrated", "paper"])
+def test_running_moments_are_those_of_every_prefix(constants):
+    q, k, _ = random_qkv(length=20)
+    k[:, :, 5:] *= 3
+    mask = torch.zeros(2, 20, dtype=torch.bool)
+    mask[1, 12:] = True
+    alpha, beta, moments = running_moments(q, k, mask, constants)
+    for length in (1, 6, 20):
+        prefix = (x[:, :, :length] for x in (q, k))
+        expected = match_moments(*prefix, mask[:, :length], constants=constants)
+        torch.testing.assert_close((alpha[:, :, length - 1], beta[:, :, length - 1]), expected)
+    _, _, before = running_moments(q[:, :, :13], k[:, :, :13], mask[:, :13], constants)
+    *rest, after = running_moments(q[:, :, 13:], k[:, :, 13:], mask[:, 13:], constants, before)
+    torch.testing.assert_close(rest, [alpha[:, :, 13:], beta[:, :, 13:]])
+    torch.testing.assert_close(after, moments)
+
+
+def test_what_it_refuses():
+    q, k, v = random_qkv(length=3)
+    with pytest.raises(ValueError, match="by one worker, in PyTorch"):
+        lln_attention(q, k, v, 1.0, 1.0, backend="cpu", causal=True)
+    with pytest.raises(ValueError, match="cannot follow causal attention"):
+        torch.func.vmap(causal_attention)(*(x[None] for x in (q, k, v)))
+    with pytest.raises(ValueError, match="unknown constants"):
+        running_moments(q, k, constants="best")
+
+
+def test_no_tokens():
+    q, k, v = (x.requires_grad_() for x in random_qkv(length=0))
+    out = lln_attention(q, k, v, 1.0, 1.0, causal=True)
+    out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape
