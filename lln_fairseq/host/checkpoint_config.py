@@ -21,9 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 from lln_fairseq.host.errors import InputError, first_line
 
 OURS, STOCK = "lln_roberta", "roberta"
+LANGUAGE_MODELS = ("lln_transformer_lm", "transformer_lm")
 KNOWN = {  # and the presets of the models: roberta_large, ...
-    "model": (OURS, STOCK),
-    "task": ("lln_masked_lm", "lln_sentence_prediction", "masked_lm", "sentence_prediction"),
+    "model": (OURS, STOCK, *LANGUAGE_MODELS),
+    "task": ("lln_language_modeling", "lln_masked_lm", "lln_sentence_prediction", "masked_lm", "sentence_prediction"),
     "criterion": ("lln_sentence_prediction", "masked_lm", "sentence_prediction"),
 }
 NAMED_BY = {"model": "arch", "task": "task", "criterion": "criterion"}  # in a Namespace of arguments
@@ -31,11 +32,13 @@ NAMED_BY = {"model": "arch", "task": "task", "criterion": "criterion"}  # in a N
 NO_POSITIONS = 2  # first rows of the positional table: fairseq counts from the padding's id + 1
 PLAIN = (str, int, float, bool, type(None))
 # Sizes that the tensors show too: a number that does not fit them could ask for any amount of memory.
-MEASURED = {"encoder_embed_dim": ("embed_tokens.weight", 1), "encoder_ffn_embed_dim": ("layers.0.fc1.weight", 0)}
+MEASURED = {"embed_dim": ("layers.0.fc1.weight", 1), "ffn_embed_dim": ("layers.0.fc1.weight", 0)}
+# What fairseq evaluates as Python, for embeddings that no checkpoint may ask for.
+EVALUATED = ("character_embeddings", "adaptive_input", "adaptive_softmax_cutoff")
 
 
 def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
-    """The configuration of a RoBERTa's checkpoint, complete as fairseq wants it.
+    """The configuration of a checkpoint, complete as fairseq wants it.
 
     Raises: InputError where there is none, for another model, task or criterion than those above, and for an option
     that has not its type or does not fit the parameters.
@@ -89,6 +92,8 @@ def _checked(group: str, given: Mapping[str, Any], path: str) -> dict[str, Any] 
     schema = OmegaConf.structured(_dataclass(group, family))
     values = {key: value for key, value in given.items() if key in schema._content and value is not None}
     for key, value in values.items():
+        if group == "model" and key in EVALUATED and value:
+            raise InputError(f"{path}: the model's option {key} is not supported: fairseq would run what goes with it")
         if not is_plain(value):
             raise InputError(f"{path}: the {group}'s option {key} is no plain value: {str(value)[:80]!r}")
     try:
@@ -105,7 +110,7 @@ def _family(group: str, name: Any) -> Any:
 
 def _dataclass(group: str, name: str) -> type:
     if group == "model":
-        return MODEL_DATACLASS_REGISTRY[OURS]  # has every option of the stock model
+        return MODEL_DATACLASS_REGISTRY[OURS if name == STOCK else name]  # ours has every option of the stock model
     return TASK_DATACLASS_REGISTRY[name] if group == "task" else REGISTRIES[group]["dataclass_registry"][name]
 
 
@@ -117,18 +122,20 @@ def is_plain(value: Any) -> bool:
 
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
     """The number of positions that the parameters have, if they have any."""
-    encoder = {key.rpartition("sentence_encoder.")[2]: value for key, value in parameters.items()}
+    side = "decoder" if _family("model", options["_name"]) in LANGUAGE_MODELS else "encoder"
+    prefix = "decoder." if side == "decoder" else "sentence_encoder."
+    stack = {key.rpartition(prefix)[2]: value for key, value in parameters.items()}
     there = {
-        name: encoder[key].shape[axis]
+        f"{side}_{name}": stack[key].shape[axis]
         for name, (key, axis) in MEASURED.items()
-        if key in encoder and encoder[key].dim() > axis
+        if key in stack and stack[key].dim() > axis
     }
-    if not options.get("encoder_layers_to_keep"):
-        there["encoder_layers"] = len({key.split(".")[1] for key in encoder if key.startswith("layers.")})
+    if not options.get(f"{side}_layers_to_keep"):
+        there[f"{side}_layers"] = len({key.split(".")[1] for key in stack if key.startswith("layers.")})
     for option, size in there.items():
         if options.get(option) not in (None, size):
             raise InputError(f"{path}: {option} is {options[option]}, but its parameters have {size}")
-    rows = len(encoder.get("embed_positions.weight", ()))
+    rows = len(stack.get("embed_positions.weight", ()))
     if rows and (options.get("max_positions") or 0) > rows:
         raise InputError(
             f"{path}: max_positions is {options['max_positions']}, but its positional table has {rows} rows"

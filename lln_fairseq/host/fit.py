@@ -60,7 +60,7 @@ def dictionary_hash(dictionary: Any) -> str:
 def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
     """Raises InputError if the model of the checkpoint was trained with another dictionary than the task has."""
     ours, weight = task.source_dictionary, _parameter(state, EMBEDDING)
-    message = f"the dictionary of {task.cfg.data} is not the one that {path} was made with"
+    message = f"the dictionary of {(task.cfg or task.args).data} is not the one that {path} was made with"
     if weight is not None and weight.shape[0] != len(ours):
         raise InputError(f"{message}: {len(ours)} symbols here, {weight.shape[0]} there. Binarise with that dict.txt")
     recorded = our_state(state).get("dictionary")

@@ -1,0 +1,43 @@
+"""Language modelling, every token from those before it: fairseq's task with its silent failures mended."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from fairseq import utils
+from fairseq.data import SortDataset, data_utils
+from fairseq.tasks import register_task
+from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+
+from lln_fairseq.host.errors import input_errors
+from lln_fairseq.tasks._host_fixes import HostFixes, require_files
+from lln_fairseq.tasks._options import HostOptions
+
+
+@dataclass
+class LLNLanguageModelingConfig(HostOptions, LanguageModelingConfig):
+    """fairseq's options and ours."""
+
+
+@register_task("lln_language_modeling", dataclass=LLNLanguageModelingConfig)
+class LLNLanguageModelingTask(HostFixes, LanguageModelingTask):
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, *args, **kwargs)
+        self.cfg = cfg  # this task of fairseq's has `args` alone
+
+    @classmethod
+    def setup_task(cls, cfg: Any, **kwargs: Any) -> "LLNLanguageModelingTask":
+        """Raises InputError for data without a dictionary."""
+        for directory in utils.split_paths(cfg.data):
+            require_files(directory, "dict.txt")
+        with input_errors():
+            return super().setup_task(cfg, **kwargs)
+
+    def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
+        """fairseq draws batches anew in every process, by its first epoch: a run that goes on would have others."""
+        super().load_dataset(split, *args, **kwargs)
+        if split.startswith("train"):
+            dataset = self.datasets[split]
+            with data_utils.numpy_seed(self.cfg.seed):
+                order = np.random.permutation(len(dataset))
+            self.datasets[split] = SortDataset(dataset, sort_order=[order, dataset.sizes])
