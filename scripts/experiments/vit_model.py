@@ -1,0 +1,107 @@
+"""A vision transformer with an attention of the registry, in plain torch: the paper's A.8.2 has 12 layers of 128.
+
+Pre-norm layers, a class token, learned positions, as Dosovitskiy et al. (2021) have it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lln_fairseq.attention import Attention, build_attention
+
+
+@dataclass
+class Shape:
+    """What a ViT is built from; lengths in pixels."""
+
+    classes: int
+    channels: int
+    side: int
+    patch: int
+    layers: int = 12
+    width: int = 128
+    heads: int = 8
+    dropout: float = 0.1
+
+    @property
+    def tokens(self) -> int:
+        return (self.side // self.patch) ** 2 + 1  # and the class token
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape, attention: Attention) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads, self.attention = shape.heads, attention
+        self.attention_norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, C) -> (B, N, C)"""
+        q, k, v = (
+            self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).contiguous()
+        )
+        x = x + self.dropout(self.out(self.attention(q, k, v).transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.mlp(x))
+
+
+class ViT(nn.Module):
+    """Pictures (B, channels, side, side) in [0, 1] -> logits (B, classes)."""
+
+    def __init__(self, shape: Shape, attention: str, **options: Any) -> None:
+        super().__init__()
+        if shape.side % shape.patch:
+            raise ValueError(f"pictures of {shape.side} pixels cannot be cut into patches of {shape.patch}")
+        if shape.width % shape.heads:
+            raise ValueError(f"a width of {shape.width} cannot be shared by {shape.heads} heads")
+        self.patch = shape.patch
+        self.embed = nn.Linear(shape.channels * shape.patch**2, shape.width)
+        self.start = nn.Parameter(0.02 * torch.randn(1, 1, shape.width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, shape.tokens, shape.width))
+        self.layers = nn.Sequential(*(self._layer(shape, index, attention, options) for index in range(shape.layers)))
+        self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.classes)
+
+    @staticmethod
+    def _layer(shape: Shape, index: int, name: str, options: dict[str, Any]) -> Layer:
+        attention = build_attention(
+            name,
+            num_heads=shape.heads,
+            head_dim=shape.width // shape.heads,
+            max_positions=shape.tokens,
+            **options,
+        )
+        attention.place(index, shape.layers)
+        return Layer(shape, attention)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        patches = F.unfold(2 * pictures - 1, self.patch, stride=self.patch).mT
+        x = torch.cat([self.start.expand(len(pictures), -1, -1), self.embed(patches)], dim=1) + self.positions
+        return self.head(self.norm(self.layers(x)[:, 0]))
+
+
+@torch.no_grad()
+def alpha_beta(model: ViT, pictures: Tensor) -> list[tuple[float, float]]:
+    """α and β of every layer for these pictures, means over them and the heads; [] for an attention without."""
+    found: list[tuple[float, float]] = []
+
+    def look(attention: Attention, inputs: tuple[Tensor, ...]) -> None:
+        if (pair := attention.alpha_beta(*inputs[:2])) is not None:
+            found.append((pair[0].mean().item(), pair[1].mean().item()))
+
+    hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, Attention)]
+    try:
+        model(pictures)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

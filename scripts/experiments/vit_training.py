@@ -1,0 +1,162 @@
+"""One training of a vision transformer, which goes on where it was interrupted, and what it leaves behind."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.command import UserError
+from scripts.experiments.progress import Progress
+from scripts.experiments.vit_model import Shape, ViT, alpha_beta
+from scripts.experiments.vit_pictures import Pictures
+
+CHECKPOINT, RESULT = "checkpoint.pt", "result.json"
+WARMUP = 0.1  # of the updates; then the learning rate falls to 0 along a cosine
+PROBE = 64  # pictures of the valid split that α and β are measured on
+EVALUATED = 256  # pictures at a time
+
+
+@dataclass
+class Recipe:
+    """What a run's result depends on, beside the pictures."""
+
+    attention: str  # NAME or NAME:OPTION=VALUE,...
+    seed: int
+    epochs: int
+    batch: int
+    lr: float
+    weight_decay: float
+    fp16: bool
+
+
+class Run:
+    """A training in a folder: checkpoint.pt after every epoch, result.json at the end.
+
+    Raises: UserError where the folder holds a run with another recipe, ValueError for an attention or sizes that do
+    not fit.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, shape: Shape, pictures: Pictures, device: str) -> None:
+        self.folder, self.recipe, self.device = folder, recipe, device
+        self.settings = {"recipe": asdict(recipe), "shape": asdict(shape), "pictures": len(pictures.labels)}
+        self.splits = {name: pictures.split(name) for name in ("train", "valid", "test")}
+        torch.manual_seed(recipe.seed)
+        name, options = parse_row(recipe.attention)
+        self.model = ViT(shape, name, **options).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
+        self.updates = recipe.epochs * math.ceil(len(self.splits["train"].labels) / recipe.batch)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
+        self.scaler = torch.amp.GradScaler(device, enabled=recipe.fp16)
+        self.order = torch.Generator().manual_seed(recipe.seed)
+        self.history: list[dict[str, Any]] = []
+
+    def finish(self) -> dict[str, Any]:
+        """Trains what is left to be trained; the result, of which `test` is the accuracy after the last epoch."""
+        if (self.folder / RESULT).is_file():
+            found = json.loads((self.folder / RESULT).read_text())
+            self._check(found)
+            return found
+        self._resume()
+        with Progress(str(self.folder), self.updates) as progress:
+            if not self.history:
+                self._record(math.nan)
+            while len(self.history) <= self.recipe.epochs:
+                self._epoch(progress)
+                self._save()
+        result = {**self.settings, "history": self.history, "test": self.accuracy("test")}
+        with _replacing(self.folder / RESULT) as path:
+            path.write_text(json.dumps(result, indent=1) + "\n")
+        (self.folder / CHECKPOINT).unlink()
+        return result
+
+    def _epoch(self, progress: Progress) -> None:
+        self.model.train()
+        train, total = self.splits["train"], 0.0
+        for pictures, labels in train.batches(self.recipe.batch, self.order):
+            loss = self._step(pictures.to(self.device), labels.to(self.device))
+            total += loss * len(labels)
+            progress.update(self.schedule.last_epoch, f"{loss / math.log(2):.3f}")
+        self._record(total / len(train.labels))
+
+    def _step(self, pictures: Tensor, labels: Tensor) -> float:
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device, torch.float16, enabled=self.recipe.fp16):
+            loss = F.cross_entropy(self.model(pictures), labels)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        return loss.item()
+
+    def _factor(self, update: int) -> float:
+        warmup = WARMUP * self.updates
+        if update < warmup:
+            return (update + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (update - warmup) / (self.updates - warmup)))
+
+    @torch.no_grad()
+    def accuracy(self, split: str) -> float:
+        """In per cent."""
+        self.model.eval()
+        part = self.splits[split]
+        right = sum(
+            (self.model(pictures.to(self.device)).argmax(dim=-1).cpu() == labels).sum().item()
+            for pictures, labels in part.batches(EVALUATED)
+        )
+        return 100 * right / len(part.labels)
+
+    def _record(self, loss: float) -> None:
+        """After an epoch: loss of the training in nats, accuracy on valid, α and β by layer, the loss scale of fp16."""
+        row = {"loss": loss, "valid": self.accuracy("valid")}
+        probe, _ = next(self.splits["valid"].batches(PROBE))
+        row["alpha_beta"] = alpha_beta(self.model, probe.to(self.device))
+        row["loss_scale"] = self.scaler.get_scale() if self.recipe.fp16 else None
+        self.history.append(row)
+
+    def _save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule", "scaler")}
+        random = {"order": self.order.get_state(), "cpu": torch.get_rng_state()}
+        if self.device == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state()
+        with _replacing(self.folder / CHECKPOINT) as path:
+            torch.save({**self.settings, "state": state, "random": random, "history": self.history}, path)
+
+    def _resume(self) -> None:
+        path = self.folder / CHECKPOINT
+        if not path.is_file():
+            return
+        found = torch.load(path, weights_only=True)
+        self._check(found)
+        for name, state in found["state"].items():
+            getattr(self, name).load_state_dict(state)
+        self.order.set_state(found["random"]["order"])
+        torch.set_rng_state(found["random"]["cpu"])
+        if self.device == "cuda":
+            torch.cuda.set_rng_state(found["random"]["cuda"])
+        self.history = found["history"]
+
+    def _check(self, found: dict[str, Any]) -> None:
+        for group, ours in self.settings.items():
+            if found[group] != ours:
+                raise UserError(f"{self.folder} holds another run, with {group} {found[group]}; choose another --out")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` that takes its place when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    yield new
+    os.replace(new, path)

@@ -1,0 +1,197 @@
+"""The image experiment: pictures of folders and digits, a model that learns, runs that go on, figures, bad input."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lln_fairseq.attention import build_attention
+from scripts.experiments import vit
+from scripts.experiments.vit_figures import concentration
+from scripts.experiments.vit_model import Layer, Shape, ViT, alpha_beta
+from scripts.experiments.vit_pictures import digits, folder
+from scripts.experiments.vit_training import Recipe, Run
+
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--patch", "4", "--epochs", "2", "--lr", "0.01"]
+
+
+def make_folder(path, side=8, count=8):
+    """Dark pictures and light ones."""
+    generator = np.random.default_rng(0)
+    for label, name in enumerate(("dark", "light")):
+        (path / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = generator.integers(100 * label, 100 * label + 100, (side, side, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(path / name / f"{number}.png")
+    return path
+
+
+def read(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_splits_of_the_digits_share_no_picture_and_have_all_classes():
+    pictures = digits()
+    rows = [{(*pixels.flatten().tolist(), label.item()) for pixels, label in zip(part.pixels, part.labels, strict=True)}
+            for part in (pictures.split(name) for name in ("train", "valid", "test"))]  # fmt: skip
+    assert not rows[0] & rows[1] | rows[0] & rows[2] | rows[1] & rows[2]
+    sizes = [len(pictures.split(name).labels) for name in ("train", "valid", "test")]
+    assert sum(sizes) == 1797
+    assert pictures.pixels.unique().numel() == 17
+    for name in ("train", "valid", "test"):
+        assert pictures.split(name).labels.bincount().min() >= 0.9 * len(pictures.split(name).labels) / 10
+
+
+@pytest.mark.parametrize("name", ["softmax", "lln", "linformer"])
+def test_a_layer_is_attention_and_a_feed_forward_part(name):
+    shape = Shape(classes=2, channels=1, side=8, patch=4, width=16, heads=2, dropout=0.0)
+    layer = Layer(shape, build_attention(name, num_heads=2, head_dim=8, max_positions=5))
+    x = torch.randn(3, 5, 16)
+    q, k, v = (
+        part.unflatten(-1, (2, 8)).transpose(1, 2) for part in layer.qkv(layer.attention_norm(x)).chunk(3, dim=-1)
+    )
+    middle = x + layer.out((layer.attention.attention_matrix(q, k) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), middle + layer.mlp(middle), rtol=1e-4, atol=1e-5)
+
+
+def test_patches_are_squares_of_the_picture():
+    model = ViT(Shape(classes=2, channels=3, side=8, patch=4, layers=0, width=16, heads=2), "softmax")
+    with torch.no_grad():
+        model.embed.weight.zero_()
+        model.embed.weight[0] = 1 / 48  # the mean of a patch
+        model.embed.bias.zero_()
+        model.positions.zero_()
+    picture = torch.rand(1, 3, 8, 8)
+    seen = []
+    model.layers.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model(picture)
+    means = picture.unfold(2, 4, 4).unfold(3, 4, 4).mean(dim=(1, 4, 5)).flatten()
+    torch.testing.assert_close(seen[0][0, 1:, 0], 2 * means - 1)
+
+
+def test_alpha_and_beta_are_those_of_the_attention():
+    shape = Shape(classes=2, channels=1, side=8, patch=4, layers=2, width=64, heads=2)
+    pictures = torch.rand(3, 1, 8, 8)
+    assert alpha_beta(ViT(shape, "lln", alpha=1.5, beta=2.0), pictures) == [(1.5, 2.0)] * 2
+    assert alpha_beta(ViT(shape, "softmax"), pictures) == []
+    assert len(alpha_beta(ViT(shape, "lln"), pictures)) == 2
+
+
+def test_a_run_learns_and_goes_on_exactly(tmp_path):
+    pictures = folder(make_folder(tmp_path / "pictures", count=20), None)
+    shape = Shape(classes=2, channels=3, side=8, patch=4, layers=1, width=16, heads=2)
+    recipe = Recipe("lln", seed=1, epochs=4, batch=8, lr=0.01, weight_decay=0.0, fp16=False)
+
+    def run(name):
+        return Run(tmp_path / name, recipe, shape, pictures, "cpu")
+
+    whole = run("whole").finish()
+    assert whole["test"] == 100
+    assert whole["history"][-1]["loss"] < whole["history"][1]["loss"]
+    begun = run("parts")
+    begun._save = _interrupted_after(begun, epochs=2)
+    with pytest.raises(KeyboardInterrupt):
+        begun.finish()
+    assert json.dumps(run("parts").finish()) == json.dumps(whole)
+    finished = (tmp_path / "parts" / "result.json").stat().st_mtime_ns
+    run("parts").finish()  # what is there is not done again
+    assert (tmp_path / "parts" / "result.json").stat().st_mtime_ns == finished
+    assert not (tmp_path / "parts" / "checkpoint.pt").exists()
+    with pytest.raises(vit.UserError, match="holds another run"):
+        Run(tmp_path / "parts", Recipe(**{**vars(recipe), "lr": 0.1}), shape, pictures, "cpu").finish()
+
+
+def _interrupted_after(run, epochs):
+    save = run._save
+
+    def saving():
+        save()
+        if len(run.history) > epochs:
+            raise KeyboardInterrupt
+
+    return saving
+
+
+def test_the_program_makes_table_and_figures(tmp_path, capsys):
+    pictures, out = make_folder(tmp_path / "pictures"), tmp_path / "out"
+    arguments = ["--out", str(out), "--images", str(pictures), "--seeds", "1", "2", "--fixed", "1", "2", *SMALL]
+    assert vit.main(arguments) == 0
+    table = capsys.readouterr().out
+    for row in ("softmax", "lln", "linformer:projected_length=1", "lln:alpha=2,beta=2"):
+        folder = row.translate(str.maketrans(":=,", "---"))
+        results = [json.loads(file.read_text()) for file in out.glob(f"{folder}/*/result.json")]
+        assert len(results) == 2
+        assert f"{row}  " in table
+        assert vit.spread([result["test"] for result in results]) in table
+    for figure in ("figure_9", "figure_10"):
+        assert (out / f"{figure}.png").stat().st_size > 10_000
+    lines = (out / "figure_10.csv").read_text().splitlines()
+    assert {line.split(",")[3] for line in lines[1:]} == {
+        "mean over seeds",
+        "one seed",
+        "matched, mean",
+        "softmax, mean",
+    }
+
+
+def test_figure_10_has_the_loss_scale_where_there_is_one(tmp_path):
+    history = [{"loss_scale": 2.0**16, "alpha_beta": []}, {"loss_scale": 2.0**14, "alpha_beta": []}]
+    results = [{"test": 90.0, "history": history}]
+    concentration({1.0: results, 4.0: results}, results, None, tmp_path / "figure")
+    scales = [row["y"] for row in read(tmp_path / "figure.csv") if row["y_axis"] == "inverse loss scale"]
+    assert scales == ["1.52588e-05", "6.10352e-05"] * 3
+
+
+def test_pictures_of_other_sizes_are_scaled(tmp_path):
+    make_folder(tmp_path)
+    Image.new("L", (20, 10), 255).save(tmp_path / "dark" / "9.jpg")
+    pictures = folder(tmp_path, 4)
+    assert pictures.pixels.shape == (17, 3, 4, 4)
+    assert pictures.classes == ["dark", "light"]
+    assert pictures.labels.tolist() == [0] * 9 + [1] * 8
+
+
+def spoil(path, what):
+    make_folder(path)
+    if what == "size":
+        Image.new("RGB", (8, 9)).save(path / "light" / "99.png")
+    elif what == "empty":
+        (path / "nothing").mkdir()
+    elif what == "damaged":
+        (path / "dark" / "0.png").write_bytes(b"no picture")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("size", "8 x 9 pixels, the first one 8 x 8: all must be square and equal, or give --side"),
+        ("empty", "nothing has 0 pictures"),
+        ("damaged", "0.png is no picture that can be read"),
+        ("missing", "no such folder of pictures"),
+        ("one class", "has 0 sub-folders with pictures"),
+        ("patch", "pictures of 8 pixels cannot be cut into patches of 3"),
+        ("attention", "unknown attention 'sofmax'; did you mean 'softmax'?"),
+    ],
+)
+def test_bad_input_ends_in_one_line(what, message, tmp_path, capsys):
+    path = spoil(tmp_path / "pictures", what)
+    arguments = {"missing": tmp_path / "nowhere", "one class": path / "dark"}
+    options = {"patch": ["--patch", "3"], "attention": ["--attentions", "sofmax"]}.get(what, [])
+    given = ["--images", str(arguments.get(what, path)), "--out", str(tmp_path / "out"), *SMALL, *options]
+    assert vit.main(given) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--side", "4"], ["--lr", "0"]])
+def test_wrong_usage(arguments):
+    with pytest.raises(SystemExit) as error:
+        vit.main(arguments)
+    assert error.value.code == 2
