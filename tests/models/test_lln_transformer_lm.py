@@ -13,7 +13,7 @@ from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from lln_fairseq.modules.causal_self_attention import CausalSelfAttention
 from tests import fairseq_runs
-from tests.fairseq_runs import TRAINING, USER_DIR, make_corpus, options, train
+from tests.fairseq_runs import TRAINING, USER_DIR, hydra_train, make_corpus, options, train
 from tests.helpers import FLOAT32_FORWARD, relative_rms
 
 TASK = (*USER_DIR, *options("--task lln_language_modeling --tokens-per-sample 64 --dropout 0"))
@@ -138,6 +138,15 @@ def test_fairseq_eval_lm(corpus, run, monkeypatch, caplog):
     fairseq_cli.eval_lm.cli_main()
     loss = float(re.search(r"Loss \(base 2\): ([\d.]+)", caplog.text)[1])
     assert loss == pytest.approx(float(run[1]["valid"][-1]["valid_loss"]), abs=2e-3)
+
+
+@pytest.mark.parametrize("name", ["lln_transformer_lm", "transformer_lm"])
+def test_the_recipe(name, corpus, tmp_path, monkeypatch):
+    hydra_train(monkeypatch, f"model._name={name}", f"task.data={corpus}", f"checkpoint.save_dir={tmp_path}",
+                "optimization.max_update=2", "common.log_format=none", recipe="language_model")  # fmt: skip
+    model, task = load(tmp_path)
+    assert [type(layer.self_attn) is CausalSelfAttention for layer in model.decoder.layers] == [name[0] == "l"] * 2
+    assert task.cfg.tokens_per_sample == 256
 
 
 @pytest.mark.parametrize(
