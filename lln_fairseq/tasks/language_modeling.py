@@ -9,7 +9,7 @@ from fairseq.data import SortDataset, data_utils
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
-from lln_fairseq.host.errors import input_errors
+from lln_fairseq.host.errors import InputError, input_errors
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._options import HostOptions
 
@@ -27,9 +27,11 @@ class LLNLanguageModelingTask(HostFixes, LanguageModelingTask):
 
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> "LLNLanguageModelingTask":
-        """Raises InputError for data without a dictionary."""
+        """Raises InputError for data without a dictionary, and for the way to cut text that fairseq cannot do."""
         for directory in utils.split_paths(cfg.data):
             require_files(directory, "dict.txt")
+        if str(cfg.sample_break_mode) == "eos":
+            raise InputError("sample_break_mode eos does not work in fairseq's language_modeling: none or complete do")
         with input_errors():
             return super().setup_task(cfg, **kwargs)
 

@@ -151,7 +151,11 @@ def test_the_recipe(name, corpus, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [(("--lln-alpha", 2), "given together"), (("--lln-alpha", 2, "--lln-beta", 0), "must be positive")],
+    [
+        (("--lln-alpha", 2), "given together"),
+        (("--lln-alpha", 2, "--lln-beta", 0), "must be positive"),
+        (("--sample-break-mode", "eos"), "none or complete do"),
+    ],
 )
 def test_bad_options_are_named(corpus, tmp_path, monkeypatch, given, message):
     with pytest.raises(InputError, match=message):
