@@ -95,6 +95,7 @@ class CausalFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, y, v, *saved = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody wants to differentiate the gradients

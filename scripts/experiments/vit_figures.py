@@ -23,6 +23,8 @@ def while_training(matched: Results, path: Path) -> str:
             # The light end of the colour map is hard to see on white.
             colour = matplotlib.colormaps["viridis"](0.85 * layer / max(layers - 1, 1))
             sheet.line(panel, f"layer {layer}", range(len(by_epoch)), by_epoch, color=colour)
+        if panel:
+            sheet.axes[panel].sharey(sheet.axes[0])
         sheet.axes[panel].xaxis.get_major_locator().set_params(integer=True)
     sheet.legend(1, ncol=1 if layers <= 6 else 2)
     sheet.save(path)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lln_fairseq.ops import causal
 from lln_fairseq.ops.causal import PIECE, causal_attention, continue_causal, empty_state
 from lln_fairseq.ops.lln import lln_attention
 from lln_fairseq.ops.moment_matching import match_moments, running_moments
@@ -132,6 +133,16 @@ def test_a_state_continues(inputs, parts):
     assert relative_rms(torch.cat(outputs, dim=2), expected) <= FLOAT32_FORWARD
 
 
+@pytest.mark.parametrize("size", [1, 7, 256])  # 256 on a GPU
+def test_pieces_of_other_sizes(size, monkeypatch):
+    inputs, weight = random_qkv(length=150), torch.randn(2, 3, 150, 32)
+    expected = [causal_attention(*inputs), *gradients(causal_attention, inputs, weight)]
+    monkeypatch.setattr(causal, "PIECE", size)
+    actual = [causal_attention(*inputs), *gradients(causal_attention, inputs, weight)]
+    for a, e in zip(actual, expected, strict=True):
+        assert relative_rms(a, e) <= FLOAT32_FORWARD
+
+
 def test_what_is_kept_for_the_backward_pass_is_linear_in_the_tokens():
     def kept(length):
         sizes = []
@@ -153,8 +164,17 @@ def test_half_precision(dtype):
     assert out.dtype == dtype
     plain = relative_rms(lln_oracle(*inputs, 1.5, 1.5), expected)
     assert relative_rms(out, expected) <= HALF_FORWARD_FACTOR * plain + HALF_FLOOR
+
+
+def test_autocast_rounds_nothing():
+    x, y, v = (t.requires_grad_() for t in random_qkv(length=130))
+    plain = torch.autograd.grad(causal_attention(x, y, v).square().sum(), (x, y, v), create_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(lln_attention(*inputs, 1.5, 1.5, causal=True), out)
+        out = causal_attention(x, y, v)
+        for create_graph in (False, True):
+            found = torch.autograd.grad(out.square().sum(), (x, y, v), retain_graph=True, create_graph=create_graph)
+            for a, e in zip(found, plain, strict=True):
+                assert relative_rms(a, e) <= FLOAT32_GRADIENT
 
 
 def test_matched_constants_are_those_of_the_whole_sequence():
