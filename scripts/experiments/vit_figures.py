@@ -44,15 +44,19 @@ def concentration(
     sheet.line(0, "mean over seeds", values, [fmean(_tests(by_value[value])) for value in values], "-", color="C0")
     dots = [(value, test) for value in values for test in _tests(by_value[value])]
     sheet.line(0, "one seed", *zip(*dots, strict=True), "o", color="C0", alpha=0.5)
-    for label, results, colour in (("matched", matched, "C1"), ("softmax", softmax, "C2")):
+    for label, results, style in (("matched", matched, "C1-"), ("softmax", softmax, "k:")):
         if results:
             level = fmean(_tests(results))
-            sheet.line(0, f"{label}, mean", [values[0], values[-1]], [level] * 2, "--", color=colour)
+            sheet.line(0, f"{label}, mean", [values[0], values[-1]], [level] * 2, style)
     if len(panels) > 1:
         for value in values:
             sheet.line(1, f"{value:g}", *_inverse_scales(by_value[value]), drawstyle="steps-post")
         if matched:
             sheet.line(1, "matched", *_inverse_scales(matched), color="black", drawstyle="steps-post")
+        sheet.axes[1].xaxis.get_major_locator().set_params(integer=True)
+    sheet.axes[0].set_xscale("log")
+    sheet.axes[0].set_xticks(values, [f"{value:g}" for value in values])
+    sheet.axes[0].minorticks_off()
     sheet.legend()
     sheet.save(path)
     without = "" if len(panels) > 1 else "; the inverse loss scale needs --fp16, on a GPU"
