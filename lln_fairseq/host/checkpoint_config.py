@@ -32,7 +32,12 @@ NAMED_BY = {"model": "arch", "task": "task", "criterion": "criterion"}  # in a N
 NO_POSITIONS = 2  # first rows of the positional table: fairseq counts from the padding's id + 1
 PLAIN = (str, int, float, bool, type(None))
 # Sizes that the tensors show too: a number that does not fit them could ask for any amount of memory.
-MEASURED = {"embed_dim": ("layers.0.fc1.weight", 1), "ffn_embed_dim": ("layers.0.fc1.weight", 0)}
+MEASURED = {
+    "encoder_embed_dim": ("embed_tokens.weight", 1),
+    "encoder_ffn_embed_dim": ("layers.0.fc1.weight", 0),
+    "decoder_embed_dim": ("layers.0.fc1.weight", 1),  # its embeddings may have another width
+    "decoder_ffn_embed_dim": ("layers.0.fc1.weight", 0),
+}
 # What fairseq evaluates as Python, for embeddings that no checkpoint may ask for.
 EVALUATED = ("character_embeddings", "adaptive_input", "adaptive_softmax_cutoff")
 
@@ -126,9 +131,9 @@ def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path
     prefix = "decoder." if side == "decoder" else "sentence_encoder."
     stack = {key.rpartition(prefix)[2]: value for key, value in parameters.items()}
     there = {
-        f"{side}_{name}": stack[key].shape[axis]
+        name: stack[key].shape[axis]
         for name, (key, axis) in MEASURED.items()
-        if key in stack and stack[key].dim() > axis
+        if name.startswith(side) and key in stack and stack[key].dim() > axis
     }
     if not options.get(f"{side}_layers_to_keep"):
         there[f"{side}_layers"] = len({key.split(".")[1] for key in stack if key.startswith("layers.")})
