@@ -62,10 +62,13 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Trains what is left to be trained; the result, of which `test` is the accuracy after the last epoch."""
         if (self.folder / RESULT).is_file():
-            found = json.loads((self.folder / RESULT).read_text())
-            self._check(found)
-            return found
-        self._resume()
+            with self._readable(RESULT) as path:
+                found = json.loads(path.read_text())
+                self._check(found)
+                return {name: found[name] for name in ("history", "test")}
+        if (self.folder / CHECKPOINT).is_file():
+            with self._readable(CHECKPOINT) as path:
+                self._resume(torch.load(path, weights_only=True))
         with Progress(str(self.folder), self.updates) as progress:
             if not self.history:
                 self._record(math.nan)
@@ -133,11 +136,7 @@ class Run:
         with _replacing(self.folder / CHECKPOINT) as path:
             torch.save({**self.settings, "state": state, "random": random, "history": self.history}, path)
 
-    def _resume(self) -> None:
-        path = self.folder / CHECKPOINT
-        if not path.is_file():
-            return
-        found = torch.load(path, weights_only=True)
+    def _resume(self, found: dict[str, Any]) -> None:
         self._check(found)
         for name, state in found["state"].items():
             getattr(self, name).load_state_dict(state)
@@ -146,6 +145,16 @@ class Run:
         if self.device == "cuda":
             torch.cuda.set_rng_state(found["random"]["cuda"])
         self.history = found["history"]
+
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[Path]:
+        """A file of this folder. Raises: UserError where what is done with it fails."""
+        try:
+            yield self.folder / name
+        except UserError:
+            raise
+        except Exception as error:  # torch.load has a dozen of them
+            raise UserError(f"{self.folder / name} is damaged: without it the run begins again") from error
 
     def _check(self, found: dict[str, Any]) -> None:
         for group, ours in self.settings.items():

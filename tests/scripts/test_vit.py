@@ -187,6 +187,27 @@ def test_bad_input_ends_in_one_line(what, message, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["result.json", "checkpoint.pt"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"{"])
+def test_a_damaged_file_of_a_run_is_named(name, content, tmp_path, capsys):
+    file = tmp_path / "out" / "lln" / "seed1" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    given = [
+        "--images",
+        str(make_folder(tmp_path / "pictures")),
+        "--out",
+        str(tmp_path / "out"),
+        "--seeds",
+        "1",
+        *SMALL,
+    ]
+    assert vit.main([*given, "--attentions", "lln"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error == f"error: {file} is damaged: without it the run begins again"
+    assert file.read_bytes() == content
+
+
 @pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--side", "4"], ["--lr", "0"]])
 def test_wrong_usage(arguments):
     with pytest.raises(SystemExit) as error:
