@@ -1,6 +1,7 @@
 """Scores a fine-tuned checkpoint on every row of a split, and writes its predictions in GLUE's submission format.
 
 python -m lln_fairseq.evaluate CHECKPOINT DATA --split test --predict SST-2.tsv
+python -m lln_fairseq.evaluate CHECKPOINT --split valid,test --json 'scores/{split}.json'
 """
 
 from lln_fairseq.command import run_main, start
@@ -41,6 +42,7 @@ SHOWN = {  # the metrics in the order in which they are printed, and how
     "spearman": "Spearman {:.4f}",
     "loss": "loss {:.3f}",
 }
+SPLIT = "{split}"  # in a file's name
 
 
 @dataclass
@@ -135,26 +137,42 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
     parser.add_argument("data", nargs="?", help="a binarised data directory (default: that of the fine-tuning)")
-    parser.add_argument("--split", default="valid", help="train, valid, valid1, test ... (default: valid)")
-    parser.add_argument("--json", type=Path, help="also write the score to this file")
+    parser.add_argument("--split", default="valid", help="valid, test, valid,valid1 ... (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the score to this file; {split} in its name is replaced")
     parser.add_argument("--predict", type=Path, help="write a label for every row to this file, e.g. SST-2.tsv")
     parser.add_argument("--scale", type=float, default=5.0, help="of predicted scores (default: 5, that of STS-B)")
     args = parser.parse_args(argv)
+    args.splits = args.split.split(",")
+    for option in ("json", "predict"):
+        file = getattr(args, option)
+        if file and len(args.splits) > 1 and SPLIT not in file.name:
+            parser.error(f"--{option}: several splits need {SPLIT} in the file's name")
     return run_main(lambda: evaluate(args))
 
 
 def evaluate(args: argparse.Namespace) -> None:
     """Scores and predicts what the command line asks for. Raises: InputError, OSError."""
     model, task = load(args.checkpoint, args.data)
-    outputs = run(model, task, args.split)
+    for split in args.splits:
+        write(args, task, run(model, task, split))
+
+
+def write(args: argparse.Namespace, task: Any, outputs: Outputs) -> None:
+    """Prints and writes what is asked for of one split. Raises: InputError, OSError."""
+    split = outputs.split
     if outputs.targets is None and (args.json or not args.predict):
-        raise InputError(f"split '{args.split}' of {task.cfg.data} has no labels to score: use --predict OUT.tsv")
+        raise InputError(f"split '{split}' of {task.cfg.data} has no labels to score: use --predict OUT.tsv")
     if args.predict:
-        write_predictions(args.predict, predictions(task, outputs, args.scale))
-        print(f"{args.split}: {len(outputs.logits)} predictions in {args.predict}")
+        file = of_split(args.predict, split)
+        write_predictions(file, predictions(task, outputs, args.scale))
+        print(f"{split}: {len(outputs.logits)} predictions in {file}")
     if outputs.targets is not None:
         found = score(task, outputs)
         shown = ", ".join(text.format(found[name]) for name, text in SHOWN.items() if name in found)
-        print(f"{args.split}: {found['rows']} rows, {shown}")
+        print(f"{split}: {found['rows']} rows, {shown}")
         if args.json:
-            args.json.write_text(json.dumps(found, indent=2) + "\n")
+            of_split(args.json, split).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def of_split(file: Path, split: str) -> Path:
+    return file.with_name(file.name.replace(SPLIT, split))

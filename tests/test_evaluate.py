@@ -44,6 +44,25 @@ def test_every_row_is_scored_and_predicted(tuned, tmp_path, capsys):
     assert hits / 61 == pytest.approx(found["accuracy"])
 
 
+def test_several_splits_give_what_each_gives(tuned, tmp_path, capsys):
+    data, checkpoint, _ = tuned
+    said = "".join(
+        evaluate(capsys, checkpoint, data, "--split", x, "--json", tmp_path / x)[1] for x in ("valid", "train")
+    )
+    names = ("--json", tmp_path / "{split}.json", "--predict", tmp_path / "{split}.tsv")
+    code, both, _ = evaluate(capsys, checkpoint, data, "--split", "valid,train", *names)
+    assert code == 0
+    assert [line for line in both.splitlines() if "predictions" not in line] == said.splitlines()
+    for split, rows in (("valid", 61), ("train", 60)):
+        assert (tmp_path / f"{split}.json").read_text() == (tmp_path / split).read_text()
+        assert len((tmp_path / f"{split}.tsv").read_text().splitlines()) == rows + 1
+    with pytest.raises(SystemExit) as error:
+        evaluate(capsys, checkpoint, data, "--split", "valid,train", "--json", tmp_path / "one.json")
+    assert error.value.code == 2
+    assert "--json: several splits need {split} in the file's name" in capsys.readouterr().err
+    assert not (tmp_path / "one.json").exists()
+
+
 def test_predictions_have_the_names_of_the_labels_whatever_their_order(tmp_path, monkeypatch, capsys):
     names = ["yes", "no"]  # by frequency, as fairseq-preprocess does
     data = make_classification(tmp_path / "data", sizes=SIZES, names=names, class_of=lambda row, line: 0)

@@ -132,9 +132,8 @@ class Comparison:
             command = training("finetune", tuned, start, *overrides)
             updates = config.optimization.get("max_update") or config.lr_scheduler.total_num_update
             self.steps.run(f"fine-tune {name} on {task}", command, updates, variables)
-            for split in labelled_splits(Path(config.task.data)):
-                command = evaluation(tuned / "checkpoint_best.pt", split, tuned / f"{split}.json")
-                self.steps.run(f"evaluate {name} on {task} {split}", command, environment=variables)
+            command = evaluation(tuned, labelled_splits(Path(config.task.data)))
+            self.steps.run(f"evaluate {name} on {task}", command, environment=variables)
 
     def all(self) -> list[str]:
         """Trains everything; returns what went wrong, a line or two for each run that failed."""

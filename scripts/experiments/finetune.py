@@ -37,8 +37,8 @@ def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> No
         return
     start_from = f"checkpoint.finetune_from_model={checkpoint}"
     call(training("finetune", out, f"glue={task}", f"common.seed={seed}", start_from, *overrides))
-    for file in ("valid1.json", FINISHED) if task == "mnli" else (FINISHED,):
-        call(evaluation(out / "checkpoint_best.pt", Path(file).stem, out / file))
+    splits = ("valid1", "valid") if task == "mnli" else ("valid",)
+    call(evaluation(out, splits))
 
 
 def existing_checkpoint(given: str | None) -> Path:

@@ -67,9 +67,6 @@ class FromPretrained:
         command = training("finetune", folder, f"checkpoint.finetune_from_model={start / 'model.pt'}", *overrides)
         updates = self.args.updates or OmegaConf.load("configs/glue/demo_minilm.yaml").lr_scheduler.total_num_update
         self.steps.run(f"fine-tune {name}", command, updates)
-        found = []
-        for split in ("valid", "test"):
-            result = folder / f"{split}.json"
-            self.steps.run(f"evaluate {name} on {split}", evaluation(folder / "checkpoint_best.pt", split, result))
-            found.append(json.loads(result.read_text())["accuracy"])
-        return found
+        splits = ("valid", "test")
+        self.steps.run(f"evaluate {name}", evaluation(folder, splits))
+        return [json.loads((folder / f"{split}.json").read_text())["accuracy"] for split in splits]

@@ -38,8 +38,7 @@ def train(task: str, seed: int, overrides: list[str]) -> None:
         print(f"{task}, seed {seed}: done before, see {out}", flush=True)
         return
     call(training("lra", out, f"lra={task}", f"common.seed={seed}", *overrides))
-    for split in ("valid", "test"):
-        call(evaluation(out / "checkpoint_best.pt", split, out / f"{split}.json"))
+    call(evaluation(out, ("valid", "test")))
 
 
 def train_all(args: argparse.Namespace, overrides: list[str]) -> int:

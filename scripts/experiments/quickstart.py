@@ -69,12 +69,13 @@ class Quickstart:
             overrides.append(f"optimization.max_update={updates}")
         command = self.train("finetune", variant.attention, folder, overrides)
         self.steps.run(f"fine-tune {variant.name}", command, updates)
-        return folder / "checkpoint_best.pt"
+        return folder
 
-    def evaluate(self, variant: Variant, checkpoint: Path, split: str) -> dict:
-        result = self.out / f"finetune_{variant.name}" / f"{split}.json"
-        self.steps.run(f"evaluate {variant.name} on {split}", evaluation(checkpoint, split, result))
-        return json.loads(result.read_text())
+    def evaluate(self, variant: Variant, folder: Path) -> dict[str, dict]:
+        """The scores by split."""
+        splits = ("valid", "test")
+        self.steps.run(f"evaluate {variant.name}", evaluation(folder, splits))
+        return {split: json.loads((folder / f"{split}.json").read_text()) for split in splits}
 
     def train(self, stage: str, attention: str, folder: Path, overrides: list[str]) -> list[str]:
         return training(stage, folder, "model=nano", f"attention={attention}", f"run={self.run}", *overrides)
@@ -90,8 +91,7 @@ class Quickstart:
         for variant in variants:
             if variant.pretrained:
                 self.pretrain(variant.attention)
-            checkpoint = self.finetune(variant)
-            rows[variant.name] = {split: self.evaluate(variant, checkpoint, split) for split in ("valid", "test")}
+            rows[variant.name] = self.evaluate(variant, self.finetune(variant))
         runs = {variant.name: variant.attention if variant.pretrained else None for variant in variants}
         print("\n" + table(self.out, rows, runs, self.steps.times))
         dev, test = (f"{100 * accuracy:.1f} %" for accuracy in bag_of_words(Path(self.args.data)).values())

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tqdm import tqdm
@@ -123,10 +123,10 @@ def training(stage: str, save_dir: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "lln_fairseq.train", "--config-name", stage, *settings, *overrides]
 
 
-def evaluation(checkpoint: Path, split: str, result: Path) -> list[str]:
-    """The command that scores a fine-tuned checkpoint on a split of the data that it was fine-tuned on, as JSON."""
-    command = [sys.executable, "-m", "lln_fairseq.evaluate", str(checkpoint)]
-    return [*command, "--split", split, "--json", str(result)]
+def evaluation(folder: Path, splits: Iterable[str]) -> list[str]:
+    """The command that scores the best checkpoint of a fine-tuning on splits of its data: FOLDER/SPLIT.json."""
+    command = [sys.executable, "-m", "lln_fairseq.evaluate", str(folder / "checkpoint_best.pt")]
+    return [*command, "--split", ",".join(splits), "--json", str(folder / "{split}.json")]
 
 
 def prepare_demo_data(directory: str, archive: str | None) -> None:
