@@ -29,8 +29,7 @@ def _run(rank, function, workers, port, results, arguments):
 
 def run_workers(workers, function, *arguments):
     """[function(rank, *arguments) of rank 0, 1, ...]; the function must be one of a module."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lln_fairseq.models", "pytest"])  # imported once, not by every worker
+    context = torch.multiprocessing.get_context("spawn")
     results, port = context.SimpleQueue(), free_port()
     processes = [context.Process(target=_run, args=(rank, function, workers, port, results, arguments))
                  for rank in range(workers)]  # fmt: skip
