@@ -23,7 +23,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     lln_fairseq.register()
     state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
     if state["cfg"].model._name in LANGUAGE_MODELS:
-        raise InputError(f"{checkpoint} holds a language model, which fairseq-eval-lm and fairseq-generate take")
+        raise InputError(f"{checkpoint} holds a language model, which fairseq-eval-lm scores")
     beside = os.path.dirname(os.path.abspath(checkpoint))
     if data is None and state["cfg"].task.data == "." and os.path.isfile(os.path.join(beside, "dict.txt")):
         state["cfg"].task.data = beside

@@ -40,6 +40,8 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None = None) -> Tensor:
         """x (T, B, C), mask (B, T) with True = padded -> (T, B, C). Padding may hold anything."""
+        if not x.numel():
+            return x
         x = x.transpose(0, 1)
         mask = None if encoder_padding_mask is None else encoder_padding_mask.bool()
         if mask is not None:

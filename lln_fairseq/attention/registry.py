@@ -155,6 +155,8 @@ def checked_config(name: str, options: dict[str, Any]) -> Any:
         choices = fields[key].metadata.get("choices")
         if choices and value not in choices:
             raise ValueError(f"option '{key}' of attention '{name}' is '{value}', choose from {', '.join(choices)}")
+        if isinstance(value, str) and any(kind in str(fields[key].type) for kind in ("int", "float")):
+            raise ValueError(f"attention '{name}': {key} must be a number, got '{value}'")
         lowest = fields[key].metadata.get("at_least")
         if lowest is not None and value is not None and value < lowest:
             raise ValueError(f"attention '{name}': {key} must be at least {lowest}, got {value}")
@@ -166,7 +168,13 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
 
     Raises: ValueError for what has no "=".
     """
-    return {key: _value(text) for key, text in (pair.split("=", 1) for pair in pairs)}
+    found = {}
+    for pair in pairs:
+        key, given, text = pair.partition("=")
+        if not given:
+            raise ValueError(f"'{pair}' is no OPTION=VALUE")
+        found[key] = _value(text)
+    return found
 
 
 def parse_row(text: str) -> tuple[str, dict[str, Any]]:

@@ -42,6 +42,8 @@ class TransformerLSAttention(Attention):
         self.short_norm = nn.LayerNorm(num_heads * head_dim)  # LN_S
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        if not q.numel():
+            return torch.zeros_like(v)
         q, k, v = clear_padding(q, k, v, key_padding_mask)
         batch, _, length, _ = q.shape
         if key_padding_mask is None:

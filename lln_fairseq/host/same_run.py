@@ -11,7 +11,7 @@ from fairseq.utils import split_paths
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.host.checkpoint_config import is_plain
+from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, is_plain
 from lln_fairseq.host.checkpoints import our_state, peek
 from lln_fairseq.host.errors import InputError
 
@@ -26,6 +26,7 @@ MAY_CHANGE = {
     "optimizer": {"lr", "tpu"},  # lr is that of `optimization`
     "lr_scheduler": {"lr", "total_num_update", "max_update"},  # they follow from max_update
 }  # fmt: skip
+ATTENTION_OF_LANGUAGE_MODELS = "lln"  # which have no option that says so
 SINGLE = {"common": ("seed",), "optimization": ("lr", "clip_norm", "sentence_avg")}
 
 
@@ -59,7 +60,8 @@ def data_hash(directories: list[str]) -> str:
 def differences(saved: Any, here: DictConfig) -> list[str]:
     """["common.seed = 1, here it is 2", ...] between the configuration in a checkpoint and a training's own.
 
-    What one of them does not know, or leaves to a preset or default, does not count.
+    What one of them does not know, or leaves to a preset or default, does not count; the attention's own options have
+    no presets, so that α which was matched and is now fixed is another.
     """
     if not isinstance(saved, Mapping):
         return []
@@ -67,7 +69,12 @@ def differences(saved: Any, here: DictConfig) -> list[str]:
         dict(result_settings(saved)),
         dict(result_settings(OmegaConf.to_container(here, resolve=True, enum_to_str=True))),
     )
-    unlike = [key for key in before if key in now and before[key] != now[key] and None not in (before[key], now[key])]
+    own = f"model.{now.get('model.attention', ATTENTION_OF_LANGUAGE_MODELS)}_"
+    unlike = [
+        key
+        for key in before
+        if key in now and before[key] != now[key] and (key.startswith(own) or None not in (before[key], now[key]))
+    ]
     return [f"{key} = {before[key]}, here it is {now[key]}" for key in unlike]
 
 
@@ -77,6 +84,9 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         options = _as_dict(config.get(group))
         ignored = MAY_CHANGE[group] | (_of_other_attentions(options) if group == "model" else set())
         yield from ((f"{group}.{key}", value) for key, value in options.items() if key not in ignored)
+    name = _as_dict(config.get("model")).get("_name")
+    if name in LANGUAGE_MODELS:  # whose parameters have the same names, with softmax and with LLN
+        yield "model._name", name
     for group, keys in SINGLE.items():
         options = _as_dict(config.get(group))
         yield from ((f"{group}.{key}", options[key]) for key in keys if key in options)
@@ -94,7 +104,7 @@ def _of_other_attentions(options: Mapping[str, Any]) -> set[str]:
     return {
         f"{name}_{field.name}"
         for name, entry in MECHANISMS.items()
-        if name != options.get("attention")
+        if name != options.get("attention", ATTENTION_OF_LANGUAGE_MODELS)
         for field in dataclasses.fields(entry.config)
     }
 

@@ -1,5 +1,6 @@
 """The self-attention of a decoder: fairseq's projections around causal LLN attention, token by token too."""
 
+import math
 from typing import Any
 
 from fairseq.modules import MultiheadAttention
@@ -22,7 +23,7 @@ class CausalSelfAttention(MultiheadAttention):
                  constants: str = "calibrated", **options: Any) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, self_attention=True, **options)
         given = [x for x in (alpha, beta) if x is not None]
-        if len(given) == 1 or not all(x > 0 for x in given):
+        if len(given) == 1 or not all(0 < x < math.inf for x in given):
             raise ValueError(f"α and β must be positive and given together or not at all, got {alpha} and {beta}")
         self.alpha, self.beta, self.constants = alpha, beta, constants
 

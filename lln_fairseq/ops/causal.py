@@ -29,8 +29,8 @@ from lln_fairseq.ops.padding import clear_padding
 
 # Tokens of a piece: on a CPU what the cache holds, elsewhere fewer launches.
 PIECE, PIECE_ELSEWHERE = 64, 256
-# e^60 times what a piece adds up is far below e^88, float32's largest number; what underflows beside it is below e^-27.
-MAX_RISE = 60.0
+# e^20 times what a piece adds up of values up to 1e28 is below e^88, float32's largest number.
+MAX_RISE = 20.0
 
 
 class CausalState(NamedTuple):

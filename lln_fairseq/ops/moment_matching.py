@@ -117,7 +117,9 @@ def running_moments(
         moments = moments + before.movedim(-1, 0)[..., None]
     sigmas = [_deviation(x, "head").to(compute_dtype(q.dtype)) for x in (moments[:3], moments[3:])]
     alpha, beta = _matching(sigmas, constants, () if constants == "paper" else _table_of(q, constants))
-    return alpha, beta, moments[..., -1].movedim(0, -1)
+    if q.shape[2]:
+        return alpha, beta, moments[..., -1].movedim(0, -1)
+    return alpha, beta, moments.new_zeros(*q.shape[:2], len(moments)) if before is None else before
 
 
 def _matching(sigmas: Sequence[Tensor], constants: str, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ if __name__ == "__main__":
     start(__spec__.name)
 
 import argparse
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ class Experiment:
     def __init__(self, args: argparse.Namespace, pictures: Pictures) -> None:
         self.args, self.pictures, self.out = args, pictures, Path(args.out)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        sizes = {name: getattr(args, name) or value for name, value in (PAPER if args.images else SMALL).items()}
+        sizes = dict(PAPER if args.images else SMALL)
+        sizes |= {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
         _, channels, side, _ = pictures.pixels.shape
         self.shape = Shape(len(pictures.classes), channels, side, **sizes)
 
@@ -108,9 +110,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.fp16 and not torch.cuda.is_available():
         parser.error("--fp16 needs a GPU, and torch finds none")
-    whole = [args.epochs, args.batch, *(getattr(args, name) or 1 for name in (*PAPER, "side"))]
-    if min(whole) < 1 or args.lr <= 0 or args.weight_decay < 0:
-        parser.error("sizes, epochs, batch and learning rate must be positive")
+    whole = [args.epochs, args.batch, *(getattr(args, name) for name in (*PAPER, "side"))]
+    if min(number for number in whole if number is not None) < 1:
+        parser.error("sizes, epochs and batch must be at least 1")
+    if not all(0 < number < math.inf for number in (args.lr, *args.fixed)) or not 0 <= args.weight_decay < math.inf:
+        parser.error("learning rate and fixed values must be positive numbers, and weight decay no negative one")
+    args.seeds = list(dict.fromkeys(args.seeds))
     if args.side and not args.images:
         parser.error("--side is for --images: the digits have 8 pixels")
     return args

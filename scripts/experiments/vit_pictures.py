@@ -1,5 +1,6 @@
 """Pictures with classes: a folder with a sub-folder a class, or scikit-learn's digits, which need no file."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,13 @@ class Pictures:
             [_share(torch.nonzero(self.labels == label)[:, 0], name) for label in range(len(self.classes))]
         )
         return Pictures(self.pixels[rows], self.labels[rows], self.classes)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of pictures, labels and names of classes."""
+        found = hashlib.sha256(repr((tuple(self.pixels.shape), self.classes, self.labels.tolist())).encode())
+        found.update(self.pixels.contiguous().numpy())
+        return found.hexdigest()
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Pictures as numbers in [0, 1] and their labels, in random order if there is a generator."""
@@ -88,6 +96,10 @@ def _read(file: Path, side: int | None) -> np.ndarray:
 
     try:
         with Image.open(file) as image:
+            if image.mode.startswith("I;16"):  # grey in 16 bits, which Pillow would cut off at 255
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            elif image.mode in ("I", "F"):
+                raise ValueError(f"its mode {image.mode} does not say what is white")
             image = image.convert("RGB")
             return np.asarray(image if side is None else ImageOps.fit(image, (side, side)))
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

@@ -47,7 +47,7 @@ class Run:
 
     def __init__(self, folder: Path, recipe: Recipe, shape: Shape, pictures: Pictures, device: str) -> None:
         self.folder, self.recipe, self.device = folder, recipe, device
-        self.settings = {"recipe": asdict(recipe), "shape": asdict(shape), "pictures": len(pictures.labels)}
+        self.settings = {"recipe": asdict(recipe), "shape": asdict(shape), "pictures": pictures.digest}
         self.splits = {name: pictures.split(name) for name in ("train", "valid", "test")}
         torch.manual_seed(recipe.seed)
         name, options = parse_row(recipe.attention)
@@ -88,6 +88,10 @@ class Run:
             loss = self._step(pictures.to(self.device), labels.to(self.device))
             total += loss * len(labels)
             progress.update(self.schedule.last_epoch, f"{loss / math.log(2):.3f}")
+        if not math.isfinite(total):
+            raise UserError(
+                f"{self.folder}: the loss is no number any more, in epoch {len(self.history)}; a lower --lr?"
+            )
         self._record(total / len(train.labels))
 
     def _step(self, pictures: Tensor, labels: Tensor) -> float:

@@ -207,6 +207,7 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="nystrom", iterations=0), "at least 1"),
         (dict(name="nystrom", conv_kernel=8), "must be odd"),
         (dict(name="linformer", projected_length=0), "at least 1"),
+        (dict(name="linformer", projected_length="foo"), "projected_length must be a number, got 'foo'"),
         (dict(name="linformer", sharing="layer"), "choose from none, headwise, key_value"),
         (dict(name="longformer", one_sided_window=0), "at least 1"),
         (dict(name="skyformer", landmarks=0), "at least 1"),

@@ -44,6 +44,12 @@ def test_any_length_and_rows_that_are_all_padding(variant, length):
 
 
 @every_layer
+@pytest.mark.parametrize("shape", [(0, 2, DIM), (5, 0, DIM)])
+def test_no_tokens_and_no_sequences(variant, shape):
+    assert build(variant)(torch.zeros(shape)).shape == shape
+
+
+@every_layer
 def test_a_token_depends_on_the_others(variant):
     layer, x = build(variant), tokens(97, batch=1).requires_grad_()
     layer(x)[3].square().sum().backward()

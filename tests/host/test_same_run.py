@@ -32,6 +32,7 @@ CHANGES = [
     (("--lr", 0.01), r"optimization\.lr = \[0\.001\], here it is \[0\.01\]"),
     (("--attention", "lln"), r"model\.attention = lln_diag, here it is lln"),
     (("--lln-diag-block-size", 16, "--dropout", 0.3), r"model\.dropout = 0\.1, here it is 0\.3"),
+    (("--lln-diag-alpha", 2.0, "--lln-diag-beta", 2.0), r"model\.lln_diag_alpha = None, here it is 2\.0"),
     (("--mask-prob", 0.3), r"task\.mask_prob = 0\.15, here it is 0\.3"),
     (("--adam-eps", 1e-6), r"optimizer\.adam_eps = 1e-08, here it is 1e-06"),
     (("--update-freq", 2), r"sequences an update = \[8\], here it is \[16\]"),

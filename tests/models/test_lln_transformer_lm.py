@@ -1,6 +1,7 @@
 """The language model through fairseq's own command lines: what it sees, generation, resuming, evaluation."""
 
 import re
+import shutil
 import sys
 
 import fairseq_cli.eval_lm
@@ -178,3 +179,16 @@ def test_a_checkpoint_cannot_have_its_text_evaluated(run, tmp_path):
     torch.save(state, tmp_path / "checkpoint.pt")
     with pytest.raises(InputError, match="adaptive_softmax_cutoff is not supported"):
         checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint.pt")])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--arch", "transformer_lm"), "model._name = lln_transformer_lm, here it is transformer_lm"),
+        (("--lln-alpha", 2.0, "--lln-beta", 2.0), "model.lln_alpha = None, here it is 2.0"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_attention(options, message, run, corpus, tmp_path, monkeypatch):
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    with pytest.raises(InputError, match=message):
+        train(monkeypatch, tmp_path / "log", corpus, folder, *LM, "--max-update", 5, *options)

@@ -216,3 +216,17 @@ def test_no_tokens():
     out = lln_attention(q, k, v, 1.0, 1.0, causal=True)
     out.sum().backward()
     assert out.shape == q.shape == q.grad.shape
+
+
+def test_large_values_and_keys_stay_finite():
+    q, k, v = (scale * x for scale, x in zip((1, 15, 1e25), random_qkv(length=130), strict=True))
+    assert lln_attention(q, k, v, 2.0, 2.0, causal=True).isfinite().all()
+
+
+def test_running_moments_of_no_tokens_are_those_before_them():
+    q, k, _ = random_qkv(length=5)
+    *_, moments = running_moments(q, k)
+    more = running_moments(q[:, :, :0], k[:, :, :0], before=moments)
+    assert more[0].shape == more[1].shape == (*q.shape[:2], 0)
+    assert more[2] is moments
+    assert not running_moments(q[:, :, :0], k[:, :, :0])[2].any()

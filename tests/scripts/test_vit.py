@@ -12,7 +12,7 @@ from lln_fairseq.attention import build_attention
 from scripts.experiments import vit
 from scripts.experiments.vit_figures import concentration
 from scripts.experiments.vit_model import Layer, Shape, ViT, alpha_beta
-from scripts.experiments.vit_pictures import digits, folder
+from scripts.experiments.vit_pictures import _read, digits, folder
 from scripts.experiments.vit_training import Recipe, Run
 
 SMALL = ["--layers", "1", "--width", "32", "--heads", "1", "--patch", "4", "--epochs", "2", "--lr", "0.01"]
@@ -208,8 +208,54 @@ def test_a_damaged_file_of_a_run_is_named(name, content, tmp_path, capsys):
     assert file.read_bytes() == content
 
 
-@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--side", "4"], ["--lr", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--epochs", "0"],
+        ["--layers", "0"],
+        ["--images", "pictures", "--side", "0"],
+        ["--side", "4"],
+        ["--lr", "0"],
+        ["--lr", "inf"],
+        ["--fixed", "nan"],
+    ],
+)
 def test_wrong_usage(arguments):
     with pytest.raises(SystemExit) as error:
         vit.main(arguments)
     assert error.value.code == 2
+
+
+def test_grey_pictures_of_16_bits_are_as_bright_as_those_of_8(tmp_path):
+    make_folder(tmp_path / "pictures", count=1)
+    file = tmp_path / "pictures" / "dark" / "0.png"
+    grey = np.asarray(Image.open(file).convert("L"))
+    Image.fromarray(grey).save(file)
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    assert Image.open(tmp_path / "deep.png").mode == "I;16"
+    assert np.array_equal(_read(tmp_path / "deep.png", None), _read(file, None))
+
+
+def test_other_pictures_are_another_run(tmp_path, capsys):
+    first, second = make_folder(tmp_path / "pictures"), make_folder(tmp_path / "others")
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(second / "light" / "0.png")
+    given = ["--out", str(tmp_path / "out"), "--seeds", "1", "1", *SMALL, "--attentions", "lln", "--images"]
+    assert vit.main([*given, str(first)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].split()[-1] == "1"
+    assert vit.main([*given, str(second)]) == 1
+    assert "holds another run, with pictures" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_is_no_result(tmp_path, capsys):
+    given = [
+        "--images",
+        str(make_folder(tmp_path / "pictures")),
+        "--out",
+        str(tmp_path / "out"),
+        "--seeds",
+        "1",
+        *SMALL,
+    ]
+    assert vit.main([*given, "--attentions", "lln", "--lr", "1e18"]) == 1
+    assert "the loss is no number any more" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("result.json"))
