@@ -7,7 +7,7 @@ import torch
 from fairseq import checkpoint_utils, tasks
 
 import lln_fairseq
-from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS
+from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, stored_options
 from lln_fairseq.host.checkpoints import load_to_cpu
 from lln_fairseq.host.errors import InputError, first_line
 from lln_fairseq.host.fit import check_dictionary, check_labels
@@ -22,7 +22,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     """
     lln_fairseq.register()
     state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
-    if state["cfg"].model._name in LANGUAGE_MODELS:
+    if stored_options(state)["model"].get("_name") in LANGUAGE_MODELS:
         raise InputError(f"{checkpoint} holds a language model, which fairseq-eval-lm scores")
     beside = os.path.dirname(os.path.abspath(checkpoint))
     if data is None and state["cfg"].task.data == "." and os.path.isfile(os.path.join(beside, "dict.txt")):

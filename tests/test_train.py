@@ -8,6 +8,8 @@ from lln_fairseq import train
 from lln_fairseq.command import UserError
 from lln_fairseq.recipes import CONFIGS
 
+RECIPES = "finetune language_model lra pretrain"
+
 
 @pytest.fixture
 def arguments(monkeypatch):
@@ -43,9 +45,9 @@ def test_a_directory_of_the_users_own(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((), rf"which recipe of {CONFIGS}\? --config-name NAME \(known: finetune lra pretrain\)"),
+        ((), rf"which recipe of {CONFIGS}\? --config-name NAME \(known: {RECIPES}\)"),
         (("run=cpu",), r"which recipe of"),
-        (("-cn", "pretrian"), rf"no such recipe in {CONFIGS}: pretrian \(known: finetune lra pretrain\)"),
+        (("-cn", "pretrian"), rf"no such recipe in {CONFIGS}: pretrian \(known: {RECIPES}\)"),
         (("--config-name", "model/bass"), r"no such recipe in .*: model/bass"),
     ],
 )

@@ -26,7 +26,9 @@ MAY_CHANGE = {
     "optimizer": {"lr", "tpu"},  # lr is that of `optimization`
     "lr_scheduler": {"lr", "total_num_update", "max_update"},  # they follow from max_update
 }  # fmt: skip
-ATTENTION_OF_LANGUAGE_MODELS = "lln"  # which have no option that says so
+ATTENTION_OF = {  # whose option it is
+    f"{name}_{field.name}": name for name, entry in MECHANISMS.items() for field in dataclasses.fields(entry.config)
+}
 SINGLE = {"common": ("seed",), "optimization": ("lr", "clip_norm", "sentence_avg")}
 
 
@@ -60,7 +62,7 @@ def data_hash(directories: list[str]) -> str:
 def differences(saved: Any, here: DictConfig) -> list[str]:
     """["common.seed = 1, here it is 2", ...] between the configuration in a checkpoint and a training's own.
 
-    What one of them does not know, or leaves to a preset or default, does not count; the attention's own options have
+    What one of them does not know, or leaves to a preset or default, does not count; an attention's options have
     no presets, so that α which was matched and is now fixed is another.
     """
     if not isinstance(saved, Mapping):
@@ -69,13 +71,9 @@ def differences(saved: Any, here: DictConfig) -> list[str]:
         dict(result_settings(saved)),
         dict(result_settings(OmegaConf.to_container(here, resolve=True, enum_to_str=True))),
     )
-    own = f"model.{now.get('model.attention', ATTENTION_OF_LANGUAGE_MODELS)}_"
-    unlike = [
-        key
-        for key in before
-        if key in now and before[key] != now[key] and (key.startswith(own) or None not in (before[key], now[key]))
-    ]
-    return [f"{key} = {before[key]}, here it is {now[key]}" for key in unlike]
+    unlike = [key for key in before if key in now and before[key] != now[key]]
+    told = [key for key in unlike if None not in (before[key], now[key]) or key.removeprefix("model.") in ATTENTION_OF]
+    return [f"{key} = {before[key]}, here it is {now[key]}" for key in told]
 
 
 def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -101,12 +99,8 @@ def _as_dict(group: Any) -> dict[str, Any]:
 
 
 def _of_other_attentions(options: Mapping[str, Any]) -> set[str]:
-    return {
-        f"{name}_{field.name}"
-        for name, entry in MECHANISMS.items()
-        if name != options.get("attention", ATTENTION_OF_LANGUAGE_MODELS)
-        for field in dataclasses.fields(entry.config)
-    }
+    """Nothing of a language model's, which has no choice."""
+    return {key for key, name in ATTENTION_OF.items() if name != options.get("attention", name)}
 
 
 def _sequences_an_update(config: Mapping[str, Any]) -> list[int] | None:
