@@ -90,3 +90,19 @@ def _handlers_of_the_root_logger():
     handlers = list(root.handlers)
     yield
     root.handlers[:] = handlers
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data-bin of a few sentences; who changes it copies it."""
+    from tests.fairseq_runs import make_corpus  # and fairseq, which the fast tests do without
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two separable classes of pairs of sentences; who changes it copies it."""
+    from tests.fairseq_runs import make_classification
+
+    return make_classification(tmp_path_factory.mktemp("task"))

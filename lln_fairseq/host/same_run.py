@@ -26,9 +26,6 @@ MAY_CHANGE = {
     "optimizer": {"lr", "tpu"},  # lr is that of `optimization`
     "lr_scheduler": {"lr", "total_num_update", "max_update"},  # they follow from max_update
 }  # fmt: skip
-ATTENTION_OF = {  # whose option it is
-    f"{name}_{field.name}": name for name, entry in MECHANISMS.items() for field in dataclasses.fields(entry.config)
-}
 SINGLE = {"common": ("seed",), "optimization": ("lr", "clip_norm", "sentence_avg")}
 
 
@@ -72,7 +69,8 @@ def differences(saved: Any, here: DictConfig) -> list[str]:
         dict(result_settings(OmegaConf.to_container(here, resolve=True, enum_to_str=True))),
     )
     unlike = [key for key in before if key in now and before[key] != now[key]]
-    told = [key for key in unlike if None not in (before[key], now[key]) or key.removeprefix("model.") in ATTENTION_OF]
+    owned = {f"model.{key}" for key in _attention_of()}
+    told = [key for key in unlike if None not in (before[key], now[key]) or key in owned]
     return [f"{key} = {before[key]}, here it is {now[key]}" for key in told]
 
 
@@ -98,9 +96,16 @@ def _as_dict(group: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if is_plain(value)} if isinstance(options, Mapping) else {}
 
 
+def _attention_of() -> dict[str, str]:
+    """The mechanism that each of their options belongs to: of those registered by now."""
+    return {
+        f"{name}_{field.name}": name for name, entry in MECHANISMS.items() for field in dataclasses.fields(entry.config)
+    }
+
+
 def _of_other_attentions(options: Mapping[str, Any]) -> set[str]:
     """Nothing of a language model's, which has no choice."""
-    return {key for key, name in ATTENTION_OF.items() if name != options.get("attention", name)}
+    return {key for key, name in _attention_of().items() if name != options.get("attention", name)}
 
 
 def _sequences_an_update(config: Mapping[str, Any]) -> list[int] | None:

@@ -7,7 +7,8 @@ For every batch entry and head, with L_d = logsumexp_j(β k_jd) over the keys th
 which equals eq. 8 of the paper for every α and β: the columns of W are distributions over the tokens, the rows of A
 over the features. The cost is linear in N. Nothing is divided by zero, and results and gradients are finite as long as
 |α q| and |β k| are below 1e9 and q·k and v are finite in float32; matched α, β ensure that for |q|, |k| up to 1e15. NaN
-and infinities stay in their head, and what padding holds gets nowhere: see padding.py.
+and infinities stay in their head, and what padding holds gets nowhere: see padding.py. causal.py says what holds where
+every token sees only itself and those before it.
 """
 
 from dataclasses import replace
@@ -66,10 +67,10 @@ def lln_attention(
             result is its part of that of the whole sequences. All workers of the group must call it, with any number of
             tokens each, and differentiate it, once. The gradients of α and β are this worker's parts; their sum over
             the workers is the gradient. What is exchanged does not depend on the number of tokens: see exchange.py.
-        causal: both sums over j <= i and l <= i: no row sees a later token, and one before the first real key is 0.
-            Linear in N as well, in PyTorch on every device, without a group: see causal.py. α and β that are matched
-            look ahead, for they are of the whole sequence; `running_moments` gives such that do not, as a language
-            model needs them.
+        causal: both sums over j <= i and l <= i: no row sees a later token that is finite, and one before the first
+            real key is 0. Linear in N as well, in PyTorch on every device, without a group, for |v| up to 1e28 in
+            float32: see causal.py. α and β that are matched look ahead, for they are of the whole sequence;
+            `running_moments` gives such that do not, as a language model needs them.
 
     Returns: (B, H, N, D) in the dtype of q, and in its memory layout where batch and heads are one dimension in it.
     Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable any number of times.

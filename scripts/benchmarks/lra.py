@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.memory import keep_freed_memory
-from scripts.benchmarks.meter import can_measure_resident_peak, check_outputs, limited_memory
-from scripts.benchmarks.model import measure, row_name, settings
+from scripts.benchmarks.meter import check_outputs, limited_memory
+from scripts.benchmarks.model import add_training_options, complete, measure, row_name, settings
 from scripts.benchmarks.model_report import Row
-from scripts.benchmarks.model_training import DTYPES, Training, fairseq_model
+from scripts.benchmarks.model_training import Training, fairseq_model
 from scripts.lra_table import benchmark_text
 
 HEAD = "head"
@@ -77,28 +76,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attentions", nargs="+", type=row_name, default=ATTENTIONS, metavar="NAME[:OPTION=VALUE,...]")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--divide", type=int, default=1 if cuda else 16, help="the batches by this (%(default)s)")
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--attention-dropout", type=float, default=0.1 if cuda else 0.0, help="0 on a CPU by default, "
-                        "where torch's fused softmax has none and would give way to the matrix")  # fmt: skip
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: float16 on a GPU, float32 on a CPU")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a CPU")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20.0, help="no more repeats of what took longer than this")
-    parser.add_argument("--no-memory", dest="memory", action="store_false", help="skip the measurement of memory")
-    parser.add_argument("--no-time", dest="time", action="store_false", help="skip the measurement of time")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    add_training_options(parser)
     parser.set_defaults(training=LraTraining, preset="lra", vocabulary=VOCABULARY, compile=False)
     args = parser.parse_args(argv)
     check_outputs(parser, args.json)
-    if args.device == "cuda" and not cuda:
-        parser.error("--device cuda, but torch finds no CUDA device")
-    if min(args.divide, args.repeats, args.threads) < 1:
-        parser.error("divide, repeats and threads must be at least 1")
-    args.dtype = args.dtype or ("float16" if args.device == "cuda" else "float32")
-    args.memory &= args.device == "cuda" or can_measure_resident_peak()
-    torch.set_num_threads(args.threads)
-    return args
+    if args.divide < 1:
+        parser.error("divide must be at least 1")
+    return complete(parser, args)
 
 
 def rows_of(args: argparse.Namespace, task: str) -> list[Row]:

@@ -111,6 +111,21 @@ def row_name(text: str) -> str:
     return text
 
 
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Of the iterations that are measured, and of the measurement; `complete` fills in what depends on the device."""
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--attention-dropout", type=float, help="default: 0.1 on a GPU; 0 on a CPU, where torch's "
+                        "fused softmax has none and would give way to the matrix")  # fmt: skip
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float16 on a GPU, float32 on a CPU")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a CPU")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20.0, help="no more repeats of what took longer than this")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="skip the measurement of memory")
+    parser.add_argument("--no-time", dest="time", action="store_false", help="skip the measurement of time")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.model", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -124,39 +139,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, help=f"default: {VOCABULARY}, RoBERTa's; "
                         f"{SMALL_VOCABULARY} with --preset nano or tiny")  # fmt: skip
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--attention-dropout", type=float, help="default: 0.1 on a GPU; 0 on a CPU, where torch's "
-                        "fused softmax has none and would give way to the matrix")  # fmt: skip
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: float16 on a GPU, float32 on a CPU")
+    add_training_options(parser)
     parser.add_argument("--compile", action="store_true", help="with torch.compile")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a CPU")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20.0, help="no more repeats of what took longer than this")
-    parser.add_argument("--no-memory", dest="memory", action="store_false", help="skip the measurement of memory")
-    parser.add_argument("--no-time", dest="time", action="store_false", help="skip the measurement of time")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--add", action="store_true", help="keep what --json holds and is not measured now")
     parser.add_argument("--png", type=Path, help="draw them here, on logarithmic axes")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one repeat: does everything work?")
     parser.set_defaults(training=Training)  # what an iteration is
     args = parser.parse_args(argv)
     check_outputs(parser, args.json, args.png)
-    if args.device == "cuda" and not cuda:
-        parser.error("--device cuda, but torch finds no CUDA device")
-    if min(*args.lengths, args.repeats, args.batch, args.threads) < 1:
-        parser.error("lengths, repeats, batch and threads must be at least 1")
+    if min(*args.lengths, args.batch) < 1:
+        parser.error("lengths and batch must be at least 1")
     if args.add and not args.json:
         parser.error("--add needs --json")
-    return complete(args)
-
-
-def complete(args: argparse.Namespace) -> argparse.Namespace:
     if args.smoke:
         args.preset, args.lengths, args.repeats = "tiny", [96], 1  # more than a block, and than the landmarks
+    args.vocabulary = args.vocabulary or (SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY)
+    return complete(parser, args)
+
+
+def complete(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """Checks what add_training_options added, and sets torch up for it."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch finds no CUDA device")
+    if min(args.repeats, args.threads) < 1:
+        parser.error("repeats and threads must be at least 1")
     on_gpu = args.device == "cuda"
     args.dtype = args.dtype or ("float16" if on_gpu else "float32")
-    args.vocabulary = args.vocabulary or (SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY)
     if args.attention_dropout is None:
         args.attention_dropout = 0.1 if on_gpu else 0.0
     args.memory &= on_gpu or can_measure_resident_peak()  # which needs Linux

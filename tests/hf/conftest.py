@@ -11,7 +11,7 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 import pytest  # noqa: E402
 
-from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train  # noqa: E402
+from tests.fairseq_runs import LLN, MASKED_LM, train  # noqa: E402
 from tests.hf.sources import TOKENIZERS, make_model, shaken  # noqa: E402
 
 
@@ -34,11 +34,6 @@ def copy(sources, tmp_path):
         return folder
 
     return copy_of
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

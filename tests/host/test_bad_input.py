@@ -16,11 +16,6 @@ from lln_fairseq.host.settings import TORCHRUN, check_devices
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -16,14 +16,9 @@ from lln_fairseq.analysis.__main__ import main as analyse
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, make_corpus, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
 
 SMALL = ("--max-update", 1, "--attention", "softmax")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

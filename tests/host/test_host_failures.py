@@ -63,11 +63,6 @@ FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8, "--min-loss
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
 def task_data(tmp_path_factory):
     return make_classification(tmp_path_factory.mktemp("task"), sizes=(("train", 60), ("valid", 61)))
 

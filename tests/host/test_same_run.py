@@ -1,6 +1,7 @@
 """A run goes on with what it began with: other settings that change its result are named."""
 
 import copy
+import dataclasses
 import os
 import shutil
 
@@ -9,6 +10,7 @@ import torch
 from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 
+from lln_fairseq.attention import registry
 from lln_fairseq.host.checkpoints import OUR_STATE, our_state, peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.same_run import differences
@@ -58,6 +60,19 @@ def test_settings_that_are_none_are_not_compared(begun):
     assert not differences(saved, here)
     written = {"data": torch.ones(2), "dictionary": 3, "labels": ["a", None]}
     assert our_state({"extra_state": {OUR_STATE: written | {"more": ["a"]}}}) == {"more": ["a"]}
+
+
+def test_options_of_a_mechanism_that_is_registered_later(monkeypatch):
+    @dataclasses.dataclass
+    class WindowConfig:
+        width: int | None = None
+
+    monkeypatch.setattr(registry.MECHANISMS, "maps", [*registry.MECHANISMS.maps, late := {}])
+    saved = {"model": {"attention": "window", "window_width": None}}
+    here = OmegaConf.create({"model": {"attention": "window", "window_width": 3}})
+    assert not differences(saved, here)  # a preset's, for all that is known
+    registry.register_in(late, "window", WindowConfig)(torch.nn.Identity)
+    assert differences(saved, here) == ["model.window_width = None, here it is 3"]
 
 
 def test_other_data_of_the_same_dictionary(begun, tmp_path, monkeypatch):

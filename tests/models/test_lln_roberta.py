@@ -25,24 +25,12 @@ from tests.fairseq_runs import (
     MASKED_LM,
     TRAINING,
     hydra_train,
-    make_classification,
-    make_corpus,
     read_log,
     train,
 )
 from tests.helpers import FLOAT32_FORWARD, relative_rms
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def task_data(tmp_path_factory):
-    return make_classification(tmp_path_factory.mktemp("task"))
 
 
 def losses(log, keys=("loss", "gnorm")):

@@ -14,7 +14,7 @@ from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from lln_fairseq.modules.causal_self_attention import CausalSelfAttention
 from tests import fairseq_runs
-from tests.fairseq_runs import TRAINING, USER_DIR, hydra_train, make_corpus, options, train
+from tests.fairseq_runs import TRAINING, USER_DIR, hydra_train, options, train
 from tests.helpers import FLOAT32_FORWARD, relative_rms
 
 TASK = (*USER_DIR, *options("--task lln_language_modeling --tokens-per-sample 64 --dropout 0"))
@@ -30,11 +30,6 @@ def sizes_of_a_decoder():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(fairseq_runs, "TRAINING", [*TRAINING[: TRAINING.index("--encoder-layers")], *SIZES])
         yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +150,7 @@ def test_the_recipe(name, corpus, tmp_path, monkeypatch):
     [
         (("--lln-alpha", 2), "given together"),
         (("--lln-alpha", 2, "--lln-beta", 0), "must be positive"),
+        (("--lln-alpha", "inf", "--lln-beta", 2), "must be positive"),
         (("--sample-break-mode", "eos"), "none or complete do"),
     ],
 )

@@ -19,21 +19,11 @@ from lln_fairseq.loading import load_model
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.tasks._shared_sequences import shard_multiple
 from scripts.benchmarks import sequence_parallel as sequence_benchmark
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, hydra_train, make_classification, make_corpus, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, hydra_train, train
 
 EVERY = sorted(LAYER_REGISTRY)
 every_layer = pytest.mark.parametrize("name", EVERY)
 SCORES = ("--criterion", "lln_sentence_prediction")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def task_data(tmp_path_factory):
-    return make_classification(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

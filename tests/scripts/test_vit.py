@@ -152,6 +152,11 @@ def test_pictures_of_other_sizes_are_scaled(tmp_path):
     assert pictures.labels.tolist() == [0] * 9 + [1] * 8
 
 
+def one_run(pictures, out):
+    """Arguments: LLN, one seed."""
+    return ["--images", str(pictures), "--out", str(out), *SMALL, "--attentions", "lln", "--seeds", "1"]
+
+
 def spoil(path, what):
     make_folder(path)
     if what == "size":
@@ -160,6 +165,8 @@ def spoil(path, what):
         (path / "nothing").mkdir()
     elif what == "damaged":
         (path / "dark" / "0.png").write_bytes(b"no picture")
+    elif what in ("I", "F"):
+        Image.new(what, (8, 8)).save(path / "dark" / "0.png", "TIFF")
     return path
 
 
@@ -169,6 +176,8 @@ def spoil(path, what):
         ("size", "8 x 9 pixels, the first one 8 x 8: all must be square and equal, or give --side"),
         ("empty", "nothing has 0 pictures"),
         ("damaged", "0.png is no picture that can be read"),
+        ("I", "0.png is no picture that can be read: its mode I does not say what is white"),
+        ("F", "0.png is no picture that can be read: its mode F does not say what is white"),
         ("missing", "no such folder of pictures"),
         ("one class", "has 0 sub-folders with pictures"),
         ("patch", "pictures of 8 pixels cannot be cut into patches of 3"),
@@ -193,16 +202,7 @@ def test_a_damaged_file_of_a_run_is_named(name, content, tmp_path, capsys):
     file = tmp_path / "out" / "lln" / "seed1" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
-    given = [
-        "--images",
-        str(make_folder(tmp_path / "pictures")),
-        "--out",
-        str(tmp_path / "out"),
-        "--seeds",
-        "1",
-        *SMALL,
-    ]
-    assert vit.main([*given, "--attentions", "lln"]) == 1
+    assert vit.main(one_run(make_folder(tmp_path / "pictures"), tmp_path / "out")) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error == f"error: {file} is damaged: without it the run begins again"
     assert file.read_bytes() == content
@@ -239,23 +239,13 @@ def test_grey_pictures_of_16_bits_are_as_bright_as_those_of_8(tmp_path):
 def test_other_pictures_are_another_run(tmp_path, capsys):
     first, second = make_folder(tmp_path / "pictures"), make_folder(tmp_path / "others")
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(second / "light" / "0.png")
-    given = ["--out", str(tmp_path / "out"), "--seeds", "1", "1", *SMALL, "--attentions", "lln", "--images"]
-    assert vit.main([*given, str(first)]) == 0
+    assert vit.main([*one_run(first, tmp_path / "out"), "--seeds", "1", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[-2].split()[-1] == "1"
-    assert vit.main([*given, str(second)]) == 1
+    assert vit.main(one_run(second, tmp_path / "out")) == 1
     assert "holds another run, with pictures" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_no_number_is_no_result(tmp_path, capsys):
-    given = [
-        "--images",
-        str(make_folder(tmp_path / "pictures")),
-        "--out",
-        str(tmp_path / "out"),
-        "--seeds",
-        "1",
-        *SMALL,
-    ]
-    assert vit.main([*given, "--attentions", "lln", "--lr", "1e18"]) == 1
+    assert vit.main([*one_run(make_folder(tmp_path / "pictures"), tmp_path / "out"), "--lr", "1e18"]) == 1
     assert "the loss is no number any more" in capsys.readouterr().err
     assert not list(tmp_path.rglob("result.json"))

@@ -12,15 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.settings import check_probe
-from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
+from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, train
 
 LLN = ("--user-dir", Path(__file__).parents[2] / "lln_fairseq", "--arch", "lln_roberta_tiny")
 FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def run(monkeypatch, data, folder, *options):

@@ -23,16 +23,6 @@ SCORED = ("--criterion", "lln_sentence_prediction")
 FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8)
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def task_data(tmp_path_factory):
-    return make_classification(tmp_path_factory.mktemp("task"))
-
-
 @pytest.fixture
 def half(monkeypatch):
     """fp16 on a CPU: the first overflow moves a number to the GPU."""

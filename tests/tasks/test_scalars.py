@@ -18,12 +18,7 @@ from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.analysis.layer_scalars import NAMES
-from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
+from tests.fairseq_runs import LLN, MASKED_LM, train
 
 
 def run(monkeypatch, corpus, folder, *options):

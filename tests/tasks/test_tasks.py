@@ -9,11 +9,6 @@ from lln_fairseq.host.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def make_task(name, data, **options):
     return setup_task(OmegaConf.create({"_name": name, "data": str(data), "seed": 1, **options}))
 

@@ -26,15 +26,14 @@ SPILLED = {
     (80, 64, "_joint_out_kernel"): {"joint-dropout": 8, "joint-block16": 8, "joint-block256": 224},
     (80, 64, "_joint_dq_kernel"): {
         "joint": 104, "joint-share": 88, "joint-dropout": 136, "joint-block16": 192, "joint-block256": 1104,
-        "joint-block64, bfloat16": 104,
     },
     (80, 128, "_lln_diag_bwd_kernel"): {"diag": 104, "dropout": 208, "block256": 288},
     (80, 128, "_joint_out_kernel"): {
-        "joint": 128, "joint-share": 128, "joint-dropout": 208, "joint-block256": 128, "joint-block64, bfloat16": 16,
+        "joint": 128, "joint-share": 128, "joint-dropout": 208, "joint-block256": 128, "joint-block64": 16,
     },
     (80, 128, "_joint_dq_kernel"): {
         "joint": 1256, "joint-share": 1256, "joint-dropout": 1392, "joint-block16": 400, "joint-block256": 1480,
-        "joint-block64, bfloat16": 96,
+        "joint-block64": 96,
     },
     (80, 128, "_joint_dkv_kernel"): {"joint": 312, "joint-dropout": 448, "joint-block256": 448},
     (90, 64, "_lln_diag_bwd_kernel"): {"block256": 312},
@@ -42,7 +41,7 @@ SPILLED = {
     (90, 64, "_joint_dq_kernel"): {"joint-block16": 24, "joint-block256": 568},
     (90, 64, "_joint_dkv_kernel"): {"joint-dropout": 32, "joint-block256": 408},
     (90, 128, "_lln_diag_bwd_kernel"): {
-        "diag": 256, "dropout": 528, "block16": 48, "block256": 392, "block64, bfloat16": 48,
+        "diag": 256, "dropout": 528, "block16": 48, "block256": 392, "block64": 48,
     },
     (90, 128, "_joint_out_kernel"): {"joint": 168, "joint-share": 168, "joint-dropout": 240, "joint-block256": 240},
     (90, 128, "_joint_dq_kernel"): {
@@ -50,7 +49,7 @@ SPILLED = {
     },
     (90, 128, "_joint_dkv_kernel"): {
         "joint": 408, "joint-dropout": 904, "joint-block16": 24, "joint-block256": 2120,
-        "joint-block64, bfloat16": 8,
+        "joint-block64": 8,
     },
 }  # fmt: skip
 
@@ -83,17 +82,16 @@ def compiled():
 def test_what_spills_is_what_is_listed(compiled):
     if version("triton") != PINNED:
         pytest.skip(f"the bytes are those of triton {PINNED}, not {version('triton')}")
-    found = {}
-    for r in compiled:
-        case = r["case"] if r["dtype"] == "float16" else f"{r['case']}, {r['dtype']}"
-        place = r["arch"], r["dim"], r["kernel"], case
-        found[place] = max(found.get(place, 0), r["stack"])
     listed = {(*place, case): stack for place, cases in SPILLED.items() for case, stack in cases.items()}
+    found = {(*place, "not compiled"): 0 for place in listed}
+    for r in compiled:
+        place = r["arch"], r["dim"], r["kernel"], r["case"]
+        found.pop((*place, "not compiled"), None)
+        found[*place, r["dtype"]] = max(found.get((*place, r["dtype"]), 0), r["stack"])
     wrong = [
-        f"sm_{arch}, D = {dim}, {kernel}, {case}: {found.get(place, 0)} bytes, {listed.get(place, 0)} are listed"
-        for place in sorted(found | listed)
-        if found.get(place, 0) != listed.get(place, 0)
-        for arch, dim, kernel, case in [place]
+        f"sm_{place[0]}, D = {place[1]}, {', '.join(place[2:])}: {stack} bytes, {listed.get(place[:4], 0)} are listed"
+        for place, stack in sorted(found.items())
+        if stack != listed.get(place[:4], 0)
     ]
     assert not wrong, "\n".join(wrong)
 

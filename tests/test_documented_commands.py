@@ -1,0 +1,110 @@
+"""Every command that README and docs/ show is understood: its program, its flags and its Hydra overrides."""
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from fairseq import options
+from hydra._internal.utils import get_args_parser
+
+import lln_fairseq
+from scripts import paper_figures
+from scripts.experiments import compare_attentions
+from scripts.experiments.compare_attentions import configuration
+
+ROOT = Path(__file__).parents[1]
+OURS = r"(?:lln_fairseq|scripts|data_prep)\b"
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FAIRSEQ = {
+    "fairseq-train": lambda words: options.parse_args_and_arch(options.get_training_parser(), words),
+    "fairseq-eval-lm": lambda words: options.parse_args_and_arch(options.get_eval_lm_parser(), words),
+    "fairseq-preprocess": lambda words: options.get_preprocessing_parser().parse_args(words),
+}
+# The recipe that a program gives its Hydra overrides to, with the task of its arguments.
+RECIPES = {
+    "scripts.experiments.finetune": lambda task, *_: ("finetune", f"glue={task}"),
+    "scripts.experiments.glue_all": lambda *_: ("finetune", "glue=sst2"),
+    "scripts.experiments.lra_runs": lambda name, task, *_: ("lra", f"lra={'listops' if name == 'lra_all' else task}"),
+}
+
+
+def commands():
+    """The words of every command in an indented block: without variables before it, and `...` for more of the same."""
+    for page in PAGES:
+        for block in re.findall(r"(?:^    .*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
+            for line in textwrap.dedent(block).replace("\\\n", "").splitlines():
+                if re.match(rf"python -m {OURS}|fairseq-|scripts/", line):
+                    yield pytest.param(
+                        [word for word in shlex.split(line, comments=True) if word != "..."],
+                        id=f"{page.name}: {line[:50]}",
+                    )
+
+
+def program_of(words):
+    """Module and arguments of a command; a script that starts no module is itself the first of two results."""
+    if words[0] == "python":
+        return words[2], words[3:]
+    if words[0].startswith("scripts/"):
+        started = re.search(
+            rf"(?:/program\.sh\"|^exec python -m) ({OURS}.*) [\"$].*@", (ROOT / words[0]).read_text(), re.M
+        )
+        given = shlex.split(started[1]) if started else [words[0]]
+        return given[0], [*given[1:], *words[1:]]
+    return words[0], words[1:]
+
+
+class Parsed(BaseException):
+    """What a program's parser makes of its arguments, in the place of the rest of the program."""
+
+
+def parsed_by(module, arguments, monkeypatch):
+    """Namespace, and the arguments that are left over."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def stop(*given):
+        raise Parsed(*parse(*given))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    monkeypatch.setattr(paper_figures, "read_curves", lambda folder: {"loss": [(1, 2.0)]})  # of runs that are not there
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(Parsed) as found:
+        importlib.import_module(module).main()
+    return found.value.args
+
+
+def compare(arguments):
+    args = compare_attentions.parse(arguments)
+    overrides = compare_attentions.Overrides(args)
+    for row in args.attentions:
+        configuration("pretrain", overrides.of_pretraining(row, 1))
+    for task in overrides.tasks:
+        configuration("finetune", overrides.of_finetuning(row, 1, task, args.data))
+
+
+@pytest.mark.parametrize("words", [*commands()])
+def test_a_command_is_understood(words, monkeypatch):
+    module, arguments = program_of(words)
+    if module in ("lln_fairseq.train", "fairseq-hydra-train"):
+        given = get_args_parser().parse_args(arguments)
+        configuration(given.config_name, given.overrides)
+    elif module in FAIRSEQ:
+        lln_fairseq.register()
+        FAIRSEQ[module](arguments)
+    elif module.endswith("compare_attentions"):
+        compare(arguments)
+    elif module.startswith("scripts/"):
+        assert {word for word in arguments if word.startswith("-")} <= set((ROOT / module).read_text().split())
+    else:
+        path = ROOT / module.replace(".", "/")
+        module = f"{module}.__main__" if path.is_dir() else module
+        _, rest = parsed_by(module, arguments, monkeypatch)
+        if module in RECIPES:
+            recipe, task = RECIPES[module](*arguments)
+            configuration(recipe, [task, *rest])
+        else:
+            assert not rest
