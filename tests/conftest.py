@@ -50,6 +50,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionstart() -> None:
+    hurry()
+
+
+def hurry() -> None:
+    """In every process that tests: what the host and Triton's interpreter do again and again is done once."""
     compose_in_half_the_time()
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_triton_once()
