@@ -30,6 +30,14 @@ class Row:
     def last(self) -> list[float]:
         return [curve.values[-1] for curve in self.valid.values()]
 
+    def above(self, other: "Row") -> list[float]:
+        """How much higher its last valid loss is, by seed: with a seed both saw the same text in the same order.
+
+        So this is seen where the seeds themselves lie further apart.
+        """
+        pairs = [(curve, other.valid[seed]) for seed, curve in self.valid.items() if seed in other.valid]
+        return [ours.values[-1] - theirs.values[-1] for ours, theirs in pairs if ours.steps[-1] == theirs.steps[-1]]
+
 
 def run_folder(out: Path, row: str, seed: int) -> Path:
     """Where a row's runs of one seed are: its name with nothing that Hydra or a shell takes for its own."""
@@ -61,27 +69,29 @@ def _score(score: dict, metric: str) -> float:
     return statistics.fmean(score[name] for name in metric.split("_"))
 
 
-def cell(values: Sequence[float], digits: int) -> str:
-    """Median (lowest-highest)"""
+def cell(values: Sequence[float], form: str) -> str:
+    """Median (lowest to highest), each in this form."""
     if not values:
         return "-"
-    median = f"{statistics.median(values):.{digits}f}"
-    return median if len(values) == 1 else f"{median} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    median, low, high = (f"{value:{form}}" for value in (statistics.median(values), min(values), max(values)))
+    return median if len(values) == 1 else f"{median} ({low} to {high})"
 
 
 def table(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     columns = list(dict.fromkeys(column for row in rows for column in row.scores))
     majority = {column: value for row in rows for column, value in row.majority.items()}
-    heads = ["attention", "valid loss [bits]", *(f"{column} [%]" for column in columns), "seeds"]
+    heads = ["attention", "valid loss [bits]", f"above {rows[0].attention}", *(f"{x} [%]" for x in columns), "seeds"]
     lines = [heads]
     for row in rows:
-        scores = [cell(list(row.scores.get(column, {}).values()), 1) for column in columns]
+        losses = [cell(row.last, ".2f"), cell(row.above(rows[0]), "+.3f") if row is not rows[0] else ""]
+        scores = [cell(list(row.scores.get(column, {}).values()), ".1f") for column in columns]
         finished = sum(all(seed in row.scores.get(column, {}) for column in columns) for seed in row.valid)
-        lines.append([row.attention, cell(row.last, 2), *scores, str(finished if columns else len(row.valid))])
+        lines.append([row.attention, *losses, *scores, str(finished if columns else len(row.valid))])
     if majority:
         shown = [f"{majority[column]:.1f}" if column in majority else "-" for column in columns]
-        lines.append(["(majority class)", "-", *shown, ""])
-    note = f"median (lowest-highest) over the seeds {', '.join(map(str, seeds))}; valid loss: of pre-training, its last"
+        lines.append(["(majority class)", "-", "", *shown, ""])
+    over = f"median (lowest to highest) over the seeds {', '.join(map(str, seeds))}"
+    note = f"{over}; valid loss: of pre-training, its last, and how much it is above the first row's of the same seed"
     return f"{aligned(lines)}\n{note}"
 
 

@@ -30,11 +30,15 @@ def test_table_and_plot_show_the_median_and_the_range_over_seeds(tmp_path):
     for seed, (loss, accuracy) in enumerate(((6.0, 0.7), (5.0, 0.9), (5.5, 0.75)), start=1):
         results(tmp_path, "softmax", seed, (9, loss), accuracy)
     results(tmp_path, "lln", 1, (9, 7.25), 0.6)
-    rows = read_rows(tmp_path, ["softmax", "lln", "elu"], [1, 2, 3], {"sst2": "accuracy"})
+    results(tmp_path, "cosformer", 1, (9, 6.25), 0.5)
+    results(tmp_path, "cosformer", 2, (9, 4.75), 0.5)
+    results(tmp_path, "cosformer", 3, (9, 7, 4.0), 0.5)  # after other updates
+    rows = read_rows(tmp_path, ["softmax", "lln", "elu", "cosformer"], [1, 2, 3], {"sst2": "accuracy"})
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in table(rows, [1, 2, 3]).splitlines()}
-    assert lines["softmax"] == "5.50 (5.00-6.00) 75.0 (70.0-90.0) 3"
-    assert lines["lln"] == "7.25 60.0 1"
-    assert lines["elu"] == "- - 0"
+    assert lines["softmax"] == "5.50 (5.00 to 6.00) 75.0 (70.0 to 90.0) 3"
+    assert lines["lln"] == "7.25 +1.250 60.0 1"
+    assert lines["elu"] == "- - - 0"
+    assert lines["cosformer"] == "4.75 (4.00 to 6.25) +0.000 (-0.250 to +0.250) 50.0 (50.0 to 50.0) 3"
     assert lines["(majority"] == "class) - 50.0"
     assert draw(tmp_path / "a.png", rows).read_bytes().startswith(b"\x89PNG")
 
