@@ -29,8 +29,8 @@ keep_freed_memory()  # half the time of quadratic oracles goes into fresh pages 
 SLOW = (
     "analysis/test_probe", "analysis/test_report", "fuzz", "hf", "host", "kill", "models", "ops/backends",
     "ops/test_compile", "ops/test_exchange", "ops/test_joint", "ops/test_moment_matching", "scripts", "tasks",
-    "test_command", "test_documented_commands", "test_evaluate", "test_import", "test_linearize", "test_memory", "test_predict", "test_release",
-    "test_train",
+    "test_command", "test_documented_commands", "test_evaluate", "test_import", "test_linearize", "test_memory",
+    "test_predict", "test_release", "test_train",
 )  # fmt: skip
 
 
