@@ -1,19 +1,15 @@
 """Settings that must be in place before anything else is imported, and what every test leaves as it found it."""
 
-import copy
-import functools
 import logging
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lln_fairseq.memory import keep_freed_memory
+from tests.shortcuts import hurry
 
 if not torch.cuda.is_available():
     # Must be set before triton is first imported: the kernels then run, slowly, on CPU tensors.
@@ -53,41 +49,6 @@ def pytest_sessionstart() -> None:
     hurry()
 
 
-def hurry() -> None:
-    """In every process that tests: what the host and Triton's interpreter do again and again is done once."""
-    compose_in_half_the_time()
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        patch_triton_once()
-
-
-def compose_in_half_the_time() -> None:
-    """Three quarters of a training of one update go into Hydra's configuration of fairseq's 300 options. Here their
-    defaults are parsed once, and the store of all dataclasses is not copied for every configuration."""
-    parse, parser = functools.cache(OverridesParser.parse_rule), OverridesParser.create()
-    OverridesParser.parse_rule = lambda self, text, rule: copy.copy(parse(parser, text, rule))
-
-    def of(self: CachingConfigRepository, delegate: IConfigRepository) -> None:
-        self.delegate, self.cache = copy.copy(delegate), {}
-
-    CachingConfigRepository.__init__ = of
-
-
-def patch_triton_once() -> None:
-    """Saves the interpreter the search through triton.language in every call of a function inside a kernel, half of
-    its time, when what it patches there is in place since the kernel began."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-
-    def unless_patched(fn: Callable) -> object:
-        languages = [x for x in fn.__globals__.values() if x is interpreter.tl or x is interpreter.tl.core]
-        if languages and all(x.range.__name__ == "_new_range" for x in languages):
-            return interpreter._LangPatchScope()  # nothing to restore
-        return patch(fn)
-
-    interpreter._patch_lang = unless_patched
-
-
 @pytest.fixture(autouse=True)
 def _handlers_of_the_root_logger():
     """fairseq-validate and Hydra put handlers there that write to the stdout of their test, closed in the next one."""
@@ -111,3 +72,9 @@ def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fairseq_runs import make_classification
 
     return make_classification(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 on a CPU: the first overflow moves a number to the GPU."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)

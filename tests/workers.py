@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tests.conftest import hurry
+from tests.shortcuts import hurry
 
 MINUTES = 5
 

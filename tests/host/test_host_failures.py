@@ -67,12 +67,6 @@ def task_data(tmp_path_factory):
     return make_classification(tmp_path_factory.mktemp("task"), sizes=(("train", 60), ("valid", 61)))
 
 
-@pytest.fixture
-def half(monkeypatch):
-    """fp16 on a CPU: the first overflow moves a number to the GPU."""
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
-
-
 def switch_off(monkeypatch, owner, name):
     """The host's own function in the place of our patch of it."""
     monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)

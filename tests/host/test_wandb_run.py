@@ -6,7 +6,7 @@ import pytest
 from fairseq.logging import progress_bar
 
 from lln_fairseq.host.errors import InputError
-from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
+from tests.fairseq_runs import LLN, MASKED_LM, train
 
 
 class Wandb:
@@ -28,11 +28,6 @@ class Wandb:
 
     def finish(self):
         self.run = None
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    return make_corpus(tmp_path / "corpus")
 
 
 @pytest.fixture

@@ -23,12 +23,6 @@ SCORED = ("--criterion", "lln_sentence_prediction")
 FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8)
 
 
-@pytest.fixture
-def half(monkeypatch):
-    """fp16 on a CPU: the first overflow moves a number to the GPU."""
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
-
-
 def parameters(path):
     return torch.load(path)["model"]
 
