@@ -1,4 +1,4 @@
-"""Every command that README and docs/ show is understood: its program, its flags and its Hydra overrides."""
+"""Every command that stands in an indented block of README or docs/ is understood: program, flags, Hydra overrides."""
 
 import argparse
 import importlib
@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,6 @@ from scripts.experiments.compare_attentions import configuration
 ROOT = Path(__file__).parents[1]
 OURS = r"(?:lln_fairseq|scripts|data_prep)\b"
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-FAIRSEQ = {
-    "fairseq-train": lambda words: options.parse_args_and_arch(options.get_training_parser(), words),
-    "fairseq-eval-lm": lambda words: options.parse_args_and_arch(options.get_eval_lm_parser(), words),
-    "fairseq-preprocess": lambda words: options.get_preprocessing_parser().parse_args(words),
-}
 # The recipe that a program gives its Hydra overrides to, with the task of its arguments.
 RECIPES = {
     "scripts.experiments.finetune": lambda task, *_: ("finetune", f"glue={task}"),
@@ -34,15 +30,12 @@ RECIPES = {
 
 
 def commands():
-    """The words of every command in an indented block: without variables before it, and `...` for more of the same."""
+    """The words of every line that begins with a command; `...`, which stands for more of the same, is left out."""
     for page in PAGES:
         for block in re.findall(r"(?:^    .*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
             for line in textwrap.dedent(block).replace("\\\n", "").splitlines():
                 if re.match(rf"python -m {OURS}|fairseq-|scripts/", line):
-                    yield pytest.param(
-                        [word for word in shlex.split(line, comments=True) if word != "..."],
-                        id=f"{page.name}: {line[:50]}",
-                    )
+                    yield page, [word for word in shlex.split(line, comments=True) if word != "..."]
 
 
 def program_of(words):
@@ -59,25 +52,41 @@ def program_of(words):
 
 
 class Parsed(BaseException):
-    """What a program's parser makes of its arguments, in the place of the rest of the program."""
+    """What a program's parser leaves over of its arguments, in the place of the rest of the program."""
 
 
-def parsed_by(module, arguments, monkeypatch):
-    """Namespace, and the arguments that are left over."""
+def check_program(module, arguments, monkeypatch):
+    """Its own parser takes them, up to overrides for a recipe that has them."""
     parse = argparse.ArgumentParser.parse_known_args
 
     def stop(*given):
-        raise Parsed(*parse(*given))
+        raise Parsed(*parse(*given)[1])
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
     monkeypatch.setattr(paper_figures, "read_curves", lambda folder: {"loss": [(1, 2.0)]})  # of runs that are not there
     monkeypatch.setattr(sys, "argv", [module, *arguments])
+    folder = (ROOT / module.replace(".", "/")).is_dir()
     with pytest.raises(Parsed) as found:
-        importlib.import_module(module).main()
-    return found.value.args
+        importlib.import_module(f"{module}.__main__" if folder else module).main()
+    rest = found.value.args
+    if module in RECIPES:
+        recipe, task = RECIPES[module](*arguments)
+        configuration(recipe, [task, *rest])
+    else:
+        assert not rest
 
 
-def compare(arguments):
+def check_recipe(arguments):
+    given = get_args_parser().parse_args(arguments)
+    configuration(given.config_name, given.overrides)
+
+
+def check_fairseq(get_parser, arguments):
+    lln_fairseq.register()
+    options.parse_args_and_arch(get_parser(), arguments)
+
+
+def check_comparison(arguments):
     args = compare_attentions.parse(arguments)
     overrides = compare_attentions.Overrides(args)
     for row in args.attentions:
@@ -86,25 +95,28 @@ def compare(arguments):
         configuration("finetune", overrides.of_finetuning(row, 1, task, args.data))
 
 
-@pytest.mark.parametrize("words", [*commands()])
+CHECKS = {  # of what is no program of ours that parses its arguments itself
+    "lln_fairseq.train": check_recipe,
+    "fairseq-hydra-train": check_recipe,
+    "fairseq-train": partial(check_fairseq, options.get_training_parser),
+    "fairseq-eval-lm": partial(check_fairseq, options.get_eval_lm_parser),
+    "fairseq-preprocess": lambda arguments: options.get_preprocessing_parser().parse_args(arguments),
+    "scripts.experiments.compare_attentions": check_comparison,
+}
+
+
+def test_commands_are_found():
+    assert {page for page, _ in commands()} == set(PAGES)
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, id=f"{page.name}: {' '.join(words)[:50]}") for page, words in commands()]
+)
 def test_a_command_is_understood(words, monkeypatch):
     module, arguments = program_of(words)
-    if module in ("lln_fairseq.train", "fairseq-hydra-train"):
-        given = get_args_parser().parse_args(arguments)
-        configuration(given.config_name, given.overrides)
-    elif module in FAIRSEQ:
-        lln_fairseq.register()
-        FAIRSEQ[module](arguments)
-    elif module.endswith("compare_attentions"):
-        compare(arguments)
+    if module in CHECKS:
+        CHECKS[module](arguments)
     elif module.startswith("scripts/"):
         assert {word for word in arguments if word.startswith("-")} <= set((ROOT / module).read_text().split())
     else:
-        path = ROOT / module.replace(".", "/")
-        module = f"{module}.__main__" if path.is_dir() else module
-        _, rest = parsed_by(module, arguments, monkeypatch)
-        if module in RECIPES:
-            recipe, task = RECIPES[module](*arguments)
-            configuration(recipe, [task, *rest])
-        else:
-            assert not rest
+        check_program(module, arguments, monkeypatch)
