@@ -80,9 +80,12 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         options = _as_dict(config.get(group))
         ignored = MAY_CHANGE[group] | (_of_other_attentions(options) if group == "model" else set())
         yield from ((f"{group}.{key}", value) for key, value in options.items() if key not in ignored)
-    name = _as_dict(config.get("model")).get("_name")
-    if name in LANGUAGE_MODELS:  # whose parameters have the same names, with softmax and with LLN
+    model = _as_dict(config.get("model"))
+    name = model.get("_name")  # where it alone says which attention it is, and the parameters fit another as well:
+    if name in LANGUAGE_MODELS:
         yield "model._name", name
+    elif "attention" not in model and str(name).startswith("roberta"):  # fairseq's own
+        yield "model.attention", "softmax"
     for group, keys in SINGLE.items():
         options = _as_dict(config.get(group))
         yield from ((f"{group}.{key}", options[key]) for key in keys if key in options)

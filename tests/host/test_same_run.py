@@ -75,6 +75,15 @@ def test_options_of_a_mechanism_that_is_registered_later(monkeypatch):
     assert differences(saved, here) == ["model.window_width = None, here it is 3"]
 
 
+def test_a_run_of_fairseqs_own_roberta_is_one_of_softmax():
+    stock = {"model": {"_name": "roberta_base", "dropout": 0.1}}
+    ours = {"model": {"_name": "lln_roberta_base", "attention": "lln_diag", "dropout": 0.1}}
+    assert differences(stock, OmegaConf.create(ours)) == ["model.attention = softmax, here it is lln_diag"]
+    assert differences(ours, OmegaConf.create(stock)) == ["model.attention = lln_diag, here it is softmax"]
+    ours["model"]["attention"] = "softmax"
+    assert not differences(stock, OmegaConf.create(ours))
+
+
 def test_other_data_of_the_same_dictionary(begun, tmp_path, monkeypatch):
     run, other = shutil.copytree(begun[1], tmp_path / "run"), shutil.copytree(begun[0], tmp_path / "other")
     binarize(sentences(60, seed=9), other / "dict.txt", other / "train")
