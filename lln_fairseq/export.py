@@ -29,9 +29,10 @@ from lln_fairseq.hf import to_hf, to_onnx, tokenizer_out  # noqa: E402
 from lln_fairseq.hf.directory import CONFIG, new_directory, write_large  # noqa: E402
 from lln_fairseq.hf.encoder import OFFSET  # noqa: E402
 from lln_fairseq.hf.model_card import model_card  # noqa: E402
+from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION  # noqa: E402
 from lln_fairseq.host.checkpoints import peek  # noqa: E402
 from lln_fairseq.host.errors import InputError  # noqa: E402
-from lln_fairseq.host.fit import STOCK_ATTENTION, label_names  # noqa: E402
+from lln_fairseq.host.fit import label_names  # noqa: E402
 from lln_fairseq.host.run_tokenizer import FOLDER  # noqa: E402
 from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.models.options import attention_options  # noqa: E402

@@ -34,7 +34,7 @@ from lln_fairseq.convert import CHECKPOINT, write  # noqa: E402
 from lln_fairseq.distillation import Distillation  # noqa: E402
 from lln_fairseq.hf import from_fairseq  # noqa: E402
 from lln_fairseq.hf.encoder import Encoder  # noqa: E402
-from lln_fairseq.host.checkpoint_config import stored_options  # noqa: E402
+from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION, stored_options  # noqa: E402
 from lln_fairseq.host.checkpoints import check_sums, peek, plain_data  # noqa: E402
 from lln_fairseq.host.errors import InputError, first_line, input_errors  # noqa: E402
 from lln_fairseq.host.run_lock import lock  # noqa: E402
@@ -60,7 +60,7 @@ def linearize(args: argparse.Namespace) -> None:
     with input_errors():
         need_attention(args.attention, "cannot take the place of a teacher's attention")
     model, task = load_model(str(args.teacher))
-    if (found := stored_options(peek(str(args.teacher)))["model"].get("attention", "softmax")) != "softmax":
+    if (found := stored_options(peek(str(args.teacher)))["model"].get("attention", STOCK_ATTENTION)) != STOCK_ATTENTION:
         raise InputError(f"{args.teacher} has {found} attention, and a teacher has softmax")
     encoder = from_fairseq.read(args.teacher)
     train, valid = (read_texts(args.data, split, task.source_dictionary) for split in ("train", "valid"))

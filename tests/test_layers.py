@@ -122,8 +122,7 @@ def test_no_mechanism_is_named_above_attention():
         "lln_fairseq.hf.from_hf": {"relu"},  # the activation
         "lln_fairseq.hf.to_hf": {"lln", "lln_diag"},  # what the next file knows
         "lln_fairseq.hf.modeling_lln_roberta": {"lln", "lln_diag"},
-        "lln_fairseq.host.fit": {"softmax"},  # what a RoBERTa of fairseq has
-        "lln_fairseq.linearize": {"softmax"},  # of a teacher
+        "lln_fairseq.host.checkpoint_config": {"softmax"},  # what a RoBERTa of fairseq has
         "lln_fairseq.analysis.separation": {"softmax", "lln"},  # the paper's experiment is about these
     }
     for name in OURS:

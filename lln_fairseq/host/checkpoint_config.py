@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lln_fairseq.host.errors import InputError, first_line
 
 OURS, STOCK = "lln_roberta", "roberta"
+STOCK_ATTENTION = "softmax"  # which has no option that says so
 LANGUAGE_MODELS = ("lln_transformer_lm", "transformer_lm")
 KNOWN = {  # and the presets of the models: roberta_large, ...
     "model": (OURS, STOCK, *LANGUAGE_MODELS),

@@ -9,14 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, need_attention
-from lln_fairseq.host.checkpoint_config import NO_POSITIONS, stored_options
+from lln_fairseq.host.checkpoint_config import NO_POSITIONS, STOCK_ATTENTION, stored_options
 from lln_fairseq.host.checkpoints import our_state, peek
 from lln_fairseq.host.errors import InputError, input_errors
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
 LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks
-STOCK_ATTENTION = "softmax"
 NOT_LABELS = ("<mask>", "madeupword")  # what fairseq's tools add to every dictionary
 
 logger = logging.getLogger(__name__)

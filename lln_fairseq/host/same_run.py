@@ -11,7 +11,7 @@ from fairseq.utils import split_paths
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, is_plain
+from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, STOCK, STOCK_ATTENTION, is_plain
 from lln_fairseq.host.checkpoints import our_state, peek
 from lln_fairseq.host.errors import InputError
 
@@ -84,8 +84,8 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     name = model.get("_name")  # where it alone says which attention it is, and the parameters fit another as well:
     if name in LANGUAGE_MODELS:
         yield "model._name", name
-    elif "attention" not in model and str(name).startswith("roberta"):  # fairseq's own
-        yield "model.attention", "softmax"
+    elif "attention" not in model and str(name).startswith(STOCK):
+        yield "model.attention", STOCK_ATTENTION
     for group, keys in SINGLE.items():
         options = _as_dict(config.get(group))
         yield from ((f"{group}.{key}", options[key]) for key in keys if key in options)
