@@ -16,10 +16,9 @@ What replaces a whole encoder layer is registered the same way, see layers.py.
 import dataclasses
 import difflib
 import json
-import typing
 from collections import ChainMap
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -150,14 +149,14 @@ def checked_config(name: str, options: dict[str, Any]) -> Any:
         raise ValueError(f"unknown attention '{name}'{did_you_mean(name, MECHANISMS)}")
     config_class = MECHANISMS[name].config
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    types = typing.get_type_hints(config_class)
+    types = get_type_hints(config_class)
     for key, value in options.items():
         if key not in fields:
             raise ValueError(f"attention '{name}' has no option '{key}'{did_you_mean(key, fields)}")
         choices = fields[key].metadata.get("choices")
         if choices and value not in choices:
             raise ValueError(f"option '{key}' of attention '{name}' is '{value}', choose from {', '.join(choices)}")
-        if isinstance(value, str) and {types[key], *typing.get_args(types[key])} & {int, float}:
+        if isinstance(value, str) and {types[key], *get_args(types[key])} & {int, float}:
             raise ValueError(f"attention '{name}': {key} must be a number, got '{value}'")
         lowest = fields[key].metadata.get("at_least")
         if lowest is not None and value is not None and value < lowest:
