@@ -30,7 +30,7 @@ MIXES: dict[str, tuple[str, ...]] = {  # and their learned parameters
 }  # fmt: skip
 PER_FEATURE = ("ratio", "scale")
 GAINS = ("none", "learned")
-SHARE_FLOOR = 1 / 16
+FLOOR = 1 / 16
 CONSTANTS = ("calibrated", "entropy", "paper")
 PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086  # σ_lln² = a σ̃² + b, of the authors' code
 MIN_SIGMA, LOG_SIGMA2_LIMIT = 1e-6, 24.0
@@ -138,8 +138,8 @@ class LLNSelfAttention(RobertaSelfAttention):
             return torch.ones_like(u)
         parameter = parameter.float()[:, None, None, None]
         if self.config.mix == "joint_share":
-            return (1 - parameter) / u.clamp_min(SHARE_FLOOR)
-        return 1 / (u + (1 - u) * (-parameter).exp())
+            return (1 - parameter) / u.clamp_min(FLOOR)
+        return 1 / (u + (1 - u) * (-parameter).exp()).clamp_min(FLOOR)
 
 
 def padding_of(mask: Tensor | None) -> Tensor | None:

@@ -7,11 +7,12 @@ to the keys outside the block of query i, and O_i = Σ_{j outside} P_ij v_j:
 
 where the form says by which weight c a query multiplies what is outside:
 
-    offset: c = e^o / (1 - u + e^o u)    the odds of the outside are e^o times LLN's; o = 0 leaves LLN's own
-    share:  c = (1 - g) / max(u, 1/16)    the outside gets 1 - g whatever its mass, less where that is nearly nothing
+    offset: c = 1 / max(u + (1 - u) e^-o, 1/16)    the odds of the outside are e^o times LLN's; o = 0 leaves LLN's own
+    share:  c = (1 - g) / max(u, 1/16)              the outside gets 1 - g whatever its mass
 
-Without the floor the first token beyond a block would get half of all attention, and rounding would decide over what
-is nearly nothing: u and O come out as the whole less the block, with an error of 1e-7 in float32 and 1e-3 in float16.
+The floor gives less to what is nearly nothing. Without it the first token beyond a block would get half of all
+attention, and rounding would decide over it: u and O come out as the whole less the block, with an error of 1e-7 in
+float32 and 1e-3 in float16, which c multiplies. An offset up to log 16 = 2.77 never meets it.
 Nothing is left to rounding where a block has all real keys of its sequence: there c = 0, which is softmax exactly. One
 without a real key leaves everything to LLN, c u = 1.
 """
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 FORMS = ("offset", "share")
-SHARE_FLOOR = 2.0**-4  # csrc/joint.h and the Triton kernels have the same
+FLOOR = 2.0**-4  # csrc/joint.h and the Triton kernels have the same
 
 
 class Blocks(NamedTuple):
@@ -46,17 +47,22 @@ def outside_mass(inside: Tensor) -> Tensor:
 
 def outside_weight(u: Tensor, form: str, parameter: Tensor, blocks: Blocks) -> Tensor:
     """c of the formulas above for u, o or g, and blocks that broadcast to it; differentiable."""
-    offset = form == "offset"
-    c = 1 / (u + (1 - u) * (-parameter).exp()) if offset else (1 - parameter) / u.clamp_min(SHARE_FLOOR)
+    scale = 1 if form == "offset" else 1 - parameter
+    c = scale / _divisor(u, form, parameter).clamp_min(FLOOR)
     return torch.where(blocks.none, 1.0, c).masked_fill(blocks.all, 0.0)
 
 
 def outside_slopes(c: Tensor, u: Tensor, form: str, parameter: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """dc/du and dc/do or dc/dg, 0 in blocks with all keys or none."""
+    divisor, special = _divisor(u, form, parameter), blocks.all | blocks.none
+    floored = divisor <= FLOOR
     if form == "offset":
-        slopes = -c.square() * (1 - (-parameter).exp()), c * (1 - c * u)
+        by_u, by_parameter = -c.square() * (1 - (-parameter).exp()), (c * (1 - c * u)).masked_fill(floored, 0.0)
     else:
-        floored = u.clamp_min(SHARE_FLOOR)
-        slopes = torch.where(u > SHARE_FLOOR, -c / floored, 0.0), -1 / floored
-    special = blocks.all | blocks.none
-    return slopes[0].masked_fill(special, 0.0), slopes[1].masked_fill(special, 0.0)
+        by_u, by_parameter = -c / divisor.clamp_min(FLOOR), -1 / divisor.clamp_min(FLOOR)
+    return by_u.masked_fill(special | floored, 0.0), by_parameter.masked_fill(special, 0.0)
+
+
+def _divisor(u: Tensor, form: str, parameter: Tensor) -> Tensor:
+    """What the formulas above divide by, before the floor."""
+    return u + (1 - u) * (-parameter).exp() if form == "offset" else u

@@ -32,6 +32,7 @@ MIXES: dict[str, tuple[str | None, float]] = {
     "joint_offset": ("offset", 0.0),
     "joint_share": ("share", 0.5),
 }
+RANGES = {"offset": (-80, 80), "share": (0, 1)}  # of its parameter
 WITHOUT_PARAMETER = ("average", "joint")
 
 IN_ONE_PASS = ("head", "calibrated")  # scope and constants that every backend can match while it reads q and k
@@ -110,14 +111,14 @@ def lln_diag_attention(
     block of tokens they are softmax attention. With u the mass that LLN gives to the keys outside the block,
 
         joint           inside 1 - u, outside u
-        joint_offset    inside and outside as 1 - u to e^o u
-        joint_share     inside g, outside 1 - g; where u < 1/16 the outside gets 16 (1 - g) u
+        joint_offset    inside and outside as 1 - u to e^o u, the outside at most 16 u
+        joint_share     inside g, outside 1 - g, at most 16 (1 - g) u
 
     Args: as `lln_attention` and `block_diag_attention`; dropout concerns the block-diagonal probabilities alone, since
     LLN has no matrix to drop from. With dropout the result can be differentiated once.
         mix: "average" or one of the joint forms.
         mix_parameter: o in [-80, 80], None = 0, or g in [0, 1], None = ½: a number or a tensor that broadcasts to
-            (B, H); gradients flow to it. The others take none.
+            (B, H), whose values are not checked; gradients flow to it. The others take none.
         group: as `lln_attention`; all workers but the last must hold a multiple of block_size tokens, so that no block
             lies on two of them, and the mix must be the average.
     """
@@ -156,7 +157,12 @@ def joint_form(mix: str, parameter: float | Tensor | None, q: Tensor) -> tuple[s
     if parameter is not None and mix in WITHOUT_PARAMETER:
         raise ValueError(f"mix '{mix}' takes no mix_parameter")
     form, start = MIXES[mix]
-    return form, None if form is None else per_head(start if parameter is None else parameter, q, "mix_parameter")
+    if form is None:
+        return None, None
+    lowest, highest = RANGES[form]
+    if isinstance(parameter, int | float) and not lowest <= parameter <= highest:
+        raise ValueError(f"mix_parameter of {mix} must be in [{lowest}, {highest}], got {parameter}")
+    return form, per_head(start if parameter is None else parameter, q, "mix_parameter")
 
 
 def _alpha_beta(

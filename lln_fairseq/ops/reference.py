@@ -7,7 +7,7 @@ A row without a single real key is 0. Nothing here is fast, and nothing here sha
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.joint import SHARE_FLOOR
+from lln_fairseq.ops.joint import FLOOR
 
 
 def per_head(x: float | Tensor, like: Tensor) -> Tensor:
@@ -82,9 +82,9 @@ def joint_matrix(
     outside = lln.masked_fill(block[:, None] == block[None, :], 0.0)
     mass, parameter = outside.sum(dim=-1, keepdim=True), per_head(parameter, q)
     if form == "offset":
-        odds = parameter.exp()
-        return ((1 - mass) * diag + odds * outside) / (1 - mass + odds * mass)
-    weight = (1 - parameter) / mass.clamp_min(SHARE_FLOOR)
+        weight = 1 / (mass + (1 - mass) / parameter.exp()).clamp_min(FLOOR)
+    else:
+        weight = (1 - parameter) / mass.clamp_min(FLOOR)
     without_key = diag.sum(dim=-1, keepdim=True) == 0
     return torch.where(without_key, lln, (1 - weight * mass) * diag + weight * outside)
 

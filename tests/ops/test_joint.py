@@ -67,8 +67,8 @@ def output_and_gradients(function, tensors, dtype=None):
 
 
 def assert_float32(found, expected):
-    for name, x, y in zip(NAMES, found, expected, strict=True):
-        assert relative_rms(x, y) <= (FLOAT32_FORWARD if name == "out" else FLOAT32_GRADIENT), name
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert relative_rms(x, y) <= (FLOAT32_GRADIENT if i else FLOAT32_FORWARD), NAMES[i]
 
 
 def holes(length):
@@ -142,6 +142,20 @@ def test_rows_sum_to_1(padding, mix, backend):
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("offset", [3.0, 20.0, 80.0])
+def test_a_large_offset_does_not_multiply_rounding(offset, backend):
+    """Concentrated attention leaves most rows nothing outside their block but the rounding of a difference."""
+    q, k, *others, _ = inputs("joint_offset", factor=3.0)
+    tensors = [3 * q, 3 * k, *others, torch.full((3,), offset)]
+    expected = output_and_gradients(oracle("joint_offset"), tensors, torch.float64)
+    found = output_and_gradients(attend("joint_offset", backend), tensors)
+    torch.testing.assert_close(found.pop(), expected.pop().float(), rtol=1e-4, atol=1e-5)
+    assert_float32(found, expected)
+    q, k, v, *others = tensors
+    rows = attend("joint_offset", backend)(q, k, torch.ones_like(v), *others)
+    torch.testing.assert_close(rows, torch.ones_like(v), rtol=0, atol=1e-5)
+
+
 def test_the_outside_grows_out_of_softmax_without_a_jump():
     """A first token beyond the block, nearly without weight, changes next to nothing, whatever the form."""
     q, k, v = random_qkv(length=17)
@@ -173,6 +187,8 @@ def test_names_and_defaults(backend):
         (dict(mix_parameter=1.0), "mix 'average' takes no mix_parameter"),
         (dict(mix="joint_share", mix_parameter="half"), "mix_parameter must be a number or a tensor, got str"),
         (dict(mix="joint_share", mix_parameter=torch.zeros(5)), "does not broadcast"),
+        (dict(mix="joint_share", mix_parameter=1.5), r"of joint_share must be in \[0, 1\], got 1.5"),
+        (dict(mix="joint_offset", mix_parameter=float("nan")), r"of joint_offset must be in \[-80, 80\], got nan"),
     ],
 )
 def test_bad_input_is_refused(options, message):

@@ -25,15 +25,15 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 SPILLED = {
     (80, 64, "_joint_out_kernel"): {"joint-dropout": 8, "joint-block16": 8, "joint-block256": 224},
     (80, 64, "_joint_dq_kernel"): {
-        "joint": 104, "joint-share": 88, "joint-dropout": 136, "joint-block16": 192, "joint-block256": 1104,
+        "joint": 104, "joint-share": 88, "joint-dropout": 144, "joint-block16": 192, "joint-block256": 1104,
     },
     (80, 128, "_lln_diag_bwd_kernel"): {"diag": 104, "dropout": 208, "block256": 288},
     (80, 128, "_joint_out_kernel"): {
         "joint": 128, "joint-share": 128, "joint-dropout": 208, "joint-block256": 128, "joint-block64": 16,
     },
     (80, 128, "_joint_dq_kernel"): {
-        "joint": 1256, "joint-share": 1256, "joint-dropout": 1392, "joint-block16": 400, "joint-block256": 1480,
-        "joint-block64": 96,
+        "joint": 1256, "joint-share": 1256, "joint-dropout": 1392, "joint-block16": 408, "joint-block256": 1480,
+        "joint-block64": 80,
     },
     (80, 128, "_joint_dkv_kernel"): {"joint": 312, "joint-dropout": 448, "joint-block256": 448},
     (90, 64, "_lln_diag_bwd_kernel"): {"block256": 312},

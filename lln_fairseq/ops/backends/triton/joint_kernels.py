@@ -25,9 +25,9 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _softmax_step,
     _usable,
 )
-from lln_fairseq.ops.joint import SHARE_FLOOR
+from lln_fairseq.ops.joint import FLOOR as _FLOOR
 
-FLOOR = tl.constexpr(SHARE_FLOOR)
+FLOOR = tl.constexpr(_FLOOR)
 OFFSET = tl.constexpr(1)  # 1 + the place in joint.FORMS
 
 
@@ -73,9 +73,10 @@ def _outside(b_u, b_t, b_count, total, FORM: tl.constexpr):
     """c, dc/du and dc/dparameter of rows with the mass u outside and b_count of `total` real keys inside."""
     if FORM == OFFSET:
         b_e = tl.exp2(b_t * -LOG2E)
-        b_c = 1.0 / (b_u + (1.0 - b_u) * b_e)
-        b_by_u = -b_c * b_c * (1.0 - b_e)
-        b_by_t = b_c * (1.0 - b_c * b_u)
+        b_d = b_u + (1.0 - b_u) * b_e
+        b_c = 1.0 / tl.maximum(b_d, FLOOR)
+        b_by_u = tl.where(b_d > FLOOR, -b_c * b_c * (1.0 - b_e), 0.0)
+        b_by_t = tl.where(b_d > FLOOR, b_c * (1.0 - b_c * b_u), 0.0)
     else:
         b_f = tl.maximum(b_u, FLOOR)
         b_c = (1.0 - b_t) / b_f

@@ -1,7 +1,7 @@
 /* The joint forms of LLN+Diag: the formulas of ops/joint.py and backends/pytorch/joint.py. A block is a tile. */
 
 enum { OFFSET = 1, SHARE = 2 };   /* the forms; 0 is none of them */
-static const float FLOOR = 0.0625f; /* SHARE_FLOOR of ops/joint.py */
+static const float FLOOR = 0.0625f; /* of ops/joint.py */
 
 /* The maximum t and the sum Σ_j e^(beta k_j - t) of the keys, the two parts of L, behind it. */
 static float *top_of(const problem *p, int64_t head) { return log_sum_of(p, head) + D; }
@@ -34,12 +34,14 @@ typedef struct {
 static inline outside outside_of(rule r, float u) {
     if (r.all) return (outside){0, 0, 0};
     if (r.none) return (outside){1, 0, 0};
+    const float divisor = r.share ? u : u + (1 - u) * r.parameter;
+    const int floored = !(divisor > FLOOR);
+    const float unit = 1 / (floored ? FLOOR : divisor);
     if (r.share) {
-        const float floored = u > FLOOR ? u : FLOOR, c = (1 - r.parameter) / floored;
-        return (outside){c, u > FLOOR ? -c / floored : 0, -1 / floored};
+        const float c = (1 - r.parameter) * unit;
+        return (outside){c, floored ? 0 : -c * unit, -unit};
     }
-    const float c = 1 / (u + (1 - u) * r.parameter);
-    return (outside){c, -c * c * (1 - r.parameter), c * (1 - c * u)};
+    return (outside){unit, floored ? 0 : -unit * unit * (1 - r.parameter), floored ? 0 : unit * (1 - unit * u)};
 }
 
 /* u, from the mass inside the block; rounding must not leave [0, 1] */
