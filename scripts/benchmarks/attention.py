@@ -1,6 +1,7 @@
 """Time and peak memory of every registered attention by length, beside torch's scaled_dot_product_attention.
 
     python -m scripts.benchmarks.attention --lengths 512 2048 8192 16384 --json out.json --png out.png
+    python -m scripts.benchmarks.attention --attentions lln_diag lln_diag:mix=joint_offset
 
 All variants of a length are timed in turn, repeat by repeat, so that a noisy machine slows all of them alike; medians
 count. Before timing, every mechanism is compared with its own quadratic matrix. Peak memory is measured: by torch on a
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.memory import keep_freed_memory
 from scripts.benchmarks.meter import (
     OutOfMemory,
@@ -67,8 +69,9 @@ class Row:
 def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if name == SDPA:
         return F.scaled_dot_product_attention
-    longest = max(*args.lengths, GATE_LENGTH)
-    module = build_attention(name, num_heads=args.heads, head_dim=args.head_dim, max_positions=longest)
+    name, options = parse_row(name)
+    sizes = dict(num_heads=args.heads, head_dim=args.head_dim, max_positions=max(*args.lengths, GATE_LENGTH))
+    module = build_attention(name, **sizes, **options)
     return module.to(device=args.device, dtype=DTYPES[args.dtype]).eval()
 
 
@@ -183,9 +186,8 @@ def draw(rows: list[Row], names: list[str], path: Path, title: str) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.attention", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument(
-        "--attentions", nargs="+", choices=sorted(ATTENTION_REGISTRY), default=sorted(ATTENTION_REGISTRY)
-    )
+    parser.add_argument("--attentions", nargs="+", metavar="ROW", default=sorted(ATTENTION_REGISTRY),
+                        help="NAME or NAME:OPTION=VALUE,...; default: all of them")  # fmt: skip
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=0, help="tokens in a batch at every length, instead of --batch")
@@ -207,6 +209,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--device cuda, but torch finds no CUDA device")
     if args.smoke:
         args.lengths, args.heads, args.head_dim, args.repeats = [64, 128], 2, 32, 1
+    try:
+        for name in args.attentions:
+            attention_function(name, args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

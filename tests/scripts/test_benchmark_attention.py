@@ -1,4 +1,5 @@
 import json
+import re
 from argparse import Namespace
 
 import pytest
@@ -17,6 +18,17 @@ def test_smoke_run_covers_every_attention(tmp_path, capsys):
     assert all(row["forward"] > 0 and row["both"] > 0 for row in rows)
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     assert "lln_diag" in capsys.readouterr().out
+
+
+def test_rows_may_have_options(tmp_path, capsys):
+    row = "lln_diag:mix=joint_share,block_size=16"
+    output = tmp_path / "b.json"
+    assert benchmark.main(["--smoke", "--no-memory", "--attentions", row, "--json", str(output)]) == 0
+    assert {found["attention"] for found in json.loads(output.read_text())["rows"]} == {row, "sdpa"}
+    for wrong, message in {"lnn": "unknown attention 'lnn'.*lln", "lln:mix=joint": "no option 'mix'"}.items():
+        with pytest.raises(SystemExit):
+            benchmark.main(["--smoke", "--attentions", wrong])
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_the_gate_refuses_a_wrong_attention(monkeypatch):
