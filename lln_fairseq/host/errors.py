@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 
 from lln_fairseq import command
 
@@ -63,7 +65,7 @@ def one_line_instead_of_a_traceback() -> Iterator[None]:
     cannot be read or written, or a full disk, as an InputError.
 
     Under Hydra an InputError too ends it here, with its message and exit code 1: Hydra prints lines around it that do
-    not help. HYDRA_FULL_ERROR=1 shows everything.
+    not help. Not in a sweep, whose other jobs are still to come: see sweep.py. HYDRA_FULL_ERROR=1 shows everything.
     """
     try:
         with command.signals(), _disk_errors():
@@ -72,10 +74,20 @@ def one_line_instead_of_a_traceback() -> Iterator[None]:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(command.interrupt_code()) from None
     except InputError as error:
-        if not GlobalHydra.instance().is_initialized() or os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
+        if not GlobalHydra.instance().is_initialized() or in_sweep() or full_errors():
             raise
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def in_sweep() -> bool:
+    """Whether this is a job of a Hydra sweep (--multirun)."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def full_errors() -> bool:
+    """Whether Hydra is asked for tracebacks."""
+    return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
 
 
 @contextlib.contextmanager

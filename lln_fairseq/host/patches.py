@@ -41,7 +41,7 @@ from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.host import checkpoints, nan, run_state, saving, settings, tensorboard_run, wandb_run
 from lln_fairseq.host.advice import hide_advice
 from lln_fairseq.host.checkpoint_config import KNOWN
-from lln_fairseq.host.errors import InputError, first_line, one_line_instead_of_a_traceback
+from lln_fairseq.host.errors import InputError, first_line, in_sweep, one_line_instead_of_a_traceback
 from lln_fairseq.host.fit import check_fit
 from lln_fairseq.host.run_lock import one_training
 from lln_fairseq.host.run_tokenizer import keep_tokenizer
@@ -128,6 +128,8 @@ def _call_main(worker: Callable, original: Callable, cfg: Any, main: Callable, *
         with one_training(cfg):
             return original(cfg, functools.partial(worker, main), *args, **kwargs)
     except ProcessExitedException as error:  # a worker has said why
+        if in_sweep():
+            raise InputError(f"a worker ended with exit code {error.exit_code}, see above") from None
         raise SystemExit(error.exit_code) from None
 
 

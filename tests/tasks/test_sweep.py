@@ -1,6 +1,7 @@
 """Jobs of a Hydra sweep share a process, and are the runs that they would be in processes of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 from fairseq.logging.progress_bar import _tensorboard_writers
 
 from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.host.errors import TrainingError
 from lln_fairseq.recipes import CONFIGS
 from tests.fairseq_runs import hydra_train, make_corpus
 
@@ -67,3 +69,36 @@ def test_each_job_has_a_directory_of_its_own(overrides, tmp_path, monkeypatch):
     hydra_train(monkeypatch, "--multirun", "task.data=x", *overrides)
     assert [cfg.checkpoint.save_dir for cfg in seen] == JOBS[overrides]
     assert all(cfg.common.tensorboard_logdir == f"{cfg.checkpoint.save_dir}/tensorboard" for cfg in seen)
+
+
+def test_a_job_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    errors, seen = {1: TrainingError("NaN"), 2: RuntimeError("a bug")}, []
+
+    def main(cfg):
+        seen.append(cfg.common.seed)
+        if error := errors.get(cfg.common.seed):
+            raise error
+
+    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", main)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        hydra_train(monkeypatch, "--multirun", "task.data=x", "common.seed=1,2,3", "checkpoint.save_dir='${common.seed}'")
+    assert (ended.value.code, seen) == (1, [1, 2, 3])
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "error: 1: NaN"
+    assert said[1].startswith("Traceback")  # of a bug
+    assert said[-2:] == ["error: 2: a bug", "error: 2 of 3 jobs failed: 1, 2"]
+
+
+def test_ctrl_c_ends_the_whole_sweep(tmp_path, monkeypatch):
+    seen = []
+
+    def main(cfg):
+        seen.append(cfg.common.seed)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", main)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        hydra_train(monkeypatch, "--multirun", "task.data=x", "common.seed=1,2")
+    assert (ended.value.code, seen) == (143, [1])
