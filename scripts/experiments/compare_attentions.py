@@ -37,6 +37,7 @@ from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.recipes import CONFIGS
 from scripts.experiments.compare_report import draw, read_rows, run_folder, table, write_json
+from scripts.experiments.settings import setting
 from scripts.experiments.steps import StepFailed, Steps, evaluation, prepare_demo_data, training
 
 DEMO = "demo"
@@ -73,13 +74,13 @@ class Overrides:
             updates = args.finetune_updates
             self.finetune += [f"optimization.max_update={updates}", f"lr_scheduler.total_num_update={updates}"]
         if self.corpus == DEMO:
-            self.pretrain.insert(0, f"task.data={args.data}/lm")
+            self.pretrain.insert(0, setting("task.data", f"{args.data}/lm"))
 
     def of_pretraining(self, row: str, seed: int) -> list[str]:
         return [f"corpus={self.corpus}", *of_attention(row), f"common.seed={seed}", *self.pretrain]
 
     def of_finetuning(self, row: str, seed: int, task: str, data: str) -> list[str]:
-        demo = [f"task.data={data}/sentiment"] if task == DEMO else []
+        demo = [setting("task.data", f"{data}/sentiment")] if task == DEMO else []
         return [f"glue={task}", *of_attention(row), f"common.seed={seed}", *demo, *self.finetune]
 
 
@@ -128,7 +129,7 @@ class Comparison:
         for task, config in self.tasks.items():
             tuned = folder / "glue" / task
             overrides = self.overrides.of_finetuning(attention, seed, task, self.args.data)
-            start = f"checkpoint.finetune_from_model={folder / 'checkpoint_best.pt'}"
+            start = setting("checkpoint.finetune_from_model", folder / "checkpoint_best.pt")
             command = training("finetune", tuned, start, *overrides)
             updates = config.optimization.get("max_update") or config.lr_scheduler.total_num_update
             self.steps.run(f"fine-tune {name} on {task}", command, updates, variables)

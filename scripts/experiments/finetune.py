@@ -12,31 +12,35 @@ if __name__ == "__main__":
     start(__spec__.name)
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from lln_fairseq.recipes import CONFIGS
+from scripts.experiments.settings import done_before, keep_settings, last_of, setting
 from scripts.experiments.steps import call, evaluation, training
 
-SAVE_DIR = "checkpoint.save_dir="
+SAVE_DIR, START = "checkpoint.save_dir", "checkpoint.finetune_from_model"
 FINISHED = "valid.json"  # the last file written
 
 
 def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> None:
     """Trains, then scores the best checkpoint on every labelled split, unless that has been done before.
 
-    Raises: UserError for a task without recipe and for a training or an evaluation that fails.
+    Raises: UserError for a task without recipe, where that was done with other settings, and for a training or an
+    evaluation that fails.
     """
     known = sorted(path.stem for path in (CONFIGS / "glue").glob("*.yaml"))
     if task not in known:
         raise UserError(f"no such task: {task} (known: {' '.join(known)})")
-    given = [Path(override.removeprefix(SAVE_DIR)) for override in overrides if override.startswith(SAVE_DIR)]
-    out = (given or [checkpoint.parent / "glue" / task / f"seed{seed}"])[-1]
-    if (out / FINISHED).is_file():
+    out = Path(last_of(SAVE_DIR, overrides) or checkpoint.parent / "glue" / task / f"seed{seed}")
+    start_from = setting(START, os.path.relpath(checkpoint, out))  # wherever both are moved
+    settings = [f"glue={task}", f"common.seed={seed}", *overrides]
+    if done_before(out / FINISHED, [start_from, *settings]):
         print(f"{task}, seed {seed}: done before, see {out}", flush=True)
         return
-    start_from = f"checkpoint.finetune_from_model={checkpoint}"
-    call(training("finetune", out, f"glue={task}", f"common.seed={seed}", start_from, *overrides))
+    call(training("finetune", out, setting(START, checkpoint), *settings))
+    keep_settings(out, [start_from, *settings])
     splits = ("valid1", "valid") if task == "mnli" else ("valid",)
     call(evaluation(out, splits))
 

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from data_prep.encoders import ENCODERS
 from scripts.columns import aligned
 from scripts.experiments.bag_of_words import bag_of_words
+from scripts.experiments.settings import setting
 from scripts.experiments.steps import Steps, call, evaluation, training
 
 NAME = "minilm"
@@ -61,10 +62,17 @@ class FromPretrained:
     def tuned(self, name: str, start: Path, attention: list[str]) -> list[float]:
         """The accuracies on dev and test of the encoder in `start`, fine-tuned with an attention."""
         folder = self.out / f"finetune_{name}"
-        overrides = ["glue=demo_minilm", "model=minilm", f"run={RUN}", f"task.data={self.data}/sentiment", *attention]
+        overrides = [
+            "glue=demo_minilm",
+            "model=minilm",
+            f"run={RUN}",
+            setting("task.data", self.data / "sentiment"),
+            *attention,
+        ]
         if self.args.updates:
             overrides.append(f"optimization.max_update={self.args.updates}")
-        command = training("finetune", folder, f"checkpoint.finetune_from_model={start / 'model.pt'}", *overrides)
+        start_from = setting("checkpoint.finetune_from_model", start / "model.pt")
+        command = training("finetune", folder, start_from, *overrides)
         updates = self.args.updates or OmegaConf.load("configs/glue/demo_minilm.yaml").lr_scheduler.total_num_update
         self.steps.run(f"fine-tune {name}", command, updates)
         splits = ("valid", "test")

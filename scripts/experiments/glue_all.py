@@ -15,6 +15,7 @@ import itertools
 
 from scripts import glue_table
 from scripts.experiments.finetune import SAVE_DIR, existing_checkpoint, finetune
+from scripts.experiments.settings import last_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
     """The exit code. Raises: UserError."""
-    if any(override.startswith(SAVE_DIR) for override in overrides):
+    if last_of(SAVE_DIR, overrides):
         raise UserError("checkpoint.save_dir is not for glue_all.sh: every task and seed has its own directory")
     checkpoint = existing_checkpoint(args.checkpoint)
     for task, seed in itertools.product(args.tasks.split(), args.seeds):

@@ -21,40 +21,39 @@ from lln_fairseq.recipes import CONFIGS
 from scripts import lra_table
 from scripts.experiments.finetune import SAVE_DIR
 from scripts.experiments.glue_all import numbers
+from scripts.experiments.settings import done_before, keep_settings, last_of
 from scripts.experiments.steps import call, evaluation, training
 
 RUNS = Path("runs/lra")
-ATTENTION, DEFAULT = "attention=", "lln_diag"  # that of configs/finetune.yaml
+ATTENTION, DEFAULT = "attention", "lln_diag"  # that of configs/finetune.yaml
 FINISHED = "test.json"  # the last file written
 PAPER = "text listops retrieval pathfinder image"
 
 
 def train(task: str, seed: int, overrides: list[str]) -> None:
-    """Trains, then scores the best checkpoint, unless that has been done before. Raises: UserError."""
+    """Trains, then scores the best checkpoint, unless that has been done before. Raises: UserError, also where that
+    was done with other settings."""
     check_task(task)
     attention = last_of(ATTENTION, overrides) or DEFAULT
     out = Path(last_of(SAVE_DIR, overrides) or RUNS / attention / task / f"seed{seed}")
-    if (out / FINISHED).is_file():
+    settings = [f"lra={task}", f"common.seed={seed}", f"{ATTENTION}={attention}", *overrides]
+    if done_before(out / FINISHED, settings):
         print(f"{task}, seed {seed}: done before, see {out}", flush=True)
         return
-    call(training("lra", out, f"lra={task}", f"common.seed={seed}", *overrides))
+    call(training("lra", out, *settings))
+    keep_settings(out, settings)
     call(evaluation(out, ("valid", "test")))
 
 
 def train_all(args: argparse.Namespace, overrides: list[str]) -> int:
     """The exit code. Raises: UserError."""
-    if any(word.startswith((SAVE_DIR, ATTENTION)) for word in overrides):
+    if last_of(SAVE_DIR, overrides) or last_of(ATTENTION, overrides):
         raise UserError("attention and checkpoint.save_dir are not for lra_all.sh: give --attentions, each has its own")
     for task in args.tasks.split():
         check_task(task)
     for seed, task, attention in itertools.product(args.seeds, args.tasks.split(), args.attentions.split()):
-        train(task, seed, [ATTENTION + attention, *overrides])
+        train(task, seed, [f"{ATTENTION}={attention}", *overrides])
     return lra_table.main([str(RUNS)])
-
-
-def last_of(option: str, overrides: list[str]) -> str:
-    """The value of the last override of an option; "" where there is none."""
-    return next((word.removeprefix(option) for word in reversed(overrides) if word.startswith(option)), "")
 
 
 def check_task(task: str) -> None:

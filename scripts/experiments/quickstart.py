@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from scripts.experiments.bag_of_words import bag_of_words
 from scripts.experiments.from_pretrained import FromPretrained
 from scripts.experiments.quickstart_report import draw, table
+from scripts.experiments.settings import setting
 from scripts.experiments.steps import Steps, evaluation, prepare_demo_data, training
 
 ATTENTION, BASELINE = "lln_diag", "softmax"
@@ -52,17 +53,16 @@ class Quickstart:
     def pretrain(self, attention: str) -> Path:
         folder = self.out / f"pretrain_{attention}"
         updates = self.args.updates or OmegaConf.load("configs/corpus/demo.yaml").optimization.max_update
-        overrides = ["corpus=demo", f"task.data={self.args.data}/lm", f"optimization.max_update={updates}"]
+        overrides = ["corpus=demo", setting("task.data", f"{self.args.data}/lm"), f"optimization.max_update={updates}"]
         self.steps.run(f"pre-train {attention}", self.train("pretrain", attention, folder, overrides), updates)
         return folder / "checkpoint_best.pt"
 
     def finetune(self, variant: Variant) -> Path:
         folder = self.out / f"finetune_{variant.name}"
-        overrides = ["glue=demo", f"task.data={self.args.data}/sentiment"]
+        overrides = ["glue=demo", setting("task.data", f"{self.args.data}/sentiment")]
         if variant.pretrained:
-            overrides.append(
-                f"checkpoint.finetune_from_model={self.out}/pretrain_{variant.attention}/checkpoint_best.pt"
-            )
+            start = self.out / f"pretrain_{variant.attention}" / "checkpoint_best.pt"
+            overrides.append(setting("checkpoint.finetune_from_model", start))
         updates = OmegaConf.load("configs/glue/demo.yaml").lr_scheduler.total_num_update
         if self.args.updates:
             updates = min(updates, self.args.updates)

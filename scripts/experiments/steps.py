@@ -14,6 +14,7 @@ from tqdm import tqdm
 from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, child_environment
 from scripts.experiments.progress import Progress
+from scripts.experiments.settings import check_settings, setting
 
 
 class StepFailed(UserError):
@@ -21,21 +22,25 @@ class StepFailed(UserError):
 
 
 class Steps:
-    """Runs steps, from any number of threads; keeps their wall times in OUT/times.json, their output in OUT/logs."""
+    """Runs steps, from any number of threads; keeps their wall times and commands in OUT/times.json, their output in
+    OUT/logs."""
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.times_file = out, out / "times.json"
-        self.times = read_times(self.times_file)
+        self.times, self._commands = read_times(self.times_file)
         self._lock, self._running, self._stopped = threading.Lock(), set(), False
 
     def run(self, name: str, command: list[str], total_updates: int | None = None,
             environment: Mapping[str, str] | None = None) -> None:  # fmt: skip
         """Runs a command once: its wall time is written down when it ends well, and it is not run again.
 
-        `total_updates`: those of a training. Raises: StepFailed with the last line it printed.
+        `total_updates`: those of a training. Raises: StepFailed with the last line it printed, UserError where the step
+        ended well before, with another command.
         """
+        words = [word.replace(f"{self.out}/", "OUT/") for word in command[1:]]  # whatever the Python and the directory
         if name in self.times:
+            check_settings(f"{self.out} holds {name}", self._commands.get(name, words), words, "--out")
             tqdm.write(f"{name}: done before")
             return
         log = self.out / "logs" / f"{name.replace(' ', '_')}.log"
@@ -46,8 +51,10 @@ class Steps:
             tail = [line for line in log.read_text().splitlines() if line.strip()][-1:]
             raise StepFailed(f"{name} failed (exit code {code}): {' '.join(tail)}\nthe whole output is in {log}")
         with self._lock:
-            self.times[name] = time.monotonic() - start
-            write_bytes(self.times_file, (json.dumps(self.times, indent=2) + "\n").encode())
+            self.times[name], self._commands[name] = time.monotonic() - start, words
+            entries = {step: {"seconds": seconds, "command": self._commands.get(step)}
+                       for step, seconds in self.times.items()}  # fmt: skip
+            write_bytes(self.times_file, (json.dumps(entries, indent=2) + "\n").encode())
 
     def stop(self) -> None:
         """Ends what is running and lets nothing start any more."""
@@ -106,27 +113,31 @@ def end(process: subprocess.Popen, grace: float | None = None) -> None:
             process.wait()
 
 
-def read_times(file: Path) -> dict[str, float]:
-    """Wall times in seconds by step; none where the file is missing or damaged."""
+def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
+    """Wall times in seconds and commands by step, none where the file is missing or damaged. Without a command: what is
+    no step, and what an earlier version did, whose files hold the seconds alone."""
     if not file.exists():
-        return {}
+        return {}, {}
     try:
-        return {str(name): float(seconds) for name, seconds in json.loads(file.read_text()).items()}
-    except (ValueError, TypeError, AttributeError):
+        entries = {name: entry if isinstance(entry, dict) else {"seconds": entry}
+                   for name, entry in json.loads(file.read_text()).items()}  # fmt: skip
+        times = {name: float(entry["seconds"]) for name, entry in entries.items()}
+        return times, {name: entry["command"] for name, entry in entries.items() if entry.get("command")}
+    except (ValueError, TypeError, AttributeError, KeyError):
         tqdm.write(f"{file} is damaged: its steps are done again, and a training that is complete ends at once")
-        return {}
+        return {}, {}
 
 
 def training(stage: str, save_dir: Path, *overrides: str) -> list[str]:
     """The command of a training with configs/STAGE.yaml (pretrain or finetune), which resumes if it was interrupted."""
-    settings = [f"checkpoint.save_dir={save_dir}", "common.log_format=json"]
+    settings = [setting("checkpoint.save_dir", save_dir), "common.log_format=json"]
     return [sys.executable, "-m", "lln_fairseq.train", "--config-name", stage, *settings, *overrides]
 
 
 def evaluation(folder: Path, splits: Iterable[str]) -> list[str]:
     """The command that scores the best checkpoint of a fine-tuning on splits of its data: FOLDER/SPLIT.json."""
     command = [sys.executable, "-m", "lln_fairseq.evaluate", str(folder / "checkpoint_best.pt")]
-    return [*command, "--split", ",".join(splits), "--json", str(folder / "{split}.json")]
+    return [*command, f"--split={','.join(splits)}", "--json", str(folder / "{split}.json")]
 
 
 def prepare_demo_data(directory: str, archive: str | None) -> None:

@@ -36,9 +36,8 @@ def test_every_command_is_understood(updates, tmp_path, monkeypatch, capsys):
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("step 1\nheld-out texts of 128 tokens: cosine 0.9\nheld-out texts of 512 tokens")
         if "--json" in command:
-            args = dict(zip(command[4::2], command[5::2], strict=True))
-            for split in args["--split"].split(","):
-                path = Path(args["--json"].replace("{split}", split))
+            for split in next(word for word in command if word.startswith("--split=")).partition("=")[2].split(","):
+                path = Path(command[command.index("--json") + 1].replace("{split}", split))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps({"accuracy": 0.875}))
 

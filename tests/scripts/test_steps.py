@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from lln_fairseq.command import UserError
 from scripts.experiments.progress import Progress
 from scripts.experiments.steps import StepFailed, Steps
 
@@ -25,6 +26,20 @@ def test_a_step_that_ended_well_is_not_run_again(tmp_path):
     assert file.read_text() == "x"
     assert json.loads((tmp_path / "out" / "times.json").read_text()).keys() == {"one step"}
     assert (tmp_path / "out" / "logs" / "one_step.log").read_text() == "written\n"
+
+
+def test_a_step_of_that_name_with_other_settings_is_refused(tmp_path):
+    out = tmp_path / "out"
+    Steps(out).run("one", python(APPEND, out / "file", "lr=1", "run=cpu"))
+    Steps(tmp_path / "." / "out").run("one", python(APPEND, out / "file", "lr=1", "run=gpu1"))
+    said = r"out holds one with other settings: lr=1, here: lr=2\. Give what it had, or another --out"
+    with pytest.raises(UserError, match=said):
+        Steps(out).run("one", python(APPEND, out / "file", "lr=2", "run=cpu"))
+    (out / "times.json").write_text('{"one": 2.5}')  # of an earlier version
+    steps = Steps(out)
+    steps.run("one", python(APPEND, out / "file", "lr=2", "run=cpu"))
+    assert steps.times == {"one": 2.5}
+    assert (out / "file").read_text() == "x"
 
 
 def test_a_step_that_failed_shows_its_last_line_and_is_run_again(tmp_path):

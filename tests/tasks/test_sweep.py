@@ -82,7 +82,8 @@ def test_a_job_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", main)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        hydra_train(monkeypatch, "--multirun", "task.data=x", "common.seed=1,2,3", "checkpoint.save_dir='${common.seed}'")
+        hydra_train(monkeypatch, "--multirun", "task.data=x", "common.seed=1,2,3",
+                    "checkpoint.save_dir='${common.seed}'")  # fmt: skip
     assert (ended.value.code, seen) == (1, [1, 2, 3])
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "error: 1: NaN"
