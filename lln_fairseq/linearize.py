@@ -29,7 +29,7 @@ import lln_fairseq
 lln_fairseq.register()  # before all that imports fairseq, which would talk
 
 from lln_fairseq.attention import MECHANISMS, need_attention  # noqa: E402
-from lln_fairseq.attention.registry import parse_options  # noqa: E402
+from lln_fairseq.attention.registry import checked_config, parse_options  # noqa: E402
 from lln_fairseq.convert import CHECKPOINT, write  # noqa: E402
 from lln_fairseq.distillation import Distillation  # noqa: E402
 from lln_fairseq.hf import from_fairseq  # noqa: E402
@@ -59,6 +59,7 @@ def linearize(args: argparse.Namespace) -> None:
         return
     with input_errors():
         need_attention(args.attention, "cannot take the place of a teacher's attention")
+        args.option = vars(checked_config(args.attention, args.option))  # all of them: the checkpoint says what it has
     model, task = load_model(str(args.teacher))
     if (found := stored_options(peek(str(args.teacher)))["model"].get("attention", STOCK_ATTENTION)) != STOCK_ATTENTION:
         raise InputError(f"{args.teacher} has {found} attention, and a teacher has softmax")

@@ -190,6 +190,18 @@ def test_two_of_them_do_not_share_a_directory(teacher, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["training.lock"]
 
 
+def test_a_training_that_goes_on_with_another_option_is_told(teacher, tmp_path, monkeypatch, caplog):
+    """Also with one that the transfer had by default."""
+    path, data = teacher
+    assert run(path, data, tmp_path / "out", "--steps", 2, "--tokens", 64) == 0
+    options = (*MASKED_LM, *LLN, "--max-positions", 64, "--finetune-from-model", tmp_path / "out" / "model.pt")
+    changed = ("--lln-diag-mix", "joint", "--lln-diag-block-size", 8, "--max-update", 1)
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options, *changed)
+    assert "was trained with lln_diag_mix = average, here it is joint" in caplog.text
+    assert "was trained with lln_diag_block_size = None, here it is 8" in caplog.text
+    assert caplog.text.count("was trained with") == 2
+
+
 def test_the_text_of_a_task_and_an_attention_without_branches(teacher, tmp_path, capsys):
     path, _ = teacher
     task = make_classification(tmp_path / "task", SIZES)
