@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import argparse
 import copy
+import hashlib
 import math
 from collections import deque
 from pathlib import Path
@@ -38,6 +39,7 @@ from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION, stored_options  
 from lln_fairseq.host.checkpoints import check_sums, peek, plain_data  # noqa: E402
 from lln_fairseq.host.errors import InputError, first_line, input_errors  # noqa: E402
 from lln_fairseq.host.run_lock import lock  # noqa: E402
+from lln_fairseq.host.same_run import data_hash  # noqa: E402
 from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig  # noqa: E402
@@ -46,6 +48,7 @@ from lln_fairseq.transfer import Stage, Texts  # noqa: E402
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
 AGAIN = "; remove it to begin again"
+SECOND_STAGE = ("distill", "distill_lr")  # settings that a run may change before that stage has begun
 LOG_INTERVAL, SAVE_INTERVAL = 10, 50  # steps
 COUNT = 64  # of the held-out texts
 SHOWN = 128  # tokens: results are shown at this length and at the longest
@@ -54,22 +57,23 @@ MOST_TOKENS = 50_000_000  # that are read of DATA
 
 def linearize(args: argparse.Namespace) -> None:
     """Writes OUT/model.pt, beside it what the same command needs to go on. Raises: InputError."""
-    if (args.out / CHECKPOINT).exists():
-        print(f"{args.out / CHECKPOINT} is complete")
-        return
     with input_errors():
         need_attention(args.attention, "cannot take the place of a teacher's attention")
         args.option = vars(checked_config(args.attention, args.option))  # all of them: the checkpoint says what it has
-    model, task = load_model(str(args.teacher))
     if (found := stored_options(peek(str(args.teacher)))["model"].get("attention", STOCK_ATTENTION)) != STOCK_ATTENTION:
         raise InputError(f"{args.teacher} has {found} attention, and a teacher has softmax")
+    progress = Progress(args)
+    if progress.complete:
+        print(f"{args.out / CHECKPOINT} is complete")
+        return
+    model, task = load_model(str(args.teacher))
     encoder = from_fairseq.read(args.teacher)
     train, valid = (read_texts(args.data, split, task.source_dictionary) for split in ("train", "valid"))
     students = Students(model, args.attention, args.option, args.lr, args.steps, args.seed)
     longest = min(args.length or model.max_positions(), model.max_positions())
     held_out = [HeldOut(model, valid, COUNT, length) for length in sorted({min(SHOWN, longest), longest})]
     before = [each.of(students) for each in held_out]
-    progress = Progress(args)
+    progress.begin()
     with SummaryWriter(str(args.out / "tensorboard")) as writer:
         progress.train("transfer", students, train, longest, writer)
         report(students, held_out, before)
@@ -85,6 +89,7 @@ def linearize(args: argparse.Namespace) -> None:
             }
     encoder.options |= {f"{args.attention}_{key}": value for key, value in args.option.items()}
     write_beside(encoder, args.attention, args.out)
+    progress.finish()
     print(f"{args.out / CHECKPOINT}: {args.attention}")
 
 
@@ -99,24 +104,37 @@ def write_beside(encoder: Encoder, attention: str, out: Path) -> None:
 
 
 class Progress:
-    """How far the stages are, in OUT/linearize.pt."""
+    """How far the stages are, in OUT/linearize.pt, which stays there: a second stage may follow a finished first."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Raises: InputError where OUT holds a run with other settings, or one that is running."""
-        args.out.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(args.out)  # as long as this lives
-        self.args, self.file, self.stages = args, args.out / PROGRESS, {}
-        self.settings = {key: str(value) for key, value in vars(args).items() if key != "out"}
-        if self.file.exists():
+        """Raises: InputError where OUT holds a run with other settings, or another model."""
+        self.args, self.file, self.stages, self.complete = args, args.out / PROGRESS, {}, False
+        with input_errors(), args.teacher.open("rb") as file:
+            content = {"teacher": hashlib.file_digest(file, "sha256").hexdigest(), "data": data_hash([str(args.data)])}
+        self.settings = {key: str(value) for key, value in (vars(args) | content).items() if key != "out"}
+        there, model = self.file.exists(), args.out / CHECKPOINT
+        if args.teacher.resolve().parent == args.out.resolve() or (model.exists() and not there):
+            raise InputError(f"{args.out} holds another model: give another OUT")
+        if there:
             saved = plain_data(str(self.file))
             check_sums(str(self.file))
             if not is_progress(saved):
                 raise InputError(f"{self.file} is damaged: it is not what a conversion has saved{AGAIN}")
-            if differing := [key for key, value in self.settings.items() if saved["settings"].get(key) != value]:
-                raise InputError(
-                    f"{args.out} holds a run with another {', another '.join(differing)}: give another OUT"
-                )
             self.stages = saved["stages"]
+            differing = [key for key, value in self.settings.items() if saved["settings"].get(key) != value]
+            if fixed := [key for key in differing if key not in SECOND_STAGE or "distillation" in self.stages]:
+                raise InputError(f"{args.out} holds a run with another {', another '.join(fixed)}: give another OUT")
+            self.complete = saved.get("complete") is True and not differing and model.exists()
+
+    def begin(self) -> None:
+        """Makes OUT. Raises: InputError where a conversion is running in it."""
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(self.args.out, "conversion", "OUT")  # as long as this lives
+
+    def finish(self) -> None:
+        """The model is written."""
+        self.complete = True
+        self._save()
 
     def train(self, name: str, stage: Stage, texts: Texts, longest: int, writer: SummaryWriter) -> None:
         """Trains a stage to its end, from where an earlier run stopped."""
@@ -138,14 +156,14 @@ class Progress:
                     for layer, error in enumerate(by_layer):
                         writer.add_scalar(f"{name}_error/layer_{layer:02d}", error, stage.step)
                 if last or stage.step % SAVE_INTERVAL == 0:
-                    self._save(name, stage)
+                    self.stages[name], self.complete = stage.state(), False
+                    self._save()
                     if bar.disable:
                         print(f"{name}: step {stage.step} of {stage.steps}, {shown}", flush=True)
 
-    def _save(self, name: str, stage: Stage) -> None:
-        self.stages[name] = stage.state()
+    def _save(self) -> None:
         part = self.file.with_suffix(".tmp")
-        torch.save({"settings": self.settings, "stages": self.stages}, part)
+        torch.save({"settings": self.settings, "stages": self.stages, "complete": self.complete}, part)
         part.replace(self.file)
 
 
@@ -210,11 +228,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.steps, args.distill) < 0 or args.tokens < 1 or (args.length is not None and args.length < 3):
         parser.error("--steps and --distill must be at least 0, --tokens 1, --length 3")
-    if not min(args.lr, args.distill_lr) > 0:
-        parser.error("--lr and --distill-lr must be above 0")
+    if not all(0 < lr < math.inf for lr in (args.lr, args.distill_lr)):
+        parser.error("--lr and --distill-lr must be above 0 and finite")
+    pairs = [*args.option, *([f"mix={args.mix}"] if args.mix else [])]
     try:
-        args.option = parse_options([*args.option, *([f"mix={args.mix}"] if args.mix else [])])
+        args.option = parse_options(pairs)
     except ValueError:
         parser.error("--option takes KEY=VALUE, as in mix=joint_offset")
+    if len(args.option) < len(pairs):
+        parser.error("--option and --mix give an option twice")
+    del args.mix
     keep_freed_memory()
     return run_main(lambda: linearize(args), "\ninterrupted; the same command goes on from the last save")

@@ -1,6 +1,7 @@
 """A softmax encoder becomes a linear one, and keeps its own softmax."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -92,6 +93,34 @@ def test_the_students_come_nearer_and_the_softmax_stays(teacher, tmp_path, capsy
     assert run(path, data, out, *OPTIONS) == 0
     assert "is complete" in capsys.readouterr().out
     assert list((out / "tensorboard").iterdir())
+
+
+def test_a_finished_run_is_that_of_its_settings(teacher, tmp_path, monkeypatch, capsys):
+    path, data = teacher
+    out, short = tmp_path / "out", ("--steps", 2, "--tokens", 64)
+    assert run(path, data, out, *short) == 0
+    for other, named in ((("--steps", 3), "steps"), (("--option", "mix=joint"), "option"), (("--seed", 2), "seed")):
+        assert run(path, data, out, *short, *other) == 1
+        assert f"holds a run with another {named}: give another OUT" in capsys.readouterr().err
+    monkeypatch.chdir(path.parent)  # the same teacher and text, by other paths; a default that is given
+    assert run(path.name, os.path.relpath(data), out, *short, "--mix", "average") == 0
+    assert "is complete" in capsys.readouterr().out
+    second = ("--distill", 3, "--distill-lr", 1e-3)
+    assert run(path, data, tmp_path / "whole", *short, *second) == 0
+    assert run(path, data, out, *short, *second) == 0  # goes on where the transfer ended
+    found, whole = (torch.load(folder / "model.pt")["model"] for folder in (out, tmp_path / "whole"))
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+    assert run(path, data, out, *short) == 1
+    assert "holds a run with another distill, another distill_lr" in capsys.readouterr().err
+
+
+def test_a_model_of_something_else_is_not_taken_for_the_result(teacher, tmp_path, capsys):
+    path, data = teacher
+    assert run(path, data, path.parent, "--steps", 2) == 1
+    (tmp_path / "model.pt").touch()
+    assert run(path, data, tmp_path, "--steps", 2) == 1
+    assert capsys.readouterr().err.count("holds another model: give another OUT\n") == 2
+    assert not (tmp_path / "linearize.pt").exists()
 
 
 def test_folding_keeps_what_the_students_computed(teacher):
@@ -186,7 +215,9 @@ def test_two_of_them_do_not_share_a_directory(teacher, tmp_path, capsys):
     finally:
         holder.kill()
         holder.wait()
-    assert "belongs to a training that is running" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "belongs to a conversion that is running" in error
+    assert error.endswith("or give another OUT\n")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["training.lock"]
 
 
@@ -242,7 +273,8 @@ def test_a_teacher_has_softmax(teacher, tmp_path, monkeypatch, capsys):
 
 
 def test_wrong_flags(teacher, tmp_path, capsys):
-    for flags in (["--option", "mix"], ["--steps", "-1"], ["--lr", "0"], ["--distill", "-1"], ["--attention", "nope"]):
+    for flags in (["--option", "mix"], ["--steps", "-1"], ["--lr", "0"], ["--lr", "inf"], ["--distill", "-1"],
+                  ["--attention", "nope"], ["--mix", "joint", "--option", "mix=average"]):  # fmt: skip
         with pytest.raises(SystemExit) as error:
             run(*teacher, tmp_path / "out", *flags)
         assert error.value.code == 2

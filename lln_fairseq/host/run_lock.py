@@ -36,8 +36,14 @@ def one_training(cfg: Any) -> Iterator[None]:
         yield
 
 
-def lock(save_dir: str | Path) -> IO[str]:
-    """Locks a directory until the file that is returned is closed. Raises: InputError where another training has it."""
+def lock(
+    save_dir: str | Path, what: str = "training", other: str = "directory (checkpoint.save_dir, --save-dir)"
+) -> IO[str]:
+    """Locks a directory until the file that is returned is closed.
+
+    `what` is at work in it, and is told that another one has it: `other` is what it can be given then.
+    Raises: InputError where another one has it.
+    """
     file = open(Path(save_dir, FILE), "a+")  # noqa: SIM115  the caller closes it
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which loader processes would inherit and keep
@@ -46,11 +52,11 @@ def lock(save_dir: str | Path) -> IO[str]:
         holder = file.read().strip() or "just started"
         file.close()
         raise InputError(
-            f"{save_dir} belongs to a training that is running ({holder}): wait for its end, stop it with kill, or "
-            "give another directory (checkpoint.save_dir, --save-dir)"
+            f"{save_dir} belongs to a {what} that is running ({holder}): wait for its end, stop it with kill, or "
+            f"give another {other}"
         ) from None
     except OSError as error:
-        logger.warning(f"{save_dir} cannot be locked ({error.strerror}): do not start a second training in it")
+        logger.warning(f"{save_dir} cannot be locked ({error.strerror}): do not start a second {what} in it")
         return file
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
