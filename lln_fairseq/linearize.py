@@ -49,6 +49,7 @@ from lln_fairseq.transfer import Stage, Texts  # noqa: E402
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
 AGAIN = "; remove it to begin again"
 SECOND_STAGE = ("distill", "distill_lr")  # settings that a run may change before that stage has begun
+RATES = {"transfer": "--lr", "distillation": "--distill-lr"}
 LOG_INTERVAL, SAVE_INTERVAL = 10, 50  # steps
 COUNT = 64  # of the held-out texts
 SHOWN = 128  # tokens: results are shown at this length and at the longest
@@ -76,14 +77,18 @@ def linearize(args: argparse.Namespace) -> None:
     progress.begin()
     with SummaryWriter(str(args.out / "tensorboard")) as writer:
         progress.train("transfer", students, train, longest, writer)
-        report(students, held_out, before)
+        after = [each.of(students) for each in held_out]
+        need_finite([error for quality in after for error in quality.errors], "transfer", "on held-out texts")
+        report(students, held_out, before, after)
         teacher = copy.deepcopy(model) if args.distill else None
         encoder.parameters |= students.fold()
         if teacher:
             before = [each.similarity() for each in held_out]
             distillation = Distillation(teacher, model, args.distill_lr, args.distill, args.seed)
             progress.train("distillation", distillation, train, longest, writer)
-            report_distillation(held_out, before)
+            after = [each.similarity() for each in held_out]
+            need_finite([cosine for cosine, _ in after], "distillation", "on held-out texts")
+            report_distillation(held_out, before, after)
             encoder.parameters |= {
                 name: x.cpu() for name, x in model.state_dict().items() if name in encoder.parameters
             }
@@ -147,6 +152,7 @@ class Progress:
         with tqdm(total=stage.steps, initial=stage.step, desc=name, disable=None) as bar:
             while stage.step < stage.steps:
                 errors.append(stage.train_step(texts, self.args.tokens, longest))
+                need_finite(errors[-1], name, f"in step {stage.step}")
                 bar.update()
                 last = stage.step == stage.steps
                 if last or stage.step % LOG_INTERVAL == 0:
@@ -167,12 +173,19 @@ class Progress:
         part.replace(self.file)
 
 
-def report_distillation(held_out: list[HeldOut], before: list[tuple[float, float]]) -> None:
-    for texts, (cosine, neighbour) in zip(held_out, before, strict=True):
-        now = texts.similarity()
+def need_finite(values: list[float], stage: str, where: str) -> None:
+    """Raises: InputError where what a stage gives is not finite."""
+    if not all(map(math.isfinite, values)):
+        raise InputError(f"the {stage} {where} gives what is not finite: try a lower {RATES[stage]} and another OUT")
+
+
+def report_distillation(
+    held_out: list[HeldOut], before: list[tuple[float, float]], after: list[tuple[float, float]]
+) -> None:
+    for texts, start, now in zip(held_out, before, after, strict=True):
         print(f"held-out texts of {texts.length} tokens, after the distillation")
-        print(f"  cosine of the texts' vectors    {cosine:.3f} -> {now[0]:.3f}")
-        print(f"  same nearest text               {neighbour:.2f} -> {now[1]:.2f}")
+        print(f"  cosine of the texts' vectors    {start[0]:.3f} -> {now[0]:.3f}")
+        print(f"  same nearest text               {start[1]:.2f} -> {now[1]:.2f}")
 
 
 def is_progress(saved: Any) -> bool:

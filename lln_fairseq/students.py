@@ -109,10 +109,9 @@ class HeldOut:
         return torch.cat(found)
 
 
-def report(students: Students, held_out: list[HeldOut], before: list[Quality]) -> None:
+def report(students: Students, held_out: list[HeldOut], before: list[Quality], after: list[Quality]) -> None:
     """Prints what the transfer has brought, and what each part of a mixed attention would do alone."""
-    for texts, start in zip(held_out, before, strict=True):
-        now = texts.of(students)
+    for texts, start, now in zip(held_out, before, after, strict=True):
         print(f"held-out texts of {texts.length} tokens, beside the teacher's: before -> after")
         print(f"  cosine of the texts' vectors    {start.cosine:.3f} -> {now.cosine:.3f}")
         print(f"  same nearest text               {start.same_neighbour:.2f} -> {now.same_neighbour:.2f}")

@@ -123,6 +123,21 @@ def test_a_model_of_something_else_is_not_taken_for_the_result(teacher, tmp_path
     assert not (tmp_path / "linearize.pt").exists()
 
 
+DIVERGING = {
+    "transfer in step": ("--lr", 1e4, "--steps", 30),
+    "transfer on held-out texts": ("--lr", 1e30, "--steps", 1),
+    "distillation in step": ("--steps", 1, "--distill", 30, "--distill-lr", 1e20),
+}
+
+
+@pytest.mark.parametrize("stage", DIVERGING)
+def test_what_diverges_writes_no_model(stage, teacher, tmp_path, capsys):
+    assert run(*teacher, tmp_path / "out", "--tokens", 64, *DIVERGING[stage]) == 1
+    error = capsys.readouterr().err
+    assert re.search(rf"the {stage} .*gives what is not finite: try a lower --\S*lr and another OUT$", error.strip())
+    assert not (tmp_path / "out" / "model.pt").exists()
+
+
 def test_folding_keeps_what_the_students_computed(teacher):
     path, data = teacher
     model, task = load_model(str(path))
