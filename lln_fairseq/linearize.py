@@ -44,6 +44,7 @@ from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig  # noqa: E402
 from lln_fairseq.students import HeldOut, Students, report  # noqa: E402
+from lln_fairseq.tasks._data_checks import check_lines  # noqa: E402
 from lln_fairseq.transfer import Stage, Texts  # noqa: E402
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
@@ -202,9 +203,13 @@ def read_texts(data: Path, split: str, dictionary: Any) -> Texts:
     folder = data / "input0" if (data / "input0").is_dir() else data
     if not (folder / "dict.txt").is_file():
         raise InputError(f"{data} is not a binarised data directory: {folder / 'dict.txt'} is missing")
+    check_lines(str(folder / split), folder / "dict.txt")
     if Dictionary.load(str(folder / "dict.txt")).symbols != [s for s in dictionary.symbols if s != "<mask>"]:
         raise InputError(f"the dictionary of {data} is not the teacher's: binarise with the teacher's tokenizer")
-    dataset = data_utils.load_indexed_dataset(str(folder / split), dictionary)
+    try:
+        dataset = data_utils.load_indexed_dataset(str(folder / split), dictionary)
+    except Exception as error:  # fairseq's readers end in many ways on what has no format of theirs
+        raise InputError(f"cannot load split '{split}' of {data}: {first_line(error)}") from error
     if dataset is None or len(dataset) == 0:
         raise InputError(f"{data} has no text in its split '{split}'")
     rows, count = [], 0

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -269,6 +270,26 @@ CASES = {
     ),
     "has no text in its split 'valid'": lambda t, tmp: (t[0], make_corpus(tmp / "c", (("train", 9),)), tmp / "out"),
 }
+
+
+DAMAGED = {
+    "train.idx is damaged or cut off": ("train.idx", 100),
+    "train.bin has 100 bytes": ("train.bin", 100),
+    "cannot load split 'valid'": ("valid.idx", 0),
+    "dict.txt is empty": ("dict.txt", 0),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGED)
+def test_damaged_data_ends_in_one_line(message, teacher, tmp_path, capsys):
+    name, size = DAMAGED[message]
+    data = shutil.copytree(teacher[1], tmp_path / "data")
+    os.truncate(data / name, size)
+    assert run(teacher[0], data, tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("message", CASES)
