@@ -72,7 +72,9 @@ def linearize(args: argparse.Namespace) -> None:
     encoder = from_fairseq.read(args.teacher)
     train, valid = (read_texts(args.data, split, task.source_dictionary) for split in ("train", "valid"))
     students = Students(model, args.attention, args.option, args.lr, args.steps, args.seed)
-    longest = min(args.length or model.max_positions(), model.max_positions())
+    longest = args.length or model.max_positions()
+    if longest > model.max_positions():
+        raise InputError(f"--length is {longest}, and {args.teacher} has {model.max_positions()} positions")
     held_out = [HeldOut(model, valid, COUNT, length) for length in sorted({min(SHOWN, longest), longest})]
     before = [each.of(students) for each in held_out]
     progress.begin()
@@ -96,6 +98,8 @@ def linearize(args: argparse.Namespace) -> None:
     encoder.options |= {f"{args.attention}_{key}": value for key, value in args.option.items()}
     write_beside(encoder, args.attention, args.out)
     progress.finish()
+    for note in encoder.notes:
+        print(note)
     print(f"{args.out / CHECKPOINT}: {args.attention}")
 
 
@@ -183,10 +187,10 @@ def need_finite(values: list[float], stage: str, where: str) -> None:
 def report_distillation(
     held_out: list[HeldOut], before: list[tuple[float, float]], after: list[tuple[float, float]]
 ) -> None:
-    for texts, start, now in zip(held_out, before, after, strict=True):
+    for texts, was, now in zip(held_out, before, after, strict=True):
         print(f"held-out texts of {texts.length} tokens, after the distillation")
-        print(f"  cosine of the texts' vectors    {start[0]:.3f} -> {now[0]:.3f}")
-        print(f"  same nearest text               {start[1]:.2f} -> {now[1]:.2f}")
+        print(f"  cosine of the texts' vectors    {was[0]:.3f} -> {now[0]:.3f}")
+        print(f"  same nearest text               {was[1]:.2f} -> {now[1]:.2f}")
 
 
 def is_progress(saved: Any) -> bool:

@@ -17,7 +17,7 @@ from lln_fairseq.loading import load_model
 from lln_fairseq.students import Students
 from lln_fairseq.transfer import exchanged
 from scripts.experiments import conversion
-from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 from tests.helpers import relative_rms
 
 SIZES = (("train", 120), ("valid", 90))
@@ -257,11 +257,22 @@ def test_the_text_of_a_task_and_an_attention_without_branches(teacher, tmp_path,
     assert output(tmp_path / "out" / "model.pt").isfinite().all()
 
 
+def test_a_head_that_is_left_out_is_told(tmp_path, monkeypatch, capsys):
+    data = make_classification(tmp_path / "data", SIZES)
+    options = (*CLASSIFICATION, *LLN, "--attention", "softmax", "--max-update", 1)
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
+    teacher = tmp_path / "run" / "checkpoint_last.pt"
+    assert run(teacher, data, tmp_path / "out", "--steps", 2, "--tokens", 64) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "left out: classification_heads." in said[-2]
+
+
 SHORT = (("train", 9), ("valid", 1))
 CASES = {
     "no such checkpoint": lambda t, tmp: (tmp / "nowhere.pt", t[1], tmp / "out"),
     "is not a binarised data directory": lambda t, tmp: (t[0], tmp, tmp / "out"),
     "has no option 'nope'": lambda t, tmp: (*t, tmp / "out", "--option", "nope=1"),
+    "--length is 65, and": lambda t, tmp: (*t, tmp / "out", "--length", 65),
     "is not the teacher's": lambda t, tmp: (t[0], make_corpus(tmp / "c", SIZES, WORDS[::-1]), tmp / "out"),
     "too few for a text of 64": lambda t, tmp: (
         t[0],
