@@ -26,6 +26,11 @@ STEPS = 200
 LENGTH = "128"  # tokens of the longest text of the transfer; the demo's sentences have 27
 
 
+def seed_suffix(seed: int) -> str:
+    """What the name of a fine-tuning ends with, so that several seeds stand side by side."""
+    return "" if seed == 1 else f"_seed{seed}"
+
+
 class FromPretrained:
     def __init__(self, args: argparse.Namespace) -> None:
         self.out, self.args = Path(args.out) / f"from_{NAME}", args
@@ -61,14 +66,10 @@ class FromPretrained:
 
     def tuned(self, name: str, start: Path, attention: list[str]) -> list[float]:
         """The accuracies on dev and test of the encoder in `start`, fine-tuned with an attention."""
+        name += seed_suffix(self.args.seed)
         folder = self.out / f"finetune_{name}"
-        overrides = [
-            "glue=demo_minilm",
-            "model=minilm",
-            f"run={RUN}",
-            setting("task.data", self.data / "sentiment"),
-            *attention,
-        ]
+        overrides = ["glue=demo_minilm", "model=minilm", f"run={RUN}", setting("task.data", self.data / "sentiment"),
+                     f"common.seed={self.args.seed}", *attention]  # fmt: skip
         if self.args.updates:
             overrides.append(f"optimization.max_update={self.args.updates}")
         start_from = setting("checkpoint.finetune_from_model", start / "model.pt")

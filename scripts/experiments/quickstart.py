@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 
 from scripts.experiments.bag_of_words import bag_of_words
-from scripts.experiments.from_pretrained import FromPretrained
+from scripts.experiments.from_pretrained import FromPretrained, seed_suffix
 from scripts.experiments.quickstart_report import draw, table
 from scripts.experiments.settings import setting
 from scripts.experiments.steps import Steps, evaluation, prepare_demo_data, training
@@ -59,7 +59,7 @@ class Quickstart:
 
     def finetune(self, variant: Variant) -> Path:
         folder = self.out / f"finetune_{variant.name}"
-        overrides = ["glue=demo", setting("task.data", f"{self.args.data}/sentiment")]
+        overrides = ["glue=demo", setting("task.data", f"{self.args.data}/sentiment"), f"common.seed={self.args.seed}"]
         if variant.pretrained:
             start = self.out / f"pretrain_{variant.attention}" / "checkpoint_best.pt"
             overrides.append(setting("checkpoint.finetune_from_model", start))
@@ -83,9 +83,11 @@ class Quickstart:
     def all(self) -> None:
         if seconds := int(os.environ.get("LLN_INSTALL_SECONDS", "0")):
             self.steps.times["install"] = seconds
-        variants = [Variant(ATTENTION, ATTENTION)]
+        again = seed_suffix(self.args.seed)
+        variants = [Variant(ATTENTION + again, ATTENTION)]
         if self.args.compare:
-            variants += [Variant(BASELINE, BASELINE), Variant("no_pretraining", ATTENTION, pretrained=False)]
+            variants += [Variant(BASELINE + again, BASELINE)]
+            variants += [Variant(f"no_pretraining{again}", ATTENTION, pretrained=False)]
         self.data()
         rows = {}
         for variant in variants:
@@ -111,6 +113,8 @@ def main() -> int:
         "--data", default="data-bin/demo", help="where the demo data is or will be (default: %(default)s)"
     )
     parser.add_argument("--out", default="runs/quickstart", help="checkpoints, logs, picture (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the fine-tunings (default: %(default)s); with another, "
+                        "in the same --out, they alone are done again")  # fmt: skip
     parser.add_argument("--updates", type=int, help="at most so many updates a training: a quick try of everything")
     args = parser.parse_args()
     what = FromPretrained if args.from_pretrained else Quickstart

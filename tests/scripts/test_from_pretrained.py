@@ -26,8 +26,8 @@ def test_a_bag_of_words_learns_words(tmp_path):
     assert bag_of_words(tmp_path) == {"valid": 1.0, "test": 0.5}
 
 
-@pytest.mark.parametrize("updates", [None, 3])
-def test_every_command_is_understood(updates, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("updates", "seed"), [(None, 1), (3, 2)])
+def test_every_command_is_understood(updates, seed, tmp_path, monkeypatch, capsys):
     commands, out = {}, tmp_path / "out"
 
     def run(self, name, command, *args, **kwargs):
@@ -44,17 +44,19 @@ def test_every_command_is_understood(updates, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Steps, "run", run)
     monkeypatch.setattr(from_pretrained, "call", lambda command: None)
     write_rows(tmp_path / "data-minilm", {split: [("good", "1"), ("bad", "0")] for split in ("train", "dev", "test")})
-    args = argparse.Namespace(out=str(out), data=str(tmp_path / "data"), archive=None, updates=updates)
+    args = argparse.Namespace(out=str(out), data=str(tmp_path / "data"), archive=None, updates=updates, seed=seed)
     from_pretrained.FromPretrained(args).all()
     said = capsys.readouterr().out
     assert "cosine 0.9" in said
     assert said.count("87.5") == 6
     tuned = {name: configuration("finetune", command[5:]) for name, command in commands.items() if "fine-tune" in name}
     assert [config.model.attention for config in tuned.values()] == ["softmax", "lln_diag", "lln_diag"]
+    assert all(name.endswith("_seed2") == (seed == 2) for name in tuned)
     for config in tuned.values():
+        assert config.common.seed == seed
         assert config.optimization.max_update == (updates or 160)
         assert config.model.encoder_embed_dim == 384
-    swapped = tuned["fine-tune swapped"].model
+    swapped = tuned["fine-tune swapped" + from_pretrained.seed_suffix(seed)].model
     assert (swapped.lln_diag_mix, swapped.lln_diag_gain, swapped.lln_diag_block_size) == ("joint_offset", "learned", 32)
     found = []
     monkeypatch.setattr(linearize, "linearize", found.append)
