@@ -6,7 +6,8 @@ of LLN attention depends on σ̃² and the head dimension alone. α and β follo
     α = σ̃ / (√2 σ_q)        β = σ̃ / (√2 σ_k)                                                       (eq. 10)
 
 Rows of equal log-variance are not equally concentrated: those of LLN attention are not log-normal, and their entropy is
-lower: with heads of 64 by up to 1.5 bits at 256 tokens, 1.7 at 512, 2.6 at 2,048. The constants "entropy" match the entropy of the rows instead.
+lower: with heads of 64 by up to 1.5 bits at 256 tokens, 1.7 at 512, 2.6 at 2,048. The constants "entropy" match the
+entropy of the rows instead.
 """
 
 import functools
