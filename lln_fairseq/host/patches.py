@@ -92,7 +92,9 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
     known = getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]
     if known and trainer.is_data_parallel_master and not cfg.no_save:
         keep_tokenizer(trainer.task, cfg.save_dir)
-    if reason := run_state.complete(trainer.cfg, trainer.get_num_updates()):
+    state, batches = loaded
+    seconds = (state or {}).get("previous_training_time", 0)
+    if reason := run_state.complete(trainer, seconds, batches.next_epoch_idx):
         logger.info(f"{cfg.save_dir} is complete: {reason}")
         trainer.cfg.optimization.max_epoch = -1
         if trainer.is_data_parallel_master and not cfg.no_save:

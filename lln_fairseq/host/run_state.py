@@ -38,10 +38,17 @@ def restore_patience(saved: dict[str, float]) -> None:
             setattr(_stop_early, name, saved[name])
 
 
-def complete(cfg: Any, updates: int) -> str:
-    """Why there is nothing left to train of a run that has been restored; empty where there is."""
-    if 0 < cfg.optimization.max_update <= updates:
+def complete(trainer: Any, seconds: float, next_epoch: int) -> str:
+    """Why there is nothing left to train of a run that has been restored, `seconds` after its begin; empty where there
+    is."""
+    cfg, updates = trainer.cfg, trainer.get_num_updates()
+    limits = cfg.optimization
+    if 0 < limits.max_update <= updates:
         return f"{updates} updates"
+    if 0 < limits.max_epoch < next_epoch:
+        return f"{updates} updates in {limits.max_epoch} epochs"
+    if updates and 0 < 3600 * limits.stop_time_hours < seconds:
+        return f"{updates} updates in {limits.stop_time_hours:g} hours"
     if 0 < cfg.checkpoint.patience <= patience().get("num_runs", 0):
         return f"stopped early at update {updates}, without a better score in {cfg.checkpoint.patience} validations"
     return ""

@@ -315,6 +315,14 @@ def test_positions_come_from_the_checkpoint_where_no_flag_says_them(corpus, tmp_
     assert "valid: 11 rows" in capsys.readouterr().out
 
 
+def test_positions_of_fairseqs_own_task_are_its_own(tmp_path, monkeypatch):
+    options = [{"lln_sentence_prediction": "sentence_prediction"}.get(option, option) for option in CLASSIFICATION
+               if option not in ("--max-positions", "64")]  # fmt: skip
+    data = make_classification(tmp_path / "data")
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *options, *LLN, "--max-update", 1)
+    assert torch.load(tmp_path / "a" / "checkpoint_last.pt")["cfg"]["task"]["max_positions"] == 512
+
+
 @pytest.mark.parametrize(
     ("extra", "left"),
     [
@@ -346,6 +354,22 @@ def test_a_training_that_stopped_early_does_not_go_on(corpus, tmp_path, monkeypa
         again = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options)
     assert again["train"] == []
     assert "a is complete: stopped early at update 3, without a better score in 2 validations" in caplog.text
+    assert (tmp_path / "a" / "checkpoint_last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [(("--max-epoch", 1), "3 updates in 1 epochs"), (("--stop-time-hours", 1e-7), "1 updates in 1e-07 hours")],
+    ids=["epochs", "time"],
+)
+def test_a_training_that_ended_by_epochs_or_time_does_not_go_on(option, said, corpus, tmp_path, monkeypatch, caplog):
+    options = (*MASKED_LM, *LLN, "--max-update", 9, *option)
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
+    before = (tmp_path / "a" / "checkpoint_last.pt").read_bytes()
+    with caplog.at_level(logging.INFO):
+        again = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options)
+    assert again["train"] == []
+    assert f"a is complete: {said}" in caplog.text
     assert (tmp_path / "a" / "checkpoint_last.pt").read_bytes() == before
 
 
