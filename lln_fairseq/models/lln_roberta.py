@@ -1,5 +1,6 @@
 """RoBERTa with a choice of attention: --arch lln_roberta_base --attention lln_diag --lln-diag-block-size 64 ..."""
 
+import argparse
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -112,6 +113,9 @@ class LLNRobertaModel(RobertaModel):
     @staticmethod
     def add_args(parser: Any) -> None:
         gen_parser_from_dataclass(parser, LLNRobertaConfig())
+        for action in parser._actions:
+            if action.dest == "max_positions":  # a task has one too: not given, each has its own default
+                action.default = argparse.SUPPRESS
 
     @classmethod
     def build_model(cls, cfg: DictConfig, task: Any) -> "LLNRobertaModel":

@@ -28,7 +28,6 @@ POSITIONS = 512  # RoBERTa's
 class LLNSentencePredictionConfig(HostOptions, SentencePredictionConfig):
     """fairseq's options and ours."""
 
-    # fairseq-train has one flag for this and the model's, which is None unless it is given
     max_positions: Optional[int] = field(
         default=None, metadata={"help": f"max tokens per example; default: those of the checkpoint, or {POSITIONS}"}
     )
