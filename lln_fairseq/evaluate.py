@@ -152,6 +152,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Scores and predicts what the command line asks for. Raises: InputError, OSError."""
+    for file in filter(None, (args.json, args.predict)):
+        check_folder(file)
     model, task = load(args.checkpoint, args.data)
     for split in args.splits:
         write(args, task, run(model, task, split))
@@ -172,6 +174,12 @@ def write(args: argparse.Namespace, task: Any, outputs: Outputs) -> None:
         print(f"{split}: {found['rows']} rows, {shown}")
         if args.json:
             of_split(args.json, split).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def check_folder(file: Path) -> None:
+    """Raises InputError for a file that has no directory, before it takes long to find what to write."""
+    if not file.parent.is_dir():
+        raise InputError(f"cannot write {file}: no such directory: {file.parent}")
 
 
 def of_split(file: Path, split: str) -> Path:

@@ -113,6 +113,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(tuned, tmp_path, monkeypat
         (checkpoint, tmp_path, "is not a binarised data directory"),
         (checkpoint, other, "the dictionary of .*other is not the one"),
         ((checkpoint, "--split", "nope"), data, "cannot load split 'nope'"),
+        (("unread.pt", "--predict", tmp_path / "P" / "{split}.tsv"), data, "cannot write .*: no such directory: .*P$"),
     ]
     for path, directory, message in cases:
         path, *options = path if isinstance(path, tuple) else (path,)
