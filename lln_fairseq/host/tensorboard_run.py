@@ -4,12 +4,19 @@ The tab finds the metrics by itself: the last value of each scalar below the run
 """
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
 from torch import distributed
 
 from lln_fairseq.host.same_run import result_settings
+
+BUDGET = (  # what a run may change when it goes on, but tells jobs apart
+    "optimization.max_update", "optimization.max_epoch", "task.global_batch", "dataset.batch_size",
+    "dataset.max_tokens", "checkpoint.finetune_from_model",
+)  # fmt: skip
+HALF = ("amp", "bf16", "fp16")
 
 
 def write_configuration(cfg: Any) -> None:
@@ -23,9 +30,21 @@ def write_configuration(cfg: Any) -> None:
     plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     # an argument parser made the options of a model without dataclass
     plain = {key: vars(group) if isinstance(group, argparse.Namespace) else group for key, group in plain.items()}
-    settings = {key: value if type(value) in (int, float) else str(value) for key, value in result_settings(plain)}
     # torch's own definition of the experiment would show the settings and metrics of this run alone
-    _, start, _ = hparams(settings, {})
+    _, start, _ = hparams(columns(plain), {})
     with SummaryWriter(directory) as writer:
         writer.add_text("configuration", "    " + OmegaConf.to_yaml(plain).replace("\n", "\n    "))
         writer.file_writer.add_summary(start)
+
+
+def columns(config: Mapping[str, Any]) -> dict[str, float | str]:
+    """A number or text by setting. What is off or not given is left out, which the tab shows as an empty cell, and as
+    no column where no run has it."""
+    settings = dict(result_settings(config))
+    for key in BUDGET:
+        group, name = key.split(".")
+        settings[key] = config[group].get(name)
+    settings["precision"] = next((kind for kind in HALF if config["common"][kind]), "fp32")
+    alone = {key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in settings.items()}
+    given = {key: value for key, value in alone.items() if value is not None and value is not False and value != ""}
+    return {key: value if type(value) in (int, float) else str(value) for key, value in given.items()}

@@ -99,9 +99,11 @@ def test_runs_can_be_compared_by_their_settings(corpus, tmp_path, monkeypatch):
         "sliceSize": 9,
     }
     groups = ask_tensorboard(tmp_path, "hparams/session_groups", question, 2)["sessionGroups"]
-    assert [group["hparams"]["optimization.lr"] for group in groups] == ["[0.001]", "[0.002]"]
+    assert [group["hparams"]["optimization.lr"] for group in groups] == [0.001, 0.002]
     assert groups[0]["hparams"]["model.attention"] == "lln_diag"
     assert groups[0]["hparams"]["common.seed"] == 3
-    assert groups[0]["hparams"]["task.mask_whole_words"] == "False"
+    assert groups[0]["hparams"]["precision"] == "fp32"
+    assert groups[0]["hparams"]["optimization.max_update"] == 6
+    assert "task.mask_whole_words" not in groups[0]["hparams"]  # which is off
     metrics = {(value["name"]["group"], value["name"]["tag"]): value["value"] for value in groups[1]["metricValues"]}
     assert metrics["valid", "loss"] == pytest.approx(curves["valid/loss"].values[-1])
