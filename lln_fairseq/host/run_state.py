@@ -4,27 +4,48 @@ It is the process's: a second training in it, as in a sweep, would go on with th
 curves. And it is gone with the process: a training that had stopped early would train on when it is started again.
 """
 
+import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from fairseq import checkpoint_utils
 from fairseq.logging import progress_bar
 
+from lln_fairseq.host.errors import InputError
+
 PATIENCE = ("best", "num_runs")  # of fairseq's should_stop_early
 
 _stop_early: Any = None
 
 
+class Reported(OrderedDict):
+    """The statistics of a validation, by name. Raises: InputError for one that there is not."""
+
+    def __missing__(self, name: str) -> None:
+        raise InputError(
+            f"checkpoint.best_checkpoint_metric is {name}, which the validation does not report; it does: "
+            f"{', '.join(self)}"
+        )
+
+
 def begin(main: Callable) -> None:
-    """Forgets the run before this one. `main` is fairseq's; its module has the function that stops early."""
+    """Forgets the run before this one. `main` is fairseq's; its module has what stops early and validates."""
     global _stop_early
     _stop_early = main.__globals__.get("should_stop_early")
     for function, name in ((checkpoint_utils.save_checkpoint, "best"), *((_stop_early, name) for name in PATIENCE)):
         if hasattr(function, name):
             delattr(function, name)
+    statistics = main.__globals__.get("get_valid_stats")
+    if statistics and not hasattr(statistics, "__wrapped__"):
+        main.__globals__["get_valid_stats"] = functools.wraps(statistics)(functools.partial(_reported, statistics))
     for writer in progress_bar._tensorboard_writers.values():
         writer.close()
     progress_bar._tensorboard_writers.clear()
+
+
+def _reported(original: Callable, cfg: Any, trainer: Any, stats: dict[str, Any], *args: Any) -> dict[str, Any]:
+    return original(cfg, trainer, Reported(stats), *args)
 
 
 def patience() -> dict[str, float]:
