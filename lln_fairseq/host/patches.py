@@ -12,6 +12,7 @@
                                 trainings in one directory
     WandBProgressBarWrapper     what wandb cannot do ended in a traceback; without wandb nothing was logged
     merge_with_parent           an option that a dataclass does not know ended in a traceback
+    get_valid_stats             by run_state.begin: a metric that there is not ended in a KeyError
     Optimizer.add_param_group   and its like imported torch's compiler, in a second, so that it leaves them alone
     sys.excepthook              an InputError that nobody catches ended in a traceback
 
@@ -122,8 +123,7 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
 
 @one_line_instead_of_a_traceback()
 def _call_main(worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
-    settings.check_sequence_parallel(cfg)
-    settings.check_devices(cfg)
+    settings.check_command(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
     try:
@@ -154,5 +154,7 @@ def _without_compiler(original: Callable, *args: Any, **kwargs: Any) -> Any:
 def _show(original: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(kind, InputError):
         print(f"error: {error}", file=sys.stderr)
+    elif str(error).startswith("Cannot combine --fp16 and --tpu"):  # of fairseq-train, to which --bf16 means a TPU
+        print("error: --fp16 and --bf16 exclude each other: give one of them alone", file=sys.stderr)
     else:
         original(kind, error, traceback)

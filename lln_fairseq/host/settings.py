@@ -14,8 +14,10 @@ from lln_fairseq.host.errors import InputError
 logger = logging.getLogger(__name__)
 
 PROBABILITY = (0, 1)
+SEEDS = (0, 2**32 - 1)  # of numpy
 RANGES = {  # of what fairseq takes as it is: it would train nothing, or end in a traceback hours later
     "common.log_interval": (1, math.inf),
+    "common.seed": SEEDS,
     "dataset.batch_size": (1, math.inf),
     "dataset.max_tokens": (1, math.inf),
     "dataset.num_workers": (0, math.inf),
@@ -41,9 +43,17 @@ LAST = "checkpoint_last.pt"
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # by these fairseq sees that torchrun started it
 
 
+def check_command(cfg: Any) -> None:
+    """Raises: InputError for the first contradiction that a fairseq configuration of any program shows by itself."""
+    for part in (check_ranges, check_sequence_parallel, check_devices):
+        part(cfg)
+    if cfg.model is not None:  # fairseq-validate and others do not train
+        check_precision(cfg)
+
+
 def check(cfg: Any) -> None:
-    """Raises: InputError for the first contradiction in a complete fairseq configuration of any task."""
-    for part in (check_ranges, check_restore_file, check_precision, check_probe):
+    """Raises: InputError for the first contradiction between a training's configuration and its files."""
+    for part in (check_restore_file, check_probe):
         part(cfg)
 
 
@@ -51,7 +61,7 @@ def check_ranges(cfg: Any) -> None:
     """Numbers that cannot be meant, 0 for no limit aside."""
     for option, (lowest, highest) in RANGES.items():
         group, key = option.split(".")
-        given = getattr(getattr(cfg, group), key, None)
+        given = getattr(cfg.get(group), key, None)
         for number in given if isinstance(given, Sequence) else [given]:
             if number is not None and not lowest <= number <= highest:
                 limit = f"at least {lowest}" if highest == math.inf else f"in [{lowest}, {highest}]"
@@ -111,8 +121,10 @@ def check_restore_file(cfg: Any) -> None:
 
 
 def check_precision(cfg: Any) -> None:
-    """Half precision that fairseq would ignore or that the device cannot do."""
+    """Half precision of two kinds, that fairseq would ignore, or that the device cannot do."""
     common = cfg.common
+    if len(kinds := [kind for kind in ("fp16", "bf16", "amp") if common[kind]]) > 1:
+        raise InputError(f"{' and '.join(kinds)} exclude each other: set one of them alone (common.{kinds[0]}=false)")
     for kind in ("fp16", "bf16"):
         if common[f"memory_efficient_{kind}"] and not common[kind]:
             raise InputError(f"memory_efficient_{kind} without {kind} trains in float32: set common.{kind}=true too")

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,7 @@ NUMBERS = [
     (("--max-update", -1), r"optimization\.max_update is -1, and must be at least 0"),
     (("--dropout", 2), r"model\.dropout is 2\.0, and must be in \[0, 1\]"),
     (("--clip-norm", -1), r"optimization\.clip_norm is -1\.0, and must be at least 0"),
+    (("--seed", -1), r"common\.seed is -1, and must be in \[0, 4294967295\]"),
     (("--update-freq", 0), r"optimization\.update_freq is 0, and must be at least 1"),
 ]
 
@@ -166,3 +168,20 @@ def test_numbers_that_cannot_be_meant(options, message, corpus, tmp_path, monkey
 def test_amp_needs_a_gpu(corpus, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="amp needs a GPU, and there is none or --cpu is set: leave amp out"):
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--amp")
+
+
+def test_a_best_metric_that_is_not_reported(corpus, tmp_path, monkeypatch):
+    said = r"best_checkpoint_metric is accuracy, which the validation does not report; it does: loss, ppl, "
+    with pytest.raises(InputError, match=said):
+        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", 1,
+              "--best-checkpoint-metric", "accuracy")  # fmt: skip
+
+
+def test_two_kinds_of_half_precision(corpus, tmp_path, monkeypatch, capsys):
+    arguments = (monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN)
+    with pytest.raises(InputError, match="fp16 and amp exclude each other: set one of them alone"):
+        train(*arguments, "--amp", "--fp16")
+    with pytest.raises(ValueError, match="fp16") as refused:  # by fairseq-train itself
+        train(*arguments, "--bf16", "--fp16")
+    sys.excepthook(ValueError, refused.value, None)
+    assert capsys.readouterr().err == "error: --fp16 and --bf16 exclude each other: give one of them alone\n"

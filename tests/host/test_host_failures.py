@@ -149,14 +149,19 @@ def test_class_numbers_follow_the_frequency_of_the_labels():
 def test_memory_efficient_fp16_alone_trains_in_float32(corpus, tmp_path, monkeypatch):
     """fairseq-train sets fp16 too, Hydra hands the option over as it is."""
 
-    def as_hydra_does(cfg, main):
-        cfg.common.memory_efficient_fp16 = True
-        main(cfg)
+    ours = distributed_utils.call_main
 
-    monkeypatch.setattr(distributed_utils, "call_main", as_hydra_does)
+    def as_hydra_does(call_main):
+        def call(cfg, main):
+            cfg.common.memory_efficient_fp16 = True
+            call_main(cfg, main)
+
+        monkeypatch.setattr(distributed_utils, "call_main", call)
+
+    as_hydra_does(ours)
     with pytest.raises(InputError, match="memory_efficient_fp16 without fp16 trains in float32"):
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN)
-    switch_off(monkeypatch, checkpoint_utils, "load_checkpoint")
+    as_hydra_does(ours.__wrapped__)
     train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *MASKED_LM, *LLN)
     assert optimizer_of(tmp_path / "b") == "FairseqAdam"
     train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "c", *MASKED_LM, *LLN, "--fp16")

@@ -187,7 +187,7 @@ def test_settings_that_cannot_work(options, message, corpus, tmp_path, monkeypat
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_half_precision_that_hydra_would_ignore(kind):
-    common = dict.fromkeys(("cpu", "fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16"), False)
+    common = dict.fromkeys(("cpu", "amp", "fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16"), False)
     with pytest.raises(InputError, match=f"memory_efficient_{kind} without {kind} trains in float32"):
         check_precision(OmegaConf.create({"common": common | {f"memory_efficient_{kind}": True}}))
 

@@ -66,7 +66,7 @@ def test_each_job_has_a_directory_of_its_own(overrides, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", lambda cfg: seen.append(cfg))
     monkeypatch.chdir(tmp_path)
-    hydra_train(monkeypatch, "--multirun", "task.data=x", *overrides)
+    hydra_train(monkeypatch, "--multirun", "run=cpu", "task.data=x", *overrides)
     assert [cfg.checkpoint.save_dir for cfg in seen] == JOBS[overrides]
     assert all(cfg.common.tensorboard_logdir == f"{cfg.checkpoint.save_dir}/tensorboard" for cfg in seen)
 
@@ -82,7 +82,7 @@ def test_a_job_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", main)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        hydra_train(monkeypatch, "--multirun", "task.data=x", "common.seed=1,2,3",
+        hydra_train(monkeypatch, "--multirun", "run=cpu", "task.data=x", "common.seed=1,2,3",
                     "checkpoint.save_dir='${common.seed}'")  # fmt: skip
     assert (ended.value.code, seen) == (1, [1, 2, 3])
     said = capsys.readouterr().err.splitlines()
@@ -101,5 +101,5 @@ def test_ctrl_c_ends_the_whole_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", main)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        hydra_train(monkeypatch, "--multirun", "task.data=x", "common.seed=1,2")
+        hydra_train(monkeypatch, "--multirun", "run=cpu", "task.data=x", "common.seed=1,2")
     assert (ended.value.code, seen) == (143, [1])
