@@ -154,7 +154,7 @@ def _without_compiler(original: Callable, *args: Any, **kwargs: Any) -> Any:
 def _show(original: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(kind, InputError):
         print(f"error: {error}", file=sys.stderr)
-    elif str(error).startswith("Cannot combine --fp16 and --tpu"):  # of fairseq-train, to which --bf16 means a TPU
+    elif kind is ValueError and str(error).startswith("Cannot combine --fp16 and --tpu"):  # which to it --bf16 means
         print("error: --fp16 and --bf16 exclude each other: give one of them alone", file=sys.stderr)
     else:
         original(kind, error, traceback)

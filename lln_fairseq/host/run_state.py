@@ -7,7 +7,7 @@ curves. And it is gone with the process: a training that had stopped early would
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from fairseq import checkpoint_utils
 from fairseq.logging import progress_bar
@@ -22,7 +22,7 @@ _stop_early: Any = None
 class Reported(OrderedDict):
     """The statistics of a validation, by name. Raises: InputError for one that there is not."""
 
-    def __missing__(self, name: str) -> None:
+    def __missing__(self, name: str) -> NoReturn:
         raise InputError(
             f"checkpoint.best_checkpoint_metric is {name}, which the validation does not report; it does: "
             f"{', '.join(self)}"
