@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from fairseq.file_io import PathManager
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_REGISTRY
 
+from lln_fairseq.attention import MECHANISMS
+from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION
 from lln_fairseq.host.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +56,7 @@ def check_command(cfg: Any) -> None:
 
 def check(cfg: Any) -> None:
     """Raises: InputError for the first contradiction between a training's configuration and its files."""
-    for part in (check_restore_file, check_probe):
+    for part in (check_attention, check_restore_file, check_probe):
         part(cfg)
 
 
@@ -66,6 +69,18 @@ def check_ranges(cfg: Any) -> None:
             if number is not None and not lowest <= number <= highest:
                 limit = f"at least {lowest}" if highest == math.inf else f"in [{lowest}, {highest}]"
                 raise InputError(f"{option} is {number}, and must be {limit}")
+
+
+def check_attention(cfg: Any) -> None:
+    """A recipe gives its attention to every model, and fairseq's own do not look at it."""
+    name, attention = getattr(cfg.model, "_name", None), getattr(cfg.model, "attention", STOCK_ATTENTION)
+    own = getattr(MODEL_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)), "__module__", "")
+    if own.startswith("fairseq.") and attention in MECHANISMS and attention != STOCK_ATTENTION:
+        ours = f"lln_{name}" if f"lln_{name}" in ARCH_MODEL_NAME_REGISTRY else "lln_roberta_base"
+        raise InputError(
+            f"model._name={name} is fairseq's own and has {STOCK_ATTENTION}, not {attention}: {ours} has --attention "
+            "(model.attention)"
+        )
 
 
 def check_devices(cfg: Any) -> None:
