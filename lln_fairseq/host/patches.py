@@ -6,7 +6,8 @@
                                 run that was complete, or had stopped early, trained on when it was started again;
                                 what turns text into the model's ids stayed with the data
     load_checkpoint_to_cpu      built whatever the file's configuration named, and its options were evaluated
-    Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"
+    Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"; in the middle of an epoch
+                                other batches were counted as if they were the same
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
     call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU; two
                                 trainings in one directory
@@ -44,9 +45,10 @@ from lln_fairseq.host.advice import hide_advice
 from lln_fairseq.host.checkpoint_config import KNOWN
 from lln_fairseq.host.errors import InputError, first_line, in_sweep, one_line_instead_of_a_traceback
 from lln_fairseq.host.fit import check_fit
+from lln_fairseq.host.position import position
 from lln_fairseq.host.run_lock import one_training
 from lln_fairseq.host.run_tokenizer import keep_tokenizer
-from lln_fairseq.host.same_run import check_same_run
+from lln_fairseq.host.same_run import check_same_run, origin
 
 logger = logging.getLogger(__name__)
 
@@ -89,16 +91,18 @@ def _begin(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any
     settings.check(trainer.cfg)
     wandb_run.check_wandb(trainer.cfg)
     check_same_run(trainer.cfg)
+    saves = trainer.is_data_parallel_master and not cfg.no_save
+    if saves and hasattr(trainer.task, "origin"):
+        trainer.task.origin = origin(trainer.cfg)
     loaded = original(cfg, trainer, **kwargs)
-    known = getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]
-    if known and trainer.is_data_parallel_master and not cfg.no_save:
+    if saves and getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]:
         keep_tokenizer(trainer.task, cfg.save_dir)
     state, batches = loaded
     seconds = (state or {}).get("previous_training_time", 0)
     if reason := run_state.complete(trainer, seconds, batches.next_epoch_idx):
         logger.info(f"{cfg.save_dir} is complete: {reason}")
         trainer.cfg.optimization.max_epoch = -1
-        if trainer.is_data_parallel_master and not cfg.no_save:
+        if saves:
             saving.remove_superseded(cfg)
     else:
         tensorboard_run.write_configuration(trainer.cfg)
@@ -109,7 +113,7 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
     if os.path.isfile(filename):
         check_fit(filename, trainer.get_model(), trainer.task)
     try:
-        return original(trainer, filename, *args, **kwargs)
+        state = original(trainer, filename, *args, **kwargs)
     except Exception as error:
         cause = error.__context__ if type(error) is Exception else error  # fairseq's own says that it "cannot load"
         if isinstance(cause, InputError | OSError):
@@ -119,6 +123,21 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
             f"{filename} does not fit this run: {reason}. Give the options that it was made with, or another "
             "--save-dir (checkpoint.save_dir) if it is another run's"
         ) from error
+    if state:
+        _take_up(trainer, filename, state)
+    return state
+
+
+def _take_up(trainer: Trainer, filename: str, state: dict[str, Any]) -> None:
+    """Changes what fairseq takes up next of a checkpoint's state: scores, and the position in the epoch."""
+    cfg, iterator = trainer.cfg.checkpoint, state["train_iterator"]
+    if cfg.reset_meters:
+        state.get(type(trainer.task).__name__, {}).pop("patience", None)
+    if cfg.reset_dataloader or filename == cfg.finetune_from_model:
+        return
+    complete = run_state.complete(trainer.cfg, trainer.get_num_updates())
+    done = iterator["iterations_in_epoch"]
+    iterator["iterations_in_epoch"] = 0 if complete else position(filename, done, trainer.cfg)
 
 
 @one_line_instead_of_a_traceback()

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, STOCK, STOCK_ATTENTION, is_plain
 from lln_fairseq.host.checkpoints import our_state, peek
 from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.fingerprints import data_hash, file_hash
+from lln_fairseq.host.settings import LAST
 
 WHOLE = ("model", "task", "criterion", "optimizer", "lr_scheduler")  # groups that are compared but for these:
 MAY_CHANGE = {
@@ -26,21 +28,32 @@ MAY_CHANGE = {
     "optimizer": {"lr", "tpu"},  # lr is that of `optimization`
     "lr_scheduler": {"lr", "total_num_update", "max_update"},  # they follow from max_update
 }  # fmt: skip
-SINGLE = {"common": ("seed",), "optimization": ("lr", "clip_norm", "sentence_avg")}
+SINGLE = {
+    "common": ("seed",),
+    "optimization": ("lr", "clip_norm", "sentence_avg"),
+    "dataset": ("train_subset",),
+    "checkpoint": ("best_checkpoint_metric", "maximize_best_checkpoint_metric"),
+}
+NO_LIMIT = "as many as there are"
+TOKENS = {"tokens an update", "dataset.max_tokens"}  # where sequences are counted too one of them may change
 
 
 def check_same_run(here: DictConfig) -> None:
-    """Raises InputError where a training goes on with the run in its save_dir, and its settings or data are others."""
+    """Raises InputError where a training goes on with the run in its save_dir, and its settings, its data or the model
+    it starts from are others."""
     cfg = here.checkpoint
-    path = Path(cfg.save_dir, cfg.restore_file)  # which is absolute if it is elsewhere
-    reset = cfg.reset_optimizer or cfg.reset_lr_scheduler or cfg.reset_dataloader or cfg.reset_meters
-    if reset or path.parent != Path(cfg.save_dir) or not path.is_file():
+    path = own_checkpoint(cfg)
+    if path is None or cfg.reset_optimizer or cfg.reset_lr_scheduler or cfg.reset_dataloader:
         return
     state = peek(str(path))
-    found = differences(state.get("cfg"), here)
-    recorded = our_state(state).get("data")
-    if recorded and recorded != data_hash(split_paths(here.task.data)):
+    saved, recorded = state.get("cfg"), our_state(state)
+    found = differences(saved, here)
+    if cfg.reset_meters:  # there are no scores that another metric would be compared with
+        found = [text for text in found if not text.startswith("checkpoint.")]
+    if recorded.get("content") and recorded["content"] != _data_hash(here):
         found.append("other training data")
+    if "start" in recorded and _starts_elsewhere(cfg, recorded["start"], saved):
+        found.append("another model to start from (checkpoint.finetune_from_model)")
     if found:
         raise InputError(
             f"{cfg.save_dir} holds another run: {'; '.join(found)}. Give what it had, or another --save-dir "
@@ -48,12 +61,39 @@ def check_same_run(here: DictConfig) -> None:
         )
 
 
-def data_hash(directories: list[str]) -> str:
-    """sha256 of the lengths of the training samples: the text is another if they differ; "" where there are none."""
-    found = [path for folder in directories for pattern in ("train*.idx", "*/train*.idx", "*/train*.label")
-             for path in sorted(Path(folder).glob(pattern))]  # fmt: skip
-    parts = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in found)
-    return hashlib.sha256(parts).hexdigest() if parts else ""
+def origin(here: DictConfig) -> dict[str, str]:
+    """The hashes that the checkpoints of a training record: "content" of its data, "start" of the model it began from,
+    "" from none. A run that goes on keeps its start: the file may have changed meanwhile, and an old run has none."""
+    path = own_checkpoint(here.checkpoint)
+    start = our_state(peek(str(path))).get("start") if path else _start_hash(here.checkpoint)
+    return {"content": _data_hash(here)} | ({} if start is None else {"start": start})
+
+
+def own_checkpoint(cfg: DictConfig) -> Path | None:
+    """The file in its own save_dir that a training goes on with, if it does. fairseq takes the default's name from the
+    save_dir and every other path as it is."""
+    path = Path(cfg.save_dir, LAST) if cfg.restore_file == LAST else Path(cfg.restore_file)
+    inside = path.parent.resolve() == Path(cfg.save_dir).resolve()
+    return path if inside and path.is_file() else None
+
+
+def _data_hash(here: DictConfig) -> str:
+    return data_hash(split_paths(here.task.data), here.dataset.train_subset)
+
+
+def _start_hash(cfg: DictConfig) -> str | None:
+    """Of a run that begins; None where the file is not on this machine's disks."""
+    path = cfg.finetune_from_model if cfg.restore_file == LAST else cfg.restore_file
+    return "" if not path else file_hash(path) if os.path.isfile(path) else None
+
+
+def _starts_elsewhere(cfg: DictConfig, recorded: str, saved: Any) -> bool:
+    """A file that is gone by now says nothing."""
+    path = cfg.finetune_from_model
+    if not path or not recorded:  # a run from scratch, or by --restore-file, names none
+        before = _as_dict(saved.get("checkpoint")) if isinstance(saved, Mapping) else {}
+        return bool(path) != bool(before.get("finetune_from_model"))
+    return os.path.isfile(path) and recorded != file_hash(path)
 
 
 def differences(saved: Any, here: DictConfig) -> list[str]:
@@ -69,6 +109,8 @@ def differences(saved: Any, here: DictConfig) -> list[str]:
         dict(result_settings(OmegaConf.to_container(here, resolve=True, enum_to_str=True))),
     )
     unlike = [key for key in before if key in now and before[key] != now[key]]
+    if "dataset.max_tokens" in before and not set(unlike) >= TOKENS:
+        unlike = [key for key in unlike if key not in TOKENS]
     owned = {f"model.{key}" for key in _attention_of()}
     told = [key for key in unlike if None not in (before[key], now[key]) or key in owned]
     return [f"{key} = {before[key]}, here it is {now[key]}" for key in told]
@@ -84,13 +126,12 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     name = model.get("_name")  # where it alone says which attention it is, and the parameters fit another as well:
     if name in LANGUAGE_MODELS:
         yield "model._name", name
-    elif "attention" not in model and str(name).startswith(STOCK):
+    elif str(name).startswith(STOCK):  # whatever its options say
         yield "model.attention", STOCK_ATTENTION
     for group, keys in SINGLE.items():
         options = _as_dict(config.get(group))
         yield from ((f"{group}.{key}", options[key]) for key in keys if key in options)
-    if sequences := _sequences_an_update(config):
-        yield "sequences an update", sequences
+    yield from _size_of_an_update(config)
 
 
 def _as_dict(group: Any) -> dict[str, Any]:
@@ -111,16 +152,21 @@ def _of_other_attentions(options: Mapping[str, Any]) -> set[str]:
     return {key for key, name in _attention_of().items() if name != options.get("attention", name)}
 
 
-def _sequences_an_update(config: Mapping[str, Any]) -> list[int] | None:
-    """By epoch; None where tokens are counted instead, or where the number is not known."""
+def _size_of_an_update(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The most sequences and tokens of an update by epoch, over all its batches and workers, and the most tokens of a
+    batch where sequences are counted too. Nothing where they are not known."""
     dataset, optimization, distributed = (
         _as_dict(config.get(group)) for group in ("dataset", "optimization", "distributed_training")
     )
-    size, workers = dataset.get("batch_size"), distributed.get("distributed_world_size")
-    frequencies = optimization.get("update_freq")
-    if dataset.get("max_tokens") or not (frequencies and isinstance(frequencies, list)):
-        return None
-    if not all(isinstance(number, int) for number in (size, workers, *frequencies)):
-        return None
+    size, tokens = dataset.get("batch_size"), dataset.get("max_tokens")
+    frequencies, workers = optimization.get("update_freq"), distributed.get("distributed_world_size")
+    if not (frequencies and isinstance(frequencies, list)):
+        return
+    if not all(isinstance(number, int) for number in (size or tokens, workers, *frequencies)):
+        return
     shared = _as_dict(config.get("task")).get("sequence_parallel_size") or 1
-    return [size * workers // shared * frequency for frequency in frequencies]
+    batches = [workers // shared * frequency for frequency in frequencies]
+    yield "sequences an update", [size * number for number in batches] if size else NO_LIMIT
+    yield "tokens an update", [tokens * number for number in batches] if tokens else NO_LIMIT
+    if size:
+        yield "dataset.max_tokens", tokens or NO_LIMIT

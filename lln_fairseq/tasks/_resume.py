@@ -4,22 +4,20 @@ overflows            the number of updates that fp16 had to skip so far
 patience             how long there has been no better score, for a training that stops early
 scaler               where the loss scaler is in its window; fairseq keeps the loss scale alone
 masters              the float32 parameters of --fp16; fairseq starts again from their float16 copies
-dictionary, data     their hashes, so that data with another dictionary, and other data for the same run, are refused
+dictionary           its hash, so that data with another one are refused
+origin               hashes of the data and of the model that the run began with: others for the same run are refused
 """
 
-import functools
 from collections import deque
 from typing import Any
 
 import torch
-from fairseq.utils import split_paths
 from torch import Tensor
 
 from lln_fairseq.host import run_state
 from lln_fairseq.host.checkpoints import OUR_STATE
 from lln_fairseq.host.errors import InputError, first_line
 from lln_fairseq.host.fit import dictionary_hash
-from lln_fairseq.host.same_run import data_hash
 
 MACHINE_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError, torch.distributed.DistError)  # say nothing of a state
 SCALER_STATE = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
@@ -36,6 +34,7 @@ class ExactResume:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.origin: dict[str, str] = {}  # of same_run.py, set where a training begins
         self.loss_scales: deque[float] = deque(maxlen=8)  # of the last updates, for the message when they run out
 
     def train_step(self, sample: Any, model: Any, criterion: Any, optimizer: Any, *args: Any, **kwargs: Any) -> tuple:
@@ -82,13 +81,8 @@ class ExactResume:
         data = {
             "dictionary": dictionary_hash(self.source_dictionary),
             "labels": getattr(self, "labels", []),
-            "data": self._data_hash,
         }
-        return {type(self).__name__: state, OUR_STATE: data}
-
-    @functools.cached_property
-    def _data_hash(self) -> str:
-        return data_hash(split_paths(self.cfg.data))
+        return {type(self).__name__: state, OUR_STATE: data | self.origin}
 
     def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
         """Called by fairseq when it resumes a run; not when it fine-tunes. Raises: InputError."""

@@ -2,32 +2,18 @@
 
 import copy
 import dataclasses
-import os
 import shutil
 
 import pytest
 import torch
-from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import registry
-from lln_fairseq.host.checkpoints import OUR_STATE, our_state, peek
+from lln_fairseq.host.checkpoints import OUR_STATE, our_state
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.same_run import differences
-from tests.fairseq_runs import LLN, MASKED_LM, binarize, make_corpus, sentences, train
-
-COMMON = (*MASKED_LM, *LLN, "--max-update", 2)
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory):
-    """A corpus, and the directory of a run of two updates."""
-    folder = tmp_path_factory.mktemp("begun")
-    corpus = make_corpus(folder / "corpus")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        train(monkeypatch, folder / "log", corpus, folder / "run", *COMMON)
-    return corpus, folder / "run"
-
+from tests.fairseq_runs import hydra_train, train
+from tests.host.conftest import COMMON
 
 CHANGES = [
     (("--seed", 4), r"common\.seed = 3, here it is 4"),
@@ -38,6 +24,11 @@ CHANGES = [
     (("--mask-prob", 0.3), r"task\.mask_prob = 0\.15, here it is 0\.3"),
     (("--adam-eps", 1e-6), r"optimizer\.adam_eps = 1e-08, here it is 1e-06"),
     (("--update-freq", 2), r"sequences an update = \[8\], here it is \[16\]"),
+    (("--max-tokens", 500), r"tokens an update = as many as there are, here it is \[500\]"),
+    (("--train-subset", "valid"), r"dataset\.train_subset = train, here it is valid"),
+    (("--best-checkpoint-metric", "ppl"), r"checkpoint\.best_checkpoint_metric = loss, here it is ppl"),
+    (("--maximize-best-checkpoint-metric",), r"maximize_best_checkpoint_metric = False, here it is True"),
+    (("--seed", 4, "--reset-meters"), r"common\.seed = 3, here it is 4"),
 ]
 
 
@@ -48,6 +39,61 @@ def test_what_changes_the_result_is_named(options, message, begun, tmp_path, mon
     with pytest.raises(InputError, match=f"holds another run: .*{message}.*or another --save-dir"):
         train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4, *options)
     assert (run / "checkpoint_last.pt").read_bytes() == before
+
+
+def test_a_checkpoint_beside_the_last_is_of_the_same_run(begun, tmp_path, monkeypatch):
+    """fairseq takes every --restore-file but the default as it is, and not from the --save-dir."""
+    shutil.copytree(begun[1], tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for options in (
+        ("--restore-file", "run/checkpoint_best.pt"),
+        ("--restore-file", tmp_path / "run/../run/checkpoint_last.pt"),
+    ):
+        with pytest.raises(InputError, match=r"run holds another run: common\.seed = 3, here it is 4"):
+            train(monkeypatch, tmp_path / "log", begun[0], "run", *COMMON, "--max-update", 4, *options, "--seed", 4)
+
+
+def test_another_metric_begins_with_other_scores(begun, tmp_path, monkeypatch):
+    """Of a training that stops early too, whose patience has a score of its own."""
+    run = shutil.copytree(begun[1], tmp_path / "run")
+    state = torch.load(run / "checkpoint_last.pt")
+    state["extra_state"]["LLNMaskedLMTask"]["patience"] = {"best": -1.0, "num_runs": 1}
+    torch.save(state, run / "checkpoint_last.pt")
+    options = ("--max-update", 4, "--patience", 2, "--best-checkpoint-metric", "ppl", "--reset-meters")
+    log = train(monkeypatch, tmp_path / "log", begun[0], run, *COMMON, *options)
+    assert log["train"][-1]["num_updates"] == "4"
+    extra = torch.load(run / "checkpoint_last.pt")["extra_state"]
+    assert extra["best"] == extra["LLNMaskedLMTask"]["patience"]["best"] == extra["val_loss"]
+
+
+def settings_of(tokens, size, frequency=1, workers=1):
+    return OmegaConf.create({
+        "dataset": {"max_tokens": tokens, "batch_size": size}, "optimization": {"update_freq": [frequency]},
+        "distributed_training": {"distributed_world_size": workers},
+    })  # fmt: skip
+
+
+SPLITS = [  # of (4400 tokens, 32 sequences, 1 batch an update, 1 worker)
+    ((4400, 4, 1, 8), []),
+    ((2200, 16, 2), []),
+    ((1100, 32), ["tokens an update", "dataset.max_tokens"]),
+    ((4400, 16), ["sequences an update"]),
+    ((None, 32), ["tokens an update", "dataset.max_tokens"]),
+    ((4400, None), ["sequences an update"]),
+]
+
+
+@pytest.mark.parametrize(("split", "expected"), SPLITS)
+def test_the_size_of_an_update_where_tokens_are_counted_too(split, expected):
+    saved = OmegaConf.to_container(settings_of(4400, 32))
+    assert [text.split(" = ")[0] for text in differences(saved, settings_of(*split))] == expected
+
+
+def test_the_size_of_an_update_where_tokens_alone_are_counted():
+    saved = OmegaConf.to_container(settings_of(4400, None, workers=8))
+    assert not differences(saved, settings_of(4400, None, 8))
+    found = ["tokens an update = [35200], here it is [4400]"]
+    assert differences(saved, settings_of(4400, None)) == found
 
 
 def test_settings_that_are_none_are_not_compared(begun):
@@ -84,120 +130,26 @@ def test_a_run_of_fairseqs_own_roberta_is_one_of_softmax():
     assert not differences(stock, OmegaConf.create(ours))
 
 
-def test_other_data_of_the_same_dictionary(begun, tmp_path, monkeypatch):
-    run, other = shutil.copytree(begun[1], tmp_path / "run"), shutil.copytree(begun[0], tmp_path / "other")
-    binarize(sentences(60, seed=9), other / "dict.txt", other / "train")
-    with pytest.raises(InputError, match="holds another run: other training data"):
-        train(monkeypatch, tmp_path / "a.log", other, run, *COMMON, "--max-update", 4)
-    moved = shutil.copytree(begun[0], tmp_path / "moved")  # the same data elsewhere
-    log = train(monkeypatch, tmp_path / "b.log", moved, run, *COMMON, "--max-update", 3)
-    assert next(row["num_updates"] for row in log["train"]) == "3"
-
-
 def test_what_does_not_change_the_result_goes_on(begun, tmp_path, monkeypatch):
     corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
     options = ("--max-update", 4, "--log-interval", 2, "--checkpoint-activations", "--num-workers", 1,
-               "--batch-size", 4, "--update-freq", 2, "--reset-dataloader", "--tensorboard-logdir", tmp_path / "tb",
-               "--linformer-projected-length", 7)  # fmt: skip
+               "--tensorboard-logdir", tmp_path / "tb", "--linformer-projected-length", 7)  # fmt: skip
     log = train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, *options)
     assert log["train"][-1]["num_updates"] == "4"
+
+
+def test_a_model_of_fairseqs_own_that_is_given_an_attention(begun, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    options = ("model=tiny", "corpus=demo", "run=cpu", f"task.data={begun[0]}", "lr_scheduler.warmup_updates=1",
+               "model._name=roberta_base", "model.encoder_layers=1", "checkpoint.save_dir=run", "hydra.run.dir=job",
+               "task.global_batch=8", "dataset.batch_size=8", "dataset.num_workers=0")  # fmt: skip
+    with pytest.raises(SystemExit):
+        hydra_train(monkeypatch, *options)
+    said = capfd.readouterr().err
+    assert "error: model._name=roberta_base is fairseq's own and has softmax, not lln_diag: lln_roberta_base" in said
 
 
 def test_a_reset_begins_something_new(begun, tmp_path, monkeypatch):
     corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
     options = ("--max-update", 4, "--lr", 0.01, "--reset-optimizer")
     assert train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, *options)["train"][-1]["lr"] == "0.01"
-
-
-def test_a_damaged_last_checkpoint_names_a_whole_one(begun, tmp_path, monkeypatch):
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-    last = run / "checkpoint_last.pt"
-    (run / "checkpoint_1_1.pt").write_bytes(b"damaged too")
-    last.write_bytes(last.read_bytes()[:-5000])
-    with pytest.raises(
-        InputError, match=r"damaged .*\. .*checkpoint_best\.pt is whole: copy it to checkpoint_last"
-    ) as e:
-        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4)
-    assert "weights_only" not in str(e.value)
-
-
-def spoil_optimizer(value):
-    """A change of one value of the optimizer's state, `exp_avg` of a parameter; None takes it away."""
-
-    def change(state):
-        entry = state["last_optimizer_state"]["state"][0]
-        entry.pop("exp_avg") if value is None else entry.update(exp_avg=value)
-
-    return change
-
-
-def without_task(state):
-    """An optimizer's state that cannot be used, and none of the task."""
-    spoil_optimizer([1])(state)
-    del state["extra_state"]["LLNMaskedLMTask"]
-
-
-STATES = {
-    "no task": (without_task, "optimizer's state does not fit .*'list'"),
-    "missing": (spoil_optimizer(None), r"optimizer's state does not fit \('exp_avg'\); --reset-optimizer"),
-    "list": (spoil_optimizer([1]), "optimizer's state does not fit .*'list'"),
-    "shape": (spoil_optimizer(torch.ones(3)), "optimizer's state does not fit .*size of tensor"),
-    "step": (
-        lambda s: s["last_optimizer_state"]["state"][0].update(step=torch.ones(2)),
-        "optimizer's state does not fit",
-    ),
-    "task": (lambda s: s["extra_state"].update(LLNMaskedLMTask=[1]), "its LLNMaskedLMTask holds no state"),
-    "overflows": (lambda s: s["extra_state"]["LLNMaskedLMTask"].update(overflows="x"), "holds no state of a task"),
-}
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_of_the_training_that_cannot_be_used(name, begun, tmp_path, monkeypatch):
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-    change, message = STATES[name]
-    state = torch.load(run / "checkpoint_last.pt")
-    change(state)
-    torch.save(state, run / "checkpoint_last.pt")
-    with pytest.raises(InputError, match=f"the checkpoint is damaged: .*{message}"):
-        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4)
-
-
-def test_a_device_that_fails_is_no_damage(begun, tmp_path, monkeypatch):
-    """At the first update of a run that goes on, where an optimizer's error is the checkpoint's."""
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-
-    def fail(*_, **__):
-        raise torch.AcceleratorError("unspecified launch failure")
-
-    monkeypatch.setattr(FairseqTask, "optimizer_step", fail)
-    with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
-        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4)
-
-
-class Payload:
-    def __init__(self, function=print):
-        self.function = function
-
-    def __reduce__(self):
-        return self.function, ("this must not run",)
-
-
-@pytest.mark.parametrize(("function", "name"), [(print, "print"), (os.system, "posix.system")])
-def test_what_a_file_wants_to_call_is_named(function, name, tmp_path):
-    torch.save({"model": Payload(function)}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match=rf"it wants to call {name}, which no checkpoint may"):
-        peek(str(tmp_path / "a.pt"))
-
-
-def test_what_torch_thinks_of_a_pickle_is_not_shown(tmp_path, recwarn):
-    torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "a.pt", pickle_protocol=3)  # of which torch warns
-    peek(str(tmp_path / "a.pt"))
-    assert not recwarn.list
-
-
-def test_the_reason_is_ours_and_not_torchs_advice(tmp_path, begun, monkeypatch):
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-    torch.save({"model": Payload()}, run / "checkpoint_last.pt")
-    with pytest.raises(InputError, match="it wants to call print, which no checkpoint may") as e:
-        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON)
-    assert "weights_only" not in str(e.value)
