@@ -131,8 +131,9 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
 def _take_up(trainer: Trainer, filename: str, state: dict[str, Any]) -> None:
     """Changes what fairseq takes up next of a checkpoint's state: scores, and the position in the epoch."""
     cfg, iterator = trainer.cfg.checkpoint, state["train_iterator"]
-    if cfg.reset_meters:
-        state.get(type(trainer.task).__name__, {}).pop("patience", None)
+    ours = state.get(type(trainer.task).__name__)
+    if cfg.reset_meters and isinstance(ours, dict):
+        ours.pop("patience", None)
     if cfg.reset_dataloader or filename == cfg.finetune_from_model:
         return
     complete = run_state.complete(trainer.cfg, trainer.get_num_updates())

@@ -4,8 +4,11 @@ that number means other sequences, some of which would come twice or not at all.
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.same_run import as_dict
 
 SIZES = ("batch_size", "max_tokens")  # of dataset
 ADVICE = "until the epoch ends, or --reset-dataloader (checkpoint.reset_dataloader=true), which begins with epoch 1"
@@ -21,21 +24,26 @@ def position(path: str, done: int, here: Any) -> int:
     saved = peek(path).get("cfg")
     if not done or not isinstance(saved, Mapping):
         return done
-    before, now = ({f"dataset.{key}": cfg["dataset"].get(key) for key in SIZES} for cfg in (saved, here))
-    for key, value in before.items():
-        if value != now[key]:
+    now = OmegaConf.to_container(here, resolve=True, enum_to_str=True)
+    old_sizes, sizes = as_dict(saved.get("dataset")), as_dict(now["dataset"])
+    for key in SIZES:
+        if old_sizes.get(key) != sizes[key]:
             raise InputError(
-                f"{path} is of the middle of an epoch, with {key} = {value}, here it is {now[key]}: keep it {ADVICE}"
+                f"{path} is of the middle of an epoch, with dataset.{key} = {old_sizes.get(key)}, here it is "
+                f"{sizes[key]}: keep it {ADVICE}"
             )
-    shards, wanted = _shards(saved), _shards(here)
-    if shards != wanted and (done * shards % wanted or here.dataset.grouped_shuffling):
+    shards = _shards(now)
+    before = _shards(saved) or shards
+    if before != shards and (done * before % shards or sizes["grouped_shuffling"]):
         raise InputError(
-            f"{path} is of the middle of an epoch, and {wanted} workers cannot share what {shards} have left of it: "
+            f"{path} is of the middle of an epoch, and {shards} workers cannot share what {before} have left of it: "
             f"keep their number {ADVICE}"
         )
-    return done * shards // wanted
+    return done * before // shards
 
 
-def _shards(cfg: Any) -> int:
-    """The parts that an epoch is divided into: workers that share sequences get the same."""
-    return cfg["distributed_training"]["distributed_world_size"] // (cfg["task"].get("sequence_parallel_size") or 1)
+def _shards(config: Mapping[str, Any]) -> int:
+    """The parts that an epoch is divided into: workers that share sequences get the same. 0 where that is not known."""
+    workers = as_dict(config.get("distributed_training")).get("distributed_world_size")
+    shared = as_dict(config.get("task")).get("sequence_parallel_size")
+    return workers // max(shared or 1, 1) if isinstance(workers, int) and isinstance(shared, int | None) else 0

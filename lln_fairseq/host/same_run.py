@@ -91,7 +91,7 @@ def _starts_elsewhere(cfg: DictConfig, recorded: str, saved: Any) -> bool:
     """A file that is gone by now says nothing."""
     path = cfg.finetune_from_model
     if not path or not recorded:  # a run from scratch, or by --restore-file, names none
-        before = _as_dict(saved.get("checkpoint")) if isinstance(saved, Mapping) else {}
+        before = as_dict(saved.get("checkpoint")) if isinstance(saved, Mapping) else {}
         return bool(path) != bool(before.get("finetune_from_model"))
     return os.path.isfile(path) and recorded != file_hash(path)
 
@@ -119,22 +119,22 @@ def differences(saved: Any, here: DictConfig) -> list[str]:
 def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """("common.seed", 1), ... : of a configuration as plain dictionaries, what changes the result of its training."""
     for group in WHOLE:
-        options = _as_dict(config.get(group))
+        options = as_dict(config.get(group))
         ignored = MAY_CHANGE[group] | (_of_other_attentions(options) if group == "model" else set())
         yield from ((f"{group}.{key}", value) for key, value in options.items() if key not in ignored)
-    model = _as_dict(config.get("model"))
+    model = as_dict(config.get("model"))
     name = model.get("_name")  # where it alone says which attention it is, and the parameters fit another as well:
     if name in LANGUAGE_MODELS:
         yield "model._name", name
     elif str(name).startswith(STOCK):  # whatever its options say
         yield "model.attention", STOCK_ATTENTION
     for group, keys in SINGLE.items():
-        options = _as_dict(config.get(group))
+        options = as_dict(config.get(group))
         yield from ((f"{group}.{key}", options[key]) for key in keys if key in options)
     yield from _size_of_an_update(config)
 
 
-def _as_dict(group: Any) -> dict[str, Any]:
+def as_dict(group: Any) -> dict[str, Any]:
     """The group's options that are plain values, and so can be compared."""
     options = vars(group) if isinstance(group, argparse.Namespace) else group
     return {key: value for key, value in options.items() if is_plain(value)} if isinstance(options, Mapping) else {}
@@ -156,7 +156,7 @@ def _size_of_an_update(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The most sequences and tokens of an update by epoch, over all its batches and workers, and the most tokens of a
     batch where sequences are counted too. Nothing where they are not known."""
     dataset, optimization, distributed = (
-        _as_dict(config.get(group)) for group in ("dataset", "optimization", "distributed_training")
+        as_dict(config.get(group)) for group in ("dataset", "optimization", "distributed_training")
     )
     size, tokens = dataset.get("batch_size"), dataset.get("max_tokens")
     frequencies, workers = optimization.get("update_freq"), distributed.get("distributed_world_size")
@@ -164,7 +164,7 @@ def _size_of_an_update(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         return
     if not all(isinstance(number, int) for number in (size or tokens, workers, *frequencies)):
         return
-    shared = _as_dict(config.get("task")).get("sequence_parallel_size") or 1
+    shared = as_dict(config.get("task")).get("sequence_parallel_size") or 1
     batches = [workers // shared * frequency for frequency in frequencies]
     yield "sequences an update", [size * number for number in batches] if size else NO_LIMIT
     yield "tokens an update", [tokens * number for number in batches] if tokens else NO_LIMIT

@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 import torch
+from fairseq.data import ListDataset
+from fairseq.data.iterators import EpochBatchIterator
 from omegaconf import OmegaConf
 
 from lln_fairseq.host.checkpoints import peek
@@ -49,3 +51,19 @@ def test_the_position_in_an_epoch_on_other_workers(given, expected, tmp_path):
             position(str(tmp_path / "a.pt"), done, OmegaConf.create(configuration(now)))
     else:
         assert position(str(tmp_path / "a.pt"), done, OmegaConf.create(configuration(now))) == expected
+
+
+def batches_behind(shards, done, total=24):
+    """Of a fairseq iterator on several workers that goes on `done` batches after the begin of epoch 2."""
+    data, batches, left = ListDataset(range(total)), [[row] for row in range(total)], []
+    for shard in range(shards):
+        sharing = {"num_shards": shards, "shard_id": shard, "persistent_workers": False}
+        iterator = EpochBatchIterator(data, list, batches, seed=5, epoch=2, **sharing)
+        iterator.load_state_dict({"epoch": 2, "iterations_in_epoch": done, "shuffle": True, "version": 2})
+        left += [batch[0] for batch in iterator.next_epoch_itr()]
+    return set(range(total)) - set(left)
+
+
+def test_as_many_batches_on_other_workers_are_the_same():
+    assert batches_behind(8, 2) == batches_behind(2, 8) == batches_behind(1, 16)
+    assert batches_behind(8, 2) != batches_behind(2, 2)  # what fairseq took
