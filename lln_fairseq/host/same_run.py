@@ -165,6 +165,8 @@ def _size_of_an_update(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if not all(isinstance(number, int) for number in (size or tokens, workers, *frequencies)):
         return
     shared = as_dict(config.get("task")).get("sequence_parallel_size") or 1
+    if not isinstance(shared, int):
+        return
     batches = [workers // shared * frequency for frequency in frequencies]
     yield "sequences an update", [size * number for number in batches] if size else NO_LIMIT
     yield "tokens an update", [tokens * number for number in batches] if tokens else NO_LIMIT

@@ -12,7 +12,7 @@ from lln_fairseq.attention import registry
 from lln_fairseq.host.checkpoints import OUR_STATE, our_state
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.same_run import differences
-from tests.fairseq_runs import hydra_train, train
+from tests.fairseq_runs import MASKED_LM, USER_DIR, hydra_train, train
 from tests.host.conftest import COMMON
 
 CHANGES = [
@@ -126,6 +126,8 @@ def test_a_run_of_fairseqs_own_roberta_is_one_of_softmax():
     ours = {"model": {"_name": "lln_roberta_base", "attention": "lln_diag", "dropout": 0.1}}
     assert differences(stock, OmegaConf.create(ours)) == ["model.attention = softmax, here it is lln_diag"]
     assert differences(ours, OmegaConf.create(stock)) == ["model.attention = lln_diag, here it is softmax"]
+    stock["model"]["attention"] = "lln_diag"  # of a recipe, which that model does not look at
+    assert differences(stock, OmegaConf.create(ours)) == ["model.attention = softmax, here it is lln_diag"]
     ours["model"]["attention"] = "softmax"
     assert not differences(stock, OmegaConf.create(ours))
 
@@ -147,6 +149,11 @@ def test_a_model_of_fairseqs_own_that_is_given_an_attention(begun, tmp_path, mon
         hydra_train(monkeypatch, *options)
     said = capfd.readouterr().err
     assert "error: model._name=roberta_base is fairseq's own and has softmax, not lln_diag: lln_roberta_base" in said
+
+
+def test_a_model_of_fairseqs_own_without_one_trains(begun, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *USER_DIR, "--arch", "roberta_base", "--max-update", 1)
+    assert train(monkeypatch, tmp_path / "log", begun[0], tmp_path / "run", *options)["train"]
 
 
 def test_a_reset_begins_something_new(begun, tmp_path, monkeypatch):
