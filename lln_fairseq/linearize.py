@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
 import argparse
 import copy
-import hashlib
 import math
 from collections import deque
 from pathlib import Path
@@ -38,8 +37,8 @@ from lln_fairseq.hf.encoder import Encoder  # noqa: E402
 from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION, stored_options  # noqa: E402
 from lln_fairseq.host.checkpoints import check_sums, peek, plain_data  # noqa: E402
 from lln_fairseq.host.errors import InputError, first_line, input_errors  # noqa: E402
+from lln_fairseq.host.fingerprints import data_hash, file_hash  # noqa: E402
 from lln_fairseq.host.run_lock import lock  # noqa: E402
-from lln_fairseq.host.same_run import data_hash  # noqa: E402
 from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig  # noqa: E402
@@ -119,8 +118,7 @@ class Progress:
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises: InputError where OUT holds a run with other settings, or another model."""
         self.args, self.file, self.stages, self.complete = args, args.out / PROGRESS, {}, False
-        with input_errors(), args.teacher.open("rb") as file:
-            content = {"teacher": hashlib.file_digest(file, "sha256").hexdigest(), "data": data_hash([str(args.data)])}
+        content = {"teacher": file_hash(str(args.teacher)), "data": data_hash([str(args.data)])}
         self.settings = {key: str(value) for key, value in (vars(args) | content).items() if key != "out"}
         there, model = self.file.exists(), args.out / CHECKPOINT
         if args.teacher.resolve().parent == args.out.resolve() or (model.exists() and not there):
