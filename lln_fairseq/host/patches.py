@@ -136,7 +136,7 @@ def _take_up(trainer: Trainer, filename: str, state: dict[str, Any]) -> None:
         ours.pop("patience", None)
     if cfg.reset_dataloader or filename == cfg.finetune_from_model:
         return
-    complete = run_state.complete(trainer.cfg, trainer.get_num_updates())
+    complete = run_state.complete(trainer, state.get("previous_training_time", 0), iterator["epoch"])
     done = iterator["iterations_in_epoch"]
     iterator["iterations_in_epoch"] = 0 if complete else position(filename, done, trainer.cfg)
 
