@@ -51,6 +51,7 @@ STATES = {
         "optimizer's state does not fit",
     ),
     "task": (lambda s: s["extra_state"].update(LLNMaskedLMTask=[1]), "its LLNMaskedLMTask holds no state"),
+    "tensor": (lambda s: s["extra_state"].update(LLNMaskedLMTask=torch.ones(2)), "its LLNMaskedLMTask holds no state"),
     "overflows": (lambda s: s["extra_state"]["LLNMaskedLMTask"].update(overflows="x"), "holds no state of a task"),
 }
 
