@@ -131,14 +131,14 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
 def _take_up(trainer: Trainer, filename: str, state: dict[str, Any]) -> None:
     """Changes what fairseq takes up next of a checkpoint's state: scores, and the position in the epoch."""
     cfg, iterator = trainer.cfg.checkpoint, state["train_iterator"]
+    if cfg.reset_dataloader or filename == cfg.finetune_from_model:  # then it takes up neither
+        return
     name = type(trainer.task).__name__
     ours = state.get(name, {})
     if not isinstance(ours, dict):  # fairseq asks whether it is true, which a tensor cannot say
         raise InputError(f"the checkpoint is damaged: its {name} holds no state of a task")
     if cfg.reset_meters:
         ours.pop("patience", None)
-    if cfg.reset_dataloader or filename == cfg.finetune_from_model:
-        return
     complete = run_state.complete(trainer, state.get("previous_training_time", 0), iterator["epoch"])
     done = iterator["iterations_in_epoch"]
     iterator["iterations_in_epoch"] = 0 if complete else position(filename, done, trainer.cfg)

@@ -87,7 +87,7 @@ class ExactResume:
     def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
         """Called by fairseq when it resumes a run; not when it fine-tunes. Raises: InputError."""
         kinds = {"overflows": int, "patience": dict}
-        if not isinstance(state, dict) or any(not isinstance(state.get(k, kind()), kind) for k, kind in kinds.items()):
+        if any(not isinstance(state.get(k, kind()), kind) for k, kind in kinds.items()):
             raise InputError(f"the checkpoint is damaged: its {type(self).__name__} holds no state of a task")
         self._pending, self.overflows = state, state.get("overflows", 0)
         run_state.restore_patience(state.get("patience", {}))
