@@ -33,6 +33,7 @@ from lln_fairseq.attention.registry import checked_config, parse_options  # noqa
 from lln_fairseq.convert import CHECKPOINT, write  # noqa: E402
 from lln_fairseq.distillation import Distillation  # noqa: E402
 from lln_fairseq.hf import from_fairseq  # noqa: E402
+from lln_fairseq.hf.directory import write_large  # noqa: E402
 from lln_fairseq.hf.encoder import Encoder  # noqa: E402
 from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION, stored_options  # noqa: E402
 from lln_fairseq.host.checkpoints import check_sums, peek, plain_data  # noqa: E402
@@ -172,8 +173,12 @@ class Progress:
 
     def _save(self) -> None:
         part = self.file.with_suffix(".tmp")
-        torch.save({"settings": self.settings, "stages": self.stages, "complete": self.complete}, part)
-        part.replace(self.file)
+        state = {"settings": self.settings, "stages": self.stages, "complete": self.complete}
+        try:
+            write_large(part, lambda path: torch.save(state, path))
+            part.replace(self.file)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def need_finite(values: list[float], stage: str, where: str) -> None:

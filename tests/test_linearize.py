@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -191,6 +192,25 @@ def test_an_interrupted_stage_goes_on_exactly(stage, teacher, tmp_path, monkeypa
     assert run(path, data, tmp_path / "out", *options) == 0
     found, whole = (torch.load(tmp_path / name / "model.pt")["model"] for name in ("out", "whole"))
     assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def test_full_disk_ends_in_one_line_and_keeps_the_last_save(teacher, tmp_path, capsys):
+    """A limit on the size of files stands for the full disk; the second stage's save is larger than the first's."""
+    path, data = teacher
+    first_stage = (path, data, tmp_path / "out", "--steps", 2, "--tokens", 64)
+    assert run(*first_stage) == 0
+    saved = (tmp_path / "out" / "linearize.pt").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(saved), limits[1]))
+    try:
+        assert run(*first_stage, "--distill", 2) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot write linearize.tmp: ")
+    assert error.count("\n") == 1
+    assert (tmp_path / "out" / "linearize.pt").read_bytes() == saved
+    assert not (tmp_path / "out" / "linearize.tmp").exists()
 
 
 SPOILT = {
