@@ -341,6 +341,7 @@ def test_a_teacher_has_softmax(teacher, tmp_path, monkeypatch, capsys):
 
 def test_wrong_flags(teacher, tmp_path, capsys):
     for flags in (["--option", "mix"], ["--steps", "-1"], ["--lr", "0"], ["--lr", "inf"], ["--distill", "-1"],
+                  ["--seed", "99999999999999999999999"],
                   ["--attention", "nope"], ["--mix", "joint", "--option", "mix=average"]):  # fmt: skip
         with pytest.raises(SystemExit) as error:
             run(*teacher, tmp_path / "out", *flags)
