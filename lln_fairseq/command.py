@@ -45,6 +45,8 @@ def start(module: str) -> NoReturn:
 
 def run_main(program: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """The exit code of a program that Ctrl-C and SIGTERM end in order, with the line `interrupted` (none if empty)."""
+    if sys.stderr is None:  # closed by the shell: print and tqdm would fail, or write to standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
     return exit_code(signals()(program), interrupted)
 
 

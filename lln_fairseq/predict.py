@@ -45,6 +45,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def predict(args: argparse.Namespace) -> None:
     """Does what the command line asks for. Raises: UserError, OSError."""
+    if args.input == STANDARD and sys.stdin is None:
+        raise InputError("standard input is closed: give --input FILE")
+    if args.output == STANDARD and sys.stdout is None:
+        raise InputError("standard output is closed: give --output FILE")
     with ExitStack() as stack:
         file = sys.stdin.buffer if args.input == STANDARD else stack.enter_context(open(args.input, "rb"))
         model = load(args.checkpoint, args.data, args.tokenizer)

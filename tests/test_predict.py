@@ -243,6 +243,21 @@ def test_memory_is_bounded_on_a_stream():
     assert read < 9000 + 2 * PART_TEXTS
 
 
+def test_closed_standard_streams(runs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "in").write_text("film\n")
+    for stream, message in (("stdin", "error: standard input is closed: give --input FILE\n"),
+                            ("stdout", "error: standard output is closed: give --output FILE\n")):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, stream, None)
+            assert main([str(runs["SST-2"])]) == 1
+        assert capsys.readouterr().err == message
+    monkeypatch.setattr(sys, "stderr", None)
+    code, said, _ = said_by(capsys, runs["SST-2"], "--input", tmp_path / "in")
+    assert (code, said.count("\n")) == (0, 1)
+    code, said, _ = said_by(capsys, runs["SST-2"], "--input", tmp_path / "nowhere")
+    assert (code, said) == (1, "")
+
+
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("SST-2", b"a film\ta story\n", "line 1 has 2 columns, and the model takes one text"),
     ("RTE", b"a\tb\n\nalone\n", "line 3 has 1 columns, and the model takes two texts"),
