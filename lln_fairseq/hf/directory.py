@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from lln_fairseq.host.checkpoints import check_sums, plain_data
 from lln_fairseq.host.errors import InputError, first_line
+from lln_fairseq.host.run_lock import FILE as LOCK
+from lln_fairseq.host.run_lock import lock
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -88,19 +89,27 @@ def as_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` at the end, or nothing. Raises: InputError where `out` is there already."""
+    """Yield a hidden directory beside `out` that is renamed to `out` on a clean exit and removed otherwise.
+
+    What a killed program has left in the hidden directory is removed first.
+    Raises: InputError if `out` exists or another process is writing it.
+    """
     if out.exists() or out.is_symlink():
         raise InputError(f"{out} is there already")
     above = [path for path in out.parents if not path.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    part = out.with_name(f".{out.name}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    lock_file = lock(part, "conversion", "OUT")
     try:
+        for left in part.iterdir():
+            if left.name != LOCK:
+                left.unlink()
         yield part
         mask = os.umask(0)
         os.umask(mask)
-        part.chmod(0o777 & ~mask)
         for file in part.iterdir():  # some libraries write files for their owner alone
             file.chmod(0o666 & ~mask)
+        (part / LOCK).unlink()
         part.rename(out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -108,6 +117,8 @@ def new_directory(out: Path) -> Iterator[Path]:
             with suppress(OSError):  # something else is in it by now
                 path.rmdir()
         raise
+    finally:
+        lock_file.close()
 
 
 def write_large(path: Path, write: Callable[[Path], None]) -> None:

@@ -1,6 +1,7 @@
 """Our checkpoints in Hugging Face: the same logits, padding and tokenizers, and back again to the bit."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from lln_fairseq.convert import convert
 from lln_fairseq.export import export, main
 from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_hf, tokenizer_out
+from lln_fairseq.hf.directory import new_directory
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, make_classification, train
@@ -299,3 +301,20 @@ def test_bad_places(pretrained, tmp_path):
     with pytest.raises(InputError, match="the tokenizer does not fit the dictionary, which lacks"):
         export(checkpoint, tmp_path / "out", tokenizer=tmp_path / "there")
     assert not (tmp_path / "out").exists()
+
+
+def test_next_run_removes_what_a_killed_one_left(tmp_path):
+    out = tmp_path / "out"
+    killed = f"""
+import os, signal
+from pathlib import Path
+from lln_fairseq.hf.directory import new_directory
+with new_directory(Path({str(out)!r})) as folder:
+    (folder / "old").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", killed], cwd=Path(__file__).parents[2]).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    with new_directory(out) as folder:
+        (folder / "new").touch()
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["out", "out/new"]
