@@ -143,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scale", type=float, default=5.0, help="of predicted scores (default: 5, that of STS-B)")
     args = parser.parse_args(argv)
     args.splits = args.split.split(",")
+    if "" in args.splits:
+        parser.error("--split names an empty split: give for example valid,test")
     for option in ("json", "predict"):
         file = getattr(args, option)
         if file and len(args.splits) > 1 and SPLIT not in file.name:
