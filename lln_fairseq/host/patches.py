@@ -11,6 +11,7 @@
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
     call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU; two
                                 trainings in one directory
+    all_gather_list             needed a GPU: two workers without one could not validate a regression
     WandBProgressBarWrapper     what wandb cannot do ended in a traceback; without wandb nothing was logged
     merge_with_parent           an option that a dataclass does not know ended in a traceback
     get_valid_stats             by run_state.begin: a metric that there is not ended in a KeyError
@@ -30,7 +31,8 @@ from types import TracebackType
 from typing import Any
 
 import fairseq.dataclass.utils
-from fairseq import checkpoint_utils
+import torch.distributed as dist
+from fairseq import checkpoint_utils, utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
@@ -68,6 +70,7 @@ def install(worker: Callable) -> None:
     _wrap(Trainer, "load_checkpoint", _load)
     _wrap(Trainer, "train_step", nan.step)
     _wrap(progress_bar.WandBProgressBarWrapper, "__init__", wandb_run.start)
+    _wrap(distributed_utils, "all_gather_list", _gather)
     _wrap(distributed_utils, "call_main", functools.partial(_call_main, worker))
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge)
     for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
@@ -156,6 +159,16 @@ def _call_main(worker: Callable, original: Callable, cfg: Any, main: Callable, *
         if in_sweep():
             raise InputError(f"a worker ended with exit code {error.exit_code}, see above") from None
         raise SystemExit(error.exit_code) from None
+
+
+def _gather(original: Callable, data: Any, group: Any = None, **kwargs: Any) -> list[Any]:
+    """Gather a picklable object from every worker; fairseq's own function can do it only through GPU memory."""
+    group = distributed_utils.get_global_group() if group is None else group
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return original(data, group=group, **kwargs)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, utils.move_to_cpu(data), group=group)
+    return gathered
 
 
 def _merge(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,3 +58,15 @@ def test_two_workers_measure_what_one_does_and_resume(tmp_path, monkeypatch):
           "--max-update", 6, "--tensorboard-logdir", tmp_path / "two" / "tb")  # fmt: skip
     state = peek(str(tmp_path / "two" / "checkpoint_last.pt"))["extra_state"]["train_iterator"]
     assert state["iterations_in_epoch"] == 2 * 6  # batches of the one that goes on with what two have left
+
+
+def test_two_workers_score_a_regression_as_one_does(tmp_path, monkeypatch):
+    data = make_classification(tmp_path / "data")
+    for split, rows in (("train", 60), ("valid", 11)):
+        (data / "label" / f"{split}.label").write_text("".join(f"{row % 5}.5\n" for row in range(rows)))
+    regression = ("--num-classes", 1, "--regression-target", "--batch-size", 4, "--probe-interval", 0)
+    two = two_workers(data, tmp_path / "two", *regression)
+    _tensorboard_writers.clear()  # fairseq keeps one for the life of a process
+    one = train(monkeypatch, tmp_path / "log", data, tmp_path / "one", *OPTIONS, *regression, "--update-freq", 2)
+    for key in ("valid_loss", "valid_pearson", "valid_spearman"):
+        assert two["valid"][0][key] == one["valid"][0][key], key
