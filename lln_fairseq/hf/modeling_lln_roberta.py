@@ -235,9 +235,9 @@ def sigma(x: Tensor, padded: Tensor | None, scope: str) -> Tensor:
     if padded is not None:
         real = (~padded[:, None, :, None]).float()
     dims = (0, 1, 2, 3) if scope == "batch" else (2, 3)
-    x = torch.where(real > 0, x, 0.0)
     count = (real * torch.ones_like(x)).sum(dims, keepdim=True).clamp_min(1.0)
-    variance = x.square().sum(dims, keepdim=True) / count - (x.sum(dims, keepdim=True) / count).square()
+    mean = torch.where(real > 0, x, 0.0).sum(dims, keepdim=True) / count
+    variance = torch.where(real > 0, x - mean, 0.0).square().sum(dims, keepdim=True) / count
     return variance.clamp_min(MIN_SIGMA**2).sqrt()[..., 0, 0].expand(x.shape[:2])
 
 

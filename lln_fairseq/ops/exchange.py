@@ -6,8 +6,8 @@ LLN attention sees the other tokens through two sums over them. For G = B H head
     forward    (G, D + 2, D)     all-gather    max_j β k_j, Σ_j e^(β k_j - max), and the state S = Wᵀ v of its keys
     backward   (G, D + 1, D)     all-reduce    dS and g (backends/pytorch/lln.py) of its queries
 
-in float32 (float64 for float64 inputs), whatever the number of tokens (LASP-2, arXiv 2502.07563, does so for states
-without a normaliser). Blocks need nothing where no block lies on two workers.
+whatever the number of tokens (LASP-2, arXiv 2502.07563, does so for states without a normaliser). The moments are
+float64, the others float32 (float64 for float64 inputs). Blocks need nothing where no block lies on two workers.
 """
 
 import math

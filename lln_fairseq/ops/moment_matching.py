@@ -113,7 +113,7 @@ def running_moments(
     check_inputs(q, k, k, key_padding_mask)
     if constants not in CONSTANTS:
         raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
-    moments = torch.cat([_token_moments(x, key_padding_mask) for x in (q, k)]).double().cumsum(dim=-1)
+    moments = torch.cat([_token_moments(x, key_padding_mask) for x in (q, k)]).cumsum(dim=-1)
     if before is not None:
         moments = moments + before.movedim(-1, 0)[..., None]
     sigmas = [_deviation(x, "head").to(compute_dtype(q.dtype)) for x in (moments[:3], moments[3:])]
@@ -143,25 +143,36 @@ def standard_deviations(
     found = [_moments(x, key_padding_mask) for x in tensors]
     if exchange is not None:
         found = exchange.sum(*found)
-    return [_deviation(moments, scope) for moments in found]
+    return [_deviation(moments, scope).to(compute_dtype(x.dtype)) for x, moments in zip(tensors, found, strict=True)]
 
 
 def _moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """How many numbers, their sum and that of their squares, (3, B, H)."""
+    """Return how many numbers x has in each head, their sum and the sum of their squares, float64 (3, B, H)."""
     return _token_moments(x, key_padding_mask).sum(dim=-1)
 
 
 def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """`_moments` of every token, (3, B, H, N)."""
-    dtype = compute_dtype(x.dtype)
-    # Reducing over the features first leaves nothing of the size of x behind.
-    total = x.sum(dim=-1, dtype=dtype)
-    square = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
-    count = torch.full_like(total, float(x.shape[-1]))
+    """Return `_moments` of every token, (3, B, H, N).
+
+    Where the mean is much larger than σ, E[x²] - E[x]² cancels all digits that a float32 sum of squares has. So float32
+    sums (x - o)², with the mean o of the first real token, and float64 computes Σx² = Σ(x - o)² + 2 o Σx - D o².
+    """
+    x = x.detach().to(compute_dtype(x.dtype))
+    features = x.shape[-1]
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # an Apple GPU has no float64
+    total = x.sum(dim=-1)
+    real = torch.ones_like(total, dtype=torch.bool)
     if key_padding_mask is not None:
-        padded = key_padding_mask[:, None, :]
-        total, square, count = (y.masked_fill(padded, 0.0) for y in (total, square, count))
-    return torch.stack((count, total, square))
+        real = real & ~key_padding_mask[:, None, :]
+    is_first = real & (real.cumsum(dim=-1) == 1)
+    origin = total.where(is_first, 0.0).sum(dim=-1, keepdim=True) / features
+    # Unlike x - origin, cdist needs no memory of the size of x.
+    origins = origin[..., None].expand(*origin.shape, features)
+    distance = torch.cdist(x, origins, compute_mode="donot_use_mm_for_euclid_dist")[..., 0]
+    total, origin = total.to(wide), origin.to(wide)
+    square = distance.to(wide).square() + origin * (2 * total - features * origin)
+    count = torch.full_like(total, float(features))
+    return torch.stack((count, total, square)).where(real, 0.0)
 
 
 def _deviation(moments: Tensor, scope: str) -> Tensor:

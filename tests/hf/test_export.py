@@ -26,6 +26,7 @@ from lln_fairseq.hf import to_hf, tokenizer_out
 from lln_fairseq.hf.directory import new_directory
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
+from lln_fairseq.ops.moment_matching import standard_deviations
 from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, make_classification, train
 from tests.hf.sources import TEXTS, TOKENIZERS, make_model, ours, padded_batch, shaken
 
@@ -114,6 +115,14 @@ def test_lln_is_the_same_with_padding_and_without(name, pretrained, tmp_path, mo
         torch.testing.assert_close(got[tokens != 1], expected[tokens != 1], rtol=1e-4, atol=1e-5)
         if "batch" not in name:
             torch.testing.assert_close(logits(model, tokens[2:3, :9])[0], got[2, :9], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["head", "batch"])
+def test_sigma_loses_no_digits_to_a_large_mean(scope):
+    x = 1000 + torch.randn(2, 3, 40, 8, generator=torch.Generator().manual_seed(1))
+    padded = torch.arange(40) >= torch.tensor([[40], [30]])
+    (expected,) = standard_deviations([x.double()], padded, scope)
+    torch.testing.assert_close(modeling.sigma(x, padded, scope).double(), expected, rtol=1e-5, atol=0)
 
 
 def test_what_padding_holds_has_no_influence(pretrained, tmp_path, monkeypatch):

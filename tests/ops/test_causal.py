@@ -201,6 +201,18 @@ def test_running_moments_are_those_of_every_prefix(constants):
     torch.testing.assert_close(after, moments)
 
 
+def test_running_moments_lose_no_digits_to_a_large_mean():
+    q, k, _ = random_qkv(length=20)
+    mask = torch.zeros(2, 20, dtype=torch.bool)
+    mask[1, :5] = True
+    q, k = q + 1000, k - 1000
+    q[:, :, 19:] += 1e6  # a later token changes nothing
+    found = running_moments(q, k, mask)
+    expected = running_moments(q.double() - 1000, k.double() + 1000, mask)
+    for x, y in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(x.double()[:, :, 6:], y[:, :, 6:], rtol=2e-5, atol=0)
+
+
 def test_what_it_refuses():
     q, k, v = random_qkv(length=3)
     with pytest.raises(ValueError, match="by one worker, in PyTorch"):

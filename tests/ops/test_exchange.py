@@ -126,6 +126,14 @@ def merged_with_nothing(group):
     return [x.flatten().tolist() for x in Exchange(group).merge_states(top, total, total[..., None] * 7)]
 
 
+def error_at_a_large_mean(group):
+    """Return the relative error of α and β where mean / σ is 1000, against one worker in float64."""
+    q, k, _ = (x + 1000 for x in random_qkv(BATCH, HEADS, 40, DIM))
+    here = slice(0, 24) if dist.get_rank(group) == 0 else slice(24, 40)
+    found = match_moments(q[:, :, here], k[:, :, here], group=group)
+    return relative_rms(torch.stack(found), torch.stack(match_moments(q.double(), k.double(), backend="torch")))
+
+
 def said(function, *args, **kw):
     """The message of an error, and after how many seconds it came."""
     begin = time.monotonic()
@@ -170,6 +178,7 @@ def work(rank, chosen):
             results[case] = compare(case, groups[count])
     if rank < 2:
         results["bytes"] = sent_bytes(groups[2])
+        results["large mean"] = error_at_a_large_mean(groups[2])
         results["nothing"] = merged_with_nothing(groups[2])
         results["refused"] = refusals(groups[2], others[0])
     dist.barrier()
@@ -200,11 +209,16 @@ def test_workers_compute_what_one_does(case, results):
 
 def test_what_is_sent_does_not_depend_on_the_number_of_tokens(results):
     heads = BATCH * HEADS
-    forward, backward, moments = 4 * heads * DIM * (DIM + 2), 4 * heads * DIM * (DIM + 1), 4 * 6 * heads
+    forward, backward, moments = 4 * heads * DIM * (DIM + 2), 4 * heads * DIM * (DIM + 1), 8 * 6 * heads
     for result in results[:2]:
         gathered, reduced = result["bytes"]
         assert gathered == [forward, forward]
         assert reduced == [moments, backward, moments, backward]
+
+
+def test_large_mean_costs_no_digits(results):
+    for result in results[:2]:
+        assert result["large mean"] <= 1e-5
 
 
 def test_a_worker_without_a_real_key_changes_nothing(results):

@@ -87,6 +87,17 @@ def test_scope_batch_is_one_pair_over_the_real_tokens():
     torch.testing.assert_close(alpha, ((log_sigma2 / 2).exp() / (math.sqrt(2) * sigma_q)).expand(3, 3))
 
 
+@pytest.mark.parametrize("scope", mm.SCOPES)
+def test_large_mean_costs_no_digits(scope):
+    q, k, _ = random_qkv(length=70, dim=32)
+    mask = random_padding(2, 70)
+    q, k = q + 1000, k - 1000
+    expected = mm.match_moments(q.double() - 1000, k.double() + 1000, mask, scope)
+    for backend in ("torch", "auto", "triton"):
+        for found, wanted in zip(mm.match_moments(q, k, mask, scope, backend=backend), expected, strict=True):
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e2])
 def test_alpha_and_beta_stay_finite_and_positive(scale):
     q, k, _ = random_qkv(length=9, scale=scale)
