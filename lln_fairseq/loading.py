@@ -8,7 +8,7 @@ from fairseq import checkpoint_utils, tasks
 
 import lln_fairseq
 from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, stored_options
-from lln_fairseq.host.checkpoints import load_to_cpu
+from lln_fairseq.host.checkpoints import check_weights, load_to_cpu
 from lln_fairseq.host.errors import InputError, first_line
 from lln_fairseq.host.fit import check_dictionary, check_labels
 
@@ -17,13 +17,14 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     """The model of a checkpoint, in evaluation mode on the GPU if there is one, and its task with `data` as its data
     directory, or the one of the training; ".", which `lln_fairseq.convert` writes, is the checkpoint's own.
 
-    Raises: InputError for a checkpoint that is missing or cannot be read, and for data without dictionaries or with
-    another dictionary or other labels than the checkpoint's.
+    Raises: InputError for a checkpoint that is missing, cannot be read or holds weights that cannot be used, and for
+    data without dictionaries or with another dictionary or other labels than the checkpoint's.
     """
     lln_fairseq.register()
     state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
     if stored_options(state)["model"].get("_name") in LANGUAGE_MODELS:
         raise InputError(f"{checkpoint} holds a language model, which fairseq-eval-lm scores")
+    check_weights(state["model"], checkpoint)
     beside = os.path.dirname(os.path.abspath(checkpoint))
     if data is None and state["cfg"].task.data == "." and os.path.isfile(os.path.join(beside, "dict.txt")):
         state["cfg"].task.data = beside

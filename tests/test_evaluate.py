@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from lln_fairseq.evaluate import main
 from tests import fairseq_runs
@@ -105,6 +106,26 @@ def test_a_regression_has_correlations_and_scores(tmp_path, monkeypatch, capsys)
     scores = [float(line.split("\t")[1]) for line in tsv.read_text().splitlines()[1:]]
     assert len(scores) == 61
     assert 0 <= min(scores) <= max(scores) <= 5
+
+
+BIAS = "encoder.sentence_encoder.layers.0.fc1.bias"
+
+
+def with_bias(checkpoint, change):
+    """Save the checkpoint beside itself with another bias of the first layer, and return its path."""
+    state = torch.load(checkpoint)
+    state["model"][BIAS] = change(state["model"][BIAS])
+    path = checkpoint.with_name("changed.pt")
+    torch.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_weights_that_are_no_numbers_are_refused(dtype, tuned, capsys):
+    data, checkpoint, _ = tuned
+    code, said, error = evaluate(capsys, with_bias(checkpoint, lambda bias: bias.to(dtype)), data)
+    assert (code, said, error.count("\n")) == (1, "", 1)
+    assert f"{BIAS} is of dtype {str(dtype).removeprefix('torch.')}" in error
 
 
 def test_what_cannot_be_evaluated_is_said_in_one_line(tuned, tmp_path, monkeypatch, capsys):

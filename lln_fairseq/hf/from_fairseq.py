@@ -17,7 +17,7 @@ from lln_fairseq.hf.encoder import DICTIONARY, EMBEDDING, HEAD, MASK, OFFSET, PO
 from lln_fairseq.hf.names import ENCODER, HEAD_WEIGHT, Sizes, encoder_names, head_names
 from lln_fairseq.hf.tokenizer import TOKENIZER, check_dictionary
 from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import check_sums, peek
+from lln_fairseq.host.checkpoints import check_sums, check_weights, peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.fit import need_robertas_layers
 from lln_fairseq.host.run_tokenizer import DICTIONARIES, directories
@@ -40,6 +40,7 @@ def read(path: Path, dictionary: Path | None = None, heads: int | None = None, a
     check_sums(str(path))
     given = stored_options(state)["model"]
     need_robertas_layers(given, path)
+    check_weights(state["model"], path)
     tensors = _names_of_today(state["model"])
     if EMBEDDING not in tensors or POSITIONS not in tensors:
         kind = given.get("_name")

@@ -15,6 +15,7 @@ from lln_fairseq.hf.directory import CONFIG, as_float32, read_json, read_tensors
 from lln_fairseq.hf.encoder import EMBEDDING, HEAD, OFFSET, PADDING, POSITIONS, Encoder, first_few
 from lln_fairseq.hf.names import HEAD_BIAS, HEAD_WEIGHT, TOKEN_TYPES, Name, Sizes, encoder_names, head_names
 from lln_fairseq.hf.tokenizer import PIECES, Vocabulary, read_vocabulary
+from lln_fairseq.host.checkpoints import check_weights
 from lln_fairseq.host.errors import InputError
 
 BERT, XLM_R = "bert", "xlm-roberta"
@@ -39,6 +40,8 @@ def read(folder: Path) -> Encoder:
     config = read_json(folder / CONFIG)
     bert, sizes, options = _options(config, folder / CONFIG)
     tensors = _plain_names(read_tensors(folder))
+    used = {name: value for name, value in tensors.items() if OF_THE_MODEL.match(name) and not name.endswith("_ids")}
+    check_weights(used, folder)
     if sizes.layers > len(tensors):  # a number may be anything, and a name is made for every layer
         raise InputError(f"{folder}: num_hidden_layers is {sizes.layers}, but it holds {len(tensors)} tensors")
     names = list(encoder_names(sizes))

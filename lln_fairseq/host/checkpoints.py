@@ -44,6 +44,9 @@ LARGEST = 1 << 31  # of a count; fairseq seeds numpy with the epoch
 NUMBERS = ("best", "val_loss", "previous_training_time")  # of extra_state, if they are there
 WITHOUT_VALIDATION = "val_loss"  # is None where nothing was validated
 
+# Entries of a model's state that are no weights: seeds, and a buffer that fairseq does not initialize.
+NOT_WEIGHTS = ("_extra_state", "_float_tensor")
+
 OUR_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
 
 
@@ -65,6 +68,20 @@ def peek(path: str, mmap: bool = True) -> dict[str, Any]:
     if not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in parameters.items()):
         raise InputError(f"{path} is not a checkpoint of fairseq: its model is not made of named tensors")
     return state
+
+
+def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
+    """Raise InputError for weights that a program cannot use as they are.
+
+    Every program that uses a model without training it calls this for what it has read of `source`. A training does
+    not: what a diverged run has saved can still be loaded there.
+    """
+    for name, value in weights.items():
+        if name.endswith(NOT_WEIGHTS):
+            continue
+        if not value.is_floating_point():
+            kind = str(value.dtype).removeprefix("torch.")
+            raise InputError(f"{source}: {name} is of dtype {kind}, and weights must be floating-point: dequantize it")
 
 
 def plain_data(path: str, mmap: bool = True) -> Any:

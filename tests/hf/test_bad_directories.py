@@ -50,6 +50,8 @@ BAD = {
     "epsilon": (lambda c, t, f: c.update(layer_norm_eps=None), "layer_norm_eps is None, not a number from 0 to 1"),
     "shape": (lambda c, t, f: t.update({f"{KEY}.bias": torch.zeros(7)}),
               "encoder.layer.1.intermediate.dense.bias is 7, and config.json says 48"),
+    "integers": (lambda c, t, f: t.update({f"{KEY}.bias": t[f"{KEY}.bias"].to(torch.uint8)}),
+                 "encoder.layer.1.intermediate.dense.bias is of dtype uint8, and weights must be floating-point"),
     "missing": (lambda c, t, f: t.pop(f"{KEY}.bias"), "lacks encoder.layer.1.intermediate.dense.bias"),
     "unknown": (lambda c, t, f: t.update({"roberta.encoder.layer.0.adapter": torch.ones(2)}),
                 "has what no RoBERTa or BERT has: encoder.layer.0.adapter"),

@@ -82,6 +82,10 @@ BAD_CHECKPOINTS = {
     "shape": (lambda s: change(s, "layers.1.fc1.bias", torch.zeros(3)), r"layers.1.fc1.bias is 3, and the others need"),
     "missing": (lambda s: change(s, "layers.1.fc1.bias", None), r"lacks encoder.sentence_encoder.layers.1.fc1.bias"),
     "unknown": (lambda s: change(s, "adapter.bias", torch.zeros(3)), r"has what no RoBERTa has: encoder.sentence_enc"),
+    "integers": (
+        lambda s: change(s, "layers.1.fc1.bias", torch.zeros(64, dtype=torch.int8)),
+        r"layers.1.fc1.bias is of dtype int8, and weights must be floating-point",
+    ),
     "heads": (lambda s: {**s, "cfg": {"model": {"_name": "x"}}}, "does not say how many attention heads"),
 }
 
