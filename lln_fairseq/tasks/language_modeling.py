@@ -43,3 +43,20 @@ class LLNLanguageModelingTask(HostFixes, LanguageModelingTask):
             with data_utils.numpy_seed(self.cfg.seed):
                 order = np.random.permutation(len(dataset))
             self.datasets[split] = SortDataset(dataset, sort_order=[order, dataset.sizes])
+
+    def get_batch_iterator(
+        self,
+        dataset: Any,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        max_positions: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Raises: InputError for a sample that does not fit into the model; fairseq trains and scores without it."""
+        longest = int(dataset.sizes.max(initial=0))
+        if max_positions is not None and longest > max_positions:
+            raise InputError(
+                f"a sample has {longest} tokens, but the model and --max-tokens take at most {max_positions}: set "
+                f"--tokens-per-sample to {max_positions} with --sample-break-mode none or --shorten-method truncate"
+            )
+        return super().get_batch_iterator(dataset, max_tokens, max_sentences, max_positions, **kwargs)

@@ -136,6 +136,23 @@ def test_fairseq_eval_lm(corpus, run, monkeypatch, caplog):
     assert loss == pytest.approx(float(run[1]["valid"][-1]["valid_loss"]), abs=2e-3)
 
 
+def test_eval_lm_refuses_samples_that_it_would_not_score(corpus, run, monkeypatch):
+    arguments = [str(corpus), "--path", str(run[0] / "checkpoint_last.pt"), "--gen-subset", "valid", "--cpu"]
+    monkeypatch.setattr(
+        sys, "argv", ["fairseq-eval-lm", *arguments, *map(str, TASK[:-2]), "--tokens-per-sample", "100"]
+    )
+    with pytest.raises(InputError, match="a sample has 100 tokens, but the model and --max-tokens take at most 64"):
+        fairseq_cli.eval_lm.cli_main()
+
+
+def test_training_refuses_lines_that_do_not_fit(corpus, tmp_path, monkeypatch):
+    options = ("--sample-break-mode", "complete", "--tokens-per-sample", 16)
+    with pytest.raises(InputError, match="take at most 16: set --tokens-per-sample to 16"):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path, *LM, *options)
+    rows = train(monkeypatch, tmp_path / "log", corpus, tmp_path, *LM, *options, "--shorten-method", "truncate")
+    assert len(rows["train"]) == 3
+
+
 @pytest.mark.parametrize("name", ["lln_transformer_lm", "transformer_lm"])
 def test_the_recipe(name, corpus, tmp_path, monkeypatch):
     hydra_train(monkeypatch, f"model._name={name}", f"task.data={corpus}", f"checkpoint.save_dir={tmp_path}",
