@@ -31,7 +31,7 @@ from lln_fairseq.host.checkpoint_config import stored_options  # noqa: E402
 from lln_fairseq.host.checkpoints import peek  # noqa: E402
 from lln_fairseq.host.errors import InputError  # noqa: E402
 from lln_fairseq.host.fit import is_finetuned, label_names  # noqa: E402
-from lln_fairseq.loading import load_model  # noqa: E402
+from lln_fairseq.loading import load_model, require_finite  # noqa: E402
 
 SHOWN = {  # the metrics in the order in which they are printed, and how
     "accuracy": "accuracy {:.2%}",
@@ -71,7 +71,7 @@ def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
 def run(model: Any, task: Any, split: str, batch_size: int = 64) -> Outputs:
     """The model's outputs for every row of a split.
 
-    Raises: InputError for a split that does not exist.
+    Raises: InputError for a split that does not exist, and for a row whose outputs are not finite.
     """
     task.load_dataset(split)
     dataset = task.dataset(split)
@@ -89,8 +89,11 @@ def run(model: Any, task: Any, split: str, batch_size: int = 64) -> Outputs:
     order = torch.cat(rows).argsort()
     if not torch.equal(torch.cat(rows)[order], torch.arange(len(dataset))):
         raise RuntimeError(f"scored {len(order)} of {len(dataset)} rows of split '{split}'")
+    outputs = torch.cat(logits)[order]
+    suspect = int(outputs.isfinite().all(dim=-1).int().argmin())  # the first row that is not finite, or row 0
+    require_finite(outputs[suspect], f"row {suspect} of split '{split}'")
     labelled = targets[0] is not None
-    return Outputs(split, torch.cat(logits)[order], torch.cat(targets)[order] if labelled else None)
+    return Outputs(split, outputs, torch.cat(targets)[order] if labelled else None)
 
 
 def score(task: Any, outputs: Outputs) -> dict[str, Any]:
@@ -101,10 +104,10 @@ def score(task: Any, outputs: Outputs) -> dict[str, Any]:
 
     All but the loss (bits a row; mean squared error of a regression) lie in [0, 1] or [-1, 1].
     """
-    logits, targets = outputs.logits, outputs.targets
+    logits, targets = outputs.logits.double(), outputs.targets  # in float32 the loss of large logits is infinite
     base = {"split": outputs.split, "rows": len(logits)}
     if task.cfg.regression_target:
-        scores, targets = logits.view(-1), targets.float()
+        scores, targets = logits.view(-1), targets.double()
         found = {"loss": F.mse_loss(scores, targets).item()}
         return base | found | {"pearson": pearson(scores, targets), "spearman": spearman(scores, targets)}
     counts = Counts.of(logits.argmax(dim=-1), targets, task.cfg.num_classes)
@@ -142,6 +145,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--predict", type=Path, help="write a label for every row to this file, e.g. SST-2.tsv")
     parser.add_argument("--scale", type=float, default=5.0, help="of predicted scores (default: 5, that of STS-B)")
     args = parser.parse_args(argv)
+    if not 0 < args.scale < math.inf:
+        parser.error(f"--scale is {args.scale}, and must be above 0 and finite")
     args.splits = args.split.split(",")
     if "" in args.splits:
         parser.error("--split names an empty split: give for example valid,test")

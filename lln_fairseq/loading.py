@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, tasks
+from torch import Tensor
 
 import lln_fairseq
 from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, stored_options
@@ -39,3 +40,9 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
         raise InputError(f"cannot build the model of {checkpoint}: {first_line(error)}") from error
     model.eval()
     return (model.cuda() if torch.cuda.is_available() else model), task
+
+
+def require_finite(outputs: Tensor, place: str) -> None:
+    """Raise InputError if a model's outputs for the input that `place` names are not finite."""
+    if not outputs.isfinite().all():
+        raise InputError(f"the model gives NaN or infinite outputs for {place}: use another checkpoint")

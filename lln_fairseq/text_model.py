@@ -20,7 +20,7 @@ from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.fit import is_finetuned, label_names
 from lln_fairseq.host.run_tokenizer import SPECIAL, check_vocabulary, directories
-from lln_fairseq.loading import load_model
+from lln_fairseq.loading import load_model, require_finite
 from lln_fairseq.preparation import preparation
 from lln_fairseq.text_ids import Text, TextIds, batches_of, parts_of, rows_of
 
@@ -109,6 +109,7 @@ class TextModel(nn.Module):
         if not places.any():
             raise InputError(f"the {MASK} lies beyond the {self.ids.longest} tokens that the model takes")
         logits, _ = self.model(ids[None].to(self._device))
+        require_finite(logits, "this text")
         return logits[0][places.to(self._device)][0].float().softmax(dim=-1).cpu()
 
     def _each(self, texts: Iterable[Text], inputs: int, outputs: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
@@ -120,6 +121,7 @@ class TextModel(nn.Module):
             for batch in batches_of(samples):
                 tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
                 for number, row in zip(batch, outputs(tokens.to(self._device)).float().cpu(), strict=True):
+                    require_finite(row, f"the text {' | '.join(part[number])!r:.80}")
                     rows[number] = row
             yield from rows
 

@@ -1,13 +1,14 @@
 """Evaluation and prediction of fine-tuned checkpoints."""
 
 import json
+import math
 import re
 import shutil
 
 import pytest
 import torch
 
-from lln_fairseq.evaluate import main
+from lln_fairseq.evaluate import Outputs, load, main, score
 from tests import fairseq_runs
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, make_dictionary, train
 
@@ -126,6 +127,36 @@ def test_weights_that_are_no_numbers_are_refused(dtype, tuned, capsys):
     code, said, error = evaluate(capsys, with_bias(checkpoint, lambda bias: bias.to(dtype)), data)
     assert (code, said, error.count("\n")) == (1, "", 1)
     assert f"{BIAS} is of dtype {str(dtype).removeprefix('torch.')}" in error
+
+
+def test_parameters_that_are_not_finite_are_refused(tuned, capsys):
+    data, checkpoint, _ = tuned
+    code, said, error = evaluate(capsys, with_bias(checkpoint, lambda bias: bias.fill_(torch.inf)), data)
+    assert (code, said, error.count("\n")) == (1, "", 1)
+    assert f"{BIAS} has NaN or infinite values" in error
+
+
+def test_outputs_that_are_not_finite_are_refused(tuned, tmp_path, capsys):
+    data, checkpoint, _ = tuned
+    out = tmp_path / "valid.json"
+    changed = with_bias(checkpoint, lambda bias: bias.fill_(3e38))
+    code, said, error = evaluate(capsys, changed, data, "--json", out)
+    assert (code, said, error.count("\n")) == (1, "", 1)
+    assert "the model gives NaN or infinite outputs for row 0 of split 'valid'" in error
+    assert not out.exists()
+
+
+def test_loss_of_large_logits_is_finite(tuned):
+    _, task = load(str(tuned[1]), str(tuned[0]))
+    logits = torch.tensor([[3e38, -3e38]])
+    assert math.isfinite(score(task, Outputs("valid", logits, torch.tensor([1])))["loss"])
+
+
+@pytest.mark.parametrize("scale", ["nan", "inf", "0", "-5"])
+def test_a_scale_that_cannot_be_meant_is_refused(scale, capsys):
+    with pytest.raises(SystemExit):
+        main(["a.pt", "--predict", "a.tsv", "--scale", scale])
+    assert "must be above 0 and finite" in capsys.readouterr().err
 
 
 def test_what_cannot_be_evaluated_is_said_in_one_line(tuned, tmp_path, monkeypatch, capsys):

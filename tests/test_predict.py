@@ -202,6 +202,18 @@ def test_what_a_model_cannot_do_is_said_in_one_line(name, act, message, runs):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "act"), [
+    ("SST-2", lambda model: model.predict(["a film"])),
+    ("lm", lambda model: model.encode(["a film"])),
+    ("lm", lambda model: model.fill("a <mask>")),
+])  # fmt: skip
+def test_outputs_that_are_not_finite_are_refused(name, act, runs):
+    model = load(runs[name])
+    model.model.encoder.sentence_encoder.layers[0].fc1.bias.data.fill_(3e38)
+    with pytest.raises(InputError, match=r"NaN or infinite outputs for (the text 'a film'|this text)"):
+        act(model)
+
+
 def test_a_line_for_every_line(runs, glue, tmp_path, capsys):
     texts = ["", *(row[0] for row in texts_of(glue, "SST-2")), " ", "", "film", ""]
     (tmp_path / "in").write_text("\r\n".join(texts), encoding="utf-8-sig")

@@ -82,6 +82,8 @@ def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str])
         if not value.is_floating_point():
             kind = str(value.dtype).removeprefix("torch.")
             raise InputError(f"{source}: {name} is of dtype {kind}, and weights must be floating-point: dequantize it")
+        if not value.float().isfinite().all():
+            raise InputError(f"{source}: {name} has NaN or infinite values: use another checkpoint")
 
 
 def plain_data(path: str, mmap: bool = True) -> Any:

@@ -52,6 +52,7 @@ BAD = {
               "encoder.layer.1.intermediate.dense.bias is 7, and config.json says 48"),
     "integers": (lambda c, t, f: t.update({f"{KEY}.bias": t[f"{KEY}.bias"].to(torch.uint8)}),
                  "encoder.layer.1.intermediate.dense.bias is of dtype uint8, and weights must be floating-point"),
+    "NaN": (lambda c, t, f: t[f"{KEY}.bias"].fill_(torch.nan), "layer.1.intermediate.dense.bias has NaN or infinite"),
     "missing": (lambda c, t, f: t.pop(f"{KEY}.bias"), "lacks encoder.layer.1.intermediate.dense.bias"),
     "unknown": (lambda c, t, f: t.update({"roberta.encoder.layer.0.adapter": torch.ones(2)}),
                 "has what no RoBERTa or BERT has: encoder.layer.0.adapter"),

@@ -86,6 +86,10 @@ BAD_CHECKPOINTS = {
         lambda s: change(s, "layers.1.fc1.bias", torch.zeros(64, dtype=torch.int8)),
         r"layers.1.fc1.bias is of dtype int8, and weights must be floating-point",
     ),
+    "infinite": (
+        lambda s: change(s, "layers.1.fc1.bias", torch.full((64,), torch.inf)),
+        "layers.1.fc1.bias has NaN or infinite values",
+    ),
     "heads": (lambda s: {**s, "cfg": {"model": {"_name": "x"}}}, "does not say how many attention heads"),
 }
 
