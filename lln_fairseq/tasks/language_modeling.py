@@ -1,6 +1,7 @@
 """Language modelling, every token from those before it: fairseq's task with its silent failures mended."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
 from lln_fairseq.host.errors import InputError, input_errors
+from lln_fairseq.tasks._data_checks import check_lines, same_symbols
 from lln_fairseq.tasks._host_fixes import HostFixes, require_files
 from lln_fairseq.tasks._options import HostOptions
 
@@ -27,17 +29,25 @@ class LLNLanguageModelingTask(HostFixes, LanguageModelingTask):
 
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> "LLNLanguageModelingTask":
-        """Raises InputError for data without a dictionary, and for the way to cut text that fairseq cannot do."""
-        for directory in utils.split_paths(cfg.data):
+        """Raises InputError for data without a sound dictionary, and for the way to cut text that fairseq cannot do."""
+        directories = utils.split_paths(cfg.data)
+        for directory in directories:
             require_files(directory, "dict.txt")
+        same_symbols(*(Path(directory, "dict.txt") for directory in directories))
         if str(cfg.sample_break_mode) == "eos":
             raise InputError("sample_break_mode eos does not work in fairseq's language_modeling: none or complete do")
         with input_errors():
             return super().setup_task(cfg, **kwargs)
 
-    def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
-        """fairseq draws batches anew in every process, by its first epoch: a run that goes on would have others."""
-        super().load_dataset(split, *args, **kwargs)
+    def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
+        """fairseq draws batches anew in every process, by its first epoch: a run that goes on would have others.
+
+        Raises: InputError where the files of the split are damaged or do not fit the dictionary.
+        """
+        paths = utils.split_paths(self.cfg.data)
+        directory = paths[(epoch - 1) % len(paths)]
+        check_lines(f"{directory}/{split}", Path(directory, "dict.txt"), combine)
+        super().load_dataset(split, epoch=epoch, combine=combine, **kwargs)
         if split.startswith("train"):
             dataset = self.datasets[split]
             with data_utils.numpy_seed(self.cfg.seed):

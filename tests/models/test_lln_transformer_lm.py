@@ -14,7 +14,16 @@ from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from lln_fairseq.modules.causal_self_attention import CausalSelfAttention
 from tests import fairseq_runs
-from tests.fairseq_runs import TRAINING, USER_DIR, hydra_train, options, train
+from tests.fairseq_runs import (
+    TRAINING,
+    USER_DIR,
+    WORDS,
+    hydra_train,
+    make_corpus,
+    make_dictionary,
+    options,
+    train,
+)
 from tests.helpers import FLOAT32_FORWARD, relative_rms
 
 TASK = (*USER_DIR, *options("--task lln_language_modeling --tokens-per-sample 64 --dropout 0"))
@@ -151,6 +160,15 @@ def test_training_refuses_lines_that_do_not_fit(corpus, tmp_path, monkeypatch):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path, *LM, *options)
     rows = train(monkeypatch, tmp_path / "log", corpus, tmp_path, *LM, *options, "--shorten-method", "truncate")
     assert len(rows["train"]) == 3
+
+
+def test_data_of_another_dictionary_are_refused(tmp_path, monkeypatch):
+    one, other = make_corpus(tmp_path / "one"), make_corpus(tmp_path / "other", words=WORDS[::-1])
+    with pytest.raises(InputError, match="other symbols"):
+        train(monkeypatch, tmp_path / "log", f"{one}:{other}", tmp_path / "run", *LM)
+    make_dictionary(one / "dict.txt", WORDS[:30])
+    with pytest.raises(InputError, match="has 34 symbols"):
+        train(monkeypatch, tmp_path / "log", one, tmp_path / "run", *LM)
 
 
 @pytest.mark.parametrize("name", ["lln_transformer_lm", "transformer_lm"])
