@@ -173,6 +173,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self.library = Library.from_str(tokenizer_json.decode())
         self.library.no_truncation()
         self.library.no_padding()
+        if hasattr(self.library.model, "dropout"):  # of a BPE: the same text would get other ids every time
+            self.library.model.dropout = None
         added = self.library.get_added_tokens_decoder()
         ids = self.library.get_vocab()
         if (largest := max(ids.values(), default=-1)) >= MOST_IDS:  # a list of all is made

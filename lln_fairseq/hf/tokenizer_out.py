@@ -81,6 +81,8 @@ def _renumbered(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, An
     names = {tokenizer_json.special_token(before, name): name for name in (*SPECIAL, MASK)}
     now = {token: ids[names[token]] if token in names else ids[str(number)] for token, number in before.items()}
     model = dict(content["model"])
+    if "dropout" in model:
+        model["dropout"] = None
     if isinstance(model["vocab"], Mapping):
         model["vocab"] = {token: now[token] for token in model["vocab"]}
     else:

@@ -257,6 +257,19 @@ def test_gpt2_encodes_the_same(tmp_path):
     same_ids(tokenizer, new_vocabulary(tokenizer), [*TEXTS[:3], " the plot"], tmp_path)
 
 
+def test_bpe_dropout_is_switched_off(sources, copy, tmp_path):
+    theirs = TOKENIZERS["roberta"].from_pretrained(sources["roberta"][1])
+    content = json.loads(theirs.backend_tokenizer.to_str())
+    content["model"]["dropout"] = 0.5
+    folder = copy("roberta")
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    convert(folder, tmp_path / "ours", "softmax")
+    vocabulary = load_vocabulary(str(tmp_path / "ours"))
+    for _ in range(5):
+        assert vocabulary.tokenizer.encode_ids(TEXTS[:3]) == theirs(TEXTS[:3], add_special_tokens=False)["input_ids"]
+    same_ids(vocabulary.tokenizer, vocabulary, TEXTS[:3] * 5, tmp_path)
+
+
 def same_ids(tokenizer, vocabulary, texts, folder):
     symbols = ["<s>", "<pad>", "</s>", "<unk>", *vocabulary.symbols, "<mask>"]
     for name, content in tokenizer_out.exported(tokenizer.files, symbols, 64).items():
