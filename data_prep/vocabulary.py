@@ -11,6 +11,7 @@ give every text the same ids, and others are told apart.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,8 @@ from .tokenizers import (
 
 UNKNOWN = FAIRSEQ_SPECIAL.index("<unk>")
 DICTIONARY = "dict.txt"
+MAX_FILE = 256 << 20  # bytes
+_DICTIONARY_PLACE = re.compile(rf"(\w+/)?{re.escape(DICTIONARY)}")
 
 GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONARY)}
 
@@ -111,10 +114,17 @@ def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def _read(path: Path) -> bytes:
+    """Return the content of a regular file. Raises DataError."""
+    if path.exists() and not path.is_file():  # a pipe would block, a device may never end
+        raise DataError(f"cannot read {path}: it is not a regular file")
     try:
-        return path.read_bytes()
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE + 1)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > MAX_FILE:
+        raise DataError(f"cannot read {path}: it is larger than {MAX_FILE >> 20} MiB, which no tokenizer is")
+    return data
 
 
 def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
@@ -130,11 +140,14 @@ def _from_manifest(manifest: Path) -> Vocabulary:
     folder = manifest.parent
     try:
         record = json.loads(_read(manifest))["tokenizer"]
-        files = {name: _read(folder / name) for name in record["files"]}
+        files = {name: _read(folder / name) for name in TOKENIZER_FILES[record["kind"]]}
         for name, data in files.items():
             if sha256_bytes(data) != record["files"][name]:
                 raise DataError(f"{folder / name} is not the file that {manifest} lists")
-        dictionary = folder / record["dictionary"]["file"]
+        name = record["dictionary"]["file"]
+        if not _DICTIONARY_PLACE.fullmatch(name):
+            raise DataError(f"{manifest} names {name!r:.80}: expected {DICTIONARY}, or FOLDER/{DICTIONARY}, beside it")
+        dictionary = folder / name
         vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), dictionary)
         if vocabulary.identity != record["identity"]:
             raise DataError(f"{dictionary} is not the dictionary that {manifest} was written with")
