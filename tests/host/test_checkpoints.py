@@ -113,6 +113,13 @@ def test_what_several_workers_send_each_other_loads(tmp_path):
     assert torch.load(tmp_path / "a.pt")["cfg"].a[2] == "x"
 
 
+def test_path_that_is_not_utf8_loads(tmp_path):
+    """As every non-ASCII path looks to Python under a POSIX locale."""
+    path = tmp_path / "\udcff.pt"
+    torch.save({"model": {"weight": torch.ones(2)}}, path)
+    assert torch.equal(peek(str(path))["model"]["weight"], torch.ones(2))
+
+
 def test_a_number_that_changed_on_the_disk_is_noticed(tmp_path, monkeypatch):
     corpus, weight = make_corpus(tmp_path / "corpus"), ENCODER + "layers.0.fc1.weight"
     train(monkeypatch, tmp_path / "log", corpus, tmp_path, *MASKED_LM, *LLN, "--max-update", 1)
