@@ -47,6 +47,11 @@ def convert(
     """Writes OUT whole or not at all; returns what is in it. Raises: InputError."""
     with input_errors():
         need_attention(attention, "takes no parameters of another encoder")
+    if not source.exists():
+        raise InputError(f"no such directory or checkpoint: {source}")
+    if source.is_dir() and (heads is not None or dictionary is not None):
+        option = "--dictionary" if heads is None else "--heads"
+        raise InputError(f"{option} is for a checkpoint of fairseq, and {source} is a directory: leave it out")
     with new_directory(out) as folder:
         encoder = from_hf.read(source) if source.is_dir() else from_fairseq.read(source, dictionary, heads, attention)
         if positions is not None:

@@ -1,6 +1,7 @@
 """Encoders of Hugging Face in our checkpoints: the same logits, the same ids."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from data_prep.vocabulary import load_vocabulary
 from lln_fairseq.convert import convert, main
 from lln_fairseq.hf.encoder import EMBEDDING, POSITIONS
 from lln_fairseq.host.checkpoints import peek
+from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, make_classification, train
 from tests.hf.sources import TEXTS, TOKENIZERS, encoded, logits, make_model, rename
@@ -172,6 +174,19 @@ def test_other_lengths(positions, how, attention, sources, tmp_path):
     assert len(peek(str(tmp_path / "out" / "model.pt"))["model"][POSITIONS]) == positions + 2
     if positions == 100:
         assert logits(tmp_path / "out", torch.full((1, 100), 5)).shape[1] == 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 7}, "--heads is for a checkpoint of fairseq, and .* is a directory: leave it out"),
+        ({"dictionary": Path("dict.txt")}, "--dictionary is for a checkpoint of fairseq"),
+    ],
+)
+def test_options_that_do_not_fit_a_directory_are_refused(options, message, sources, tmp_path):
+    with pytest.raises(InputError, match=message):
+        convert(sources["roberta"][1], tmp_path / "out", "softmax", **options)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_fine_tuning_goes_on_from_it(sources, tmp_path, monkeypatch):

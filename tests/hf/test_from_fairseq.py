@@ -77,7 +77,7 @@ def test_parameters_of_an_attention_are_kept_with_its_options_and_fit_no_other_l
 
 
 BAD_CHECKPOINTS = {
-    "nothing": (None, "no such checkpoint"),
+    "nothing": (None, "no such directory or checkpoint"),
     "other": (lambda s: {**s, "model": {"x": torch.zeros(1)}}, r"is no RoBERTa, it is a lln_roberta_tiny: it has no"),
     "shape": (lambda s: change(s, "layers.1.fc1.bias", torch.zeros(3)), r"layers.1.fc1.bias is 3, and the others need"),
     "missing": (lambda s: change(s, "layers.1.fc1.bias", None), r"lacks encoder.sentence_encoder.layers.1.fc1.bias"),
