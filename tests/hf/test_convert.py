@@ -179,6 +179,8 @@ def test_other_lengths(positions, how, attention, sources, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"positions": 10**12}, "--positions is 1000000000000, and must be from 1 to 1048576"),
+        ({"positions": 0}, "--positions is 0, and must be from 1"),
         ({"heads": 7}, "--heads is for a checkpoint of fairseq, and .* is a directory: leave it out"),
         ({"dictionary": Path("dict.txt")}, "--dictionary is for a checkpoint of fairseq"),
     ],
