@@ -139,7 +139,7 @@ def _left_out(tensors: dict[str, Tensor], names: list[Name], folder: Path) -> li
 def _vocabulary(folder: Path, config: dict[str, Any], rows: int) -> Vocabulary:
     if (folder / PIECES).is_file() and config["model_type"] != XLM_R:
         raise InputError(f"{folder}: {PIECES} is XLM-R's, and this is a {config['model_type']}")
-    return read_vocabulary(folder, rows, config.get("pad_token_id"))
+    return read_vocabulary(folder, rows, config)
 
 
 def _positions(parameters: dict[str, Tensor], tensors: dict[str, Tensor], bert: bool, padding: int,

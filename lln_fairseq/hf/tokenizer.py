@@ -6,7 +6,7 @@ of the two kinds.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,20 @@ from lln_fairseq.hf.encoder import MASK, SPECIAL
 from lln_fairseq.host.errors import InputError, first_line
 
 TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 PIECES = "sentencepiece.bpe.model"  # XLM-R's
 PIECE_OFFSET = 1  # XLM-R's id of a SentencePiece id, from the first piece that is no control symbol on
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ADDITIONAL = "additional_special_tokens"
+FLAGS = ("single_word", "lstrip", "rstrip")
+# The classes of transformers that are read as transformers reads them; those of BERT set its normalizer again.
+CLASSES = {"bert": "BertTokenizer", "roberta": "RobertaTokenizer", "xlm-roberta": "XLMRobertaTokenizer"}
+BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
+ROBERTA_CLASSES = ("RobertaTokenizer", "LongformerTokenizer", "BartTokenizer", "GPT2Tokenizer")
+KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTrainedTokenizer")
 
 
 @dataclass(frozen=True)
@@ -30,14 +42,34 @@ class Vocabulary:
     files: dict[str, bytes]
 
 
-def read_vocabulary(folder: Path, rows: int, padding: int | None) -> Vocabulary:
-    """The tokenizer in `folder` for an embedding of `rows` rows, whose configuration says where padding is.
+def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> Vocabulary:
+    """Return the tokenizer in `folder` as transformers' AutoTokenizer loads it.
+
+    Args:
+        rows: the number of rows of the embedding.
+        config: the content of config.json.
 
     Raises: InputError where there is none, where it is damaged, and for the first token that does not fit.
     """
     ids = _ids(folder)
     if ids is None:
         raise InputError(f"{folder} has no tokenizer: neither {TOKENIZER}, {PIECES}, vocab.txt, nor vocab.json")
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    name = settings.get("tokenizer_class") or config.get("tokenizer_class") or CLASSES[config["model_type"]]
+    class_name = str(name).removesuffix("Fast")
+    if class_name not in KNOWN_CLASSES:
+        raise InputError(f"{folder}: its tokenizer is a {name}, and may be one of {', '.join(KNOWN_CLASSES)}")
+    document = b""
+    try:
+        added = _added_tokens(folder, settings)
+        if not _is_pieces_alone(folder, ids, added):
+            content = _document(folder, settings, class_name, added)
+            ids |= tokenizer_json.token_ids(content)
+            document = _as_bytes(content, folder / TOKENIZER)
+    except InputError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder}: the tokenizer or its {SETTINGS} is damaged: {first_line(error)}") from error
     beyond = min(((number, token) for token, number in ids.items() if not 0 <= number < rows), default=None)
     if beyond:
         raise InputError(f"{folder}: the tokenizer has the token {beyond[1]!r} with id {beyond[0]}, but the "
@@ -50,13 +82,14 @@ def read_vocabulary(folder: Path, rows: int, padding: int | None) -> Vocabulary:
         special.append(ids[token])
     if len(set(special)) != len(special):
         raise InputError(f"{folder}: the tokenizer has special tokens with the same id: {special}")
+    padding = config.get("pad_token_id")
     if padding not in (None, special[1]):
         raise InputError(f"{folder}: padding is {special[1]} to the tokenizer, and {padding} in config.json")
     others = sorted(set(range(rows)) - set(special))
     order = [*special[:-1], *others, special[-1]]
-    if (folder / PIECES).is_file():
+    if not document:
         return Vocabulary(order, _piece_symbols(ids, others), {"spm.model": (folder / PIECES).read_bytes()})
-    return Vocabulary(order, [str(row) for row in others], {TOKENIZER: _document(folder)})
+    return Vocabulary(order, [str(row) for row in others], {TOKENIZER: document})
 
 
 def _ids(folder: Path) -> dict[str, int] | None:
@@ -118,25 +151,107 @@ def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
     return symbols
 
 
-def _document(folder: Path) -> bytes:
-    """tokenizer.json as it is there, or as the older files say it."""
+def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tokens that the files beside the vocabulary add, in transformers' order.
+
+    Each is an entry of tokenizer.json's `added_tokens`; its id is None where no file states it.
+    """
+    special = [settings.get(role) for role in ROLES] + list(settings.get(ADDITIONAL) or ())
+    tokens: dict[int, Any] = {}
+    if "added_tokens_decoder" in settings:  # transformers then ignores the older files
+        tokens = {int(number): token for number, token in settings["added_tokens_decoder"].items()}
+    else:
+        if (folder / SPECIAL_MAP).is_file():
+            older = read_json(folder / SPECIAL_MAP)
+            special += [older.get(role) for role in ROLES] + list(older.get(ADDITIONAL) or ())
+        if (folder / ADDED).is_file():
+            tokens = {number: token for token, number in _from_json(folder / ADDED).items()}
+    named = [_entry(token, None, True) for token in special if token is not None]
+    names = {token["content"] for token in named}
+    return [_entry(tokens[number], number, _content(tokens[number]) in names) for number in sorted(tokens)] + named
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _entry(token: str | Mapping[str, Any], number: int | None, special: bool) -> dict[str, Any]:
+    flags: Mapping[str, Any] = {} if isinstance(token, str) else token
+    normalized = flags.get("normalized", not (special or flags.get("special")))
+    content = {name: bool(flags.get(name, False)) for name in FLAGS}
+    return {"id": number, "content": _content(token), **content, "normalized": normalized, "special": False}
+
+
+def _is_pieces_alone(folder: Path, ids: Mapping[str, int], added: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if the SentencePiece model in `folder` has every token.
+
+    Raises: InputError if it lacks one that no tokenizer.json has either.
+    """
+    if not (folder / PIECES).is_file():
+        return False
+    pieces = _from_pieces(folder / PIECES)
+    missing = [token for token in [*ids, *(token["content"] for token in added)] if token not in pieces]
+    if missing and not (folder / TOKENIZER).is_file():
+        raise InputError(f"{folder}: {PIECES} lacks the added token {missing[0]!r}: save it with a {TOKENIZER} "
+                         "(AutoTokenizer's save_pretrained)")  # fmt: skip
+    return not missing
+
+
+def _document(
+    folder: Path, settings: Mapping[str, Any], class_name: str, added: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return tokenizer.json, or the same made of the older files, as this class of transformers changes it."""
     if (folder / TOKENIZER).is_file():
-        return (folder / TOKENIZER).read_bytes()
-    settings: dict[str, Any] = {}
-    if (folder / "tokenizer_config.json").is_file():
-        settings = read_json(folder / "tokenizer_config.json")
-    if (folder / "vocab.txt").is_file():
-        content = tokenizer_json.word_piece(
-            _from_lines(folder / "vocab.txt"),
-            lowercase=bool(settings.get("do_lower_case", True)),
-            strip_accents=settings.get("strip_accents"),
-            chinese=bool(settings.get("tokenize_chinese_chars", True)),
-        )
-        return tokenizer_json.as_bytes(content)
-    if not (folder / "merges.txt").is_file():
+        content = read_json(folder / TOKENIZER)
+    elif (folder / "vocab.txt").is_file():
+        content = tokenizer_json.word_piece(_from_lines(folder / "vocab.txt"))
+    elif (folder / "merges.txt").is_file():
+        ids = _from_json(folder / "vocab.json")
+        content = tokenizer_json.byte_level_bpe(ids, _merges(folder / "merges.txt", ids))
+    else:
         raise InputError(f"{folder} has vocab.json without merges.txt")
-    ids, prefix = _from_json(folder / "vocab.json"), bool(settings.get("add_prefix_space", False))
-    return tokenizer_json.as_bytes(tokenizer_json.byte_level_bpe(ids, _merges(folder / "merges.txt", ids), prefix))
+    normalizer = content.get("normalizer") or {}
+    if class_name in BERT_CLASSES and normalizer.get("type") == "BertNormalizer":
+        normalizer["lowercase"] = bool(settings.get("do_lower_case", True))
+        normalizer["strip_accents"] = settings.get("strip_accents")
+        normalizer["handle_chinese_chars"] = bool(settings.get("tokenize_chinese_chars", True))
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    if pre_tokenizer.get("type") == "ByteLevel":
+        pre_tokenizer["add_prefix_space"] = bool(settings.get("add_prefix_space", False))
+    _add_tokens(content, added, folder)
+    return content
+
+
+def _as_bytes(content: Mapping[str, Any], source: Path) -> bytes:
+    """Return the bytes of a tokenizer.json; those of `source` if nothing has changed, so that checksums agree."""
+    if source.is_file() and read_json(source) == content:
+        return source.read_bytes()
+    return tokenizer_json.as_bytes(content)
+
+
+def _add_tokens(content: dict[str, Any], added: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Add tokens to a tokenizer.json, with the ids that Hugging Face's library gives them.
+
+    Only fairseq's special tokens stay special: data_prep has no symbol for a special token.
+    """
+    ids = tokenizer_json.token_ids(content)
+    tokens = list(content.get("added_tokens") or ())
+    present = {token["content"] for token in tokens}
+    for token in added:
+        name = token["content"]
+        number = ids.setdefault(name, max(ids.values()) + 1)
+        if token["id"] not in (None, number):
+            raise InputError(
+                f"{folder}: the added token {name!r} has id {token['id']}, but transformers gives it {number}"
+            )
+        if name not in present:
+            tokens.append({**token, "id": number})
+            present.add(name)
+    fairseq_names = {name for names in tokenizer_json.SPECIAL.values() for name in names}
+    tokens.sort(key=lambda token: token["id"])
+    for token in tokens:
+        token["special"] = token["content"] in fairseq_names
+    content["added_tokens"] = tokens
 
 
 def _merges(path: Path, ids: Mapping[str, int]) -> list[str]:

@@ -26,7 +26,7 @@ def special_token(ids: Mapping[str, int], name: str) -> str | None:
     return next((token for token in SPECIAL[name] if token in ids), None)
 
 
-def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str], add_prefix_space: bool = False) -> dict[str, Any]:
+def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
     """That of GPT-2 and RoBERTa. ids: token, in GPT-2's letters, to id; merges: "left right", in their order."""
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
@@ -36,21 +36,21 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str], add_prefix_spa
     return document(
         ids,
         model,
-        pre_tokenizer={**bytes_to_letters, "add_prefix_space": add_prefix_space},
+        pre_tokenizer={**bytes_to_letters, "add_prefix_space": False},
         decoder={**bytes_to_letters, "add_prefix_space": True},
     )
 
 
-def word_piece(ids: Mapping[str, int], lowercase: bool, strip_accents: bool | None, chinese: bool) -> dict[str, Any]:
-    """That of BERT."""
+def word_piece(ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the tokenizer of BERT, which takes case and accents away."""
     unknown = special_token(ids, "<unk>")
     model = {
         "type": "WordPiece", "unk_token": unknown, "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
         "vocab": dict(ids),
     }  # fmt: skip
     normalizer = {
-        "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": chinese, "strip_accents": strip_accents,
-        "lowercase": lowercase,
+        "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
+        "lowercase": True,
     }  # fmt: skip
     return document(
         ids,

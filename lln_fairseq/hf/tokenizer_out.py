@@ -55,6 +55,7 @@ def exported(files: Mapping[str, bytes], symbols: Sequence[str], positions: int)
         "model_max_length": positions,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
+        "add_prefix_space": bool((content.get("pre_tokenizer") or {}).get("add_prefix_space", False)),
         **special,
     }
     return {
@@ -83,10 +84,12 @@ def _renumbered(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, An
     model = dict(content["model"])
     if "dropout" in model:
         model["dropout"] = None
+    # Added tokens go into the vocabulary, else the library gives them the next free ids.
     if isinstance(model["vocab"], Mapping):
-        model["vocab"] = {token: now[token] for token in model["vocab"]}
+        model["vocab"] = now
     else:
-        scores = {now[piece]: [piece, score] for piece, score in model["vocab"]}
+        scores = {number: [token, NEVER] for token, number in now.items()}
+        scores |= {now[piece]: [piece, score] for piece, score in model["vocab"]}
         model["unk_id"] = now[str(tokenizer_json.special_token(before, "<unk>"))]
         model["vocab"] = [scores.get(row, [f"madeupword{row}", NEVER]) for row in range(max(scores) + 1)]
     added = [{**token, "id": now[token["content"]]} for token in content.get("added_tokens") or ()]

@@ -5,6 +5,7 @@ import json
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     BertModel,
@@ -81,6 +82,21 @@ def pieces(folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sentencepiece.bpe.model").write_bytes(train_sentencepiece(TEXTS * 3, PIECES, "unigram"))
     return PIECES + 2
+
+
+def make_model_with_settings(kind, folder, settings, as_tokenizer_json=True, added=None):
+    """As make_model, with these settings in tokenizer_config.json, these added tokens and two rows for new tokens."""
+    model = make_model(kind, folder)
+    if as_tokenizer_json:
+        AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | settings))
+    if added:
+        ids = {token: model.config.vocab_size + number for number, token in enumerate(added)}
+        (folder / "added_tokens.json").write_text(json.dumps(ids))
+    model.resize_token_embeddings(model.config.vocab_size + 2)
+    model.save_pretrained(folder)
 
 
 def encoded(folder, texts=TEXTS):

@@ -69,6 +69,10 @@ BAD = {
     "two tokenizers": (lambda c, t, f: (f / "vocab.txt").write_text("<pad>\n"), "'<pad>' is 1 in vocab.json and 0 in"),
     "padding": (lambda c, t, f: c.update(pad_token_id=0), "padding is 1 to the tokenizer, and 0 in config.json"),
     "no mask": (lambda c, t, f: remove_token(f, "<mask>"), "the tokenizer has no <mask> or"),
+    "damaged settings": (lambda c, t, f: (f / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"a": 1}}'),
+                         "the tokenizer or its tokenizer_config.json is damaged: invalid literal"),
+    "another id": (lambda c, t, f: (f / "added_tokens.json").write_text('{"zebra": 7000}'),
+                   "the added token 'zebra' has id 7000, but transformers gives it"),
     "pickle": (pickled, "it wants to call print, which no checkpoint may"),
 }  # fmt: skip
 

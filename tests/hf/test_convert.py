@@ -15,7 +15,7 @@ from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, make_classification, train
-from tests.hf.sources import TEXTS, TOKENIZERS, encoded, logits, make_model, rename
+from tests.hf.sources import TEXTS, TOKENIZERS, encoded, logits, make_model, make_model_with_settings, rename
 
 NEW_HEAD = "no masked LM's head in the source: a new one, untrained"
 
@@ -211,3 +211,45 @@ def test_older_files_of_a_tokenizer_encode_as_transformers_does_from_them(source
     theirs = AutoTokenizer.from_pretrained(sources["roberta"][1])
     ours = load_vocabulary(str(tmp_path / "out")).tokenizer
     assert ours.encode_ids(TEXTS[:3]) == [theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS[:3]]
+
+
+ADDITIONAL = {"additional_special_tokens": ["<ent>", "</ent>"]}
+SETTINGS = [
+    ("bert", {"do_lower_case": False}),
+    ("bert", {"strip_accents": False}),
+    ("roberta", {"add_prefix_space": True}),
+    ("roberta", ADDITIONAL),
+    ("bert", ADDITIONAL),
+    ("bert", {"additional_special_tokens": ["[unused0]"]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "as_tokenizer_json", "added"),
+    [
+        *[(*kind_and_settings, True, ()) for kind_and_settings in SETTINGS],
+        *[(*kind_and_settings, False, ()) for kind_and_settings in SETTINGS],
+        ("bert", {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False}, True, ()),
+        ("xlm-roberta", ADDITIONAL, True, ()),
+        ("roberta", {}, False, ("<ent>", "</ent>")),
+        ("bert", {}, False, ("<ent>", "</ent>")),
+    ],
+)
+def test_tokenizer_is_read_as_transformers_reads_it(kind, settings, as_tokenizer_json, added, tmp_path):
+    make_model_with_settings(kind, tmp_path / "in", settings, as_tokenizer_json, added)
+    convert(tmp_path / "in", tmp_path / "out", "softmax")
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "in"), load_vocabulary(str(tmp_path / "out"))
+    for text in [*TEXTS[:3], "<ent>the plot</ent> isn't <ent>", "ÉVA the[unused0]plot"]:
+        expected = theirs(text, add_special_tokens=False)["input_ids"]
+        (ids,) = ours.tokenizer.encode_ids([text])
+        assert ids == expected, text
+        assert [row == 3 for row in ours.table[ids]] == [number == theirs.unk_token_id for number in ids]
+
+
+def test_added_tokens_that_a_sentencepiece_model_lacks_and_unknown_classes_are_refused(tmp_path):
+    make_model_with_settings("xlm-roberta", tmp_path / "in", ADDITIONAL, as_tokenizer_json=False)
+    with pytest.raises(InputError, match=r"sentencepiece.bpe.model lacks the added token '<ent>': save it with a"):
+        convert(tmp_path / "in", tmp_path / "out", "softmax")
+    (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PhobertTokenizer"}))
+    with pytest.raises(InputError, match=r"its tokenizer is a PhobertTokenizer, and may be one of BertTokenizer"):
+        convert(tmp_path / "in", tmp_path / "out", "softmax")

@@ -28,7 +28,7 @@ from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from lln_fairseq.ops.moment_matching import standard_deviations
 from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, make_classification, train
-from tests.hf.sources import TEXTS, TOKENIZERS, make_model, ours, padded_batch, shaken
+from tests.hf.sources import TEXTS, TOKENIZERS, make_model, make_model_with_settings, ours, padded_batch, shaken
 
 
 def logits(model, tokens, **options):
@@ -268,6 +268,15 @@ def test_bpe_dropout_is_switched_off(sources, copy, tmp_path):
     for _ in range(5):
         assert vocabulary.tokenizer.encode_ids(TEXTS[:3]) == theirs(TEXTS[:3], add_special_tokens=False)["input_ids"]
     same_ids(vocabulary.tokenizer, vocabulary, TEXTS[:3] * 5, tmp_path)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_added_tokens_and_the_prefix_space_are_exported(kind, tmp_path):
+    settings = {"add_prefix_space": True, "additional_special_tokens": ["<ent>", "</ent>"]}
+    make_model_with_settings(kind, tmp_path / "in", settings)
+    convert(tmp_path / "in", tmp_path / "ours", "softmax")
+    vocabulary = load_vocabulary(str(tmp_path / "ours"))
+    same_ids(vocabulary.tokenizer, vocabulary, [*TEXTS[:3], "the <ent>plot</ent>"], tmp_path)
 
 
 def same_ids(tokenizer, vocabulary, texts, folder):
