@@ -3,7 +3,7 @@
 overflows            the number of updates that fp16 had to skip so far
 patience             how long there has been no better score, for a training that stops early
 scaler               where the loss scaler is in its window; fairseq keeps the loss scale alone
-masters              the float32 parameters of --fp16; fairseq starts again from their float16 copies
+masters              the float32 parameters of --fp16 and --bf16; fairseq starts again from their 16-bit copies
 dictionary           its hash, so that data with another one are refused
 origin               hashes of the data and of the model that the run began with: others for the same run are refused
 """
@@ -75,8 +75,8 @@ class ExactResume:
         state: dict[str, Any] = {"overflows": self.overflows, "patience": run_state.patience()}
         if scaler := self.scaler:
             state["scaler"] = {name: getattr(scaler, name) for name in SCALER_STATE}
-            if not self.cfg.no_save_optimizer_state:
-                state["masters"] = [master.detach().cpu() for master in self._masters()]
+        if not self.cfg.no_save_optimizer_state:
+            state["masters"] = [master.detach().cpu() for master in self._masters()]
         # fairseq looks its tasks' state up by class name, and checkpoint.py by ours
         data = {
             "dictionary": dictionary_hash(self.source_dictionary),
@@ -94,19 +94,22 @@ class ExactResume:
 
     def _restore(self, state: dict[str, Any]) -> None:
         saved = state.get("scaler")
-        if not self.scaler or not isinstance(saved, dict):
-            return
-        for name in SCALER_STATE:
-            if isinstance(saved.get(name), int):
-                setattr(self.scaler, name, saved[name])
-        self._last_overflow = self.scaler._last_overflow_iter
-        masters, values = self._masters(), state.get("masters", [])
+        if self.scaler and isinstance(saved, dict):
+            for name in SCALER_STATE:
+                if isinstance(saved.get(name), int):
+                    setattr(self.scaler, name, saved[name])
+            self._last_overflow = self.scaler._last_overflow_iter
+        masters = self._masters()
+        values = state.get("masters", [])
         if [master.shape for master in masters] == [getattr(value, "shape", None) for value in values]:
             with torch.no_grad():
                 for master, value in zip(masters, values, strict=True):
                     master.copy_(value)
 
     def _masters(self) -> list[Tensor]:
-        """--fp16's float32 parameters, one a device or one a parameter; none with --memory-efficient-fp16."""
+        """Return the float32 parameters of --fp16 or --bf16: one tensor per device or one per parameter.
+
+        The list is empty in float32 and with --memory-efficient-fp16 and --memory-efficient-bf16.
+        """
         masters = getattr(self._optimizer, "fp32_params", None)
         return list(masters.values()) if isinstance(masters, dict) else list(masters) if masters is not None else []

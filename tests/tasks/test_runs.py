@@ -31,7 +31,16 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("precision", [(), FP16, ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 8)])
+RESUMED = [
+    (),
+    FP16,
+    ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 8),
+    ("--bf16",),
+    ("--bf16", "--fp16-no-flatten-grads", "--optimizer", "nag"),
+]
+
+
+@pytest.mark.parametrize("precision", RESUMED, ids=lambda options: " ".join(map(str, options)))
 def test_an_interrupted_run_goes_on_exactly(precision, corpus, tmp_path, monkeypatch, half):
     options = (*MASKED_LM, *LLN, *precision, "--fp16-scale-window", 3)
     train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options, "--max-update", 10)
