@@ -7,7 +7,8 @@
                                 what turns text into the model's ids stayed with the data
     load_checkpoint_to_cpu      built whatever the file's configuration named, and its options were evaluated
     Trainer.load_checkpoint     what does not fit ended in pages about "the architectures"; in the middle of an epoch
-                                other batches were counted as if they were the same
+                                other batches were counted as if they were the same; --ema-update-freq was not
+                                resumed exactly
     Trainer.train_step          NaN and the minimum loss scale did not say where and what to try
     call_main                   more workers than devices and Ctrl-C ended in a traceback; --bf16 meant a TPU; two
                                 trainings in one directory
@@ -128,6 +129,8 @@ def _load(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwa
         ) from error
     if state:
         _take_up(trainer, filename, state)
+        if trainer.cfg.ema.store_ema:  # fairseq counts the updates since the last average from 0 again
+            trainer.ema.update_freq_counter = trainer.get_num_updates() % max(trainer.cfg.ema.ema_update_freq, 1)
     return state
 
 

@@ -37,6 +37,7 @@ RESUMED = [
     ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 8),
     ("--bf16",),
     ("--bf16", "--fp16-no-flatten-grads", "--optimizer", "nag"),
+    ("--store-ema", "--ema-fp32", "--ema-update-freq", 2, "--ema-decay", 0.9),
 ]
 
 
@@ -48,6 +49,8 @@ def test_an_interrupted_run_goes_on_exactly(precision, corpus, tmp_path, monkeyp
     train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "b", *options, "--max-update", 10)
     whole, resumed = (torch.load(tmp_path / run / "checkpoint_last.pt") for run in "ab")
     assert same(whole["model"], resumed["model"])
+    averages = [state["extra_state"].get("ema_fp32_params", {}) for state in (whole, resumed)]
+    assert same(*averages)
     scales = [state["last_optimizer_state"].get("loss_scale") for state in (whole, resumed)]
     assert scales[0] == scales[1]
 
