@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.registry import REGISTRIES
+from fairseq.tasks import TASK_REGISTRY
 from fairseq.utils import split_paths
 from omegaconf import DictConfig, OmegaConf
 
@@ -34,6 +37,7 @@ SINGLE = {
     "dataset": ("train_subset",),
     "checkpoint": ("best_checkpoint_metric", "maximize_best_checkpoint_metric"),
 }
+CLASSES = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}  # by name; those of the other groups: REGISTRIES
 NO_LIMIT = "as many as there are"
 TOKENS = {"tokens an update", "dataset.max_tokens"}  # where sequences are counted too one of them may change
 
@@ -119,7 +123,7 @@ def differences(saved: Any, here: DictConfig) -> list[str]:
 def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """("common.seed", 1), ... : of a configuration as plain dictionaries, what changes the result of its training."""
     for group in WHOLE:
-        options = as_dict(config.get(group))
+        options = _own_options(group, config.get(group))
         ignored = MAY_CHANGE[group] | (_of_other_attentions(options) if group == "model" else set())
         yield from ((f"{group}.{key}", value) for key, value in options.items() if key not in ignored)
     model = as_dict(config.get("model"))
@@ -132,6 +136,24 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         options = as_dict(config.get(group))
         yield from ((f"{group}.{key}", options[key]) for key in keys if key in options)
     yield from _size_of_an_update(config)
+
+
+def _own_options(name: str, group: Any) -> dict[str, Any]:
+    """Return the options of a group that its class declares.
+
+    The group of a class without a dataclass, such as the optimizer sgd or fairseq's own RoBERTa, is a Namespace of all
+    arguments of the command line, those of other groups included.
+    """
+    options = as_dict(group)
+    if not isinstance(group, argparse.Namespace):
+        return options
+    registry = CLASSES[name] if name in CLASSES else REGISTRIES[name]["registry"]
+    chosen = registry.get(str(options.get("_name")))
+    parser = argparse.ArgumentParser()
+    if chosen is not None:
+        chosen.add_args(parser)
+    declared = {"_name", *(action.dest for action in parser._actions)}
+    return {key: value for key, value in options.items() if key in declared}
 
 
 def as_dict(group: Any) -> dict[str, Any]:

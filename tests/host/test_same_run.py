@@ -140,6 +140,22 @@ def test_what_does_not_change_the_result_goes_on(begun, tmp_path, monkeypatch):
     assert log["train"][-1]["num_updates"] == "4"
 
 
+WITHOUT_DATACLASS = [("--optimizer", name) for name in ("sgd", "adamax", "adagrad", "adadelta", "adafactor")]
+WITHOUT_DATACLASS.append(("--arch", "roberta_base"))
+
+
+@pytest.mark.parametrize("options", WITHOUT_DATACLASS, ids=" ".join)
+def test_classes_without_a_dataclass_resume_after_harmless_changes(options, begun, tmp_path, monkeypatch):
+    train(monkeypatch, tmp_path / "a.log", begun[0], tmp_path / "a", *COMMON, *options, "--max-update", 1)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    harmless = ("--max-update", 2, "--log-interval", 2, "--num-workers", 1, "--patience", 5)
+    log = train(monkeypatch, tmp_path / "b.log", begun[0], tmp_path / "b", *COMMON, *options, *harmless)
+    assert log["train"][-1]["num_updates"] == "2"
+    others = ("--max-update", 3, "--dropout", 0.3, "--weight-decay", 0.2)
+    with pytest.raises(InputError, match=r"model\.dropout = 0\.1, .* optimizer\.weight_decay = 0\.0, "):
+        train(monkeypatch, tmp_path / "c.log", begun[0], tmp_path / "b", *COMMON, *options, *others)
+
+
 def test_a_model_of_fairseqs_own_that_is_given_an_attention(begun, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     options = ("model=tiny", "corpus=demo", "run=cpu", f"task.data={begun[0]}", "lr_scheduler.warmup_updates=1",
