@@ -42,6 +42,12 @@ RANGES = {  # of what fairseq takes as it is: it would train nothing, or end in 
     "task.random_token_prob": PROBABILITY,
 }
 
+NOT_TRAINABLE = {  # options with which fairseq ends in a traceback, or saves checkpoints that cannot be loaded
+    "model.spectral_norm_classification_head": "its checkpoints cannot be loaded. Leave it out",
+    "model.encoder_layers_to_keep": "its checkpoints would state all layers. Set model.encoder_layers instead",
+    "model.decoder_layers_to_keep": "its checkpoints would state all layers. Set model.decoder_layers instead",
+}
+
 LAST = "checkpoint_last.pt"
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # by these fairseq sees that torchrun started it
 
@@ -52,6 +58,7 @@ def check_command(cfg: Any) -> None:
         part(cfg)
     if cfg.model is not None:  # fairseq-validate and others do not train
         check_precision(cfg)
+        check_trainable(cfg)
 
 
 def check(cfg: Any) -> None:
@@ -69,6 +76,14 @@ def check_ranges(cfg: Any) -> None:
             if number is not None and not lowest <= number <= highest:
                 limit = f"at least {lowest}" if highest == math.inf else f"in [{lowest}, {highest}]"
                 raise InputError(f"{option} is {number}, and must be {limit}")
+
+
+def check_trainable(cfg: Any) -> None:
+    """Raise InputError for an option of fairseq's that cannot be used in a training."""
+    for option, reason in NOT_TRAINABLE.items():
+        group, key = option.split(".")
+        if getattr(cfg.get(group), key, None):
+            raise InputError(f"{option} does not work in a training: {reason}")
 
 
 def check_attention(cfg: Any) -> None:

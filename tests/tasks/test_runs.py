@@ -190,6 +190,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch):
         (("--distributed-world-size", 3), "3 workers here, but this machine has 0 GPUs"),
         (("--global-batch", 64, "--update-freq", 2), r"batch_size 8 x optimization.update_freq 2 x 1 workers is 16"),
         (("--finetune-from-model", "nowhere.pt"), "nowhere.pt: no such checkpoint"),
+        (("--spectral-norm-classification-head",), r"model\.spectral_norm_classification_head does not work"),
+        (("--encoder-layers-to-keep", 0), r"model\.encoder_layers_to_keep does not work .* Set model\.encoder_layers"),
     ],
 )
 def test_settings_that_cannot_work(options, message, corpus, tmp_path, monkeypatch):
