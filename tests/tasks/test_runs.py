@@ -181,6 +181,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch):
         train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options, "--max-update", 4)
     assert last.read_bytes() == before
     assert not list((tmp_path / "a").glob("*.tmp"))
+    with pytest.raises(InputError, match=r"cannot save .*/new has no checkpoint_last\.pt yet: make room"):
+        train(monkeypatch, tmp_path / "new.log", corpus, tmp_path / "new", *options, "--max-update", 4)
 
 
 @pytest.mark.parametrize(
