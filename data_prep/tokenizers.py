@@ -6,15 +6,11 @@ Implemented: SentencePiece, trained here, the byte-level BPE of GPT-2, and every
 further tokenizer is one more subclass of Tokenizer and one more row of TOKENIZERS.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import io
 import json
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -155,7 +151,7 @@ def _data_errors(what: str) -> Iterator[None]:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json (byte-level BPE, WordPiece, ...), by Hugging Face's library; lln_fairseq.convert writes one.
+    """A tokenizer.json (byte-level BPE, WordPiece, ...), by Hugging Face's library; lln-fairseq convert writes one.
 
     The symbol of id i is the decimal number i, since tokens may hold what a dictionary cannot. Special tokens have no
     symbol: where a text spells one it is <unk>.
@@ -304,7 +300,7 @@ def _train_command(text: Sequence[Path], out: Path, vocab_size: int, model_type:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__name__}", description="Train a SentencePiece model that keeps every text."
+        prog="python -m data_prep.tokenizers", description="Train a SentencePiece model that keeps every text."
     )
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 files, one sentence or line a line")
     parser.add_argument("--out", type=Path, required=True, help="directory for spm.model and spm.vocab")
@@ -312,3 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(%(default)s)")
     a = parser.parse_args(argv)
     return run_command(lambda: _train_command(a.text, a.out, a.vocab_size, a.model_type))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

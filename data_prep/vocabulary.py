@@ -4,7 +4,7 @@
     gpt2                the published GPT-2 BPE with fairseq's dict.txt (fetched once)
     DIR                 a directory built by a program of this package: its manifest names tokenizer and dictionary
     DIR                 a directory with encoder.json, vocab.bpe and dict.txt, or with spm.model or tokenizer.json
-                        (and dict.txt): what `python -m lln_fairseq.convert` writes is one
+                        (and dict.txt): what `python -m lln_fairseq convert` writes is one
     FILE.model          a SentencePiece model
 There is no default for fine-tuning data, and the manifest records `identity`, so two data sets with the same identity
 give every text the same ids, and others are told apart.

@@ -13,13 +13,9 @@ as a stream.
     OUT/manifest.json                             last file written: settings, sources, tokenizer, counts, checksums
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import re
+import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -203,7 +199,7 @@ def summary(content: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m data_prep.wikitext103", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/wikitext-103"), help="directory (%(default)s)")
     parser.add_argument("--source", type=Path, help=f"local {ARCHIVE.name}, another archive or a directory")
     parser.add_argument(
@@ -221,3 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser.parse_args(argv)
     arguments = (a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite, a.articles)
     return run_command(lambda: say(summary(build(*arguments))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,10 +19,7 @@ def register() -> None:
     level, handlers = root.level, root.handlers[:]
     # fairseq asks for tensorboardX on import, for a task that has nothing to do with this.
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.ERROR)
-    from lln_fairseq.host.deferred import deferred
-
-    with deferred():
-        from lln_fairseq import tasks  # noqa: F401  registers on import
+    from lln_fairseq import tasks  # noqa: F401  registers on import
 
     # Importing fairseq makes the root logger print everything that any library has to say; the caller's choice stands.
     root.setLevel(level)

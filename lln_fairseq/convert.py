@@ -1,15 +1,10 @@
 """Turns an encoder of Hugging Face or fairseq into a checkpoint of ours, with its dictionary and tokenizer.
 
-    python -m lln_fairseq.convert SOURCE OUT --attention lln_diag --positions 4096
+    python -m lln_fairseq convert SOURCE OUT --attention lln_diag --positions 4096
 
 SOURCE is a directory of Hugging Face (RoBERTa, XLM-R, BERT) or a checkpoint of fairseq's RoBERTa with dict.txt beside
 it. `checkpoint.finetune_from_model=OUT/model.pt` fine-tunes the result; data_prep's `--tokenizer OUT` encodes for it.
 """
-
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
 
 import argparse
 import dataclasses
@@ -20,20 +15,16 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-import lln_fairseq
-
-lln_fairseq.register()  # before all that imports fairseq, which would talk
-
-from lln_fairseq.attention import MECHANISMS, need_attention  # noqa: E402
-from lln_fairseq.hf import from_fairseq, from_hf  # noqa: E402
-from lln_fairseq.hf.directory import new_directory, write_large  # noqa: E402
-from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, PADDING, POSITIONS, Encoder  # noqa: E402
-from lln_fairseq.host.checkpoints import OUR_STATE  # noqa: E402
-from lln_fairseq.host.errors import InputError, input_errors  # noqa: E402
-from lln_fairseq.host.fit import dictionary_hash  # noqa: E402
-from lln_fairseq.models.adapt import MECHANISM, resize_positions  # noqa: E402
-from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel, RobertaConfig  # noqa: E402
-from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask  # noqa: E402
+from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.hf import from_fairseq, from_hf
+from lln_fairseq.hf.directory import new_directory, write_large
+from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, PADDING, POSITIONS, Encoder
+from lln_fairseq.host.checkpoints import OUR_STATE
+from lln_fairseq.host.errors import InputError, input_errors
+from lln_fairseq.host.fit import dictionary_hash
+from lln_fairseq.models.adapt import MECHANISM, resize_positions
+from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel, RobertaConfig
+from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 
 CHECKPOINT = "model.pt"
 SEED = 1  # of what the source does not have
@@ -126,9 +117,9 @@ def load(model: nn.Module, encoder: Encoder) -> None:
     nn.Module.load_state_dict(model, own | encoder.parameters)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m lln_fairseq.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lln-fairseq convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, help="a directory of Hugging Face, or a checkpoint of fairseq")
     parser.add_argument("out", type=Path, help="a new directory, for model.pt, dict.txt and the tokenizer")
@@ -138,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dictionary", type=Path, help="dict.txt of a checkpoint of fairseq (default: beside it)")
     parser.add_argument("--heads", type=int, help="attention heads, where a checkpoint of fairseq does not say")
     args = parser.parse_args(argv)
-    return run_main(lambda: report(args))
+    report(args)
 
 
 def report(args: argparse.Namespace) -> None:

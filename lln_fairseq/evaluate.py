@@ -1,13 +1,8 @@
 """Scores a fine-tuned checkpoint on every row of a split, and writes its predictions in GLUE's submission format.
 
-python -m lln_fairseq.evaluate CHECKPOINT DATA --split test --predict SST-2.tsv
-python -m lln_fairseq.evaluate CHECKPOINT --split valid,test --json 'scores/{split}.json'
+python -m lln_fairseq evaluate CHECKPOINT DATA --split test --predict SST-2.tsv
+python -m lln_fairseq evaluate CHECKPOINT --split valid,test --json 'scores/{split}.json'
 """
-
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
 
 import argparse
 import json
@@ -18,20 +13,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fairseq import utils
 from torch import Tensor
 
-import lln_fairseq
-
-lln_fairseq.register()  # before all that imports fairseq, which would talk
-
-from fairseq import utils  # noqa: E402
-
-from lln_fairseq.criterions.scores import Counts, pearson, spearman  # noqa: E402
-from lln_fairseq.host.checkpoint_config import stored_options  # noqa: E402
-from lln_fairseq.host.checkpoints import peek  # noqa: E402
-from lln_fairseq.host.errors import InputError  # noqa: E402
-from lln_fairseq.host.fit import is_finetuned, label_names  # noqa: E402
-from lln_fairseq.loading import load_model, require_finite  # noqa: E402
+from lln_fairseq.criterions.scores import Counts, pearson, spearman
+from lln_fairseq.host.checkpoint_config import stored_options
+from lln_fairseq.host.checkpoints import peek
+from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.fit import is_finetuned, label_names
+from lln_fairseq.loading import load_model, require_finite
 
 SHOWN = {  # the metrics in the order in which they are printed, and how
     "accuracy": "accuracy {:.2%}",
@@ -134,9 +124,9 @@ def write_predictions(path: Path, values: list[str]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m lln_fairseq.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lln-fairseq evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
     parser.add_argument("data", nargs="?", help="a binarised data directory (default: that of the fine-tuning)")
@@ -154,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         file = getattr(args, option)
         if file and len(args.splits) > 1 and SPLIT not in file.name:
             parser.error(f"--{option}: several splits need {SPLIT} in the file's name")
-    return run_main(lambda: evaluate(args))
+    evaluate(args)
 
 
 def evaluate(args: argparse.Namespace) -> None:

@@ -1,16 +1,11 @@
 """Turns a checkpoint of ours into a directory of Hugging Face: model, tokenizer, model card.
 
-    python -m lln_fairseq.export CHECKPOINT OUT [--onnx]
+    python -m lln_fairseq export CHECKPOINT OUT [--onnx]
 
 A pre-trained model becomes a masked LM, a fine-tuned one a sequence classifier. With softmax attention it is a stock
 RoBERTa; lln and lln_diag come with their code: `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds
 the model as model.onnx.
 """
-
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
 
 import argparse
 import json
@@ -21,21 +16,18 @@ from typing import Any
 
 from torch import Tensor
 
-import lln_fairseq
-
-lln_fairseq.register()  # before all that imports fairseq, which would talk
-
-from lln_fairseq.hf import to_hf, to_onnx, tokenizer_out  # noqa: E402
-from lln_fairseq.hf.directory import CONFIG, new_directory, write_large  # noqa: E402
-from lln_fairseq.hf.encoder import OFFSET  # noqa: E402
-from lln_fairseq.hf.model_card import model_card  # noqa: E402
-from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION  # noqa: E402
-from lln_fairseq.host.checkpoints import peek  # noqa: E402
-from lln_fairseq.host.errors import InputError  # noqa: E402
-from lln_fairseq.host.fit import label_names  # noqa: E402
-from lln_fairseq.host.run_tokenizer import FOLDER  # noqa: E402
-from lln_fairseq.loading import load_model  # noqa: E402
-from lln_fairseq.models.options import attention_options  # noqa: E402
+from lln_fairseq import __version__
+from lln_fairseq.hf import to_hf, to_onnx, tokenizer_out
+from lln_fairseq.hf.directory import CONFIG, new_directory, write_large
+from lln_fairseq.hf.encoder import OFFSET
+from lln_fairseq.hf.model_card import model_card
+from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION
+from lln_fairseq.host.checkpoints import peek
+from lln_fairseq.host.errors import InputError
+from lln_fairseq.host.fit import label_names
+from lln_fairseq.host.run_tokenizer import FOLDER
+from lln_fairseq.loading import load_model
+from lln_fairseq.models.options import attention_options
 
 STOCK = {"attention": STOCK_ATTENTION, "layer_norm_eps": 1e-5}
 MADE_WITH = ("ve-fairseq", "torch")
@@ -69,7 +61,7 @@ def export(
             files[f"{to_hf.MODELING}.py"] = Path(to_hf.__file__).with_name(f"{to_hf.MODELING}.py").read_bytes()
         history = peek(str(checkpoint)).get("optimizer_history") or [{}]
         updates = history[-1].get("num_updates", 0)
-        versions = {"lln_fairseq": lln_fairseq.__version__} | {name: metadata.version(name) for name in MADE_WITH}
+        versions = {"lln_fairseq": __version__} | {name: metadata.version(name) for name in MADE_WITH}
         card = model_card(found.config, found.purpose, tokenizer_out.TOKENIZER in files, versions, updates, folders)
         files["README.md"] = card.encode()
         for name, content in files.items():
@@ -112,9 +104,9 @@ def _save(tensors: dict[str, Any], path: Path) -> None:
     write_large(path, lambda place: save_file(tensors, place, metadata={"format": "pt"}))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m lln_fairseq.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lln-fairseq export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="pre-trained or fine-tuned")
     parser.add_argument("out", type=Path, help="a new directory")
@@ -122,4 +114,4 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="the tokenizer's directory (default: beside checkpoint or data)")
     parser.add_argument("--onnx", action="store_true", help="with model.onnx, checked with onnxruntime")
     args = vars(parser.parse_args(argv))
-    return run_main(lambda: print("\n".join(export(**args))))
+    print("\n".join(export(**args)))

@@ -1,17 +1,12 @@
 """Gives a trained softmax encoder a linear attention, in minutes: attention transfer (see lln_fairseq/transfer.py).
 
-    python -m lln_fairseq.linearize TEACHER DATA OUT --attention lln_diag --option mix=joint_offset gain=learned
+    python -m lln_fairseq linearize TEACHER DATA OUT --attention lln_diag --option mix=joint_offset gain=learned
 
-TEACHER is a checkpoint with softmax attention, of a training or of `lln_fairseq.convert`; DATA a directory of text that
+TEACHER is a checkpoint with softmax attention, of a training or of `lln-fairseq convert`; DATA a directory of text that
 was binarised for it. OUT/model.pt is an ordinary checkpoint of the encoder: it trains, is evaluated and exported, and
 with `softmax` it still computes what the teacher computes, unless --distill has trained all layers after the transfer
 (see lln_fairseq/distillation.py). The same command goes on after an interruption.
 """
-
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
 
 import argparse
 import copy
@@ -24,28 +19,24 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-import lln_fairseq
-
-lln_fairseq.register()  # before all that imports fairseq, which would talk
-
-from lln_fairseq.attention import MECHANISMS, need_attention  # noqa: E402
-from lln_fairseq.attention.registry import checked_config, parse_options  # noqa: E402
-from lln_fairseq.convert import CHECKPOINT, write  # noqa: E402
-from lln_fairseq.distillation import Distillation  # noqa: E402
-from lln_fairseq.hf import from_fairseq  # noqa: E402
-from lln_fairseq.hf.directory import write_large  # noqa: E402
-from lln_fairseq.hf.encoder import Encoder  # noqa: E402
-from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION, stored_options  # noqa: E402
-from lln_fairseq.host.checkpoints import check_sums, peek, plain_data  # noqa: E402
-from lln_fairseq.host.errors import InputError, first_line, input_errors  # noqa: E402
-from lln_fairseq.host.fingerprints import data_hash, file_hash  # noqa: E402
-from lln_fairseq.host.run_lock import lock  # noqa: E402
-from lln_fairseq.loading import load_model  # noqa: E402
-from lln_fairseq.memory import keep_freed_memory  # noqa: E402
-from lln_fairseq.models.lln_roberta import LLNRobertaConfig  # noqa: E402
-from lln_fairseq.students import HeldOut, Students, report  # noqa: E402
-from lln_fairseq.tasks._data_checks import check_lines  # noqa: E402
-from lln_fairseq.transfer import Stage, Texts  # noqa: E402
+from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.attention.registry import checked_config, parse_options
+from lln_fairseq.convert import CHECKPOINT, write
+from lln_fairseq.distillation import Distillation
+from lln_fairseq.hf import from_fairseq
+from lln_fairseq.hf.directory import write_large
+from lln_fairseq.hf.encoder import Encoder
+from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION, stored_options
+from lln_fairseq.host.checkpoints import check_sums, peek, plain_data
+from lln_fairseq.host.errors import InputError, first_line, input_errors
+from lln_fairseq.host.fingerprints import data_hash, file_hash
+from lln_fairseq.host.run_lock import lock
+from lln_fairseq.loading import load_model
+from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.models.lln_roberta import LLNRobertaConfig
+from lln_fairseq.students import HeldOut, Students, report
+from lln_fairseq.tasks._data_checks import check_lines
+from lln_fairseq.transfer import Stage, Texts
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
 AGAIN = "; remove it to begin again"
@@ -228,9 +219,9 @@ def read_texts(data: Path, split: str, dictionary: Any) -> Texts:
     return Texts(torch.cat(rows).long(), dictionary.bos(), dictionary.eos())
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m lln_fairseq.linearize",
+        prog="lln-fairseq linearize",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -266,4 +257,4 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--option and --mix give an option twice")
     del args.mix
     keep_freed_memory()
-    return run_main(lambda: linearize(args), "\ninterrupted; the same command goes on from the last save")
+    linearize(args)

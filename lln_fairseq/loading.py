@@ -16,7 +16,7 @@ from lln_fairseq.host.fit import check_dictionary, check_labels
 
 def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     """The model of a checkpoint, in evaluation mode on the GPU if there is one, and its task with `data` as its data
-    directory, or the one of the training; ".", which `lln_fairseq.convert` writes, is the checkpoint's own.
+    directory, or the one of the training; ".", which `lln-fairseq convert` writes, is the checkpoint's own.
 
     Raises: InputError for a checkpoint that is missing, cannot be read or holds weights that cannot be used, and for
     data without dictionaries or with another dictionary or other labels than the checkpoint's.

@@ -1,15 +1,10 @@
 """Labels or scores for lines of text, by a fine-tuned checkpoint.
 
-    python -m lln_fairseq.predict runs/sst2/checkpoint_best.pt --input texts.txt --output labels.tsv
+    python -m lln_fairseq predict runs/sst2/checkpoint_best.pt --input texts.txt --output labels.tsv
 
 A line is a text, or two texts with a tab between for a task of pairs. Every line of the input gives one line of the
 output: the label and its probability with a tab between, or a score; an empty line gives an empty line.
 """
-
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
 
 import argparse
 import sys
@@ -30,9 +25,9 @@ from lln_fairseq.text_model import Prediction, TextModel
 STANDARD = "-"  # standard input, standard output
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m lln_fairseq.predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lln-fairseq predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
     parser.add_argument("--input", default=STANDARD, help="a UTF-8 file (default: -, standard input)")
@@ -40,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", help="directory with the training's dictionaries (default: what the run has kept)")
     parser.add_argument("--tokenizer", help="as of data_prep.glue (default: what lies with the dictionaries)")
     args = parser.parse_args(argv)
-    return run_main(lambda: predict(args))
+    predict(args)
 
 
 def predict(args: argparse.Namespace) -> None:

@@ -8,18 +8,15 @@ dimension. Then, on other random inputs, the log-variance of LLN attention, or w
 entropy, over that of softmax attention by s = σ_q² σ_k², with our tables and with the paper's line: 1 is right.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 import torch
 
+from lln_fairseq.command import run_main
 from lln_fairseq.ops.moment_matching import (
     MEASURES,
     PAPER_A,
@@ -117,3 +114,7 @@ def check(constants: str, path: Path, args: argparse.Namespace) -> bool:
         write(tables, out)
         print(f"written: {out}")
     return right
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -14,6 +14,7 @@ from fairseq import options
 from hydra._internal.utils import get_args_parser
 
 import lln_fairseq
+from lln_fairseq.__main__ import PROGRAMS
 from scripts import paper_figures
 from scripts.experiments import compare_attentions
 from scripts.experiments.compare_attentions import configuration
@@ -40,14 +41,16 @@ def commands():
 
 def program_of(words):
     """Module and arguments of a command; a script that starts no module is itself the first of two results."""
+    if words[:3] == ["python", "-m", "lln_fairseq"]:
+        return PROGRAMS[words[3]][0], words[4:]
     if words[0] == "python":
         return words[2], words[3:]
     if words[0].startswith("scripts/"):
         started = re.search(
             rf"(?:/program\.sh\"|^exec python -m) ({OURS}.*) [\"$].*@", (ROOT / words[0]).read_text(), re.M
         )
-        given = shlex.split(started[1]) if started else [words[0]]
-        return given[0], [*given[1:], *words[1:]]
+        if started:
+            return program_of(["python", "-m", *shlex.split(started[1]), *words[1:]])
     return words[0], words[1:]
 
 
@@ -65,9 +68,8 @@ def check_program(module, arguments, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
     monkeypatch.setattr(paper_figures, "read_curves", lambda folder: {"loss": [(1, 2.0)]})  # of runs that are not there
     monkeypatch.setattr(sys, "argv", [module, *arguments])
-    folder = (ROOT / module.replace(".", "/")).is_dir()
     with pytest.raises(Parsed) as found:
-        importlib.import_module(f"{module}.__main__" if folder else module).main()
+        importlib.import_module(module).main(arguments)
     rest = found.value.args
     if module in RECIPES:
         recipe, task = RECIPES[module](*arguments)

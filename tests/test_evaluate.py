@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 
-from lln_fairseq.evaluate import Outputs, load, main, score
+from lln_fairseq.__main__ import main
+from lln_fairseq.evaluate import Outputs, load, score
 from tests import fairseq_runs
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, make_dictionary, train
 
@@ -24,7 +25,7 @@ def tuned(tmp_path, monkeypatch):
 
 
 def evaluate(capsys, *arguments):
-    code = main(list(map(str, arguments)))
+    code = main(["evaluate", *map(str, arguments)])
     return code, *capsys.readouterr()
 
 
@@ -68,7 +69,7 @@ def test_several_splits_give_what_each_gives(tuned, tmp_path, capsys):
 @pytest.mark.parametrize("split", ["", "valid,"])
 def test_empty_split_is_wrong_usage(split, capsys):
     with pytest.raises(SystemExit) as error:
-        main(["unread.pt", "--split", split])
+        main(["evaluate", "unread.pt", "--split", split])
     assert error.value.code == 2
     assert "--split names an empty split" in capsys.readouterr().err
 

@@ -39,7 +39,7 @@ ALLOWED = {
     "text_model": {"__init__", "command", "host", "loading", "preparation", "text_ids"},
 }
 # They may import all of them.
-PROGRAMS = {"train", "evaluate", "convert", "export", "linearize", "predict", "analysis.__main__"}
+PROGRAMS = {"__main__", "train", "evaluate", "convert", "export", "linearize", "predict", "analyze"}
 WITHOUT_FAIRSEQ = ("ops", "transfer", "attention", "presets", "memory", "recipes", "command", "preparation", "__init__",
                    "sequence_parallel")  # fmt: skip
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
@@ -72,7 +72,7 @@ def imported(name):
 def layer(name):
     """The package or module directly below lln_fairseq that a module belongs to."""
     inner = name.removeprefix("lln_fairseq").removeprefix(".") or "__init__"
-    return inner if inner in PROGRAMS else inner.split(".")[0]
+    return inner.split(".")[0]
 
 
 OURS = [name for name in MODULES if name.split(".")[0] == "lln_fairseq"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lln_fairseq import linearize
+from lln_fairseq.__main__ import main
 from lln_fairseq.convert import convert
 from lln_fairseq.distillation import Distillation
 from lln_fairseq.loading import load_model
@@ -63,7 +64,7 @@ time.sleep(600)
 
 
 def run(*arguments):
-    return linearize.main(list(map(str, arguments)))
+    return main(["linearize", *map(str, arguments)])
 
 
 def tokens():

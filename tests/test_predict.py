@@ -13,9 +13,10 @@ import torch
 
 from data_prep.vocabulary import load_vocabulary
 from lln_fairseq import evaluate, load
+from lln_fairseq.__main__ import main
 from lln_fairseq.command import UserError
 from lln_fairseq.host.errors import InputError
-from lln_fairseq.predict import main, predictions
+from lln_fairseq.predict import predictions
 from lln_fairseq.text_ids import BATCH_TOKENS, PART_TEXTS, TextIds, batches_of, parts_of, rows_of
 from lln_fairseq.text_model import Prediction
 from tests.data_prep.conftest import TEXT, small_gpt2
@@ -46,7 +47,7 @@ def runs(glue, tmp_path_factory):
 
 
 def said_by(capsys, *arguments):
-    code = main(list(map(str, arguments)))
+    code = main(["predict", *map(str, arguments)])
     return code, *capsys.readouterr()
 
 
@@ -261,7 +262,7 @@ def test_closed_standard_streams(runs, tmp_path, monkeypatch, capsys):
                             ("stdout", "error: standard output is closed: give --output FILE\n")):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(sys, stream, None)
-            assert main([str(runs["SST-2"])]) == 1
+            assert main(["predict", str(runs["SST-2"])]) == 1
         assert capsys.readouterr().err == message
     monkeypatch.setattr(sys, "stderr", None)
     code, said, _ = said_by(capsys, runs["SST-2"], "--input", tmp_path / "in")
@@ -309,7 +310,7 @@ def test_data_without_a_tokenizer_and_tokenizers_that_do_not_fit(tmp_path, monke
 
 def test_a_reader_that_goes_away_and_a_device_as_output(runs, tmp_path):
     (tmp_path / "in").write_text("film\n" * 12_000)  # more than a pipe holds
-    command = [sys.executable, "-m", "lln_fairseq.predict", runs["SST-2"], "--input", tmp_path / "in"]
+    command = [sys.executable, "-m", "lln_fairseq", "predict", runs["SST-2"], "--input", tmp_path / "in"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout.readline().count("\t") == 1
     child.stdout.close()

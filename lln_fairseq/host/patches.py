@@ -16,7 +16,6 @@
     WandBProgressBarWrapper     what wandb cannot do ended in a traceback; without wandb nothing was logged
     merge_with_parent           an option that a dataclass does not know ended in a traceback
     get_valid_stats             by run_state.begin: a metric that there is not ended in a KeyError
-    Optimizer.add_param_group   and its like imported torch's compiler, in a second, so that it leaves them alone
     sys.excepthook              an InputError that nobody catches ended in a traceback
 
 Each patch does what the host does and adds to it; `install` may be called again.
@@ -40,11 +39,9 @@ from fairseq.logging import progress_bar
 from fairseq.trainer import Trainer
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch.multiprocessing import ProcessExitedException
-from torch.optim import Optimizer
 
 from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.host import checkpoints, nan, run_state, saving, settings, tensorboard_run, wandb_run
-from lln_fairseq.host.advice import hide_advice
 from lln_fairseq.host.checkpoint_config import KNOWN
 from lln_fairseq.host.errors import InputError, first_line, in_sweep, one_line_instead_of_a_traceback
 from lln_fairseq.host.fit import check_fit
@@ -60,7 +57,6 @@ def install(worker: Callable) -> None:
     """Puts the patches in place, once. `worker(main, cfg, ...)` runs in each worker of a training in place of main."""
     if hasattr(PathManager.copy, "__wrapped__"):
         return
-    hide_advice()
     checkpoints.allow_fairseq_checkpoints()
     PathManager.copy = staticmethod(functools.wraps(PathManager.copy)(saving.atomic_copy))
     _wrap(checkpoint_utils, "torch_persistent_save", saving.save)
@@ -74,8 +70,6 @@ def install(worker: Callable) -> None:
     _wrap(distributed_utils, "all_gather_list", _gather)
     _wrap(distributed_utils, "call_main", functools.partial(_call_main, worker))
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge)
-    for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
-        _wrap(Optimizer, name, _without_compiler)
     _wrap(sys, "excepthook", _show)
 
 
@@ -183,11 +177,6 @@ def _merge(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(error, ConfigKeyError):
             raise InputError(f"unknown option '{key}'{did_you_mean(key, schema.__dataclass_fields__)}") from None
         raise InputError(f"option '{key}': {first_line(error)}") from None
-
-
-def _without_compiler(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    plain = getattr(original, "__wrapped__", original)
-    return (original if "torch._dynamo" in sys.modules else plain)(*args, **kwargs)
 
 
 def _show(original: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -8,11 +8,6 @@ count. Before timing, every mechanism is compared with its own quadratic matrix.
 GPU, on a CPU as the resident-set peak of a child process.
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import functools
 import json
@@ -28,6 +23,7 @@ from torch import Tensor
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.command import run_main
 from lln_fairseq.memory import keep_freed_memory
 from scripts.benchmarks.meter import (
     OutOfMemory,
@@ -238,3 +234,7 @@ def benchmark(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     if args.png:
         draw(rows, names, args.png, title)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,11 +5,6 @@
 α and β are given. All variants of a length are timed in turn, repeat by repeat; medians count.
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import functools
 import math
@@ -21,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lln_fairseq.command import run_main
 from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.ops.lln import lln_attention
 from scripts.benchmarks.meter import Spread, interleaved
@@ -94,3 +90,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     return run_main(lambda: benchmark(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,16 +11,12 @@ For every length the batch holds the same number of tokens. Columns:
     error   of output and gradients of the first head, beside the PyTorch path in float64
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import functools
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data_prep.files import write_bytes
+from lln_fairseq.command import UserError, run_main
 from lln_fairseq.ops import lln
 from lln_fairseq.ops.backends import triton as backend
 from scripts.benchmarks import meter
@@ -229,3 +226,7 @@ def benchmark(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     return run_main(lambda: benchmark(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

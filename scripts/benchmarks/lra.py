@@ -8,11 +8,6 @@ The model is that of configs/model/lra.yaml, the lengths and batches those of co
 GPU: what can be compared is the ratio to softmax.
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import contextlib
 import dataclasses
@@ -24,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lln_fairseq.command import run_main
 from lln_fairseq.memory import keep_freed_memory
 from scripts.benchmarks.meter import check_outputs, limited_memory
 from scripts.benchmarks.model import add_training_options, complete, measure, row_name, settings
@@ -111,3 +107,7 @@ def benchmark(args: argparse.Namespace) -> None:
         if args.json:
             args.json.write_text(json.dumps(content, indent=1) + "\n")
     print(benchmark_text(content))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,11 +9,6 @@ paper was written. float16 is fairseq's: a half-precision model, float32 master 
 Peak memory is measured: torch's allocated peak on a GPU, the resident-set peak of a child process on a CPU.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import contextlib
 import functools
@@ -26,6 +21,7 @@ import torch
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.layers import check_row
+from lln_fairseq.command import UserError, run_main
 from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.presets import PRESETS
 from scripts.benchmarks.meter import (
@@ -202,3 +198,7 @@ def benchmark(args: argparse.Namespace) -> None:
     print(table(settings(args), list(rows.values())))
     if args.png:
         draw(args.png, settings(args), list(rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

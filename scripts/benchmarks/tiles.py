@@ -8,17 +8,13 @@ results are those of the tile that it replaces. Candidates that do not fit the d
 ahead by several processes, into Triton's cache.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import difflib
 import functools
 import itertools
 import multiprocessing
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,6 +24,7 @@ from pathlib import Path
 import torch
 
 from data_prep.files import write_bytes
+from lln_fairseq.command import UserError, run_main
 from lln_fairseq.ops.backends.triton import launch
 from lln_fairseq.ops.backends.triton.launch import Tile
 from scripts.benchmarks import gpu
@@ -192,3 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--patch", type=Path, help="write the patch here")
     args = parser.parse_args(argv)
     return run_main(lambda: search(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,11 +9,6 @@ pretrain:dataset.batch_size=32. corpus= names the pre-training data, glue= one o
 data is made and used, with model=nano. What is finished is not done again, and what was interrupted goes on.
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import itertools
 import json
@@ -34,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 import lln_fairseq
 from lln_fairseq.attention.layers import check_row
 from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.command import run_main
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.recipes import CONFIGS
 from scripts.experiments.compare_report import draw, read_rows, run_folder, table, write_json
@@ -237,3 +233,7 @@ def compare(args: argparse.Namespace) -> int:
     failures = comparison.all()
     comparison.report()
     return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,16 +6,12 @@ finetune_mnli.sh, finetune_qnli.sh and finetune_qqp.sh are the same for their ta
 checkpoint, unless an override names another checkpoint.save_dir. The data: python -m data_prep.glue --help
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import os
 import sys
 from pathlib import Path
 
+from lln_fairseq.command import UserError, run_main
 from lln_fairseq.recipes import CONFIGS
 from scripts.experiments.settings import done_before, keep_settings, last_of, setting
 from scripts.experiments.steps import call, evaluation, training
@@ -62,3 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     args, overrides = parser.parse_known_args(rest)
     return run_main(lambda: finetune(task, existing_checkpoint(args.checkpoint), args.seed, overrides), "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,14 +5,11 @@
 What is finished is not done again; what was interrupted goes on. Results: glue/TASK/seedN beside the checkpoint.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import itertools
+import sys
 
+from lln_fairseq.command import UserError, run_main
 from scripts import glue_table
 from scripts.experiments.finetune import SAVE_DIR, existing_checkpoint, finetune
 from scripts.experiments.settings import last_of
@@ -40,3 +37,7 @@ def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

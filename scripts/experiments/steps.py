@@ -99,7 +99,7 @@ def call(command: list[str]) -> None:
     finally:
         end(process)
     if code:
-        raise UserError(f"{command[2]} ended with exit code {code}, see above; the same command goes on from here")
+        raise UserError(f"a step ended with exit code {code}, see above; the same command goes on from here")
 
 
 def end(process: subprocess.Popen, grace: float | None = None) -> None:
@@ -131,12 +131,12 @@ def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
 def training(stage: str, save_dir: Path, *overrides: str) -> list[str]:
     """The command of a training with configs/STAGE.yaml (pretrain or finetune), which resumes if it was interrupted."""
     settings = [setting("checkpoint.save_dir", save_dir), "common.log_format=json"]
-    return [sys.executable, "-m", "lln_fairseq.train", "--config-name", stage, *settings, *overrides]
+    return [sys.executable, "-m", "lln_fairseq", "train", "--config-name", stage, *settings, *overrides]
 
 
 def evaluation(folder: Path, splits: Iterable[str]) -> list[str]:
     """The command that scores the best checkpoint of a fine-tuning on splits of its data: FOLDER/SPLIT.json."""
-    command = [sys.executable, "-m", "lln_fairseq.evaluate", str(folder / "checkpoint_best.pt")]
+    command = [sys.executable, "-m", "lln_fairseq", "evaluate", str(folder / "checkpoint_best.pt")]
     return [*command, f"--split={','.join(splits)}", "--json", str(folder / "{split}.json")]
 
 

@@ -3,21 +3,18 @@
 python -m scripts.gpu.device runs/gpu/device.json
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import importlib.metadata
 import json
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_prep.files import write_bytes
+from lln_fairseq.command import run_main
 from scripts.benchmarks.gpu import cache_of, copy_bandwidth, milliseconds
 
 PACKAGES = ("torch", "triton", "ve-fairseq", "numpy", "hydra-core", "omegaconf")
@@ -66,3 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     args = parser.parse_args(argv)
     return run_main(lambda: measure(args.json, args.device))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,11 +6,6 @@ Text and rows are what data_prep.wikitext103 and data_prep.glue made; the ids of
 bytes. There: cd carry && scripts/gpu_run.sh
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import re
 import shutil
@@ -18,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from lln_fairseq.command import UserError, run_main
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60_000_000  # bytes
@@ -103,3 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--platform", nargs="+", default=["manylinux2014_x86_64", "manylinux_2_28_x86_64"])
     args = parser.parse_args(argv)
     return run_main(lambda: pack(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,20 +16,17 @@ benchmark, and its machine code is counted, loops as often as they run. Columns:
 No latency is in it: a kernel with few resident warps can be slower than this.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import math
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from lln_fairseq.command import UserError, run_main
 from lln_fairseq.ops.autograd import mixture
 from lln_fairseq.ops.backends import Mixture
 from scripts.columns import aligned
@@ -167,3 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--block", type=int, default=64)
     args = parser.parse_args(argv)
     return run_main(lambda: predict(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,20 +5,17 @@
 Reads what is there, writes OUT/report.txt and exits with 0 whatever fell short: the report says it.
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from data_prep.files import write_bytes
+from lln_fairseq.command import run_main
 from scripts.benchmarks import gpu, model_report
 from scripts.columns import aligned
 
@@ -181,3 +178,7 @@ def write(out: Path) -> None:
     text = report(out)
     write_bytes(out / "report.txt", text.encode())
     print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

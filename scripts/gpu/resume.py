@@ -3,18 +3,14 @@
 python -m scripts.gpu.resume OUT [Hydra overrides, after pretrain: or for both stages]
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
-from lln_fairseq.command import child_environment
+from lln_fairseq.command import UserError, child_environment, run_main
 from scripts.experiments.steps import training
 
 SAVE_EVERY, UPDATES = 10, 50
@@ -58,3 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     args, overrides = parser.parse_known_args(argv)
     return run_main(lambda: kill_and_resume(args.out, overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,19 +11,15 @@ cut off goes on. The steps may take longer together than --minutes allow: then t
 is made. OUT/logs has the output, OUT/report.txt the results.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 from data_prep.files import write_bytes
-from lln_fairseq.command import child_environment
+from lln_fairseq.command import UserError, child_environment, run_main
 from scripts.experiments.steps import end
 from scripts.gpu.schedule import STEPS, Command, Step
 
@@ -125,3 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out = args.out or Path("runs/rehearsal" if args.rehearse else "runs/gpu")
     return run_main(lambda: Run(args).all(), "\ninterrupted; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

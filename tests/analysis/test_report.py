@@ -1,4 +1,4 @@
-"""python -m lln_fairseq.analysis on checkpoints that were trained here."""
+"""`lln-fairseq analyze` on checkpoints that were trained here."""
 
 import json
 import math
@@ -9,10 +9,11 @@ import matplotlib.image
 import pytest
 import torch
 
+from lln_fairseq.__main__ import main
 from lln_fairseq.analysis import entropy, measure
-from lln_fairseq.analysis.__main__ import analyse, main
 from lln_fairseq.analysis.probe import record, spread_batches
 from lln_fairseq.analysis.report import VARIANTS, collect
+from lln_fairseq.analyze import analyse
 from lln_fairseq.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
 
@@ -32,7 +33,7 @@ def trained(tmp_path_factory):
 
 
 def run(capsys, *arguments):
-    code = main(list(map(str, arguments)))
+    code = main(["analyze", *map(str, arguments)])
     return code, *capsys.readouterr()
 
 

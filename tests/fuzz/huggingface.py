@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-import tests.hf.conftest  # noqa: F401  transformers stays off the network
 from data_prep.command import DataError
 from data_prep.encode import encode_block
 from data_prep.vocabulary import load_vocabulary
-from lln_fairseq.convert import CHECKPOINT, main
+from lln_fairseq.__main__ import main
+from lln_fairseq.convert import CHECKPOINT
 from lln_fairseq.loading import load_model
 from tests.fuzz._damage import damaged
 from tests.fuzz.checkpoints import Call, saved
@@ -58,7 +58,7 @@ def attack(rng: random.Random, folder: Path) -> str:
         (source / name).write_bytes(content)
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        code = main([str(source), str(out), "--attention", rng.choice(("softmax", "lln_diag"))])
+        code = main(["convert", str(source), str(out), "--attention", rng.choice(("softmax", "lln_diag"))])
     assert not mark.exists(), "code of the directory ran"
     if code:
         assert said.getvalue().count("\n") == 1, f"not one line: {said.getvalue()}"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lln_fairseq.linearize import CHECKPOINT, PROGRESS, main
+from lln_fairseq.__main__ import main
+from lln_fairseq.linearize import CHECKPOINT, PROGRESS
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 from tests.fuzz.checkpoints import call, damage, exchange
 
@@ -27,7 +28,7 @@ def sound() -> tuple[list[str], Path, bytes]:
         softmax = (*MASKED_LM, *LLN, "--attention", "softmax", "--max-positions", 64, "--max-update", 1)
         train(monkeypatch, folder / "log", data, folder / "run", *softmax)
         command = [str(folder / "run" / "checkpoint_last.pt"), str(data)]
-        assert main([*command, str(folder / "out"), *STEPS]) == 0
+        assert main(["linearize", *command, str(folder / "out"), *STEPS]) == 0
     return command, folder / "out" / CHECKPOINT, (folder / "out" / PROGRESS).read_bytes()
 
 
@@ -38,7 +39,7 @@ def attack(rng: random.Random, folder: Path) -> str:
     out.mkdir()
     (out / PROGRESS).write_bytes(rng.choice((damage, exchange, exchange, call, nothing))(rng, content, mark))
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        code = main([*command, str(out), *STEPS])
+        code = main(["linearize", *command, str(out), *STEPS])
     assert not mark.exists(), "code of the file ran"
     assert (out / CHECKPOINT).exists() == (code == 0)
     if code:

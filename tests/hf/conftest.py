@@ -1,18 +1,9 @@
-"""transformers stays off the network and out of the user's cache."""
+"""Models of Hugging Face and checkpoints of ours."""
 
-import atexit
-import os
-import shutil
-import tempfile
+import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")
-atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
-
-import pytest  # noqa: E402
-
-from tests.fairseq_runs import LLN, MASKED_LM, train  # noqa: E402
-from tests.hf.sources import TOKENIZERS, make_model, shaken  # noqa: E402
+from tests.fairseq_runs import LLN, MASKED_LM, train
+from tests.hf.sources import TOKENIZERS, make_model, shaken
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lln_fairseq.convert import convert, main
+from lln_fairseq.__main__ import main
+from lln_fairseq.convert import convert
 from lln_fairseq.host.errors import InputError
 
 
@@ -94,7 +95,7 @@ def test_bad_directories_end_in_one_line_and_leave_nothing(name, copy, tmp_path,
     folder = copy("roberta")
     damaged(change)(folder)
     before = sorted(tmp_path.iterdir())
-    assert main([str(folder), str(tmp_path / "out")]) == 1
+    assert main(["convert", str(folder), str(tmp_path / "out")]) == 1
     said = capfd.readouterr()
     assert said.err.count("\n") == 1
     assert "executed" not in said.out
@@ -137,7 +138,7 @@ def test_a_full_disk_leaves_nothing(sources, tmp_path, monkeypatch, capsys):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
     monkeypatch.setattr(torch, "save", full)
-    assert main([str(sources["bert"][1]), str(tmp_path / "far" / "out")]) == 1
+    assert main(["convert", str(sources["bert"][1]), str(tmp_path / "far" / "out")]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: cannot write model.pt: [enforce fail")
     assert "MB free" in said

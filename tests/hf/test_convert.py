@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertTokenizerFast
 
 from data_prep.vocabulary import load_vocabulary
-from lln_fairseq.convert import convert, main
+from lln_fairseq.__main__ import main
+from lln_fairseq.convert import convert
 from lln_fairseq.hf.encoder import EMBEDDING, POSITIONS
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
@@ -106,7 +107,7 @@ def test_the_type_of_tokens_goes_into_the_positions_and_epsilon_is_kept(sources,
 
 def test_a_model_without_a_head_says_so(tmp_path, capsys):
     make_model("roberta", tmp_path / "in", headless=True)
-    assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--attention", "lln"]) == 0
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--attention", "lln"]) == 0
     *said, last = capsys.readouterr().out.splitlines()
     assert said == ["left out: pooler", NEW_HEAD, f"{tmp_path}/out/model.pt is written; to fine-tune it:"]
     assert last == (f"checkpoint.finetune_from_model={tmp_path}/out/model.pt attention=lln task.max_positions=40 "

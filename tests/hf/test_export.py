@@ -19,8 +19,9 @@ from transformers import (
 
 from data_prep.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
 from data_prep.vocabulary import load_vocabulary, new_vocabulary
+from lln_fairseq.__main__ import main
 from lln_fairseq.convert import convert
-from lln_fairseq.export import export, main
+from lln_fairseq.export import export
 from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_hf, tokenizer_out
 from lln_fairseq.hf.directory import new_directory
@@ -295,7 +296,7 @@ def same_ids(tokenizer, vocabulary, texts, folder):
 def test_a_converted_directory_exports_the_tokenizer_that_data_prep_uses(tmp_path):
     make_model("bert", tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "ours", "lln_diag", positions=64)
-    assert main([str(tmp_path / "ours/model.pt"), str(tmp_path / "out")]) == 0
+    assert main(["export", str(tmp_path / "ours/model.pt"), str(tmp_path / "out")]) == 0
     vocabulary, theirs = load_vocabulary(str(tmp_path / "ours")), AutoTokenizer.from_pretrained(tmp_path / "out")
     for text, ids in zip(TEXTS[:3], vocabulary.tokenizer.encode_ids(TEXTS[:3]), strict=True):
         assert theirs(text)["input_ids"] == [0, *vocabulary.table[ids].tolist(), 2]
@@ -314,7 +315,7 @@ def test_a_converted_directory_exports_the_tokenizer_that_data_prep_uses(tmp_pat
 def test_what_cannot_be_exported_is_named(options, message, pretrained, tmp_path, capsys):
     checkpoint = pretrained(*options)
     capsys.readouterr()
-    assert main([str(checkpoint), str(tmp_path / "out")]) == 1
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lln_fairseq import export as program
-from lln_fairseq.export import export, main
+from lln_fairseq.__main__ import main
+from lln_fairseq.export import export
 from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_onnx
 from lln_fairseq.host.errors import InputError
@@ -59,7 +60,7 @@ def test_a_classifier_with_the_average_of_both_parts(tmp_path, monkeypatch, caps
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, *SMALL)
     checkpoint = shaken(tmp_path / "run" / "checkpoint_last.pt")
     capsys.readouterr()
-    assert main([str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 0
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     assert said.out.splitlines()[-1] == f"{tmp_path / 'out'}: LLNRobertaForSequenceClassification"
@@ -73,7 +74,7 @@ def test_a_model_that_is_another_one_is_not_written(pretrained, tmp_path, monkey
     right = program._logits
     monkeypatch.setattr(program, "_logits", lambda *given: lambda tokens: 1.01 * right(*given)(tokens))
     capsys.readouterr()
-    assert main([str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 1
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 1
     said = capsys.readouterr().err
     assert re.fullmatch(
         r"error: model.onnx gives other logits than the model: relative error 1e-02, 1 x 1 tokens.*\n", said

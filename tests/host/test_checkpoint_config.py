@@ -11,8 +11,7 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.models import build_model
 
-from lln_fairseq import evaluate
-from lln_fairseq.analysis.__main__ import main as analyse
+from lln_fairseq.__main__ import main
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
@@ -124,10 +123,10 @@ def test_every_program_refuses_it(state, corpus, tmp_path, monkeypatch, capsys):
     mark = tmp_path / "mark"
     changes = {"cfg.model": {"_name": "wav2vec2", "conv_feature_layers": touch(mark)}}
     path = forged(state, tmp_path / "forged.pt", changes)
-    assert analyse([path, str(corpus)]) == 1
+    assert main(["analyze", path, str(corpus)]) == 1
     assert re.search(r"error: .* holds the model 'wav2vec2', and may hold lln_roberta", capsys.readouterr().err)
     tuned = forged(state, tmp_path / "tuned.pt", changes | {"cfg.task._name": "sentence_prediction"})
-    assert evaluate.main([tuned, str(make_classification(tmp_path / "data"))]) == 1
+    assert main(["evaluate", tuned, str(make_classification(tmp_path / "data"))]) == 1
     assert "wav2vec2" in capsys.readouterr().err
     arguments = ["fairseq-validate", corpus, *USER_DIR, "--path", path, "--batch-size", 4, "--task", "lln_masked_lm"]
     monkeypatch.setattr(sys, "argv", list(map(str, arguments)))

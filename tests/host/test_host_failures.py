@@ -42,6 +42,7 @@ from omegaconf import DictConfig, OmegaConf
 from data_prep.glue_tasks import GLUE_TASKS
 from data_prep.vocabulary import dictionary_text
 from lln_fairseq import evaluate
+from lln_fairseq.__main__ import main
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.host import checkpoints
 from lln_fairseq.host.errors import InputError, TrainingError
@@ -232,7 +233,7 @@ def test_fairseq_validate_scores_a_part_of_the_rows(task_data, tmp_path, monkeyp
     fairseq_cli.validate.cli_main()
     assert sum(scored) == 56
     capsys.readouterr()
-    assert evaluate.main([str(saved), str(task_data)]) == 0
+    assert main(["evaluate", str(saved), str(task_data)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("valid: 61 rows, ")
 
 

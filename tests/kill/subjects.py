@@ -23,6 +23,7 @@ from data_prep.fetch import obtain
 from data_prep.files import sha256_bytes
 from data_prep.mirrors import Published
 from lln_fairseq import linearize
+from lln_fairseq.__main__ import main
 from lln_fairseq.ops.lln import lln_attention
 from tests.data_prep.conftest import MOVIES, VOCAB_SIZE, fake_rows, snippet_file, tree, write_archive
 from tests.fairseq_runs import LLN, MASKED_LM, TRAINING, make_corpus, read_log, train
@@ -163,7 +164,7 @@ class Compiling(Simple):
 
 
 class Linearizing(Simple):
-    """lln_fairseq.linearize with both of its stages, saved every few steps."""
+    """lln-fairseq linearize with both of its stages, saved every few steps."""
 
     def __init__(self) -> None:
         self.corpus = make_corpus(shared() / "long", sizes=(("train", 60), ("valid", 40)))
@@ -175,7 +176,7 @@ class Linearizing(Simple):
     def work(self, folder: Path) -> None:
         linearize.LOG_INTERVAL = linearize.SAVE_INTERVAL = 5
         options = ("--steps", 40, "--distill", 20, "--tokens", 64, "--length", 32)
-        raise SystemExit(linearize.main(list(map(str, (self.teacher, self.corpus, folder / "out", *options)))))
+        raise SystemExit(main(["linearize", *map(str, (self.teacher, self.corpus, folder / "out", *options))]))
 
     def result(self, folder: Path) -> Any:
         files = sorted(path.name for path in (folder / "out").iterdir() if path.is_file())

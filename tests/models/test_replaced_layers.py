@@ -11,8 +11,8 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 
-from lln_fairseq import analysis, convert, evaluate, export, linearize
-from lln_fairseq.analysis import __main__ as analysis_program
+from lln_fairseq import analysis
+from lln_fairseq.__main__ import main
 from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
@@ -81,7 +81,7 @@ def test_a_pretrained_one_is_fine_tuned_and_evaluated(name, trained, task_data, 
     assert len(ours) > 20
     assert all(torch.equal(before[key], after[key]) for key in ours)
     arguments = [str(tmp_path / "run" / "checkpoint_last.pt"), "--json", str(tmp_path / "valid.json")]
-    assert evaluate.main(arguments) == 0
+    assert main(["evaluate", *arguments]) == 0
     assert json.loads((tmp_path / "valid.json").read_text())["rows"] == 11
 
 
@@ -166,15 +166,15 @@ def test_programs_that_need_an_attention_refuse_it_in_one_line(name, trained, co
     out, whole = str(tmp_path / "out"), f"{name} replaces the whole encoder layer, and "
     softmax, own, data = str(trained["softmax"]), str(trained[name]), str(corpus)
     for program, arguments, message in [
-        (analysis_program, [own, data], whole + "has no queries and keys to look at"),
-        (export, [own, out], f"the attention {name} cannot be exported"),
-        (export, [own, out, "--onnx"], f"the attention {name} cannot be exported"),
-        (convert, [softmax, out, "--attention", name], whole + "takes no parameters of another encoder"),
-        (convert, [own, out, "--attention", "softmax"], f"{whole}{re.escape(own)} is therefore no RoBERTa"),
-        (linearize, [softmax, data, out, "--attention", name], whole + "cannot take the place of"),
-        (linearize, [own, data, out], f"has {name} attention, and a teacher has softmax"),
+        ("analyze", [own, data], whole + "has no queries and keys to look at"),
+        ("export", [own, out], f"the attention {name} cannot be exported"),
+        ("export", [own, out, "--onnx"], f"the attention {name} cannot be exported"),
+        ("convert", [softmax, out, "--attention", name], whole + "takes no parameters of another encoder"),
+        ("convert", [own, out, "--attention", "softmax"], f"{whole}{re.escape(own)} is therefore no RoBERTa"),
+        ("linearize", [softmax, data, out, "--attention", name], whole + "cannot take the place of"),
+        ("linearize", [own, data, out], f"has {name} attention, and a teacher has softmax"),
     ]:
-        assert program.main(arguments) == 1
+        assert main([program, *arguments]) == 1
         complaint = capsys.readouterr().err
         assert complaint.count("\n") == 1
         assert re.match(f"error: .*{message}", complaint), complaint

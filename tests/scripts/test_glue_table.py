@@ -42,4 +42,4 @@ def test_a_file_that_is_no_result_is_named(content, tmp_path, capsys):
     file.parent.mkdir(parents=True)
     file.write_text(content)
     assert main([str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {file} is not what lln_fairseq.evaluate writes: ")
+    assert capsys.readouterr().err.startswith(f"error: {file} is not what lln-fairseq evaluate writes: ")

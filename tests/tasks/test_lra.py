@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 
 from data_prep import lra
-from lln_fairseq import evaluate
+from lln_fairseq.__main__ import main
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
@@ -130,7 +130,7 @@ def test_every_task_trains_and_is_scored(task, attention, data, tmp_path, monkey
     curves = read_curves(tmp_path / "tensorboard")
     assert curves["train_inner/loss"].steps == [1, 2]
     out = tmp_path / "test.json"
-    assert evaluate.main([str(checkpoint), "--split", "test", "--json", str(out)]) == 0
+    assert main(["evaluate", str(checkpoint), "--split", "test", "--json", str(out)]) == 0
     assert 0 <= json.loads(out.read_text())["accuracy"] <= 1
 
 

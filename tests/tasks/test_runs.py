@@ -12,7 +12,7 @@ import torch
 from fairseq.file_io import PathManager
 from omegaconf import OmegaConf
 
-from lln_fairseq import evaluate
+from lln_fairseq.__main__ import main
 from lln_fairseq.host import patches
 from lln_fairseq.host.errors import InputError, TrainingError
 from lln_fairseq.host.settings import check_precision, split_global_batch
@@ -323,7 +323,7 @@ def test_positions_come_from_the_checkpoint_where_no_flag_says_them(corpus, tmp_
         last = tmp_path / name / "checkpoint_last.pt"
         assert len(torch.load(last)["model"]["encoder.sentence_encoder.embed_positions.weight"]) == rows
         shutil.rmtree(tmp_path / "p", ignore_errors=True)
-        assert evaluate.main([str(last), str(data)]) == 0
+        assert main(["evaluate", str(last), str(data)]) == 0
     assert "valid: 11 rows" in capsys.readouterr().out
 
 

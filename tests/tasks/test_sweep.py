@@ -23,7 +23,7 @@ CURVES = {"attention/alpha/layer_00", "train/loss", "train_inner/loss", "valid/l
 
 
 def run(directory, *options):
-    command = [sys.executable, "-m", "lln_fairseq.train", "--config-dir", CONFIGS, "--config-name", "pretrain"]
+    command = [sys.executable, "-m", "lln_fairseq", "train", "--config-dir", CONFIGS, "--config-name", "pretrain"]
     done = subprocess.run([*map(str, command), *options, *OPTIONS], cwd=directory, env=os.environ, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     assert done.returncode == 0, done.stdout

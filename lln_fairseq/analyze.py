@@ -1,6 +1,6 @@
 """Measures what the attention of a saved model does on a corpus.
 
-python -m lln_fairseq.analysis CHECKPOINT DATA --json attention.json --png attention.png
+python -m lln_fairseq analyze CHECKPOINT DATA --json attention.json --png attention.png
 
 By layer: temperatures, entropy, spectral gap and rank of the attention matrices, how log-normal they are, and how
 Gaussian queries and keys are. By depth: how much the tokens still differ, also without skip connections and MLPs.
@@ -8,28 +8,19 @@ CHECKPOINT is a pre-trained or fine-tuned model, DATA the binarised data of its 
 over the split.
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)  # type: ignore[union-attr]  # there is one under python -m
-
 import argparse
 import json
 from pathlib import Path
 
-import lln_fairseq
-
-lln_fairseq.register()  # before all that imports fairseq, which would talk
-
-from lln_fairseq.analysis import report  # noqa: E402
-from lln_fairseq.analysis.probe import spread_batches  # noqa: E402
-from lln_fairseq.host.errors import InputError, input_errors  # noqa: E402
-from lln_fairseq.loading import load_model  # noqa: E402
+from lln_fairseq.analysis import report
+from lln_fairseq.analysis.probe import spread_batches
+from lln_fairseq.host.errors import InputError, input_errors
+from lln_fairseq.loading import load_model
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m lln_fairseq.analysis", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lln-fairseq analyze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a model, for example runs/pretrain_lln_diag/checkpoint_best.pt")
     parser.add_argument("data", help="a binarised data directory, for example data-bin/wikitext-103")
@@ -39,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the numbers of every layer and head to this file")
     parser.add_argument("--png", type=Path, help="draw them to this file")
     args = parser.parse_args(argv)
-    return run_main(lambda: show(args))
+    show(args)
 
 
 def show(args: argparse.Namespace) -> None:
