@@ -156,7 +156,7 @@ def test_loss_of_large_logits_is_finite(tuned):
 @pytest.mark.parametrize("scale", ["nan", "inf", "0", "-5"])
 def test_a_scale_that_cannot_be_meant_is_refused(scale, capsys):
     with pytest.raises(SystemExit):
-        main(["a.pt", "--predict", "a.tsv", "--scale", scale])
+        main(["evaluate", "a.pt", "--predict", "a.tsv", "--scale", scale])
     assert "must be above 0 and finite" in capsys.readouterr().err
 
 
