@@ -53,6 +53,7 @@ def export(
         files = tokenizer_out.find([tokenizer] if tokenizer else folders)
         if tokenizer and not files:
             raise InputError(f"{tokenizer} has no tokenizer")
+        is_approximate = tokenizer_out.is_approximate(files)
         if files:
             positions = found.config["max_position_embeddings"] - OFFSET
             files = tokenizer_out.exported(files, task.source_dictionary.symbols, positions)
@@ -62,7 +63,8 @@ def export(
         history = peek(str(checkpoint)).get("optimizer_history") or [{}]
         updates = history[-1].get("num_updates", 0)
         versions = {"lln_fairseq": __version__} | {name: metadata.version(name) for name in MADE_WITH}
-        card = model_card(found.config, found.purpose, tokenizer_out.TOKENIZER in files, versions, updates, folders)
+        has_tokenizer = tokenizer_out.TOKENIZER in files
+        card = model_card(found.config, found.purpose, has_tokenizer, is_approximate, versions, updates, folders)
         files["README.md"] = card.encode()
         for name, content in files.items():
             (folder / name).write_bytes(content)

@@ -11,13 +11,21 @@ PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
 AUTO = {"ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
         "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification")}  # fmt: skip
 MANIFEST, SCORES = "manifest.json", "valid.json"
+APPROXIMATE = (
+    " - tokenizer: SentencePiece with a table of normalized characters. `transformers` applies the table to whole\n"
+    "   characters as a reader sees them, SentencePiece to their parts: the ids may differ where a text has combining\n"
+    "   marks without a composed form, joiners, half-width kana with marks, or control characters."
+)
 
 
 def model_card(
-    config: Mapping[str, Any], purpose: str, tokenizer: bool, versions: Mapping[str, str], updates: int,
-    folders: list[Path],
+    config: Mapping[str, Any], purpose: str, tokenizer: bool, is_approximate: bool, versions: Mapping[str, str],
+    updates: int, folders: list[Path],
 ) -> str:  # fmt: skip
-    """The text; `folders` are where the data's manifest and the scores of the checkpoint may lie."""
+    """The text; `folders` are where the data's manifest and the scores of the checkpoint may lie.
+
+    `is_approximate`: the tokenizer gives some texts other ids than lln_fairseq does.
+    """
     auto, task = AUTO[purpose]
     trusted = ", trust_remote_code=True" if "auto_map" in config else ""
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [lln_fairseq, roberta]", "---", ""]
@@ -31,6 +39,7 @@ def model_card(
     lines += [f" - longest sequence: {config['max_position_embeddings'] - 2} tokens"]
     if labels := config.get("id2label"):
         lines += [f" - labels: {', '.join(labels.values())}"]
+    lines += [APPROXIMATE] if is_approximate else []
     lines += [f" - updates of its last training: {updates}"] if updates else []
     lines += _data(folders) + _scores(folders)
     lines += ["", "## Made with", "", *(f" - {name} {version}" for name, version in versions.items())]

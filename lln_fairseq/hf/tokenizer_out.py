@@ -19,6 +19,7 @@ KINDS = (("spm.model",), ("encoder.json", "vocab.bpe"), (TOKENIZER,))
 ROLES = {"<s>": ("bos_token", "cls_token"), "<pad>": ("pad_token",), "</s>": ("eos_token", "sep_token"),
          "<unk>": ("unk_token",), MASK: ("mask_token",)}  # fmt: skip
 NEVER = -1e4  # the score of a piece that no text has
+SPACES = "\t-\r\x1c- \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # what str.strip removes
 UNIGRAM, BPE = 1, 2  # SentencePiece's numbers
 
 
@@ -65,6 +66,11 @@ def exported(files: Mapping[str, bytes], symbols: Sequence[str], positions: int)
     }
 
 
+def is_approximate(files: Mapping[str, bytes]) -> bool:
+    """Return True if Hugging Face's library normalizes some texts otherwise than the SentencePiece model in `files`."""
+    return "spm.model" in files and bool(_model_proto(files["spm.model"]).normalizer_spec.precompiled_charsmap)
+
+
 def _special(ids: Mapping[str, int]) -> dict[str, int]:
     return {name: ids[name] for name in (*SPECIAL, MASK)}
 
@@ -97,8 +103,7 @@ def _renumbered(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, An
     return {**content, **parts, "post_processor": tokenizer_json.sentence_form(now), "model": model}
 
 
-def _sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
-    """A SentencePiece model in the library of Hugging Face."""
+def _model_proto(data: bytes) -> Any:
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf makes it on import
@@ -106,6 +111,12 @@ def _sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
         proto.ParseFromString(data)
     except Exception as error:  # of protobuf, which is not ours
         raise InputError(f"spm.model is damaged: {first_line(error)}") from error
+    return proto
+
+
+def _sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
+    """A SentencePiece model in the library of Hugging Face."""
+    proto = _model_proto(data)
     kinds = proto.SentencePiece
     control = (kinds.CONTROL, kinds.UNKNOWN)
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type not in control}
@@ -125,6 +136,11 @@ def _sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
     else:
         raise InputError("spm.model is neither a BPE nor a unigram model")
     document = tokenizer_json.document(now, model, normalizer=_normalizer(proto), decoder=_decoder())
+    if model["type"] == "Unigram" and bytes_too:  # a text that spells <0x41> is cut, else it becomes that byte's piece
+        pattern = {"Regex": "<(?=0x[0-9A-F]{2}>)"}
+        document["pre_tokenizer"] = {
+            "type": "Split", "pattern": pattern, "behavior": "MergedWithPrevious", "invert": False
+        }  # fmt: skip
     return document
 
 
@@ -136,22 +152,32 @@ def _merges(scores: Mapping[str, float]) -> list[list[str]]:
 
 
 def _normalizer(proto: Any) -> dict[str, Any]:
-    """What SentencePiece does to a text before it cuts it; "▁" is its space."""
+    """Return what predict and then SentencePiece do to a text before it is cut; "▁" is SentencePiece's space."""
     spec = proto.normalizer_spec
-    steps: list[dict[str, Any]] = []
+    steps = [_replace({"String": "\n"}, " "), _replace({"Regex": rf"\A[{SPACES}]+|[{SPACES}]+\z"}, "")]
     if spec.precompiled_charsmap:
         table = base64.b64encode(spec.precompiled_charsmap).decode()
+        if "nfkc" in spec.name:  # a letter with its accents: Precompiled reads the letter alone
+            steps.append({"type": "NFC"})
         steps.append({"type": "Precompiled", "precompiled_charsmap": table})
     if spec.remove_extra_whitespaces:
-        steps.append({"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""})
-        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+        steps.append(_replace({"Regex": r"\A +"}, ""))
+        steps.append(_replace({"Regex": " {2,}"}, " "))
     if spec.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": "▁"})
-    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+    steps.append(_replace({"String": " "}, "▁"))
+    if spec.remove_extra_whitespaces:
+        steps.append(_replace({"Regex": r"▁+\z"}, ""))  # SentencePiece removes a "▁" of the text too
     return {"type": "Sequence", "normalizers": steps}
 
 
+def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
 def _decoder() -> dict[str, Any]:
-    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    return {"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]}
+    return {
+        "type": "Sequence",
+        "decoders": [_replace({"String": "▁"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
+    }

@@ -1,13 +1,16 @@
 """Our checkpoints in Hugging Face: the same logits, padding and tokenizers, and back again to the bit."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.data import Dictionary
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -28,8 +31,9 @@ from lln_fairseq.hf.directory import new_directory
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from lln_fairseq.ops.moment_matching import standard_deviations
+from lln_fairseq.text_ids import TextIds
 from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, make_classification, train
-from tests.hf.sources import TEXTS, TOKENIZERS, make_model, make_model_with_settings, ours, padded_batch, shaken
+from tests.hf.sources import PIECES, TEXTS, TOKENIZERS, make_model, make_model_with_settings, ours, padded_batch, shaken
 
 
 def logits(model, tokens, **options):
@@ -246,6 +250,44 @@ def test_sentencepiece_encodes_the_same(model_type, byte_fallback, fold, tmp_pat
     same_ids(tokenizer, new_vocabulary(tokenizer), texts, tmp_path)
 
 
+PLAIN = ["a", "the", "plot", "film", "A", "É", "ж", "☃", "🙃", ".", "ﬁ", "²", "ß", "<0x41>", "é", "e\u0301", "E\u0301"]
+BLANK = [character for character in map(chr, range(0x3001)) if character.isspace()]
+NASTY = [*PLAIN, *BLANK, "\u200b", "\ufeff", "  ", "\r\n", "▁", "▁▁", " ▁", "▁ "]
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+@pytest.mark.parametrize(("byte_fallback", "fold"), [(True, False), (False, False), (True, True), (False, True)])
+def test_sentencepiece_encodes_nasty_texts_as_predict_does(model_type, byte_fallback, fold, tmp_path):
+    lines = [*TEXTS, *(f"the film {a}{b} held" for a in "abcd" for b in "xyz")] * 3
+    size = 302 if byte_fallback else 45
+    vocabulary = new_vocabulary(
+        SentencePieceTokenizer(train_sentencepiece(lines, size, model_type, byte_fallback, fold))
+    )
+    dictionary = Dictionary()
+    for symbol in [*vocabulary.symbols, "<mask>"]:
+        dictionary.add_symbol(symbol)
+    files = tokenizer_out.exported(vocabulary.tokenizer.files, dictionary.symbols, 64)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    task = SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary)
+    generator = random.Random(0)
+    texts = ["".join(generator.choices(NASTY, k=generator.randrange(10))) for _ in range(1000)]
+    expected = TextIds(task, vocabulary, 64).lines(texts)
+    for text, ids in zip(texts, expected, strict=True):
+        assert theirs(text)["input_ids"] == [0, *ids.tolist()], repr(text)
+    assert tokenizer_out.is_approximate(vocabulary.tokenizer.files) == fold
+
+
+def test_model_card_says_that_a_normalizing_sentencepiece_model_is_approximated(tmp_path):
+    make_model("xlm-roberta", tmp_path / "in")
+    model = train_sentencepiece([*TEXTS, "zxqjvk"] * 3, PIECES, "unigram", fold=True)
+    (tmp_path / "in" / "sentencepiece.bpe.model").write_bytes(model)
+    convert(tmp_path / "in", tmp_path / "ours", "softmax")
+    export(tmp_path / "ours" / "model.pt", tmp_path / "out")
+    assert "the ids may differ where a text has combining" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_gpt2_encodes_the_same(tmp_path):
     files = {"encoder.json": b"", "vocab.bpe": b""}
     letters = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -286,7 +328,7 @@ def same_ids(tokenizer, vocabulary, texts, folder):
         (folder / name).write_bytes(content)
     theirs = AutoTokenizer.from_pretrained(folder)
     for text, ids in zip(texts, tokenizer.encode_ids(texts), strict=True):
-        text = text.replace("<mask>", "")
+        text = text.replace(" <mask>", "")
         (ids,) = tokenizer.encode_ids([text])
         assert theirs(text)["input_ids"] == [0, *vocabulary.table[ids].tolist(), 2], text
     assert (theirs.mask_token_id, theirs.pad_token_id) == (len(symbols) - 1, 1)
