@@ -4,9 +4,7 @@ The file goes with every exported model; it needs torch and transformers, and us
 is installed. Shapes: B sequences, H heads, N tokens, D features of a head. `padded` is bool (B, N), True = padding.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ except ImportError:
 ATTENTIONS = ("lln", "lln_diag")
 MIXES: dict[str, tuple[str, ...]] = {  # and their learned parameters
     "average": (), "ratio": ("ratio",), "scale": ("ratio", "diag_scale"),
-    "joint": (), "joint_share": ("share_logit",), "joint_offset": ("offset",),
+    "joint": (), "joint_offset": ("offset",),
 }  # fmt: skip
 PER_FEATURE = ("ratio", "scale")
 GAINS = ("none", "learned")
@@ -59,8 +57,7 @@ class LLNSelfAttention(RobertaSelfAttention):
     """The projections of RoBERTa with LLN attention between them."""
 
     log_gain: nn.Parameter  # of α and β, (2, H)
-    share_logit: nn.Parameter  # (H,)
-    offset: nn.Parameter
+    offset: nn.Parameter  # (H,)
     ratio: nn.Parameter  # (H, 1, D)
     diag_scale: nn.Parameter
 
@@ -108,8 +105,7 @@ class LLNSelfAttention(RobertaSelfAttention):
         if config.attention == "lln":
             return plain_lln(*features, v, padded).to(dtype)
         if config.mix.startswith("joint"):
-            weight = functools.partial(self.outside_weight, parameter=self.mix_parameter())
-            return plain_joint(q, k, v, *features, padded, size, dropout, weight).to(dtype)
+            return plain_joint(q, k, v, *features, padded, size, dropout, self.mix_parameter()).to(dtype)
         return self.mixed(plain_lln(*features, v, padded), plain_block_diag(q, k, v, padded, size, dropout)).to(dtype)
 
     def alpha_beta(self, q: Tensor, k: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -128,18 +124,10 @@ class LLNSelfAttention(RobertaSelfAttention):
         return ratio * lln + (1 - ratio if self.config.mix == "ratio" else self.diag_scale.to(lln.dtype)) * diag
 
     def mix_parameter(self) -> Tensor | None:
-        """The share or offset of each head, (H,)."""
-        learned = {"joint_share": lambda: self.share_logit.sigmoid(), "joint_offset": lambda: self.offset}
-        return learned[self.config.mix]() if self.config.mix in learned else None
-
-    def outside_weight(self, u: Tensor, parameter: Tensor | None) -> Tensor:
-        """c of `plain_joint` for the mass u (B, H, blocks, queries, 1) that LLN gives to other blocks."""
-        if parameter is None:
-            return torch.ones_like(u)
-        parameter = parameter.float()[:, None, None, None]
-        if self.config.mix == "joint_share":
-            return (1 - parameter) / u.clamp_min(FLOOR)
-        return 1 / (u + (1 - u) * (-parameter).exp()).clamp_min(FLOOR)
+        """Return the learned offset of each head, (H,), if there is one."""
+        if self.config.mix == "joint_offset":
+            return self.offset
+        return None
 
 
 def padding_of(mask: Tensor | None) -> Tensor | None:
@@ -196,15 +184,18 @@ def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, siz
 
 
 def plain_joint(q: Tensor, k: Tensor, v: Tensor, a: Tensor, w: Tensor, padded: Tensor | None, size: int, dropout: float,
-                weight: Callable[[Tensor], Tensor]) -> Tensor:  # fmt: skip
-    """(1 - c u) Diag + c (LLN outside the block), u the mass of LLN outside it and c = weight(u)."""
+                offset: Tensor | None) -> Tensor:  # fmt: skip
+    """(1 - c u) Diag + c (LLN outside the block), u the mass of LLN outside it; c is 1 without an offset."""
     blocks = Blocks(q, padded, size)
     diag, whole = plain_block_diag(q, k, v, padded, size, dropout), plain_lln(a, w, v, padded)
     a_b, w_b, v_b, diag_b, whole_b = blocks.cut(a, w, v, diag, whole)
     inside = (a_b @ w_b.mT).masked_fill(blocks.hidden, 0.0)
     u = (1 - inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
     real = (~blocks.hidden).sum(dim=-1, keepdim=True)
-    c = torch.where(real == 0, 1.0, weight(u))
+    c = torch.ones_like(u)
+    if offset is not None:
+        c = 1 / (u + (1 - u) * (-offset.float()[:, None, None, None]).exp()).clamp_min(FLOOR)
+    c = c.masked_fill(real == 0, 1.0)
     c = c.masked_fill((real == real.sum(dim=2, keepdim=True)) & (real > 0), 0.0)  # all tokens in one block: softmax
     outside = whole_b - inside @ v_b.masked_fill(blocks.hidden.mT, 0.0)
     return blocks.join((1 - c * u) * diag_b + c * outside)

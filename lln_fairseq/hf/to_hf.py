@@ -19,7 +19,7 @@ from lln_fairseq.ops.moment_matching import TABLES_FILES, calibration_table
 MODELING = "modeling_lln_roberta"
 OURS = ("lln", "lln_diag")  # that the modeling file knows, and its values of the options below
 KNOWN = {
-    "mix": ("average", "ratio", "scale", "joint", "joint_share", "joint_offset"),
+    "mix": ("average", "ratio", "scale", "joint", "joint_offset"),
     "constants": ("calibrated", "entropy", "paper"),
     "gain": ("none", "learned"),
 }

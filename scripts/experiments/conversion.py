@@ -33,7 +33,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks alone": ("block_diag", {}),
     "average": ("lln_diag", {}),
     "joint": ("lln_diag", {"mix": "joint"}),
-    "joint_share": ("lln_diag", {"mix": "joint_share"}),
     "joint_offset": ("lln_diag", {"mix": "joint_offset"}),
     "joint_offset, entropy": ("lln_diag", {"mix": "joint_offset", "constants": "entropy"}),
     "joint_offset, gain": ("lln_diag", {"mix": "joint_offset", "gain": "learned"}),

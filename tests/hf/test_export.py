@@ -89,7 +89,6 @@ MIXED = {
     "lln_diag batch": ("--lln-diag-scope", "batch"),
     "lln_diag ratio": ("--lln-diag-mix", "ratio", "--lln-diag-block-size", 8),
     "lln_diag joint": ("--lln-diag-mix", "joint", "--lln-diag-block-size", 8),
-    "lln_diag joint_share": ("--lln-diag-mix", "joint_share", "--lln-diag-block-size", 8),
     "lln_diag joint_offset": (
         "--lln-diag-mix",
         "joint_offset",

@@ -24,7 +24,7 @@ MODELS = {
     "softmax": ("--encoder-layers", 2),
     "lln": ("--lln-constants", "paper"),
     "lln_diag joint_offset": (*BLOCKS, "--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned"),
-    "lln_diag joint_share": ("--lln-diag-block-size", 64, "--lln-diag-mix", "joint_share"),  # one block for all
+    "lln_diag joint": ("--lln-diag-block-size", 64, "--lln-diag-mix", "joint"),  # one block for all
     "lln_diag scale": (*BLOCKS, "--lln-diag-mix", "scale", "--lln-diag-scope", "batch"),
 }
 
