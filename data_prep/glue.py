@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from . import manifest
-from .archives import Tree
+from .archives import FileTree
 from .binarize import binarize, class_blocks, dataset_files
 from .command import DataError, run_command, say
+from .download import obtain_tree
 from .encode import Encoder, usable_cores
-from .fetch import obtain_tree
 from .files import write_bytes
 from .glue_tasks import GLUE_TASKS, GlueTask, Rows, read_rows, split_cells
 from .text import read_lines
@@ -46,7 +46,7 @@ MRPC_TRAIN, MRPC_TEST, MRPC_DEV_IDS = "msr_paraphrase_train.txt", "msr_paraphras
 class Source:
     """The files of one task in a tree: GLUE's layout, or MRPC as Microsoft publishes it with GLUE's list of dev ids."""
 
-    def __init__(self, tree: Tree, task: GlueTask) -> None:
+    def __init__(self, tree: FileTree, task: GlueTask) -> None:
         self.tree, self.task = tree, task
         self.as_published = task.name == "MRPC" and None not in (tree.find(MRPC_TRAIN), tree.find(MRPC_DEV_IDS))
         names = dict(task.files)

@@ -35,15 +35,14 @@ from . import listops, manifest, pathfinder
 from .binarize import binarize, class_blocks, dataset_files
 from .chunks import Draw, draw_rows
 from .command import DataError, run_command, say
+from .download import obtain
 from .encode import EOS, Block, usable_cores
-from .fetch import obtain
 from .files import write_bytes
-from .lra_sources import LraRows, Rows, read_source, read_stand_in, split_rows, wanted
+from .lra_sources import LraRows, Rows, read_source, read_stand_in, source_checksum, split_rows
 from .lra_tasks import LRA_TASKS, STAND_IN, STAND_INS, TEXT_LENGTH, LraTask
 from .text import SPLITS
 from .tokenizers import FAIRSEQ_SPECIAL, dictionary_text
 from .vocabulary import DICTIONARY
-from .walk import known_checksum, pin
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 DRAWS: dict[str, Draw] = {"listops": listops.draw, "pathfinder": pathfinder.draw}
@@ -124,7 +123,6 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
             source = obtain(task.published[0])
         rows = _read(task, dataclasses.replace(options, source=source), is_drawn)
         check_rows(task, rows, settings["data"] == "published" and checksums.keys() == {f.name for f in task.published})
-        _pin(task, options, checksums)
         if overwrite or not manifest.is_under_way(out):
             manifest.begin(out, settings, files)
         datasets = write_result(out, task, rows)
@@ -142,23 +140,17 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
 def _checksums(task: LraTask, options: Options) -> dict[str, str]:
     published = {file.name: file for file in task.published}
     if options.source is None:
-        return {file.name: file.sha256 or "" for file in task.published}
+        return {file.name: file.sha256 for file in task.published}
     if not options.source.exists():
         raise DataError(f"cannot read {options.source}: No such file or directory")
     if options.source.name in published:
         file = published[options.source.name]
         obtain(file, options.source)
-        return {file.name: file.sha256 or ""}
+        return {file.name: file.sha256}
     if options.stand_in:  # which is one known file
         obtain(task.published[0], options.source)
-        return {task.published[0].name: task.published[0].sha256 or ""}
-    return {options.source.name: known_checksum(options.source, wanted(options.task))}
-
-
-def _pin(task: LraTask, options: Options, checksums: dict[str, str]) -> None:
-    """Where nobody published a checksum of the source."""
-    if options.source is not None and not options.stand_in and not checksums.keys() & {f.name for f in task.published}:
-        pin(options.source, *checksums.values())
+        return {task.published[0].name: task.published[0].sha256}
+    return {options.source.name: source_checksum(options.source, options.task)}
 
 
 def _read(task: LraTask, options: Options, is_drawn: bool) -> Rows:

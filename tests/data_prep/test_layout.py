@@ -8,7 +8,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import data_prep
-from data_prep.sources import FILES
 
 FOLDER = Path(data_prep.__file__).parent
 
@@ -32,7 +31,7 @@ def test_no_circle_and_everything_relative():
     graph = {path.stem: imports(path) for path in FOLDER.glob("*.py")}
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
     assert graph["sources"] == set()
-    assert order.index("sources") < order.index("fetch") < order.index("glue")
+    assert order.index("sources") < order.index("download") < order.index("glue")
 
 
 def test_the_package_works_under_another_name():
@@ -46,9 +45,3 @@ def test_the_package_works_under_another_name():
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "another_name"]:
             del sys.modules[name]
-
-
-def test_every_published_file_can_be_had():
-    assert all(file.urls or file.pip for file in FILES.values())
-    assert all(file.sha256 or file.tested for file in FILES.values())
-    assert all(name == file.name for name, file in FILES.items())

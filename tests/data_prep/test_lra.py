@@ -11,6 +11,7 @@ from fairseq.tasks.sentence_prediction import SentencePredictionConfig, Sentence
 
 from data_prep import lra, lra_sources, newsgroups
 from data_prep.command import DataError
+from data_prep.files import sha256_of
 from data_prep.lra_tasks import LRA_TASKS, STAND_INS
 from data_prep.png import read_png
 from tests.data_prep.conftest import killed_everywhere, tar_gz, tree
@@ -186,21 +187,14 @@ def test_the_published_archive_is_the_one_with_that_checksum(given, tmp_path, ca
     assert "is not cifar-10-binary.tar.gz: it has" in capsys.readouterr().err
 
 
-def test_a_release_is_pinned_when_it_is_first_used(given, tmp_path, cache, capsys):
+def test_manifest_has_the_checksum_of_the_source(given, tmp_path, capsys):
     release = given("listops", "tar")
-    content = release.read_bytes()
-    release.write_bytes(content[:-20])
-    assert build(tmp_path / "a", "listops", "--source", release) == 1
-    release.write_bytes(content)
-    assert build(tmp_path / "a", "listops", "--source", release) == 0
-    assert "pinning sha256" in capsys.readouterr().out
-    recorded = json.loads((tmp_path / "a/listops/manifest.json").read_text())["settings"]["source"]
-    assert recorded == {"given.gz": (cache / "given.gz.sha256").read_text().strip()}
-    assert build(tmp_path / "a", "listops", "--source", release) == 0
-    assert "is finished; nothing to do" in capsys.readouterr().out
+    assert build(tmp_path, "listops", "--source", release) == 0
+    recorded = json.loads((tmp_path / "listops/manifest.json").read_text())["settings"]["source"]
+    assert recorded == {"given.gz": sha256_of(release)}
     release.write_bytes(tar_gz({**SOURCES["listops"], "more": b""}))
-    assert build(tmp_path / "b", "listops", "--source", release) == 1
-    assert "is not the file that" in capsys.readouterr().err
+    assert build(tmp_path, "listops", "--source", release) == 1
+    assert "was built with source" in capsys.readouterr().err
 
 
 def test_drawn_rows(tmp_path, capsys):
@@ -307,11 +301,11 @@ def test_damaged_and_wrong_archives_end_in_one_line(given, tmp_path, capsys):
     whole = given("pathfinder", "tar")
     content = whole.read_bytes()
     for name, data, message in (
-        ("cut.gz", content[:-300], "damaged archive"),
-        ("flipped.gz", content[:200] + bytes(50) + content[250:], "damaged archive"),
-        ("empty.gz", b"", "is empty"),
+        ("cut.gz", content[:-300], "cannot be read, it is damaged or incomplete"),
+        ("flipped.gz", content[:200] + bytes(50) + content[250:], "is not a readable archive"),
+        ("empty.gz", b"", "is not a readable archive"),
         ("other.gz", tar_gz({"listops/README": b""}), "has no rows of pathfinder's train, valid, test"),
-        ("text.tar.gz", b"not an archive", "damaged archive, or none"),
+        ("text.tar.gz", b"not an archive", "is not a readable archive"),
     ):
         (tmp_path / name).write_bytes(data)
         assert build(tmp_path / "out", "pathfinder", "--source", tmp_path / name) == 1

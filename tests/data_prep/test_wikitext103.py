@@ -13,7 +13,7 @@ from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 from data_prep import manifest, wikitext103
 from data_prep.command import DataError
 from data_prep.files import sha256_of
-from data_prep.mirrors import Published
+from data_prep.sources import Published
 from data_prep.vocabulary import load_vocabulary
 from tests.data_prep.conftest import BAD, GOOD, WORDS, killed_everywhere, text_of, tree
 

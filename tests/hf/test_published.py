@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer, BertModel
 
 from data_prep import encoders
 from data_prep.command import DataError
-from data_prep.fetch import cache_directory
+from data_prep.download import cache_directory
 from data_prep.vocabulary import load_vocabulary
 from lln_fairseq.convert import convert
 from lln_fairseq.export import export

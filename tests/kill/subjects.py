@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from data_prep.demo import build
-from data_prep.fetch import obtain
+from data_prep.download import obtain
 from data_prep.files import sha256_bytes
-from data_prep.mirrors import Published
+from data_prep.sources import Published
 from lln_fairseq import linearize
 from lln_fairseq.ops.lln import lln_attention
 from tests.data_prep.conftest import MOVIES, VOCAB_SIZE, fake_rows, snippet_file, tree, write_archive
@@ -113,7 +113,7 @@ class Saving(Training):
 
 
 class Fetching(Simple):
-    """data_prep.fetch from a server of a few MB/s that can resume."""
+    """Download from a server of a few MB/s."""
 
     content: ClassVar[bytes] = random.Random(0).randbytes(1 << 20)
 
@@ -133,13 +133,10 @@ class Fetching(Simple):
 
 class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(Fetching.content) - 1}/{len(Fetching.content)}")
-        self.send_header("Content-Length", str(len(Fetching.content) - start))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(Fetching.content)))
         self.end_headers()
-        for position in range(start, len(Fetching.content), 1 << 15):
+        for position in range(0, len(Fetching.content), 1 << 15):
             try:
                 self.wfile.write(Fetching.content[position : position + (1 << 15)])
             except ConnectionError:  # the reader was killed
