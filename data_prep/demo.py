@@ -226,23 +226,24 @@ def build(
         "neutral": NEUTRAL,
         **({"tokenizer": given.identity} if given else {"tokenizer": KIND, "vocab_size": vocab_size}),
     }
-    files = result_files([*given.tokenizer.files] if given else TRAINED)
-    with manifest.output_directory(out):
-        if archive is not None:  # a wrong file is an error even where none is needed
-            check_file(archive, source.archive)
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
-        path = obtain(source.archive, archive)
-        lines, rows, counts = read_source(path, source)
-        if overwrite or not all((out / name).is_file() for name in (given.tokenizer.files if given else [MODEL])):
-            tokenizer_files = (given or trained_vocabulary(lines["train"], vocab_size)).tokenizer.files
-            manifest.begin(out, settings, files)  # only now: a vocabulary that cannot be had must change nothing
-            for name, data in tokenizer_files.items():
-                write_bytes(out / name, data)
-        begun = given or new_vocabulary(load_sentencepiece(out / MODEL))
+    if archive is not None:  # a wrong file is an error even where none is needed
+        check_file(archive, source.archive)
+
+    def read() -> tuple[Lines, Rows, dict[str, Any], Vocabulary]:
+        lines, rows, counts = read_source(obtain(source.archive, archive), source)
+        check_expected(counts, source.expected)
+        if given is not None:
+            vocabulary = given
+        elif not overwrite and manifest.is_under_way(out) and (out / MODEL).is_file():
+            vocabulary = new_vocabulary(load_sentencepiece(out / MODEL))
+        else:
+            vocabulary = trained_vocabulary(lines["train"], vocab_size)
+        return lines, rows, counts, vocabulary
+
+    def write(data: tuple[Lines, Rows, dict[str, Any], Vocabulary]) -> dict[str, Any]:
+        lines, rows, counts, begun = data
         vocabulary, datasets = write_result(out, begun, lines, rows)
-        check_expected(counts, source.expected)  # and binarize has read back as many samples
-        content = {
+        return {
             "sources": [
                 {"name": source.archive.name, "sha256": source.archive.sha256, "members": [*counts["snippets"]]}
             ],
@@ -251,7 +252,9 @@ def build(
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    files = result_files([*given.tokenizer.files] if given else TRAINED)
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
 def trained_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
@@ -267,8 +270,10 @@ def trained_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
 def write_result(
     out: Path, vocabulary: Vocabulary, lines: Lines, rows: Rows
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
-    """Write every file of the result but those of the tokenizer, which are there, and the manifest; return the counts
-    read back from the datasets."""
+    """Write every file of the result but the manifest; return the vocabulary with the counts of the train text, and
+    the counts read back from the datasets."""
+    for name, content in vocabulary.tokenizer.files.items():
+        write_bytes(out / name, content)
     if isinstance(vocabulary.tokenizer, SentencePieceTokenizer):
         write_bytes(out / PIECES, vocabulary.tokenizer.vocabulary_text().encode())
     for split, glue in GLUE_NAMES.items():

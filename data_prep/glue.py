@@ -113,14 +113,17 @@ def build(
     `source`: archive or directory instead of the published files; `encoder`: one of this vocabulary, to share its
     processes between tasks. Raises DataError.
     """
-    src, published = None, True  # nothing is fetched for a result that turns out to be finished
+    given = None  # nothing is fetched for a result that turns out to be finished
+    published = True
     if source is not None:
         tree, published = obtain_tree(task.published, source)
-        src = Source(tree, task)
-    if src is None or published:
-        sources, splits = {file.name: file.sha256 for file in task.published}, list(task.files)
+        given = Source(tree, task)
+    if given is None or published:
+        sources = {file.name: file.sha256 for file in task.published}
+        splits = list(task.files)
     else:
-        sources, splits = {**src.checksums()}, src.splits
+        sources = given.checksums()
+        splits = given.splits
     settings = {
         "program": "data_prep.glue",
         "format": FORMAT,
@@ -129,20 +132,18 @@ def build(
         "source": sources,
         "tokenizer": vocabulary.identity,
     }
-    files = result_files(task, splits, vocabulary)
-    with manifest.output_directory(out):
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
-        if src is None:
-            src = Source(obtain_tree(task.published, None)[0], task)
-        say(f"{task.name}: reading {src.tree.where}")
-        rows = {split: src.rows(split) for split in splits}
+
+    def read() -> dict[str, Rows]:
+        found = given or Source(obtain_tree(task.published, None)[0], task)
+        say(f"{task.name}: reading {found.tree.where}")
+        rows = {split: found.rows(split) for split in splits}
         if published:
             _check_rows(task, rows)
-        if overwrite or not manifest.is_under_way(out):
-            manifest.begin(out, settings, files)  # only now: input that cannot be used must change nothing
+        return rows
+
+    def write(rows: dict[str, Rows]) -> dict[str, Any]:
         datasets = write_result(out, task, rows, encoder or Encoder(vocabulary, 1))
-        content = {
+        return {
             "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
             "tokenizer": vocabulary.record(folder="input0/"),
             "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
@@ -150,7 +151,9 @@ def build(
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    files = result_files(task, splits, vocabulary)
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
 def _check_rows(task: GlueTask, rows: dict[str, Rows]) -> None:

@@ -103,7 +103,6 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
     task, options = resolve(options)
     out = out / task.name
     is_drawn = bool(task.drawn) and options.source is None
-    source = options.source
     checksums = {} if is_drawn else _checksums(task, options)
     settings: dict[str, Any] = {
         "program": "data_prep.lra",
@@ -115,18 +114,19 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
         **({"rows": options.rows} if is_drawn else {}),
         **({"length": options.length} if task.is_text else {}),
     }
-    files = result_files(task)
-    with manifest.output_directory(out):
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
+
+    def read() -> Rows:
+        source = options.source
         if source is None and task.published:
             source = obtain(task.published[0])
         rows = _read(task, dataclasses.replace(options, source=source), is_drawn)
-        check_rows(task, rows, settings["data"] == "published" and checksums.keys() == {f.name for f in task.published})
-        if overwrite or not manifest.is_under_way(out):
-            manifest.begin(out, settings, files)
+        published_names = {file.name for file in task.published}
+        check_rows(task, rows, settings["data"] == "published" and checksums.keys() == published_names)
+        return rows
+
+    def write(rows: Rows) -> dict[str, Any]:
         datasets = write_result(out, task, rows)
-        content = {
+        return {
             **({"stand_in": task.instead} if task.instead else {}),
             "sources": [{"name": name, "sha256": found} for name, found in checksums.items()],
             "task": {"classes": list(task.meaning or task.labels), "metric": "accuracy", "head": len(task.labels)},
@@ -134,7 +134,8 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "scikit-learn", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    return manifest.build_directory(out, settings, result_files(task), read, write, overwrite)
 
 
 def _checksums(task: LraTask, options: Options) -> dict[str, str]:

