@@ -8,6 +8,7 @@ image       {data_batch_1,...,test_batch}.bin of CIFAR-10's binary version, in g
 """
 
 import hashlib
+import io
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from PIL import Image
 
 from . import listops, newsgroups
 from .archives import damage_as_data_error, open_tree, walk, wanted_files
@@ -24,7 +26,6 @@ from .download import obtain
 from .files import sha256_of
 from .lra_tasks import LRA_TASKS, STAND_INS, LraTask
 from .pathfinder import SIDE
-from .png import read_png
 from .text import SPLITS, raw_lines, split_of
 
 CIFAR_ROW = 1 + 3 * SIDE * SIDE  # bytes
@@ -152,7 +153,7 @@ def _read_pathfinder(task: LraTask, source: Path, length: int, seed: int, rows: 
                     raise DataError(f"{where}, line {number}: expected a folder, a file, a number and a label")
                 labels.append((f"{cells[0]}/{cells[1]}", cells[3]))
         elif content := stream.read(1 << 20):
-            pictures[inner] = read_png(content, SIDE, where)
+            pictures[inner] = read_png(content, where)
         else:
             empty += 1  # the release has such pictures, and every code base leaves them out
             pictures[inner] = b""
@@ -164,6 +165,19 @@ def _read_pathfinder(task: LraTask, source: Path, length: int, seed: int, rows: 
     random.Random(f"{seed} pathfinder order").shuffle(found)
     split_rows(found, task.shares, rows)
     rows["train"].empty = empty
+
+
+def read_png(content: bytes, where: str) -> bytes:
+    """Return the SIDE² pixels of a grey picture of 8 bits, row by row. Raises DataError for any other."""
+    try:
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            if image.mode != "L" or image.size != (SIDE, SIDE):
+                raise DataError(
+                    f"{where}: {image.size} pixels, mode {image.mode}; expected {SIDE} x {SIDE} in 8-bit grey"
+                )
+            return image.tobytes()
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{where} is not a readable PNG picture: {error}") from error
 
 
 def _read_image(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
