@@ -12,7 +12,7 @@ sentence are one row with the mean of their scores. Score > 0.5 is label 1 (posi
 Language-model corpus: the text of all four files, one snippet a line in the order of the files (neighbours are
 sentences of one review or article), exact repetitions left out. No empty line parts documents, since most snippets
 are their own document: use --sample-break-mode complete, which fills a block with whole lines. A sentence is in
-train, valid or test by its own hash (text.split_of), in both parts alike; so neither the tokenizer nor pre-training
+train, valid or test by its own hash (split_of), in both parts alike; so neither the tokenizer nor pre-training
 sees a sentence of the task's dev or test set.
 
     OUT/manifest.json                     last file written: settings, sources, tokenizer, counts, checksums
@@ -36,16 +36,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .binarize import DatasetCounts, binarize, class_blocks, dataset_files
-from .command import DataError, run_command, say
-from .download import check_file, obtain
-from .encode import Encoder
-from .files import write_bytes
-from .sources import FILES, Published
-from .text import SPLITS, clean, sentence_key, split_of
-from .tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
-from .vocabulary import Vocabulary, load_vocabulary, new_vocabulary
+from lln_fairseq.data import manifest
+from lln_fairseq.data.binary_format import DatasetCounts, binarize, class_blocks, dataset_files
+from lln_fairseq.data.download import check_file, obtain
+from lln_fairseq.data.encode import Encoder
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.published_files import FILES, Published
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.text import SPLITS, clean, sentence_key, split_of
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
+from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
+
+from .command import run_command
 
 FORMAT = 2  # raise it when the same settings give another result: old directories are then refused, not mixed
 NEUTRAL, MAX_SCORE = 0.5, 4.0

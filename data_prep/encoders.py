@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .archives import open_tree
-from .command import DataError, run_command, say
-from .download import obtain
-from .files import atomic_path
-from .manifest import output_directory
-from .sources import FILES
+from lln_fairseq.data.archives import open_tree
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.files import atomic_path
+from lln_fairseq.data.manifest import output_directory
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError, say
+
+from .command import run_command
 
 
 @dataclass(frozen=True)

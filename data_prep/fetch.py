@@ -13,9 +13,11 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from .command import run_command, say
-from .download import cache_directory, obtain
-from .sources import FILES
+from lln_fairseq.data.download import cache_directory, obtain
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import say
+
+from .command import run_command
 
 
 def list_files() -> None:

@@ -2,7 +2,7 @@
 
     python -m data_prep.glue --out data-bin/glue --tokenizer data-bin/wikitext-103 --tasks MNLI QNLI QQP SST-2
 
-The tokenizer has no default: it must be that of pre-training, so name the pre-training data (see vocabulary.py).
+The tokenizer has no default: it must be that of pre-training, so name the pre-training data (or see docs/data.md).
 Files come from the published archives, which are fetched, or from --source: a directory or an archive in GLUE's
 layout (TASK/train.tsv, ...), or a directory that holds the published archives.
 
@@ -26,17 +26,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .archives import FileTree
-from .binarize import binarize, class_blocks, dataset_files
-from .command import DataError, run_command, say
-from .download import obtain_tree
-from .encode import Encoder, usable_cores
-from .files import write_bytes
+from lln_fairseq.data import manifest
+from lln_fairseq.data.archives import FileTree
+from lln_fairseq.data.binary_format import binarize, class_blocks, dataset_files
+from lln_fairseq.data.download import obtain_tree
+from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.text import read_lines
+from lln_fairseq.data.tokenizers import FAIRSEQ_SPECIAL, dictionary_text
+from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
+
+from .command import run_command
 from .glue_tasks import GLUE_TASKS, GlueTask, Rows, read_rows, split_cells
-from .text import read_lines
-from .tokenizers import FAIRSEQ_SPECIAL, dictionary_text
-from .vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 BROKEN_LISTED = 20  # line numbers of rows left out that the manifest lists
@@ -249,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/glue"), help="OUT of OUT/TASK (%(default)s)")
     parser.add_argument(
-        "--tokenizer", required=True, help="the pre-training data's directory, or what else vocabulary.py lists"
+        "--tokenizer", required=True, help="the pre-training data's directory, gpt2, or a directory with a tokenizer"
     )
     parser.add_argument("--tasks", nargs="+", choices=GLUE_TASKS, default=["MNLI", "QNLI", "QQP", "SST-2"])
     parser.add_argument("--source", type=Path, help="directory or archive instead of the published archives")

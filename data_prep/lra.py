@@ -31,18 +31,21 @@ from typing import Any
 
 import numpy as np
 
-from . import listops, manifest, pathfinder
-from .binarize import binarize, class_blocks, dataset_files
+from lln_fairseq.data import manifest
+from lln_fairseq.data.binary_format import binarize, class_blocks, dataset_files
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.encode import EOS, Block, usable_cores
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.text import SPLITS
+from lln_fairseq.data.tokenizers import FAIRSEQ_SPECIAL, dictionary_text
+from lln_fairseq.data.vocabulary import DICTIONARY
+
+from . import listops, pathfinder
 from .chunks import Draw, draw_rows
-from .command import DataError, run_command, say
-from .download import obtain
-from .encode import EOS, Block, usable_cores
-from .files import write_bytes
+from .command import run_command
 from .lra_sources import LraRows, Rows, read_source, read_stand_in, source_checksum, split_rows
 from .lra_tasks import LRA_TASKS, STAND_IN, STAND_INS, TEXT_LENGTH, LraTask
-from .text import SPLITS
-from .tokenizers import FAIRSEQ_SPECIAL, dictionary_text
-from .vocabulary import DICTIONARY
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 DRAWS: dict[str, Draw] = {"listops": listops.draw, "pathfinder": pathfinder.draw}

@@ -19,14 +19,15 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
+from lln_fairseq.data.archives import damage_as_data_error, open_tree, walk, wanted_files
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.files import sha256_of
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.text import SPLITS, raw_lines, split_of
+
 from . import listops, newsgroups
-from .archives import damage_as_data_error, open_tree, walk, wanted_files
-from .command import DataError
-from .download import obtain
-from .files import sha256_of
 from .lra_tasks import LRA_TASKS, STAND_INS, LraTask
 from .pathfinder import SIDE
-from .text import SPLITS, raw_lines, split_of
 
 CIFAR_ROW = 1 + 3 * SIDE * SIDE  # bytes
 FILES = {  # what of a source belongs to a task

@@ -18,16 +18,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .archives import FileTree, open_tree
-from .command import DataError, run_command, say
-from .download import obtain
-from .encode import Encoder, usable_cores
+from lln_fairseq.data import manifest
+from lln_fairseq.data.archives import FileTree, open_tree
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.text import SPLITS, read_lines, split_of
+from lln_fairseq.data.vocabulary import load_vocabulary
+
+from .command import run_command
 from .glue import result_files, row_counts, write_result
 from .glue_tasks import GlueTask, Rows, split_cells
-from .sources import FILES
-from .text import SPLITS, read_lines, split_of
-from .vocabulary import load_vocabulary
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 FOLDER = "orangecontrib/text/datasets"

@@ -26,17 +26,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .archives import FileTree
-from .binarize import binarize, dataset_files
-from .command import DataError, run_command, say
-from .download import obtain_tree
-from .encode import Encoder, usable_cores
-from .files import write_bytes
-from .sources import FILES
-from .text import SPLITS, read_lines
-from .tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_sentencepiece, train_on_corpus
-from .vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
+from lln_fairseq.data import manifest
+from lln_fairseq.data.archives import FileTree
+from lln_fairseq.data.binary_format import binarize, dataset_files
+from lln_fairseq.data.download import obtain_tree
+from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.text import SPLITS, read_lines
+from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_sentencepiece, train_on_corpus
+from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
+
+from .command import run_command
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 MB = 10**6

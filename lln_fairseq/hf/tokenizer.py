@@ -1,7 +1,7 @@
 """The tokenizer of a directory of Hugging Face as data_prep wants it, and the order of the embedding that goes with it.
 
 fairseq's ids are <s> <pad> </s> <unk>, the symbols of dict.txt, <mask>. dict.txt names the symbols by the tokenizer's
-own ids in decimal (tokenizer.json), or by SentencePiece's pieces (XLM-R), which is what data_prep/tokenizers.py expects
+own ids in decimal (tokenizer.json), or by SentencePiece's pieces (XLM-R), which is what data/tokenizers.py expects
 of the two kinds.
 """
 

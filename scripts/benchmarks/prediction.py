@@ -31,9 +31,9 @@ import lln_fairseq
 
 lln_fairseq.register()  # before all that imports fairseq, which would talk
 
-from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece  # noqa: E402
-from data_prep.vocabulary import new_vocabulary  # noqa: E402
 from lln_fairseq.attention import MECHANISMS  # noqa: E402
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece  # noqa: E402
+from lln_fairseq.data.vocabulary import new_vocabulary  # noqa: E402
 from lln_fairseq.export import export  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402
 from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel  # noqa: E402

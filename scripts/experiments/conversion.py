@@ -28,7 +28,7 @@ import lln_fairseq
 
 lln_fairseq.register()  # before all that imports fairseq, which would talk
 
-from data_prep.files import write_bytes  # noqa: E402
+from lln_fairseq.data.files import write_bytes  # noqa: E402
 from lln_fairseq.linearize import COUNT, read_texts  # noqa: E402
 from lln_fairseq.loading import load_model  # noqa: E402
 from lln_fairseq.memory import keep_freed_memory  # noqa: E402

@@ -22,8 +22,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import child_environment
+from lln_fairseq.data.files import write_bytes
 from scripts.experiments.steps import end
 from scripts.gpu.schedule import STEPS, Command, Step
 

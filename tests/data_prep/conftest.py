@@ -16,10 +16,10 @@ import pytest
 import regex
 
 from data_prep.demo import DemoSource
-from data_prep.files import sha256_of
-from data_prep.sources import PipSource, Published
-from data_prep.tokenizers import GPT2Tokenizer, Tokenizer, _byte_letters
-from data_prep.vocabulary import Vocabulary
+from lln_fairseq.data.files import sha256_of
+from lln_fairseq.data.published_files import PipSource, Published
+from lln_fairseq.data.tokenizers import GPT2Tokenizer, Tokenizer, _byte_letters
+from lln_fairseq.data.vocabulary import Vocabulary
 
 VOCAB_SIZE = 150
 GOOD, BAD = ["wonderful", "superb", "touching", "delightful"], ["dreadful", "tedious", "clumsy", "hollow"]

@@ -11,9 +11,9 @@ from fairseq.tasks.sentence_prediction import SentencePredictionConfig, Sentence
 from PIL import Image
 
 from data_prep import lra, lra_sources, newsgroups
-from data_prep.command import DataError
-from data_prep.files import sha256_of
 from data_prep.lra_tasks import LRA_TASKS, STAND_INS
+from lln_fairseq.data.files import sha256_of
+from lln_fairseq.data.reporting import DataError
 from tests.data_prep.conftest import killed_everywhere, tar_gz, tree
 from tests.data_prep.test_newsgroups import TEST, TRAIN, wheel  # noqa: F401  a fixture
 

@@ -10,11 +10,12 @@ import pytest
 from fairseq.data import indexed_dataset
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
-from data_prep import manifest, wikitext103
-from data_prep.command import DataError
-from data_prep.files import sha256_of
-from data_prep.sources import Published
-from data_prep.vocabulary import load_vocabulary
+from data_prep import wikitext103
+from lln_fairseq.data import manifest
+from lln_fairseq.data.files import sha256_of
+from lln_fairseq.data.published_files import Published
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.vocabulary import load_vocabulary
 from tests.data_prep.conftest import BAD, GOOD, WORDS, killed_everywhere, text_of, tree
 
 SPLITS = ("train", "valid", "test")

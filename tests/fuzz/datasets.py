@@ -12,8 +12,8 @@ from fairseq.data import Dictionary
 from fairseq.tasks import setup_task
 from omegaconf import OmegaConf
 
-from data_prep.binarize import read_back
-from data_prep.command import DataError
+from lln_fairseq.data.binary_format import read_back
+from lln_fairseq.data.reporting import DataError
 from lln_fairseq.host.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
 from tests.fuzz._damage import damaged

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load, save
 
 import tests.hf.conftest  # noqa: F401  transformers stays off the network
-from data_prep.command import DataError
-from data_prep.encode import encode_block
-from data_prep.vocabulary import load_vocabulary
 from lln_fairseq.convert import CHECKPOINT, main
+from lln_fairseq.data.encode import encode_block
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.loading import load_model
 from tests.fuzz._damage import damaged
 from tests.fuzz.checkpoints import Call, saved

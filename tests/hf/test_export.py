@@ -16,9 +16,9 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from data_prep.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
-from data_prep.vocabulary import load_vocabulary, new_vocabulary
 from lln_fairseq.convert import convert
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
+from lln_fairseq.data.vocabulary import load_vocabulary, new_vocabulary
 from lln_fairseq.export import export, main
 from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_hf, tokenizer_out

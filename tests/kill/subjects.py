@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from data_prep.demo import build
-from data_prep.download import obtain
-from data_prep.files import sha256_bytes
-from data_prep.sources import Published
 from lln_fairseq import linearize
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.files import sha256_bytes
+from lln_fairseq.data.published_files import Published
 from lln_fairseq.ops.lln import lln_attention
 from tests.data_prep.conftest import MOVIES, VOCAB_SIZE, fake_rows, snippet_file, tree, write_archive
 from tests.fairseq_runs import LLN, MASKED_LM, TRAINING, make_corpus, read_log, train

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from .command import DataError
-from .files import sha256_of
+from lln_fairseq.data.files import sha256_of
+from lln_fairseq.data.reporting import DataError
 
 # What the standard library raises for damaged archives, and for zip members that are encrypted (RuntimeError).
 DAMAGE = (EOFError, RuntimeError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error)

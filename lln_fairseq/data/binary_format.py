@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .command import DataError
-from .encode import EOS, Block
-from .files import atomic_path
-from .tokenizers import FAIRSEQ_SPECIAL
-from .vocabulary import UNKNOWN
+from lln_fairseq.data.encode import EOS, Block
+from lln_fairseq.data.files import atomic_path
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.tokenizers import FAIRSEQ_SPECIAL
+from lln_fairseq.data.vocabulary import UNKNOWN
 
 _AT_ONCE = 1 << 22  # tokens
 # An index: magic and version, a code for the type of the ids, the number of samples, their lengths and places.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import BinaryIO
 
-from .command import DataError
+from lln_fairseq.data.reporting import DataError
 
 SPLITS = ("train", "valid", "test")
 MAX_LINE = 4 << 20  # bytes; tokenizers need 60 times as much memory

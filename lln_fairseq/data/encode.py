@@ -18,9 +18,9 @@ from types import TracebackType
 
 import numpy as np
 
-from .command import DataError
-from .tokenizers import FAIRSEQ_SPECIAL, Tokenizer, flat_ids, make_tokenizer
-from .vocabulary import Vocabulary
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.tokenizers import FAIRSEQ_SPECIAL, Tokenizer, flat_ids, make_tokenizer
+from lln_fairseq.data.vocabulary import Vocabulary
 
 BLOCK = 1 << 19  # characters
 INLINE_BLOCKS = 8  # up to here one process is faster than starting others

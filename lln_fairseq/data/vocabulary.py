@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from .command import DataError
-from .download import obtain
-from .files import sha256_bytes
-from .manifest import MANIFEST
-from .sources import FILES
-from .tokenizers import (
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.files import sha256_bytes
+from lln_fairseq.data.manifest import MANIFEST
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.tokenizers import (
     FAIRSEQ_SPECIAL,
     TOKENIZER_FILES,
     Tokenizer,

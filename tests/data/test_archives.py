@@ -8,8 +8,8 @@ import zipfile
 
 import pytest
 
-from data_prep.archives import open_tree, walk
-from data_prep.command import DataError
+from lln_fairseq.data.archives import open_tree, walk
+from lln_fairseq.data.reporting import DataError
 from tests.data_prep.conftest import tar_gz
 
 

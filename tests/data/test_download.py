@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import download, fetch
-from data_prep.command import DataError
-from data_prep.download import obtain, obtain_tree
-from data_prep.files import lock, sha256_bytes
-from data_prep.sources import FILES, PipSource, Published
+from data_prep import fetch
+from lln_fairseq.data import download
+from lln_fairseq.data.download import obtain, obtain_tree
+from lln_fairseq.data.files import lock, sha256_bytes
+from lln_fairseq.data.published_files import FILES, PipSource, Published
+from lln_fairseq.data.reporting import DataError
 
 CONTENT = bytes(range(256)) * 4000
 SIZE = len(CONTENT)

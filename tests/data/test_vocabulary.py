@@ -6,12 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from data_prep import vocabulary
-from data_prep.command import DataError
-from data_prep.files import sha256_bytes, sha256_of
-from data_prep.sources import Published
-from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece
-from data_prep.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
+from lln_fairseq.data import vocabulary
+from lln_fairseq.data.files import sha256_bytes, sha256_of
+from lln_fairseq.data.published_files import Published
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 from tests.data_prep.conftest import TEXT, WORDS, text_of
 
 LINES = [TEXT.replace("\n", " "), " ".join(WORDS)] * 5

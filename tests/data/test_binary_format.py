@@ -7,8 +7,8 @@ import pytest
 import torch
 from fairseq.data import indexed_dataset
 
-from data_prep.binarize import binarize, class_blocks, dataset_files, read_back
-from data_prep.command import DataError
+from lln_fairseq.data.binary_format import binarize, class_blocks, dataset_files, read_back
+from lln_fairseq.data.reporting import DataError
 
 SAMPLES = [[4, 5, 2], [5, 3, 4, 2], [2], [4, 2]]
 SIZE = 6

@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .command import DataError, say
-from .files import lock, sha256_of, write_bytes
+from lln_fairseq.data.files import lock, sha256_of, write_bytes
+from lln_fairseq.data.reporting import DataError, say
 
 BUILD, MANIFEST = "build.json", "manifest.json"
 

@@ -1,17 +1,9 @@
 """Tokenizers behind one interface: lines of text to integer ids and to the symbols of a fairseq dictionary.
 
-    python -m data_prep.tokenizers --text FILE --out DIR      trains SentencePiece; `--tokenizer DIR` uses it
-
 Implemented: SentencePiece, trained here, the byte-level BPE of GPT-2, and every tokenizer.json of Hugging Face. A
 further tokenizer is one more subclass of Tokenizer and one more row of TOKENIZERS.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
-import argparse
 import io
 import json
 import re
@@ -24,10 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .command import DataError, run_command, say
-from .files import write_bytes
-from .manifest import output_directory
-from .text import MAX_LINE, read_lines, spread_sample
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.text import MAX_LINE, spread_sample
 
 # What fairseq's Dictionary always puts first, in this order; never written to dict.txt.
 FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -283,30 +273,3 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
 def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     """The tokenizer of a model file. Raises DataError where it is none."""
     return SentencePieceTokenizer(path.read_bytes())
-
-
-def _train_command(text: Sequence[Path], out: Path, vocab_size: int, model_type: str) -> None:
-    def lines() -> Iterable[str]:
-        for path in text:
-            with path.open("rb") as stream:
-                yield from map(str.strip, read_lines(stream, str(path)))
-
-    with output_directory(out):
-        if (out / "spm.model").exists():
-            raise DataError(f"{out / 'spm.model'} is there already; remove it or choose another directory")
-        tokenizer = train_on_corpus(lines(), vocab_size, model_type)
-        write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
-        write_bytes(out / "spm.model", tokenizer.files["spm.model"])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__name__}", description="Train a SentencePiece model that keeps every text."
-    )
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 files, one sentence or line a line")
-    parser.add_argument("--out", type=Path, required=True, help="directory for spm.model and spm.vocab")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="pieces (%(default)s)")
-    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(%(default)s)")
-    a = parser.parse_args(argv)
-    return run_command(lambda: _train_command(a.text, a.out, a.vocab_size, a.model_type))

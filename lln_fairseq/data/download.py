@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .archives import FileTree, loose_files, open_tree
-from .command import DataError, say
-from .files import atomic_path, lock, sha256_of
-from .sources import Published
+from lln_fairseq.data.archives import FileTree, loose_files, open_tree
+from lln_fairseq.data.files import atomic_path, lock, sha256_of
+from lln_fairseq.data.published_files import Published
+from lln_fairseq.data.reporting import DataError, say
 
 USER_AGENT = "Mozilla/5.0 (compatible; lln-fairseq)"  # some hosts refuse the names of libraries
 TRIES = 3  # for each mirror
