@@ -43,6 +43,7 @@ from lln_fairseq.data.encode import Encoder
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES, Published
 from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.special_symbols import NUM_SPECIAL
 from lln_fairseq.data.text import SPLITS, clean, sentence_key, split_of
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
 from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
@@ -297,7 +298,7 @@ def write_result(
 
     labels = {split: [label for _, label in rows[split]] for split in SPLITS}
     classes = dictionary_text(LABELS, Counter(labels["train"]))
-    to, size = out / "sentiment/label", 4 + len(classes.splitlines())
+    to, size = out / "sentiment/label", NUM_SPECIAL + len(classes.splitlines())
     write_bytes(to / "dict.txt", classes.encode())
     datasets["sentiment/label"] = {
         s: binarize(partial(class_blocks, labels[s], LABELS), size, to / s, len(labels[s])) for s in SPLITS

@@ -33,8 +33,9 @@ from lln_fairseq.data.download import obtain_tree
 from lln_fairseq.data.encode import Encoder, usable_cores
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.special_symbols import NUM_SPECIAL
 from lln_fairseq.data.text import read_lines
-from lln_fairseq.data.tokenizers import FAIRSEQ_SPECIAL, dictionary_text
+from lln_fairseq.data.tokenizers import dictionary_text
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
 from .command import run_command
@@ -199,7 +200,7 @@ def write_result(out: Path, task: GlueTask, rows: dict[str, Rows], encoder: Enco
         return datasets
     dictionary = dictionary_text(task.labels, Counter(labels["train"]))
     write_bytes(out / "label" / DICTIONARY, dictionary.encode())
-    size = len(FAIRSEQ_SPECIAL) + dictionary.count("\n")
+    size = NUM_SPECIAL + dictionary.count("\n")
     datasets["label"] = {}
     for split, names in labels.items():
         counts = binarize(partial(class_blocks, names, task.labels), size, out / "label" / split, len(names))

@@ -32,13 +32,14 @@ from typing import Any
 import numpy as np
 
 from lln_fairseq.data import manifest
-from lln_fairseq.data.binary_format import binarize, class_blocks, dataset_files
+from lln_fairseq.data.binary_format import Block, binarize, class_blocks, dataset_files
 from lln_fairseq.data.download import obtain
-from lln_fairseq.data.encode import EOS, Block, usable_cores
+from lln_fairseq.data.encode import usable_cores
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL
 from lln_fairseq.data.text import SPLITS
-from lln_fairseq.data.tokenizers import FAIRSEQ_SPECIAL, dictionary_text
+from lln_fairseq.data.tokenizers import dictionary_text
 from lln_fairseq.data.vocabulary import DICTIONARY
 
 from . import listops, pathfinder
@@ -205,7 +206,7 @@ def _block(rows: Sequence[bytes]) -> Block:
     ids = np.full(int(lengths.sum()), EOS, dtype=np.int32)
     is_symbol = np.ones(len(ids), dtype=bool)
     is_symbol[np.cumsum(lengths) - 1] = False
-    ids[is_symbol] = np.frombuffer(b"".join(rows), dtype=np.uint8).astype(np.int32) + len(FAIRSEQ_SPECIAL)
+    ids[is_symbol] = np.frombuffer(b"".join(rows), dtype=np.uint8).astype(np.int32) + NUM_SPECIAL
     return ids, lengths
 
 
@@ -217,7 +218,7 @@ def write_result(out: Path, task: LraTask, rows: Rows) -> dict[str, dict[str, An
 
     def write(folder: str, dictionary: str, blocks: Callable[[LraRows], Iterable[Block]]) -> None:
         write_bytes(out / folder / DICTIONARY, dictionary.encode())
-        size = len(FAIRSEQ_SPECIAL) + dictionary.count("\n")
+        size = NUM_SPECIAL + dictionary.count("\n")
         datasets[folder] = {
             split: binarize(partial(blocks, found), size, out / folder / split, len(found)).record()
             for split, found in rows.items()

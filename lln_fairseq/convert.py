@@ -21,13 +21,14 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import lln_fairseq
+from lln_fairseq.data.special_symbols import PAD
 
 lln_fairseq.register()  # before all that imports fairseq, which would talk
 
 from lln_fairseq.attention import MECHANISMS, need_attention  # noqa: E402
 from lln_fairseq.hf import from_fairseq, from_hf  # noqa: E402
 from lln_fairseq.hf.directory import new_directory, write_large  # noqa: E402
-from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, PADDING, POSITIONS, Encoder  # noqa: E402
+from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, POSITIONS, Encoder  # noqa: E402
 from lln_fairseq.host.checkpoints import OUR_STATE  # noqa: E402
 from lln_fairseq.host.errors import InputError, input_errors  # noqa: E402
 from lln_fairseq.host.fit import dictionary_hash  # noqa: E402
@@ -72,7 +73,7 @@ def resize(encoder: Encoder, positions: int) -> list[str]:
     before = encoder.options["max_positions"]
     if positions == before:
         return []
-    encoder.parameters[POSITIONS] = resize_positions(encoder.parameters[POSITIONS], positions + OFFSET, PADDING)
+    encoder.parameters[POSITIONS] = resize_positions(encoder.parameters[POSITIONS], positions + OFFSET, PAD)
     encoder.options["max_positions"] = positions
     how = "repeats" if positions > before else "cut from"
     return [f"{positions} positions, {how} the {before} that were learned"]

@@ -16,16 +16,15 @@ from torch import Tensor, nn
 import lln_fairseq
 from lln_fairseq.command import UserError
 from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.data.text_ids import Text, TextIds, batches_of, parts_of, rows_of
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.host.checkpoint_config import stored_options
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.fit import is_finetuned, label_names
-from lln_fairseq.host.run_tokenizer import SPECIAL, check_vocabulary, directories
+from lln_fairseq.host.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.loading import load_model
-
-MASK = "<mask>"
 
 
 class Prediction(NamedTuple):
@@ -101,7 +100,7 @@ class TextModel(nn.Module):
         known = [number for number, symbol in enumerate(symbols) if symbol in in_text]
         if not 1 <= k <= len(known):
             raise InputError(f"k is {k}, and must be from 1 to {len(known)}, the number of tokens")
-        values, places = probabilities[SPECIAL:][known].topk(k)
+        values, places = probabilities[NUM_SPECIAL:][known].topk(k)
         words = [tokenizer.symbol_text(symbols[known[place]]) for place in places.tolist()]
         left = left.rstrip()  # the space is the word's
         return [Filling(word.strip(), value, (left + word + right).strip())

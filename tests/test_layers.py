@@ -28,10 +28,20 @@ ALLOWED = {
     "models": {"attention", "host", "modules", "ops", "presets", "sequence_parallel"},
     "criterions": {"host"},
     "analysis": {"attention", "ops"},
-    "tasks": {"analysis", "attention", "command", "criterions", "host", "memory", "models", "sequence_parallel"},
+    "tasks": {
+        "analysis",
+        "attention",
+        "command",
+        "criterions",
+        "data",
+        "host",
+        "memory",
+        "models",
+        "sequence_parallel",
+    },
     "__init__": {"host", "tasks"},
     "loading": {"__init__", "host"},
-    "hf": {"host", "ops"},
+    "hf": {"data", "host", "ops"},
     "transfer": set(),
     "distillation": {"transfer"},
     "students": {"attention", "host", "transfer"},
@@ -39,7 +49,7 @@ ALLOWED = {
 }
 # They may import all of them.
 PROGRAMS = {"train", "evaluate", "convert", "export", "linearize", "predict", "analysis.__main__"}
-WITHOUT_FAIRSEQ = ("ops", "transfer", "attention", "presets", "memory", "recipes", "command", "__init__",
+WITHOUT_FAIRSEQ = ("data", "ops", "transfer", "attention", "presets", "memory", "recipes", "command", "__init__",
                    "sequence_parallel")  # fmt: skip
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 

@@ -1,30 +1,45 @@
-"""Blocks of ids to fairseq's memory-mapped dataset (PREFIX.bin, PREFIX.idx), read back before it counts as done.
+"""Write and read fairseq's memory-mapped datasets, without fairseq.
 
-Every line becomes one sample: the ids of its symbols and </s>, which is what `fairseq-preprocess` writes.
-fairseq (and with it torch) is imported inside the functions: a run that finds everything finished needs neither.
+PREFIX.bin holds the ids of all samples. PREFIX.idx holds a magic number, a version, a code for the type of the ids, the
+number of samples, and for each sample its length and its offset in PREFIX.bin. Every sample ends with </s>.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lln_fairseq.data.encode import EOS, Block
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.tokenizers import FAIRSEQ_SPECIAL
-from lln_fairseq.data.vocabulary import UNKNOWN
+from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL, UNKNOWN
 
-_AT_ONCE = 1 << 22  # tokens
-# An index: magic and version, a code for the type of the ids, the number of samples, their lengths and places.
-_MAGIC = b"MMIDIDX\0\0" + (1).to_bytes(8, "little")
-_CODES: dict[Any, int] = {np.uint16: 8, np.uint32: 9, np.int64: 5}
-_NUMBER = len(_MAGIC) + 1
-_HEADER = _NUMBER + 8
+HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the type, number of samples
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+BYTES_PER_SAMPLE = 4 + 8  # of the index: length and offset
+TYPES: dict[int, Any] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+    9: np.uint32,
+    10: np.uint64,
+}
+AT_ONCE = 1 << 22  # numbers that are in memory at the same time
+
+Block = tuple[np.ndarray, np.ndarray]  # ids of many samples, </s> included (int32); length of each sample (int64)
+
+
+class Samples(NamedTuple):
+    """A dataset's ids, one sample after the other, and the length of each sample."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -39,94 +54,137 @@ class DatasetCounts:
     by_id: np.ndarray = field(compare=False, repr=False)
 
     def record(self) -> dict[str, int]:
-        """What a manifest says of it."""
+        """Return the counts for a manifest."""
         return {name: value for name, value in asdict(self).items() if name != "by_id"}
 
 
-def _indexed_dataset() -> Any:
-    # fairseq asks for tensorboardX on import, for a task that has nothing to do with this.
-    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.ERROR)
-    from fairseq.data import indexed_dataset
-
-    return indexed_dataset
-
-
 def dataset_files(prefix: Path) -> list[Path]:
-    """The files of the dataset `prefix`."""
+    """Return the two files of the dataset `prefix`."""
     return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
 
 
-def read_back(prefix: Path, size: int) -> DatasetCounts:
-    """Count what the dataset holds: the samples as fairseq's reader finds them, every id from the file.
+def id_type(size: int) -> Any:
+    """Return the type that fairseq stores the ids of a dictionary of `size` symbols in."""
+    if size < 65500:
+        return np.uint16
+    return np.uint32
 
-    Raises DataError where the files do not fit each other, a sample does not end with </s>, or an id is not in a
-    dictionary of `size` symbols (fairseq's special ones included).
+
+def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int, int]:
+    """Write the dataset `prefix` for a dictionary of `size` symbols; return the numbers of samples and tokens.
+
+    Both files appear at the end, complete.
     """
-    fairseq = _indexed_dataset()
-    dtype = fairseq.best_fitting_int_dtype(size)
-    _check_index(prefix, dtype)
+    dtype = id_type(size)
+    parts = [np.zeros(0, dtype=np.int64)]
+    data, index = dataset_files(prefix)
+    with atomic_path(data) as data_part, atomic_path(index) as index_part:
+        with data_part.open("wb") as file:
+            for ids, sample_lengths in blocks:
+                file.write(ids.astype(dtype).tobytes())
+                parts.append(sample_lengths)
+        lengths = np.concatenate(parts)
+        index_part.write_bytes(index_bytes(lengths, dtype))
+    return len(lengths), int(lengths.sum())
+
+
+def index_bytes(lengths: np.ndarray, dtype: Any) -> bytes:
+    """Return the content of PREFIX.idx for samples of these lengths (int64)."""
+    code = next(code for code, kind in TYPES.items() if kind is dtype)
+    offsets = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
+    return HEADER.pack(MAGIC, VERSION, code, len(lengths)) + lengths.astype("<i4").tobytes() + offsets.tobytes()
+
+
+def read_dataset(prefix: str | Path) -> Samples | None:
+    """Return the dataset in `prefix`.idx and `prefix`.bin, or None if there is none, or in another format.
+
+    Raises:
+        DataError: if one of the files is missing, or they are damaged.
+    """
+    index = Path(f"{prefix}.idx")
+    data = Path(f"{prefix}.bin")
+    existing = [path for path in (index, data) if path.is_file()]
+    if not existing:
+        return None
+    if existing == [data]:
+        raise DataError(f"{index} is missing beside {data}; prepare the data again")
+    if existing == [index]:
+        raise DataError(f"{data} is missing beside {index}; prepare the data again")
     try:
-        dataset = fairseq.make_dataset(str(prefix), impl="mmap")
-        lengths = np.array(dataset.sizes, dtype=np.int64)
-        last = dataset[len(dataset) - 1].numpy()
-        ids = np.memmap(dataset_files(prefix)[0], dtype=dtype, mode="r")
-    except (AssertionError, ValueError, IndexError, OSError) as error:
-        raise DataError(f"{prefix}.bin and .idx cannot be read: {error}") from error
-    ends = np.cumsum(lengths) - 1
+        return _read_files(index, data)
+    except OSError as error:
+        raise DataError(f"{index} and .bin cannot be read: {error}; prepare the data again") from error
+
+
+def _read_files(index: Path, data: Path) -> Samples | None:
+    with index.open("rb") as file:
+        header = file.read(HEADER.size)
+    if not header.startswith(MAGIC[:-1]):
+        return None
+    magic, version, code, samples = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
+    is_known = magic == MAGIC and version == VERSION and code in TYPES
+    if not is_known or index.stat().st_size != HEADER.size + BYTES_PER_SAMPLE * samples:
+        raise DataError(f"{index} is damaged or cut off; prepare the data again")
+    if samples == 0 or data.stat().st_size == 0:
+        raise DataError(f"{data} is empty; prepare the data again")
+    dtype = np.dtype(TYPES[code])
+    lengths = np.memmap(index, np.int32, "r", HEADER.size, samples)
+    offsets = np.memmap(index, np.int64, "r", HEADER.size + 4 * samples, samples)
+    end = 0
+    for some_lengths, some_offsets in zip(in_pieces(lengths), in_pieces(offsets), strict=True):
+        sizes = some_lengths.astype(np.int64) * dtype.itemsize
+        if (sizes < 0).any() or (some_offsets != end + np.cumsum(sizes) - sizes).any():
+            raise DataError(f"{index} is damaged; prepare the data again")
+        end += int(sizes.sum())
+    found = data.stat().st_size
+    if end != found:
+        raise DataError(f"{data} has {found} bytes, {index} says {end}: one is cut off; prepare the data again")
+    return Samples(np.memmap(data, dtype, "r"), lengths)
+
+
+def in_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the array in pieces that fit the memory, without the slow class of a memory map."""
+    plain = array.view(np.ndarray)
+    return (plain[start : start + AT_ONCE] for start in range(0, len(plain), AT_ONCE))
+
+
+def count_dataset(prefix: Path, size: int) -> DatasetCounts:
+    """Read the dataset `prefix` and count what it holds.
+
+    Raises:
+        DataError: if it is missing or damaged, a sample does not end with </s>, or an id is not in a dictionary of
+            `size` symbols (the special ones included).
+    """
+    samples = read_dataset(prefix)
+    if samples is None:
+        raise DataError(f"{prefix}.idx is missing or damaged; --overwrite builds it anew")
+    ids, lengths = samples
     wrong = f"{prefix} does not hold samples of a dictionary of {size} symbols that end with </s>"
-    if len(ids) != ends[-1] + 1 or lengths.min() < 1 or not np.array_equal(last, ids[-len(last) :]):
-        raise DataError(wrong)
     by_id = np.zeros(size, dtype=np.int64)
-    for start in range(0, len(ids), _AT_ONCE):
-        part = np.asarray(ids[start : start + _AT_ONCE])
+    for part in in_pieces(ids):
         if part.max() >= size:
             raise DataError(wrong)
         by_id += np.bincount(part, minlength=size)
-    for start in range(0, len(ends), _AT_ONCE):
-        if (ids[ends[start : start + _AT_ONCE]] != EOS).any():
-            raise DataError(wrong)
+    ends = np.cumsum(lengths, dtype=np.int64) - 1
+    if lengths.min() < 1 or any((ids[part] != EOS).any() for part in in_pieces(ends)):
+        raise DataError(wrong)
     return DatasetCounts(len(lengths), len(ids), int(by_id[UNKNOWN]), int(lengths.max()), by_id)
 
 
-def _check_index(prefix: Path, dtype: Any) -> None:
-    """DataError where the index is damaged: fairseq's reader would add a traceback of its own to the message."""
-    data, index = dataset_files(prefix)
-    with index.open("rb") as file:
-        header = file.read(_HEADER)
-    start, samples = header[:_NUMBER], int.from_bytes(header[_NUMBER:], "little")
-    whole = index.stat().st_size == _HEADER + 12 * samples and samples > 0 and data.stat().st_size > 0
-    if not whole or start != _MAGIC + bytes([_CODES[dtype]]):
-        raise DataError(f"{prefix}.bin and .idx are damaged or cut off; --overwrite builds them anew")
-
-
-def _write(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int, int]:
-    """Write the dataset; return the numbers of samples and tokens written."""
-    fairseq = _indexed_dataset()
-    dtype = fairseq.best_fitting_int_dtype(size)
-    lengths = [np.zeros(0, dtype=np.int64)]
-    with ExitStack() as stack:
-        data, index = [stack.enter_context(atomic_path(file)) for file in dataset_files(prefix)]
-        with data.open("wb") as file:
-            for ids, samples in blocks:
-                file.write(ids.astype(dtype).tobytes())
-                lengths.append(samples)
-        with fairseq.MMapIndexedDataset.Index.writer(str(index), dtype) as writer:
-            writer.write(np.concatenate(lengths).tolist())
-    return sum(map(len, lengths)), int(sum(samples.sum() for samples in lengths))
-
-
 def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, samples: int) -> DatasetCounts:
-    """Write what `blocks()` yields as the dataset `prefix`, for a dictionary of `size` symbols.
+    """Write what `blocks()` yields as the dataset `prefix`, for a dictionary of `size` symbols, and read it back.
 
-    Both files appear at the end, complete; a dataset that is there already is kept (and `blocks` not called). Either
-    way it is read back and must have `samples` samples (and as many tokens as were written), else DataError.
+    A dataset that exists already is kept, and `blocks` is not called.
+
+    Raises:
+        DataError: if the dataset does not have `samples` samples, or not as many tokens as were written.
     """
     if not samples:
         raise DataError(f"no lines for {prefix}: fairseq cannot load an empty dataset")
     written = None
     if not all(file.is_file() for file in dataset_files(prefix)):
-        written = _write(blocks(), size, prefix)
-    counts = read_back(prefix, size)
+        written = write_dataset(blocks(), size, prefix)
+    counts = count_dataset(prefix, size)
     if counts.samples != samples or written not in (None, (counts.samples, counts.tokens)):
         raise DataError(
             f"{prefix} holds {counts.samples} samples and {counts.tokens} tokens, not {samples} samples"
@@ -136,8 +194,8 @@ def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, sam
 
 
 def class_blocks(labels: Sequence[str], classes: Sequence[str]) -> list[Block]:
-    """One block of samples of one symbol each: class k has the id 4 + k, so label k is classes[k] to fairseq."""
+    """Return one block with a sample of one symbol for each label: class k has the id 4 + k, label k is classes[k]."""
     ids = np.full((len(labels), 2), EOS, dtype=np.int32)
-    number = {name: len(FAIRSEQ_SPECIAL) + k for k, name in enumerate(classes)}
+    number = {name: NUM_SPECIAL + k for k, name in enumerate(classes)}
     ids[:, 0] = [number[label] for label in labels]
     return [(ids.reshape(-1), np.full(len(labels), 2, dtype=np.int64))]

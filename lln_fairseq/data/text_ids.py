@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lln_fairseq.data.encode import encode_block
 from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.special_symbols import MASK
 
 Text = str | Sequence[str]  # a pair is a tuple of two
 BATCH_TOKENS = 8192  # padding included; a longer text is a batch of its own
@@ -21,7 +22,7 @@ class TextIds:
     def __init__(self, task: Any, vocabulary: Any, longest: int) -> None:
         self.vocabulary, self.longest = vocabulary, longest
         dictionary = task.source_dictionary
-        self.mask = dictionary.index("<mask>")
+        self.mask = dictionary.index(MASK)
         # Of a task of sentences both are options; a language model's samples begin with <s>.
         self.init = getattr(task.cfg, "init_token", dictionary.bos())
         self.separator = getattr(task.cfg, "separator_token", None)

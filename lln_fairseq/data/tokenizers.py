@@ -17,17 +17,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL, SPECIAL_SYMBOLS
 from lln_fairseq.data.text import MAX_LINE, spread_sample
 
-# What fairseq's Dictionary always puts first, in this order; never written to dict.txt.
-FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 VOCAB_SIZE = 32000
 TRAIN_CHARACTERS = 20_000_000  # for a new model; more changes little and costs memory (unigram: 30 times it)
 MOST_IDS = 1 << 24  # ten times what any tokenizer has
 SPACES = 100_000  # in a row; with a million tiktoken's regular expressions panic
 _LONG_SPACE = re.compile(rf"\s{{{SPACES}}}")
 _OTHER_SPACE = re.compile(r"[^\S ]")
-MASK = "<mask>"  # the masked_lm and sentence_prediction tasks append it themselves
 
 
 class Tokenizer(ABC):
@@ -152,7 +150,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     kind = "huggingface"
-    _SPECIAL = (*FAIRSEQ_SPECIAL, MASK, "[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
+    _SPECIAL = (*SPECIAL_SYMBOLS, MASK, "[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
 
     def __init__(self, tokenizer_json: bytes) -> None:
         try:
@@ -260,12 +258,12 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
     "madeupword" symbols fill up until 4 special symbols + lines + `reserved` symbols that a task adds later is a
     multiple of `multiple` (what tensor cores like). Raises DataError for symbols that fairseq could not read back.
     """
-    taken = {*FAIRSEQ_SPECIAL, MASK}
+    taken = {*SPECIAL_SYMBOLS, MASK}
     for symbol in symbols:
         if symbol in taken or len(symbol.split()) != 1 or symbol != symbol.strip():
             raise DataError(f"the symbol {symbol!r} cannot stand in a fairseq dictionary (reserved, twice, or a space)")
         taken.add(symbol)
-    padding = -(len(FAIRSEQ_SPECIAL) + len(symbols) + reserved) % multiple
+    padding = -(NUM_SPECIAL + len(symbols) + reserved) % multiple
     filler = [f"madeupword{i:04d}" for i in range(padding)]
     return "".join(f"{symbol} {counts.get(symbol, 0)}\n" for symbol in [*symbols, *filler])
 

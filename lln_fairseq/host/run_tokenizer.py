@@ -17,12 +17,12 @@ from fairseq.utils import split_paths
 
 from lln_fairseq.command import UserError
 from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.special_symbols import NUM_SPECIAL
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.host.errors import InputError
 
 FOLDER, MANIFEST = "tokenizer", "manifest.json"
 DICTIONARIES = ("dict.txt", "input0/dict.txt", "input1/dict.txt", "label/dict.txt")
-SPECIAL = 4  # <s>, <pad>, </s>, <unk>
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def keep_tokenizer(task: Any, save_dir: str) -> None:
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
     """Raises: InputError where the symbols of a tokenizer have other ids than in the task's dictionary."""
-    if task.source_dictionary.symbols[SPECIAL : SPECIAL + len(vocabulary.symbols)] != vocabulary.symbols:
+    if task.source_dictionary.symbols[NUM_SPECIAL : NUM_SPECIAL + len(vocabulary.symbols)] != vocabulary.symbols:
         raise InputError(f"the tokenizer of {where} has other symbols than the dictionary of {task.cfg.data}")
 
 
