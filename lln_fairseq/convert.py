@@ -16,9 +16,10 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.hf import from_fairseq, from_hf
 from lln_fairseq.hf.directory import new_directory, write_large
-from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, PADDING, POSITIONS, Encoder
+from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, POSITIONS, Encoder
 from lln_fairseq.host.checkpoints import OUR_STATE
 from lln_fairseq.host.errors import InputError, input_errors
 from lln_fairseq.host.fit import dictionary_hash
@@ -69,7 +70,7 @@ def resize(encoder: Encoder, positions: int) -> list[str]:
     before = encoder.options["max_positions"]
     if positions == before:
         return []
-    encoder.parameters[POSITIONS] = resize_positions(encoder.parameters[POSITIONS], positions + OFFSET, PADDING)
+    encoder.parameters[POSITIONS] = resize_positions(encoder.parameters[POSITIONS], positions + OFFSET, PAD)
     encoder.options["max_positions"] = positions
     how = "repeats" if positions > before else "cut from"
     return [f"{positions} positions, {how} the {before} that were learned"]

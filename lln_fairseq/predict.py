@@ -18,8 +18,9 @@ from typing import BinaryIO, TextIO
 from tqdm import tqdm
 
 from lln_fairseq import load
+from lln_fairseq.data.files import atomic_path
+from lln_fairseq.data.text import read_lines
 from lln_fairseq.host.errors import InputError
-from lln_fairseq.preparation import preparation
 from lln_fairseq.text_model import Prediction, TextModel
 
 STANDARD = "-"  # standard input, standard output
@@ -58,7 +59,7 @@ def predict(args: argparse.Namespace) -> None:
 
 def read(file: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
     """The number and the text of every line. Raises: UserError for one that is not UTF-8 or longer than 4 MiB."""
-    return enumerate(preparation("text").read_lines(file, name), start=1)
+    return enumerate(read_lines(file, name), start=1)
 
 
 def predictions(model: TextModel, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
@@ -97,5 +98,5 @@ def _output(name: str) -> Iterator[TextIO]:
         with path.open("w", encoding="utf-8") as out:
             yield out
     else:
-        with preparation("files").atomic_path(path) as part, part.open("w", encoding="utf-8", newline="\n") as out:
+        with atomic_path(path) as part, part.open("w", encoding="utf-8", newline="\n") as out:
             yield out

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 import lln_fairseq
 from lln_fairseq.command import UserError
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
+from lln_fairseq.data.text_ids import Text, TextIds, batches_of, parts_of, rows_of
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.host.checkpoint_config import stored_options
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.host.fit import is_finetuned, label_names
-from lln_fairseq.host.run_tokenizer import SPECIAL, check_vocabulary, directories
+from lln_fairseq.host.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.loading import load_model, require_finite
-from lln_fairseq.preparation import preparation
-from lln_fairseq.text_ids import Text, TextIds, batches_of, parts_of, rows_of
-
-MASK = "<mask>"
 
 
 class Prediction(NamedTuple):
@@ -90,13 +90,17 @@ class TextModel(nn.Module):
         if not isinstance(text, str) or text.count(MASK) != 1:
             raise InputError(f"fill takes a text with one {MASK}, got {text!r:.80}")
         left, right = text.split(MASK)
-        probabilities = self._masked_probabilities(self.ids.masked(left, right))
+        try:
+            ids = self.ids.masked(left, right)
+        except DataError as error:
+            raise InputError(str(error)) from error
+        probabilities = self._masked_probabilities(ids)
         tokenizer, symbols = self.vocabulary.tokenizer, self.vocabulary.symbols
         in_text = set(tokenizer.symbols())  # a dictionary has others to fill it up
         known = [number for number, symbol in enumerate(symbols) if symbol in in_text]
         if not 1 <= k <= len(known):
             raise InputError(f"k is {k}, and must be from 1 to {len(known)}, the number of tokens")
-        values, places = probabilities[SPECIAL:][known].topk(k)
+        values, places = probabilities[NUM_SPECIAL:][known].topk(k)
         words = [tokenizer.symbol_text(symbols[known[place]]) for place in places.tolist()]
         left = left.rstrip()  # the space is the word's
         return [Filling(word.strip(), value, (left + word + right).strip())
@@ -116,14 +120,18 @@ class TextModel(nn.Module):
         """The row of outputs(src_tokens (B, N)) that belongs to each text, in float32 on the CPU."""
         if isinstance(texts, str):
             raise InputError("expected a list of texts, got a single one: put it in a list")
-        for part in parts_of(rows_of(texts, inputs)):
-            samples, rows = self.ids.samples(part), [torch.empty(0)] * len(part)
-            for batch in batches_of(samples):
-                tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
-                for number, row in zip(batch, outputs(tokens.to(self._device)).float().cpu(), strict=True):
-                    require_finite(row, f"the text {' | '.join(part[number])!r:.80}")
-                    rows[number] = row
-            yield from rows
+        try:
+            for part in parts_of(rows_of(texts, inputs)):
+                samples = self.ids.samples(part)
+                rows = [torch.empty(0)] * len(part)
+                for batch in batches_of(samples):
+                    tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
+                    for number, row in zip(batch, outputs(tokens.to(self._device)).float().cpu(), strict=True):
+                        require_finite(row, f"the text {' | '.join(part[number])!r:.80}")
+                        rows[number] = row
+                yield from rows
+        except DataError as error:
+            raise InputError(str(error)) from error
 
     @torch.no_grad()
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -176,7 +184,7 @@ def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tup
     reasons = []
     for place in places:
         try:
-            return place, preparation("vocabulary").load_vocabulary(os.fspath(tokenizer or place))
+            return place, load_vocabulary(os.fspath(tokenizer or place))
         except UserError as error:
             reasons.append(str(error))
             if tokenizer:

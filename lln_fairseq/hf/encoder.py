@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # fairseq's first ids, which dict.txt does not list
-MASK = "<mask>"  # the last one; the tasks add it
+from lln_fairseq.data.special_symbols import PAD
+
 DICTIONARY = "dict.txt"
-PADDING = 1
-OFFSET = PADDING + 1  # fairseq and Hugging Face count positions from the padding's id + 1
+OFFSET = PAD + 1  # fairseq and Hugging Face count positions from the padding's id + 1
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"

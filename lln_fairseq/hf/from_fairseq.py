@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.hf.directory import as_float32
-from lln_fairseq.hf.encoder import DICTIONARY, EMBEDDING, HEAD, MASK, OFFSET, POSITIONS, SPECIAL, Encoder, first_few
+from lln_fairseq.hf.encoder import DICTIONARY, EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
 from lln_fairseq.hf.names import ENCODER, HEAD_WEIGHT, Sizes, encoder_names, head_names
 from lln_fairseq.hf.tokenizer import TOKENIZER, check_dictionary
 from lln_fairseq.host.checkpoint_config import stored_options
@@ -142,7 +143,7 @@ def _dictionary(path: Path, dictionary: Path | None, rows: int) -> tuple[list[st
         symbols = [line.rstrip().rsplit(" ", 1)[0] for line in lines]
     except UnicodeDecodeError as error:
         raise InputError(f"{place} is not UTF-8: {error}") from error
-    count = len(SPECIAL) + len(symbols) + (MASK not in symbols)
+    count = NUM_SPECIAL + len(symbols) + (MASK not in symbols)
     if count != rows:
         raise InputError(f"{place} has {count} symbols with fairseq's own, and {path} has {rows}")
     files = {name: file.read_bytes() for name in TOKENIZERS if (file := folder / name).is_file()}

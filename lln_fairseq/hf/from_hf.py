@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.hf.directory import CONFIG, as_float32, read_json, read_tensors
-from lln_fairseq.hf.encoder import EMBEDDING, HEAD, OFFSET, PADDING, POSITIONS, Encoder, first_few
+from lln_fairseq.hf.encoder import EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
 from lln_fairseq.hf.names import HEAD_BIAS, HEAD_WEIGHT, TOKEN_TYPES, Name, Sizes, encoder_names, head_names
 from lln_fairseq.hf.tokenizer import PIECES, Vocabulary, read_vocabulary
 from lln_fairseq.host.checkpoints import check_weights
@@ -51,7 +52,7 @@ def read(folder: Path) -> Encoder:
     notes = _left_out(tensors, names + head, folder)
     vocabulary = _vocabulary(folder, config, sizes.V)
     parameters = as_float32({name.ours: tensors[name.theirs] for name in [*names, *(head if has_head else [])]})
-    _positions(parameters, tensors, bert, vocabulary.order[PADDING], sizes, folder)
+    _positions(parameters, tensors, bert, vocabulary.order[PAD], sizes, folder)
     if has_head and not config.get("tie_word_embeddings", True):
         options["untie_weights_roberta"] = True
         output = "cls.predictions.decoder.weight" if bert else "lm_head.decoder.weight"

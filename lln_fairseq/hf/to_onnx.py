@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln_fairseq.data.special_symbols import BOS, NUM_SPECIAL, PAD
 from lln_fairseq.hf.directory import write_large
 from lln_fairseq.hf.encoder import OFFSET
 from lln_fairseq.host.errors import InputError, first_line
@@ -24,7 +25,6 @@ FILE = "model.onnx"
 NAMES = ("input_ids", "attention_mask")
 PACKAGES = ("transformers", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # the largest error in logits, relative to the largest logit
-FIRST, PADDING, SPECIAL = 0, 1, 4  # ids of fairseq: <s>, <pad>, the number of special ones
 ONE_FILE = 1.9e9  # bytes; a protobuf holds 2 GiB, larger weights go into model.onnx.data
 
 
@@ -95,15 +95,15 @@ def _load(modeling: Any, folder: Path, architecture: str) -> nn.Module:
 def _tokens(sequences: int, length: int, vocabulary: int, padded: bool = False) -> Tensor:
     """Random tokens (B, N); `padded`: every sequence but the first has padding, the last one the most."""
     generator = torch.Generator().manual_seed(length)
-    tokens = torch.randint(SPECIAL, vocabulary, (sequences, length), generator=generator)
-    tokens[:, 0] = FIRST
+    tokens = torch.randint(NUM_SPECIAL, vocabulary, (sequences, length), generator=generator)
+    tokens[:, 0] = BOS
     for row in range(sequences if padded else 0):
-        tokens[row, max(1, length - row * length // sequences) :] = PADDING
+        tokens[row, max(1, length - row * length // sequences) :] = PAD
     return tokens
 
 
 def _mask(tokens: Tensor) -> Tensor:
-    return tokens.ne(PADDING).long()
+    return tokens.ne(PAD).long()
 
 
 def _check(path: Path, batches: Iterator[Tensor], logits: Callable[[Tensor], Tensor]) -> None:
@@ -115,7 +115,7 @@ def _check(path: Path, batches: Iterator[Tensor], logits: Callable[[Tensor], Ten
     options.intra_op_num_threads = torch.get_num_threads()
     session = None
     for tokens in batches:
-        real = tokens.ne(PADDING)
+        real = tokens.ne(PAD)
         case = f"{len(tokens)} x {tokens.shape[1]} tokens, {'not padded' if real.all() else 'padded'}"
         inputs = {name: x.numpy() for name, x in zip(NAMES, (tokens, real.long()), strict=True)}
         try:

@@ -1,7 +1,7 @@
 """The tokenizer of a directory of Hugging Face as data_prep wants it, and the order of the embedding that goes with it.
 
 fairseq's ids are <s> <pad> </s> <unk>, the symbols of dict.txt, <mask>. dict.txt names the symbols by the tokenizer's
-own ids in decimal (tokenizer.json), or by SentencePiece's pieces (XLM-R), which is what data_prep/tokenizers.py expects
+own ids in decimal (tokenizer.json), or by SentencePiece's pieces (XLM-R), which is what data/tokenizers.py expects
 of the two kinds.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
 from lln_fairseq.hf import tokenizer_json
 from lln_fairseq.hf.directory import read_json
-from lln_fairseq.hf.encoder import MASK, SPECIAL
 from lln_fairseq.host.errors import InputError, first_line
 
 TOKENIZER = "tokenizer.json"
@@ -75,7 +75,7 @@ def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> Vocab
         raise InputError(f"{folder}: the tokenizer has the token {beyond[1]!r} with id {beyond[0]}, but the "
                          f"embedding has {rows} rows")  # fmt: skip
     special = []
-    for name in (*SPECIAL, MASK):
+    for name in (*SPECIAL_SYMBOLS, MASK):
         token = tokenizer_json.special_token(ids, name)
         if token is None:
             raise InputError(f"{folder}: the tokenizer has no {' or '.join(tokenizer_json.SPECIAL[name])}")
@@ -130,7 +130,7 @@ def _from_pieces(path: Path) -> dict[str, int]:
     if pieces[:3] != ["<unk>", "<s>", "</s>"]:
         raise ValueError(f"its first pieces are {' '.join(pieces[:3])}, not <unk> <s> </s>")
     ids = {piece: number + PIECE_OFFSET for number, piece in enumerate(pieces)}
-    return ids | {name: number for number, name in enumerate(SPECIAL)} | {MASK: len(pieces) + PIECE_OFFSET}
+    return ids | {name: number for number, name in enumerate(SPECIAL_SYMBOLS)} | {MASK: len(pieces) + PIECE_OFFSET}
 
 
 _READERS = {
@@ -271,7 +271,7 @@ def _merges(path: Path, ids: Mapping[str, int]) -> list[str]:
 def check_dictionary(symbols: list[str], files: Mapping[str, bytes], path: Path) -> None:
     """Whether data_prep can use these files with this dict.txt. Raises: InputError that names the first piece that
     dict.txt lacks."""
-    known = {*symbols, *SPECIAL, MASK}
+    known = {*symbols, *SPECIAL_SYMBOLS, MASK}
     for piece in _symbols_of(files):
         if piece not in known:
             raise InputError(f"{path} does not fit the tokenizer beside it: it lacks {piece!r}")

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
 from lln_fairseq.hf import tokenizer_json
-from lln_fairseq.hf.encoder import MASK, SPECIAL
 from lln_fairseq.hf.tokenizer import TOKENIZER
 from lln_fairseq.host.errors import InputError, first_line
 
@@ -72,7 +72,7 @@ def is_approximate(files: Mapping[str, bytes]) -> bool:
 
 
 def _special(ids: Mapping[str, int]) -> dict[str, int]:
-    return {name: ids[name] for name in (*SPECIAL, MASK)}
+    return {name: ids[name] for name in (*SPECIAL_SYMBOLS, MASK)}
 
 
 def _gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[str, Any]:
 def _renumbered(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
     """The same tokenizer; the dictionary names a token by its id before."""
     before = tokenizer_json.token_ids(content)
-    names = {tokenizer_json.special_token(before, name): name for name in (*SPECIAL, MASK)}
+    names = {tokenizer_json.special_token(before, name): name for name in (*SPECIAL_SYMBOLS, MASK)}
     now = {token: ids[names[token]] if token in names else ids[str(number)] for token, number in before.items()}
     model = dict(content["model"])
     if "dropout" in model:

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, run_main
+from lln_fairseq.data.files import write_bytes
 from lln_fairseq.ops import lln
 from lln_fairseq.ops.backends import triton as backend
 from scripts.benchmarks import meter

@@ -23,10 +23,10 @@ import torch
 from omegaconf import OmegaConf
 
 import lln_fairseq
-from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece
-from data_prep.vocabulary import new_vocabulary
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.command import run_main
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from lln_fairseq.data.vocabulary import new_vocabulary
 from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.presets import PRESETS
 from scripts.benchmarks.meter import Spread, check_outputs, interleaved

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import lln_fairseq
-from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, run_main
+from lln_fairseq.data.files import write_bytes
 from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.students import SEED, HeldOut, Students
 from lln_fairseq.transfer import Texts, exchanged

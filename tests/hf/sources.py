@@ -19,8 +19,8 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
-from data_prep.tokenizers import train_sentencepiece
-from data_prep.vocabulary import load_vocabulary
+from lln_fairseq.data.tokenizers import train_sentencepiece
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.loading import load_model
 
 TEXTS = ["The plot isn't new – but it holds.", "Éva saw 2 films; we saw none!", "a", "unknown ☃ letters and <mask>"]

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from data_prep.vocabulary import load_vocabulary
 from lln_fairseq.__main__ import main
 from lln_fairseq.convert import convert
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.hf.encoder import EMBEDDING, POSITIONS
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError

@@ -20,10 +20,11 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from data_prep.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
-from data_prep.vocabulary import load_vocabulary, new_vocabulary
 from lln_fairseq.__main__ import main
 from lln_fairseq.convert import convert
+from lln_fairseq.data.text_ids import TextIds
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
+from lln_fairseq.data.vocabulary import load_vocabulary, new_vocabulary
 from lln_fairseq.export import export
 from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_hf, tokenizer_out
@@ -31,7 +32,6 @@ from lln_fairseq.hf.directory import new_directory
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from lln_fairseq.ops.moment_matching import standard_deviations
-from lln_fairseq.text_ids import TextIds
 from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, make_classification, train
 from tests.hf.sources import PIECES, TEXTS, TOKENIZERS, make_model, make_model_with_settings, ours, padded_batch, shaken
 

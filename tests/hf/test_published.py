@@ -11,10 +11,10 @@ from fairseq.models.roberta.model import RobertaModel
 from transformers import AutoModel, AutoTokenizer, BertModel
 
 from data_prep import encoders
-from data_prep.command import DataError
-from data_prep.fetch import cache_directory
-from data_prep.vocabulary import load_vocabulary
 from lln_fairseq.convert import convert
+from lln_fairseq.data.download import cache_directory
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.export import export
 from lln_fairseq.loading import load_model
 

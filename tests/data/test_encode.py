@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
-from data_prep import encode
-from data_prep.command import DataError
-from data_prep.encode import Encoder, cut
-from data_prep.fetch import cache_directory
-from data_prep.vocabulary import load_vocabulary
+from lln_fairseq.data import encode
+from lln_fairseq.data.download import cache_directory
+from lln_fairseq.data.encode import Encoder, cut
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.vocabulary import load_vocabulary
 from tests.data_prep.conftest import TEXT, WORDS, decode, encode_line, text_of
 
 # What the real GPT-2 files are needed for uses those of the user's cache, from before the tests replace it.

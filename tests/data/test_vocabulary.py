@@ -6,12 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from data_prep import vocabulary
-from data_prep.command import DataError
-from data_prep.files import sha256_bytes
-from data_prep.sources import Published
-from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece
-from data_prep.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
+from lln_fairseq.data import vocabulary
+from lln_fairseq.data.files import sha256_bytes, sha256_of
+from lln_fairseq.data.published_files import Published
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 from tests.data_prep.conftest import TEXT, WORDS, text_of
 
 LINES = [TEXT.replace("\n", " "), " ".join(WORDS)] * 5
@@ -46,10 +46,7 @@ def test_all_ways_to_name_the_same_one(tmp_path, prepared, model):
 
 def test_gpt2_by_name_comes_from_the_published_files(gpt2, cache, monkeypatch):
     shutil.copytree(gpt2, cache)
-    files = {
-        name: Published(name, None if name == "dict.txt" else sha256_bytes((gpt2 / name).read_bytes()))
-        for name in vocabulary.GPT2_FILES
-    }
+    files = {name: Published(name, sha256_bytes((gpt2 / name).read_bytes())) for name in vocabulary.GPT2_FILES}
     monkeypatch.setattr(vocabulary, "GPT2_FILES", files)
     assert load_vocabulary("gpt2").identity == load_vocabulary(str(gpt2)).identity
 
@@ -136,7 +133,7 @@ def test_a_dictionary_that_fairseq_cannot_read(tmp_path, gpt2, line, message):
 def test_the_published_dictionary_is_checked_too(gpt2, cache, monkeypatch):
     shutil.copytree(gpt2, cache)
     (cache / "dict.txt").write_bytes(b"\xff 1\n")
-    files = {name: Published(name, None) for name in vocabulary.GPT2_FILES}
+    files = {name: Published(name, sha256_of(cache / name)) for name in vocabulary.GPT2_FILES}
     monkeypatch.setattr(vocabulary, "GPT2_FILES", files)
     with pytest.raises(DataError, match=r"dict\.txt is not UTF-8"):
         load_vocabulary("gpt2")

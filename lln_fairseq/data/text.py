@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import BinaryIO
 
-from .command import DataError
+from lln_fairseq.data.reporting import DataError
 
 SPLITS = ("train", "valid", "test")
 MAX_LINE = 4 << 20  # bytes; tokenizers need 60 times as much memory
@@ -44,6 +44,18 @@ def split_of(text: str) -> str:
     return {0: "valid", 1: "test"}.get(bucket, "train")
 
 
+def raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and the bytes of each line, its end included.
+
+    Raises:
+        DataError: with `name` and the number of a line of more than MAX_LINE bytes.
+    """
+    for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
+        if len(line) > MAX_LINE:
+            raise DataError(f"{name}, line {number}: more than {MAX_LINE >> 20} MiB; break it into shorter lines")
+        yield number, line
+
+
 def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterator[str]:
     """The lines of a UTF-8 file without their ends (LF or CRLF) and a BOM; no other character ends a line.
 
@@ -51,9 +63,7 @@ def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterato
     the number of the line that is not UTF-8 or has more than MAX_LINE bytes.
     """
     total = 0
-    for number, raw in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
-        if len(raw) > MAX_LINE:
-            raise DataError(f"{name}, line {number}: more than {MAX_LINE >> 20} MiB; break it into shorter lines")
+    for number, raw in raw_lines(stream, name):
         total += len(raw)
         if limit is not None and total > limit:
             return

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.command import UserError
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.preparation import preparation
+from lln_fairseq.data.encode import encode_block
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.special_symbols import MASK
 
 Text = str | Sequence[str]  # a pair is a tuple of two
 BATCH_TOKENS = 8192  # padding included; a longer text is a batch of its own
@@ -22,7 +22,7 @@ class TextIds:
     def __init__(self, task: Any, vocabulary: Any, longest: int) -> None:
         self.vocabulary, self.longest = vocabulary, longest
         dictionary = task.source_dictionary
-        self.mask = dictionary.index("<mask>")
+        self.mask = dictionary.index(MASK)
         # Of a task of sentences both are options; a language model's samples begin with <s>.
         self.init = getattr(task.cfg, "init_token", dictionary.bos())
         self.separator = getattr(task.cfg, "separator_token", None)
@@ -48,10 +48,7 @@ class TextIds:
         lines = [line.replace("\n", " ").strip() for line in lines]
         for line in lines:
             check_characters(line)
-        try:
-            block = preparation("encode").encode_block(self.vocabulary.tokenizer, self.vocabulary.table, lines)
-        except UserError as error:
-            raise InputError(str(error)) from error
+        block = encode_block(self.vocabulary.tokenizer, self.vocabulary.table, lines)
         ids, lengths = map(torch.from_numpy, block)
         found = ids.long().split(lengths.tolist())
         return [line[:-1] for line in found] if self.strips else list(found)
@@ -62,21 +59,21 @@ class TextIds:
 
 
 def rows_of(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...]]:
-    """The texts in tuples of one, or the pairs where `inputs` is 2. Raises: InputError for what is neither."""
+    """The texts in tuples of one, or the pairs where `inputs` is 2. Raises: DataError for what is neither."""
     for text in texts:
         row = (text,) if isinstance(text, str) else tuple(text) if isinstance(text, list | tuple) else ()
         if len(row) != inputs or not all(isinstance(part, str) for part in row):
             wanted = "a pair of texts, a tuple of two" if inputs == 2 else "one text, a string"
-            raise InputError(f"the model takes {wanted}, and got {text!r:.80}")
+            raise DataError(f"the model takes {wanted}, and got {text!r:.80}")
         yield row
 
 
 def check_characters(text: str) -> None:
-    """Raises: InputError for half of a character, which Python's strings may hold and no tokenizer takes."""
+    """Raises: DataError for half of a character, which Python's strings may hold and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"a text holds half of a character ({error.reason}): {text!r:.80}") from error
+        raise DataError(f"a text holds half of a character ({error.reason}): {text!r:.80}") from error
 
 
 def parts_of(rows: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:

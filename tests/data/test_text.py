@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from data_prep import text
-from data_prep.command import DataError
-from data_prep.text import clean, read_lines, sentence_key, split_of
+from lln_fairseq.data import text
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.text import clean, read_lines, sentence_key, split_of
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,14 @@ from types import TracebackType
 
 import numpy as np
 
-from .command import DataError
-from .tokenizers import FAIRSEQ_SPECIAL, Tokenizer, flat_ids, make_tokenizer
-from .vocabulary import Vocabulary
+from lln_fairseq.data.binary_format import Block
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.special_symbols import EOS
+from lln_fairseq.data.tokenizers import Tokenizer, flat_ids, make_tokenizer
+from lln_fairseq.data.vocabulary import Vocabulary
 
 BLOCK = 1 << 19  # characters
 INLINE_BLOCKS = 8  # up to here one process is faster than starting others
-EOS = FAIRSEQ_SPECIAL.index("</s>")
-
-Block = tuple[np.ndarray, np.ndarray]  # ids of many samples, </s> included (int32); length of each sample (int64)
 
 
 def usable_cores() -> int:

@@ -9,16 +9,50 @@ Neither holds a date or a path outside the directory, so the same settings give 
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .command import DataError, say
-from .files import lock, sha256_of, write_bytes
+from lln_fairseq.data.files import lock, sha256_of, write_bytes
+from lln_fairseq.data.reporting import DataError, say
 
 BUILD, MANIFEST = "build.json", "manifest.json"
+
+Input = TypeVar("Input")
+
+
+def build_directory(
+    out: Path,
+    settings: Mapping[str, Any],
+    files: Sequence[str],
+    read: Callable[[], Input],
+    write: Callable[[Input], Mapping[str, Any]],
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Build the result in `out` and return its manifest; a finished one with the same settings is kept.
+
+    Args:
+        out: the output directory.
+        settings: everything that the bytes of the result depend on.
+        files: the files of the result, relative to `out`, without the manifest.
+        read: reads the input and checks it. It changes nothing in `out`, so that bad input leaves a result as it was.
+        write: writes the files from what `read` returned, skips those that an interrupted run has left, and returns
+            what the manifest says beside the settings and the checksums of the files.
+        overwrite: build anew, whatever is in `out`.
+
+    Raises:
+        DataError: if `out` cannot be used or holds a result of other settings.
+    """
+    with output_directory(out):
+        if not overwrite and (content := finished(out, settings, files)):
+            return content
+        resume = not overwrite and is_under_way(out)
+        data = read()
+        if not resume:
+            begin(out, settings, files)
+        return finish(out, settings, files, write(data))
 
 
 @contextmanager
@@ -76,17 +110,14 @@ def _check_settings(path: Path, there: Mapping[str, Any], wanted: Mapping[str, A
             )
 
 
-def finished(
-    out: Path, settings: Mapping[str, Any], files: Sequence[str], overwrite: bool = False
-) -> dict[str, Any] | None:
-    """The manifest of a finished result with these settings, which is said, or None where there is work to do.
+def finished(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:
+    """Return the manifest of a finished result with these settings, or None if there is work to do.
 
-    `files` are the result's files, relative to `out`. Raises DataError where `out` holds a result, finished or not,
-    of other settings; some of these files, but not from this program; or a finished result with damaged files.
+    Raises:
+        DataError: if `out` holds a result of other settings, finished or not; some of these files, but not from this
+            program; or a finished result with damaged files.
     """
     manifest, build = out / MANIFEST, out / BUILD
-    if overwrite:
-        return None
     if manifest.is_file():
         content = _read_json(manifest)
         _check_settings(manifest, content.get("settings", {}), settings)
@@ -107,7 +138,7 @@ def finished(
 
 
 def is_under_way(out: Path) -> bool:
-    """Whether an unfinished build is in `out`; `finished` has made sure that its settings are these."""
+    """Return True if `out` holds an unfinished result; `finished` has made sure that its settings are the same."""
     return (out / BUILD).is_file()
 
 

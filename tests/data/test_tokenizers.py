@@ -5,17 +5,17 @@ import sys
 import pytest
 from fairseq.data import Dictionary
 
-from data_prep.command import DataError
-from data_prep.tokenizers import (
+from data_prep.train_tokenizer import main
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.tokenizers import (
     SPACES,
     SentencePieceTokenizer,
     dictionary_text,
     load_sentencepiece,
-    main,
     make_tokenizer,
     train_sentencepiece,
 )
-from data_prep.vocabulary import load_vocabulary
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.hf import tokenizer_json
 from tests.data_prep.conftest import decode, encode_line
 

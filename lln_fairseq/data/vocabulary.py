@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from .command import DataError
-from .fetch import obtain
-from .files import sha256_bytes
-from .manifest import MANIFEST
-from .sources import FILES
-from .tokenizers import (
-    FAIRSEQ_SPECIAL,
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.files import sha256_bytes
+from lln_fairseq.data.manifest import MANIFEST
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.special_symbols import NUM_SPECIAL, SPECIAL_SYMBOLS, UNKNOWN
+from lln_fairseq.data.tokenizers import (
     TOKENIZER_FILES,
     Tokenizer,
     dictionary_text,
@@ -33,7 +33,6 @@ from .tokenizers import (
     make_tokenizer,
 )
 
-UNKNOWN = FAIRSEQ_SPECIAL.index("<unk>")
 DICTIONARY = "dict.txt"
 MAX_FILE = 256 << 20  # bytes
 _DICTIONARY_PLACE = re.compile(rf"(\w+/)?{re.escape(DICTIONARY)}")
@@ -52,7 +51,7 @@ class Vocabulary:
     def __post_init__(self) -> None:
         there = set(self.symbols)
         missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in there]
-        if missing or len({*FAIRSEQ_SPECIAL, *there}) != self.size:
+        if missing or len({*SPECIAL_SYMBOLS, *there}) != self.size:
             wrong = f"lacks {missing[0]!r} ({len(missing)} missing)" if missing else "lists a symbol twice"
             raise DataError(f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it {wrong}")
 
@@ -65,12 +64,12 @@ class Vocabulary:
     @property
     def size(self) -> int:
         """Number of fairseq's ids, its four special ones included, <mask> not."""
-        return len(FAIRSEQ_SPECIAL) + len(self.symbols)
+        return NUM_SPECIAL + len(self.symbols)
 
     @cached_property
     def table(self) -> np.ndarray:
         """fairseq's id for each id of the tokenizer."""
-        ids = {symbol: len(FAIRSEQ_SPECIAL) + i for i, symbol in enumerate(self.symbols)}
+        ids = {symbol: NUM_SPECIAL + i for i, symbol in enumerate(self.symbols)}
         symbols = self.tokenizer.symbols_by_id
         return np.array([UNKNOWN if symbol is None else ids[symbol] for symbol in symbols], dtype=np.int32)
 
@@ -82,7 +81,7 @@ class Vocabulary:
 
     def with_counts(self, counts: np.ndarray) -> "Vocabulary":
         """The same with `counts` (by fairseq's id) in dict.txt."""
-        numbers = counts[len(FAIRSEQ_SPECIAL) :].tolist()
+        numbers = counts[NUM_SPECIAL:].tolist()
         lines = (f"{symbol} {number}\n" for symbol, number in zip(self.symbols, numbers, strict=True))
         return Vocabulary(self.tokenizer, "".join(lines))
 

@@ -1,16 +1,12 @@
 """Tokenizers behind one interface: lines of text to integer ids and to the symbols of a fairseq dictionary.
 
-    python -m data_prep.tokenizers --text FILE --out DIR      trains SentencePiece; `--tokenizer DIR` uses it
-
 Implemented: SentencePiece, trained here, the byte-level BPE of GPT-2, and every tokenizer.json of Hugging Face. A
 further tokenizer is one more subclass of Tokenizer and one more row of TOKENIZERS.
 """
 
-import argparse
 import io
 import json
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,20 +16,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .command import DataError, run_command, say
-from .files import write_bytes
-from .manifest import output_directory
-from .text import MAX_LINE, read_lines, spread_sample
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL, SPECIAL_SYMBOLS
+from lln_fairseq.data.text import MAX_LINE, spread_sample
 
-# What fairseq's Dictionary always puts first, in this order; never written to dict.txt.
-FAIRSEQ_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 VOCAB_SIZE = 32000
 TRAIN_CHARACTERS = 20_000_000  # for a new model; more changes little and costs memory (unigram: 30 times it)
 MOST_IDS = 1 << 24  # ten times what any tokenizer has
 SPACES = 100_000  # in a row; with a million tiktoken's regular expressions panic
 _LONG_SPACE = re.compile(rf"\s{{{SPACES}}}")
 _OTHER_SPACE = re.compile(r"[^\S ]")
-MASK = "<mask>"  # the masked_lm and sentence_prediction tasks append it themselves
 
 
 class Tokenizer(ABC):
@@ -158,7 +150,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     kind = "huggingface"
-    _SPECIAL = (*FAIRSEQ_SPECIAL, MASK, "[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
+    _SPECIAL = (*SPECIAL_SYMBOLS, MASK, "[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
 
     def __init__(self, tokenizer_json: bytes) -> None:
         try:
@@ -268,12 +260,12 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
     "madeupword" symbols fill up until 4 special symbols + lines + `reserved` symbols that a task adds later is a
     multiple of `multiple` (what tensor cores like). Raises DataError for symbols that fairseq could not read back.
     """
-    taken = {*FAIRSEQ_SPECIAL, MASK}
+    taken = {*SPECIAL_SYMBOLS, MASK}
     for symbol in symbols:
         if symbol in taken or len(symbol.split()) != 1 or symbol != symbol.strip():
             raise DataError(f"the symbol {symbol!r} cannot stand in a fairseq dictionary (reserved, twice, or a space)")
         taken.add(symbol)
-    padding = -(len(FAIRSEQ_SPECIAL) + len(symbols) + reserved) % multiple
+    padding = -(NUM_SPECIAL + len(symbols) + reserved) % multiple
     filler = [f"madeupword{i:04d}" for i in range(padding)]
     return "".join(f"{symbol} {counts.get(symbol, 0)}\n" for symbol in [*symbols, *filler])
 
@@ -281,34 +273,3 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
 def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     """The tokenizer of a model file. Raises DataError where it is none."""
     return SentencePieceTokenizer(path.read_bytes())
-
-
-def _train_command(text: Sequence[Path], out: Path, vocab_size: int, model_type: str) -> None:
-    def lines() -> Iterable[str]:
-        for path in text:
-            with path.open("rb") as stream:
-                yield from map(str.strip, read_lines(stream, str(path)))
-
-    with output_directory(out):
-        if (out / "spm.model").exists():
-            raise DataError(f"{out / 'spm.model'} is there already; remove it or choose another directory")
-        tokenizer = train_on_corpus(lines(), vocab_size, model_type)
-        write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
-        write_bytes(out / "spm.model", tokenizer.files["spm.model"])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.tokenizers", description="Train a SentencePiece model that keeps every text."
-    )
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 files, one sentence or line a line")
-    parser.add_argument("--out", type=Path, required=True, help="directory for spm.model and spm.vocab")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="pieces (%(default)s)")
-    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(%(default)s)")
-    a = parser.parse_args(argv)
-    return run_command(lambda: _train_command(a.text, a.out, a.vocab_size, a.model_type))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from data_prep import files
-from data_prep.files import atomic_path, write_bytes
+from lln_fairseq.data import files
+from lln_fairseq.data.files import atomic_path, write_bytes
 
 
 def test_atomic_path_writes_whole_files_and_nothing_on_failure(tmp_path):
