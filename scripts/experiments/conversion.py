@@ -23,9 +23,9 @@ from tqdm import tqdm
 import lln_fairseq
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.data.files import write_bytes
+from lln_fairseq.linearize.attention_transfer import Texts, exchanged
+from lln_fairseq.linearize.layerwise import SEED, HeldOut, Students
 from lln_fairseq.memory import keep_freed_memory
-from lln_fairseq.students import SEED, HeldOut, Students
-from lln_fairseq.transfer import Texts, exchanged
 from scripts.columns import aligned
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,8 +93,8 @@ class Conversion:
                 raise UserError(f"{self.file} is of other settings: give another OUT")
             self.rows = saved["rows"]
         lln_fairseq.register()  # before fairseq is imported, which configures the root logger
-        from lln_fairseq.linearize import COUNT, read_texts
-        from lln_fairseq.loading import load_model
+        from lln_fairseq.inference.loading import load_model
+        from lln_fairseq.linearize.linearize import COUNT, read_texts
 
         self.model, task = load_model(str(args.teacher))
         dictionary = task.source_dictionary

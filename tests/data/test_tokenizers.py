@@ -6,6 +6,7 @@ import pytest
 from fairseq.data import Dictionary
 
 from data_prep.train_tokenizer import main
+from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.tokenizers import (
     SPACES,
@@ -16,7 +17,6 @@ from lln_fairseq.data.tokenizers import (
     train_sentencepiece,
 )
 from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.hf import tokenizer_json
 from tests.data_prep.conftest import decode, encode_line
 
 LINES = [f"The {a} {b} isn't “{c}” – é½ {a}{c}." for a in ("film", "plot") for b in ("that", "we") for c in "xyz"] * 3

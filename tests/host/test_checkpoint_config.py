@@ -14,7 +14,7 @@ from fairseq.models import build_model
 from lln_fairseq.__main__ import main
 from lln_fairseq.host.checkpoints import peek
 from lln_fairseq.host.errors import InputError
-from lln_fairseq.loading import load_model
+from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
 
 SMALL = ("--max-update", 1, "--attention", "softmax")

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from data_prep.demo import build
-from lln_fairseq import linearize
 from lln_fairseq.__main__ import main
 from lln_fairseq.data.download import obtain
 from lln_fairseq.data.files import sha256_bytes
 from lln_fairseq.data.published_files import Published
+from lln_fairseq.linearize import linearize
 from lln_fairseq.ops.lln import lln_attention
 from tests.data_prep.conftest import MOVIES, VOCAB_SIZE, fake_rows, snippet_file, tree, write_archive
 from tests.fairseq_runs import LLN, MASKED_LM, TRAINING, make_corpus, read_log, train
