@@ -27,13 +27,12 @@ ALLOWED = {
     "criterions": {"host"},
     "analysis": {"attention", "ops"},
     "tasks": {"analysis", "attention", "command", "criterions", "data", "host", "memory", "models", "modules"},
-    "__init__": {"host", "tasks"},
-    "inference": {"__init__", "command", "criterions", "data", "host"},
+    "inference": {"command", "criterions", "data", "host", "tasks"},
     "conversion": {"__init__", "attention", "data", "host", "inference", "models", "ops", "tasks"},
     "linearize": {"attention", "conversion", "data", "host", "inference", "memory", "models", "tasks"},
 }
 # They may import all of them.
-PROGRAMS = {"__main__", "train", "analysis.analyze"}
+PROGRAMS = {"__init__", "__main__", "train", "analysis.analyze"}
 WITHOUT_FAIRSEQ = {"data", "ops", "attention", "memory", "recipes", "command", "__init__"}
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 

@@ -4,10 +4,11 @@ import os
 from typing import Any
 
 import torch
-from fairseq import checkpoint_utils, tasks
+from fairseq import checkpoint_utils
+from fairseq.tasks import setup_task
 from torch import Tensor
 
-import lln_fairseq
+import lln_fairseq.tasks  # noqa: F401  registers our models, tasks and criterions with fairseq
 from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, stored_options
 from lln_fairseq.host.checkpoints import check_weights, load_to_cpu
 from lln_fairseq.host.errors import InputError, first_line
@@ -21,7 +22,6 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     Raises: InputError for a checkpoint that is missing, cannot be read or holds weights that cannot be used, and for
     data without dictionaries or with another dictionary or other labels than the checkpoint's.
     """
-    lln_fairseq.register()
     state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
     if stored_options(state)["model"].get("_name") in LANGUAGE_MODELS:
         raise InputError(f"{checkpoint} holds a language model, which fairseq-eval-lm scores")
@@ -29,7 +29,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     beside = os.path.dirname(os.path.abspath(checkpoint))
     if data is None and state["cfg"].task.data == "." and os.path.isfile(os.path.join(beside, "dict.txt")):
         state["cfg"].task.data = beside
-    task = tasks.setup_task(state["cfg"].task, from_checkpoint=True)
+    task = setup_task(state["cfg"].task, from_checkpoint=True)
     check_dictionary(state, task, checkpoint)
     check_labels(state, task, checkpoint)
     try:

@@ -17,11 +17,10 @@ from typing import BinaryIO, TextIO
 
 from tqdm import tqdm
 
-from lln_fairseq import load
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.text import read_lines
 from lln_fairseq.host.errors import InputError
-from lln_fairseq.inference.text_model import Prediction, TextModel
+from lln_fairseq.inference.text_model import Prediction, TextModel, load
 
 STANDARD = "-"  # standard input, standard output
 

@@ -13,7 +13,6 @@ import torch
 from fairseq.data.data_utils import collate_tokens
 from torch import Tensor, nn
 
-import lln_fairseq
 from lln_fairseq.command import UserError
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
@@ -164,7 +163,6 @@ def load(
     Raises: InputError for a checkpoint that is missing, cannot be read or does not fit the dictionaries, and where
     there is no tokenizer or its symbols are not those of the dictionary.
     """
-    lln_fairseq.register()
     checkpoint = os.fspath(checkpoint)
     options = stored_options(peek(checkpoint))["task"]
     if options.get("_name") and not is_finetuned(options["_name"]) and "masked_lm" not in str(options["_name"]):
