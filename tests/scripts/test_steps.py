@@ -50,6 +50,13 @@ def test_a_step_that_failed_shows_its_last_line_and_is_run_again(tmp_path):
     assert (tmp_path / "file").read_text() == "xx"
 
 
+def test_step_that_exceeds_its_timeout_fails_and_is_run_again(tmp_path):
+    with pytest.raises(StepFailed, match=r"one failed \(exit code -15\)"):
+        Steps(tmp_path).run("one", python("import time; time.sleep(60)"), timeout=1)
+    Steps(tmp_path).run("one", python(APPEND, tmp_path / "file"), timeout=60)
+    assert (tmp_path / "file").read_text() == "x"
+
+
 @pytest.mark.parametrize("content", ["", '{"one": 1.0', "[1]", '{"one": null}'])
 def test_damaged_times_are_said_and_the_steps_done_again(content, tmp_path, capsys):
     (tmp_path / "times.json").write_text(content)
