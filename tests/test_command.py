@@ -81,7 +81,7 @@ def test_a_handler_of_the_caller_stays():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "program",
-    ["lln_fairseq.train --config-name pretrain", "lln_fairseq.analysis", "scripts.experiments.compare_attentions"],
+    ["lln_fairseq.train --config-name pretrain", "lln_fairseq.analysis", "scripts.compare_attentions"],
 )
 def test_a_signal_while_a_program_is_imported_is_one_line(program, number):
     program = subprocess.Popen([sys.executable, "-m", *program.split()], cwd=ROOT, stderr=subprocess.PIPE, text=True)

@@ -93,7 +93,7 @@ def step_commands(out: Path) -> dict[str, list[str]]:
             *("--json", str(out / "model.json")),
         ),
         "training": program(
-            "scripts.experiments.compare_attentions",
+            "scripts.compare_attentions",
             *("--attentions", "softmax,lln,lln_diag", "--seeds", "1", "--out", str(out / "compare")),
             *PRETRAINING,
             *FINETUNING,
@@ -110,7 +110,7 @@ def rehearsal_commands(out: Path) -> dict[str, list[str]]:
         "attention": program("scripts.benchmarks.attention", "--smoke", "--no-memory", "--attentions", *ATTENTIONS),
         "model": program("scripts.benchmarks.model", "--smoke", "--no-memory", "--attentions", *ATTENTIONS),
         "training": program(
-            "scripts.experiments.compare_attentions",
+            "scripts.compare_attentions",
             *("--attentions", "lln_diag", "--seeds", "1", "--out", str(out / "compare")),
             *REHEARSED_TRAINING,
         ),

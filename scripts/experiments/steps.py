@@ -128,13 +128,14 @@ def end(process: subprocess.Popen) -> None:
 
 
 def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
-    """Wall times in seconds and commands by step, none where the file is missing or damaged. Without a command: what is
-    no step, and what an earlier version did, whose files hold the seconds alone."""
+    """Return wall times in seconds and commands by step, none if the file is missing or damaged.
+
+    An entry without a command is a time that somebody added, such as that of the installation.
+    """
     if not file.exists():
         return {}, {}
     try:
-        entries = {name: entry if isinstance(entry, dict) else {"seconds": entry}
-                   for name, entry in json.loads(file.read_text()).items()}  # fmt: skip
+        entries = json.loads(file.read_text())
         times = {name: float(entry["seconds"]) for name, entry in entries.items()}
         return times, {name: entry["command"] for name, entry in entries.items() if entry.get("command")}
     except (ValueError, TypeError, AttributeError, KeyError):

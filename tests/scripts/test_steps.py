@@ -35,10 +35,6 @@ def test_a_step_of_that_name_with_other_settings_is_refused(tmp_path):
     said = r"out holds one with other settings: lr=1, here: lr=2\. Give what it had, or another --out"
     with pytest.raises(UserError, match=said):
         Steps(out).run("one", python(APPEND, out / "file", "lr=2", "run=cpu"))
-    (out / "times.json").write_text('{"one": 2.5}')  # of an earlier version
-    steps = Steps(out)
-    steps.run("one", python(APPEND, out / "file", "lr=2", "run=cpu"))
-    assert steps.times == {"one": 2.5}
     assert (out / "file").read_text() == "x"
 
 
