@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.checkpoints.compatibility import dictionary_hash
+from lln_fairseq.checkpoints.reading import OUR_STATE
+from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.hf import from_fairseq, from_hf
 from lln_fairseq.hf.directory import new_directory, write_large
 from lln_fairseq.hf.encoder import DICTIONARY, OFFSET, PADDING, POSITIONS, Encoder
-from lln_fairseq.host.checkpoints import OUR_STATE
-from lln_fairseq.host.errors import InputError, input_errors
-from lln_fairseq.host.fit import dictionary_hash
 from lln_fairseq.models.adapt import MECHANISM, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from fairseq import utils
 from torch import Tensor
 
+from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
+from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.reading import peek
 from lln_fairseq.criterions.scores import Counts, pearson, spearman
-from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import is_finetuned, label_names
+from lln_fairseq.errors import InputError
 from lln_fairseq.loading import load_model, require_finite
 
 SHOWN = {  # the metrics in the order in which they are printed, and how

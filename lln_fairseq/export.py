@@ -17,15 +17,15 @@ from typing import Any
 from torch import Tensor
 
 from lln_fairseq import __version__
+from lln_fairseq.checkpoints.compatibility import label_names
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION
+from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.checkpoints.run_tokenizer import FOLDER
+from lln_fairseq.errors import InputError
 from lln_fairseq.hf import to_hf, to_onnx, tokenizer_out
 from lln_fairseq.hf.directory import CONFIG, new_directory, write_large
 from lln_fairseq.hf.encoder import OFFSET
 from lln_fairseq.hf.model_card import model_card
-from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import label_names
-from lln_fairseq.host.run_tokenizer import FOLDER
 from lln_fairseq.loading import load_model
 from lln_fairseq.models.options import attention_options
 

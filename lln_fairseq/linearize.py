@@ -21,21 +21,21 @@ from tqdm import tqdm
 
 from lln_fairseq.attention import MECHANISMS, need_attention
 from lln_fairseq.attention.registry import checked_config, parse_options
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION, stored_options
+from lln_fairseq.checkpoints.lock import lock
+from lln_fairseq.checkpoints.reading import check_sums, peek, plain_data
 from lln_fairseq.convert import CHECKPOINT, write
+from lln_fairseq.data.checks import check_lines
 from lln_fairseq.distillation import Distillation
+from lln_fairseq.errors import InputError, first_line, input_errors
 from lln_fairseq.hf import from_fairseq
 from lln_fairseq.hf.directory import write_large
 from lln_fairseq.hf.encoder import Encoder
-from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION, stored_options
-from lln_fairseq.host.checkpoints import check_sums, peek, plain_data
-from lln_fairseq.host.errors import InputError, first_line, input_errors
-from lln_fairseq.host.fingerprints import data_hash, file_hash
-from lln_fairseq.host.run_lock import lock
 from lln_fairseq.loading import load_model
-from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig
 from lln_fairseq.students import HeldOut, Students, report
-from lln_fairseq.tasks._data_checks import check_lines
+from lln_fairseq.training.fingerprints import data_hash, file_hash
+from lln_fairseq.training.malloc import keep_freed_memory
 from lln_fairseq.transfer import Stage, Texts
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there

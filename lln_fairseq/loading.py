@@ -8,10 +8,10 @@ from fairseq import checkpoint_utils, tasks
 from torch import Tensor
 
 import lln_fairseq
-from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, stored_options
-from lln_fairseq.host.checkpoints import check_weights, load_to_cpu
-from lln_fairseq.host.errors import InputError, first_line
-from lln_fairseq.host.fit import check_dictionary, check_labels
+from lln_fairseq.checkpoints.compatibility import check_dictionary, check_labels
+from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, stored_options
+from lln_fairseq.checkpoints.reading import check_weights, load_to_cpu
+from lln_fairseq.errors import InputError, first_line
 
 
 def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from typing import BinaryIO, TextIO
 from tqdm import tqdm
 
 from lln_fairseq import load
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.preparation import preparation
 from lln_fairseq.text_model import Prediction, TextModel
 

@@ -6,10 +6,10 @@ Nothing of this package imports data_prep but through here, and only to turn tex
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 from lln_fairseq.command import UserError
-from lln_fairseq.recipes import PACKAGE
 
 NAME = "lln_fairseq.data_prep"  # not "data_prep": any project may have a package of that name
 
@@ -17,7 +17,7 @@ NAME = "lln_fairseq.data_prep"  # not "data_prep": any project may have a packag
 def preparation(module: str) -> ModuleType:
     """A module of data_prep, imported under the name that it has in a wheel. Raises: UserError where it is missing."""
     if importlib.util.find_spec(NAME) is None:
-        folder = PACKAGE.parent / "data_prep"
+        folder = Path(__file__).resolve().parents[1] / "data_prep"
         if not folder.is_dir():
             raise UserError(
                 f"{folder} is missing: text becomes ids by the data preparation that belongs to lln_fairseq"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.command import UserError
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.preparation import preparation
 
 Text = str | Sequence[str]  # a pair is a tuple of two

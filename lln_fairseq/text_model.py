@@ -14,12 +14,12 @@ from fairseq.data.data_utils import collate_tokens
 from torch import Tensor, nn
 
 import lln_fairseq
+from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
+from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.checkpoints.run_tokenizer import SPECIAL, check_vocabulary, directories
 from lln_fairseq.command import UserError
-from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import is_finetuned, label_names
-from lln_fairseq.host.run_tokenizer import SPECIAL, check_vocabulary, directories
+from lln_fairseq.errors import InputError
 from lln_fairseq.loading import load_model, require_finite
 from lln_fairseq.preparation import preparation
 from lln_fairseq.text_ids import Text, TextIds, batches_of, parts_of, rows_of

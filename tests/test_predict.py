@@ -15,7 +15,7 @@ from data_prep.vocabulary import load_vocabulary
 from lln_fairseq import evaluate, load
 from lln_fairseq.__main__ import main
 from lln_fairseq.command import UserError
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.predict import predictions
 from lln_fairseq.text_ids import BATCH_TOKENS, PART_TEXTS, TextIds, batches_of, parts_of, rows_of
 from lln_fairseq.text_model import Prediction

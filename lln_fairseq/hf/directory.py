@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.host.checkpoints import check_sums, plain_data
-from lln_fairseq.host.errors import InputError, first_line
-from lln_fairseq.host.run_lock import FILE as LOCK
-from lln_fairseq.host.run_lock import lock
+from lln_fairseq.checkpoints.lock import FILE as LOCK
+from lln_fairseq.checkpoints.lock import lock
+from lln_fairseq.checkpoints.reading import check_sums, plain_data
+from lln_fairseq.errors import InputError, first_line
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.checkpoints.compatibility import need_robertas_layers
+from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.reading import check_sums, check_weights, peek
+from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
+from lln_fairseq.errors import InputError
 from lln_fairseq.hf.directory import as_float32
 from lln_fairseq.hf.encoder import DICTIONARY, EMBEDDING, HEAD, MASK, OFFSET, POSITIONS, SPECIAL, Encoder, first_few
 from lln_fairseq.hf.names import ENCODER, HEAD_WEIGHT, Sizes, encoder_names, head_names
 from lln_fairseq.hf.tokenizer import TOKENIZER, check_dictionary
-from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import check_sums, check_weights, peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import need_robertas_layers
-from lln_fairseq.host.run_tokenizer import DICTIONARIES, directories
 
 TOKENIZERS = ("spm.model", "encoder.json", "vocab.bpe", TOKENIZER)
 LAYERS = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")

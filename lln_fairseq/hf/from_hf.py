@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.checkpoints.reading import check_weights
+from lln_fairseq.errors import InputError
 from lln_fairseq.hf.directory import CONFIG, as_float32, read_json, read_tensors
 from lln_fairseq.hf.encoder import EMBEDDING, HEAD, OFFSET, PADDING, POSITIONS, Encoder, first_few
 from lln_fairseq.hf.names import HEAD_BIAS, HEAD_WEIGHT, TOKEN_TYPES, Name, Sizes, encoder_names, head_names
 from lln_fairseq.hf.tokenizer import PIECES, Vocabulary, read_vocabulary
-from lln_fairseq.host.checkpoints import check_weights
-from lln_fairseq.host.errors import InputError
 
 BERT, XLM_R = "bert", "xlm-roberta"
 MODEL_TYPES = ("roberta", XLM_R, BERT)

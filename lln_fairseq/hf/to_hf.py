@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION
+from lln_fairseq.errors import InputError
 from lln_fairseq.hf.encoder import HEAD, POSITIONS
 from lln_fairseq.hf.names import EMBEDDINGS, ENCODER, HEAD_WEIGHT, TOKEN_TYPES, Sizes, encoder_names, head_names
-from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION
-from lln_fairseq.host.errors import InputError
 from lln_fairseq.ops.moment_matching import TABLES_FILES, calibration_table
 
 MODELING = "modeling_lln_roberta"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln_fairseq.errors import InputError, first_line
 from lln_fairseq.hf.directory import write_large
 from lln_fairseq.hf.encoder import OFFSET
-from lln_fairseq.host.errors import InputError, first_line
 
 FILE = "model.onnx"
 NAMES = ("input_ids", "attention_mask")

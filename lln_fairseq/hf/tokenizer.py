@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lln_fairseq.errors import InputError, first_line
 from lln_fairseq.hf import tokenizer_json
 from lln_fairseq.hf.directory import read_json
 from lln_fairseq.hf.encoder import MASK, SPECIAL
-from lln_fairseq.host.errors import InputError, first_line
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lln_fairseq.errors import InputError, first_line
 from lln_fairseq.hf import tokenizer_json
 from lln_fairseq.hf.encoder import MASK, SPECIAL
 from lln_fairseq.hf.tokenizer import TOKENIZER
-from lln_fairseq.host.errors import InputError, first_line
 
 KINDS = (("spm.model",), ("encoder.json", "vocab.bpe"), (TOKENIZER,))
 ROLES = {"<s>": ("bos_token", "cls_token"), "<pad>": ("pad_token",), "</s>": ("eos_token", "sep_token"),

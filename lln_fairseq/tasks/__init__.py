@@ -4,12 +4,12 @@ With the tasks comes the rest of what registers, and what repairs the host.
 """
 
 from lln_fairseq import criterions, models  # noqa: F401  they register on import
-from lln_fairseq.host import patches
-from lln_fairseq.tasks import _worker
+from lln_fairseq.fairseq_compat import patches
 from lln_fairseq.tasks.language_modeling import LLNLanguageModelingTask
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMTask
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionTask
+from lln_fairseq.training import worker
 
-patches.install(_worker.run)
+patches.install(worker.run)
 
 __all__ = ["LLNLanguageModelingTask", "LLNMaskedLMTask", "LLNSentencePredictionTask"]

@@ -10,10 +10,10 @@ from fairseq.data import SortDataset, data_utils
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
-from lln_fairseq.host.errors import InputError, input_errors
-from lln_fairseq.tasks._data_checks import check_lines, same_symbols
-from lln_fairseq.tasks._host_fixes import HostFixes, require_files
-from lln_fairseq.tasks._options import HostOptions
+from lln_fairseq.data.checks import check_lines, same_symbols
+from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.training.hooked_task import HostFixes, require_files
+from lln_fairseq.training.options import HostOptions
 
 
 @dataclass

@@ -12,13 +12,13 @@ from fairseq.tasks.sentence_prediction import SentencePredictionConfig, Sentence
 from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
 
-from lln_fairseq.host.errors import InputError, input_errors
-from lln_fairseq.host.fit import label_names, longest_sequence
+from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
+from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
+from lln_fairseq.data.sentence_inputs import read_inputs, read_labels, samples
+from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models import LLNRobertaModel
-from lln_fairseq.tasks._data_checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
-from lln_fairseq.tasks._host_fixes import HostFixes, require_files
-from lln_fairseq.tasks._inputs import read_inputs, read_labels, samples
-from lln_fairseq.tasks._options import HostOptions
+from lln_fairseq.training.hooked_task import HostFixes, require_files
+from lln_fairseq.training.options import HostOptions
 
 INPUTS = ("input0", "input1")
 POSITIONS = 512  # RoBERTa's

@@ -24,7 +24,7 @@ from torch import Tensor
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.command import run_main
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import keep_freed_memory
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.command import run_main
-from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.ops.lln import lln_attention
+from lln_fairseq.training.malloc import keep_freed_memory
 from scripts.benchmarks.meter import Spread, interleaved
 from scripts.columns import aligned
 

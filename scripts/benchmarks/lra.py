@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.command import run_main
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import keep_freed_memory
 from scripts.benchmarks.meter import check_outputs, limited_memory
 from scripts.benchmarks.model import add_training_options, complete, measure, row_name, settings
 from scripts.benchmarks.model_report import Row

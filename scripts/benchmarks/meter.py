@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import keep_freed_memory
 
 MIN_REPEATS = 3  # of what takes longer than the limit
 MEMORY_SHARE = 0.9  # of what is free: a process that takes more is out of memory

@@ -27,8 +27,8 @@ from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from data_prep.vocabulary import new_vocabulary
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.command import run_main
-from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.presets import PRESETS
+from lln_fairseq.training.malloc import keep_freed_memory
 from scripts.benchmarks.meter import Spread, check_outputs, interleaved
 from scripts.columns import aligned
 

@@ -23,8 +23,8 @@ from tqdm import tqdm
 import lln_fairseq
 from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, run_main
-from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.students import SEED, HeldOut, Students
+from lln_fairseq.training.malloc import keep_freed_memory
 from lln_fairseq.transfer import Texts, exchanged
 from scripts.columns import aligned
 

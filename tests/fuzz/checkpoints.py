@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import lln_fairseq
-from lln_fairseq.host.checkpoints import load_to_cpu
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.checkpoints.reading import load_to_cpu
+from lln_fairseq.errors import InputError
 from lln_fairseq.loading import load_model
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 

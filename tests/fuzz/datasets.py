@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from data_prep.binarize import read_back
 from data_prep.command import DataError
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
 from tests.fuzz._damage import damaged
 

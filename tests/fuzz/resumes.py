@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from tests.fairseq_runs import LLN, MASKED_LM, train
 from tests.fuzz.checkpoints import call, damage, exchange, original
 

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer, BertTokenizerFast
 
 from data_prep.vocabulary import load_vocabulary
 from lln_fairseq.__main__ import main
+from lln_fairseq.checkpoints.reading import peek
 from lln_fairseq.convert import convert
+from lln_fairseq.errors import InputError
 from lln_fairseq.hf.encoder import EMBEDDING, POSITIONS
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, make_classification, train
 from tests.hf.sources import TEXTS, TOKENIZERS, encoded, logits, make_model, make_model_with_settings, rename

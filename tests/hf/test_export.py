@@ -24,11 +24,11 @@ from data_prep.tokenizers import SentencePieceTokenizer, make_tokenizer, train_s
 from data_prep.vocabulary import load_vocabulary, new_vocabulary
 from lln_fairseq.__main__ import main
 from lln_fairseq.convert import convert
+from lln_fairseq.errors import InputError
 from lln_fairseq.export import export
 from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_hf, tokenizer_out
 from lln_fairseq.hf.directory import new_directory
-from lln_fairseq.host.errors import InputError
 from lln_fairseq.loading import load_model
 from lln_fairseq.ops.moment_matching import standard_deviations
 from lln_fairseq.text_ids import TextIds

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
+from lln_fairseq.checkpoints.reading import peek
 from lln_fairseq.convert import convert
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.loading import load_model
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 from tests.hf.sources import logits

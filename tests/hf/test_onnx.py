@@ -10,10 +10,10 @@ import torch
 
 from lln_fairseq import export as program
 from lln_fairseq.__main__ import main
+from lln_fairseq.errors import InputError
 from lln_fairseq.export import export
 from lln_fairseq.hf import modeling_lln_roberta as modeling
 from lln_fairseq.hf import to_onnx
-from lln_fairseq.host.errors import InputError
 from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
 from tests.hf.sources import ours, padded_batch, shaken
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from data_prep import lra
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.tasks._padding import lengths, share_of_text
+from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.training.padding_report import lengths, share_of_text
 from tests.data_prep.test_lra import SOURCES
 from tests.fairseq_runs import WORDS, binarize, hydra_train, make_classification, make_corpus, make_dictionary
 from tests.tasks.test_tasks import batches, make_classifier, make_masked_lm

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from data_prep import lra
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis.events import read_curves
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.errors import InputError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.text_model import load
 from tests.data_prep.test_lra import SOURCES

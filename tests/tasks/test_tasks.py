@@ -5,7 +5,7 @@ from fairseq.data import data_utils
 from fairseq.tasks import setup_task
 from omegaconf import OmegaConf
 
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
 
 

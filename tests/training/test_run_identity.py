@@ -1,0 +1,178 @@
+"""A run goes on with what it began with: other settings that change its result are named."""
+
+import copy
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lln_fairseq.attention import registry
+from lln_fairseq.checkpoints.reading import OUR_STATE, our_state
+from lln_fairseq.errors import InputError
+from lln_fairseq.training.run_identity import differences
+from tests.fairseq_runs import MASKED_LM, USER_DIR, hydra_train, train
+from tests.training.conftest import COMMON
+
+CHANGES = [
+    (("--seed", 4), r"common\.seed = 3, here it is 4"),
+    (("--lr", 0.01), r"optimization\.lr = \[0\.001\], here it is \[0\.01\]"),
+    (("--attention", "lln"), r"model\.attention = lln_diag, here it is lln"),
+    (("--lln-diag-block-size", 16, "--dropout", 0.3), r"model\.dropout = 0\.1, here it is 0\.3"),
+    (("--lln-diag-alpha", 2.0, "--lln-diag-beta", 2.0), r"model\.lln_diag_alpha = None, here it is 2\.0"),
+    (("--mask-prob", 0.3), r"task\.mask_prob = 0\.15, here it is 0\.3"),
+    (("--adam-eps", 1e-6), r"optimizer\.adam_eps = 1e-08, here it is 1e-06"),
+    (("--update-freq", 2), r"sequences an update = \[8\], here it is \[16\]"),
+    (("--max-tokens", 500), r"tokens an update = as many as there are, here it is \[500\]"),
+    (("--train-subset", "valid"), r"dataset\.train_subset = train, here it is valid"),
+    (("--best-checkpoint-metric", "ppl"), r"checkpoint\.best_checkpoint_metric = loss, here it is ppl"),
+    (("--maximize-best-checkpoint-metric",), r"maximize_best_checkpoint_metric = False, here it is True"),
+    (("--seed", 4, "--reset-meters"), r"common\.seed = 3, here it is 4"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CHANGES, ids=[str(change[0][0]) for change in CHANGES])
+def test_what_changes_the_result_is_named(options, message, begun, tmp_path, monkeypatch):
+    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+    before = (run / "checkpoint_last.pt").read_bytes()
+    with pytest.raises(InputError, match=f"holds another run: .*{message}.*or another --save-dir"):
+        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4, *options)
+    assert (run / "checkpoint_last.pt").read_bytes() == before
+
+
+def test_a_checkpoint_beside_the_last_is_of_the_same_run(begun, tmp_path, monkeypatch):
+    """fairseq takes every --restore-file but the default as it is, and not from the --save-dir."""
+    shutil.copytree(begun[1], tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for options in (
+        ("--restore-file", "run/checkpoint_best.pt"),
+        ("--restore-file", tmp_path / "run/../run/checkpoint_last.pt"),
+    ):
+        with pytest.raises(InputError, match=r"run holds another run: common\.seed = 3, here it is 4"):
+            train(monkeypatch, tmp_path / "log", begun[0], "run", *COMMON, "--max-update", 4, *options, "--seed", 4)
+
+
+def test_another_metric_begins_with_other_scores(begun, tmp_path, monkeypatch):
+    """Of a training that stops early too, whose patience has a score of its own."""
+    run = shutil.copytree(begun[1], tmp_path / "run")
+    state = torch.load(run / "checkpoint_last.pt")
+    state["extra_state"]["LLNMaskedLMTask"]["patience"] = {"best": -1.0, "num_runs": 1}
+    torch.save(state, run / "checkpoint_last.pt")
+    options = ("--max-update", 4, "--patience", 2, "--best-checkpoint-metric", "ppl", "--reset-meters")
+    log = train(monkeypatch, tmp_path / "log", begun[0], run, *COMMON, *options)
+    assert log["train"][-1]["num_updates"] == "4"
+    extra = torch.load(run / "checkpoint_last.pt")["extra_state"]
+    assert extra["best"] == extra["LLNMaskedLMTask"]["patience"]["best"] == extra["val_loss"]
+
+
+def settings_of(tokens, size, frequency=1, workers=1):
+    return OmegaConf.create({
+        "dataset": {"max_tokens": tokens, "batch_size": size}, "optimization": {"update_freq": [frequency]},
+        "distributed_training": {"distributed_world_size": workers},
+    })  # fmt: skip
+
+
+SPLITS = [  # of (4400 tokens, 32 sequences, 1 batch an update, 1 worker)
+    ((4400, 4, 1, 8), []),
+    ((2200, 16, 2), []),
+    ((1100, 32), ["tokens an update", "dataset.max_tokens"]),
+    ((4400, 16), ["sequences an update"]),
+    ((None, 32), ["tokens an update", "dataset.max_tokens"]),
+    ((4400, None), ["sequences an update"]),
+]
+
+
+@pytest.mark.parametrize(("split", "expected"), SPLITS)
+def test_the_size_of_an_update_where_tokens_are_counted_too(split, expected):
+    saved = OmegaConf.to_container(settings_of(4400, 32))
+    assert [text.split(" = ")[0] for text in differences(saved, settings_of(*split))] == expected
+
+
+def test_the_size_of_an_update_where_tokens_alone_are_counted():
+    saved = OmegaConf.to_container(settings_of(4400, None, workers=8))
+    assert not differences(saved, settings_of(4400, None, 8))
+    found = ["tokens an update = [35200], here it is [4400]"]
+    assert differences(saved, settings_of(4400, None)) == found
+
+
+def test_settings_that_are_none_are_not_compared(begun):
+    saved = torch.load(begun[1] / "checkpoint_last.pt")["cfg"]
+    here = OmegaConf.create(copy.deepcopy(saved))
+    for value in (torch.ones(2), {}, "x" * 50, 0.5, [1, "a"], [torch.ones(2)]):
+        saved["optimization"]["update_freq"] = value
+        assert not differences(saved, here)
+    saved["common"]["seed"] = torch.ones(2)
+    assert not differences(saved, here)
+    written = {"data": torch.ones(2), "dictionary": 3, "labels": ["a", None]}
+    assert our_state({"extra_state": {OUR_STATE: written | {"more": ["a"]}}}) == {"more": ["a"]}
+
+
+def test_options_of_a_mechanism_that_is_registered_later(monkeypatch):
+    @dataclasses.dataclass
+    class WindowConfig:
+        width: int | None = None
+
+    monkeypatch.setattr(registry.MECHANISMS, "maps", [*registry.MECHANISMS.maps, late := {}])
+    saved = {"model": {"attention": "window", "window_width": None}}
+    here = OmegaConf.create({"model": {"attention": "window", "window_width": 3}})
+    assert not differences(saved, here)  # a preset's, for all that is known
+    registry.register_in(late, "window", WindowConfig)(torch.nn.Identity)
+    assert differences(saved, here) == ["model.window_width = None, here it is 3"]
+
+
+def test_a_run_of_fairseqs_own_roberta_is_one_of_softmax():
+    stock = {"model": {"_name": "roberta_base", "dropout": 0.1}}
+    ours = {"model": {"_name": "lln_roberta_base", "attention": "lln_diag", "dropout": 0.1}}
+    assert differences(stock, OmegaConf.create(ours)) == ["model.attention = softmax, here it is lln_diag"]
+    assert differences(ours, OmegaConf.create(stock)) == ["model.attention = lln_diag, here it is softmax"]
+    stock["model"]["attention"] = "lln_diag"  # of a recipe, which that model does not look at
+    assert differences(stock, OmegaConf.create(ours)) == ["model.attention = softmax, here it is lln_diag"]
+    ours["model"]["attention"] = "softmax"
+    assert not differences(stock, OmegaConf.create(ours))
+
+
+def test_what_does_not_change_the_result_goes_on(begun, tmp_path, monkeypatch):
+    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+    options = ("--max-update", 4, "--log-interval", 2, "--checkpoint-activations", "--num-workers", 1,
+               "--tensorboard-logdir", tmp_path / "tb", "--linformer-projected-length", 7)  # fmt: skip
+    log = train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, *options)
+    assert log["train"][-1]["num_updates"] == "4"
+
+
+WITHOUT_DATACLASS = [("--optimizer", name) for name in ("sgd", "adamax", "adagrad", "adadelta", "adafactor")]
+WITHOUT_DATACLASS.append(("--arch", "roberta_base"))
+
+
+@pytest.mark.parametrize("options", WITHOUT_DATACLASS, ids=" ".join)
+def test_classes_without_a_dataclass_resume_after_harmless_changes(options, begun, tmp_path, monkeypatch):
+    train(monkeypatch, tmp_path / "a.log", begun[0], tmp_path / "a", *COMMON, *options, "--max-update", 1)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    harmless = ("--max-update", 2, "--log-interval", 2, "--num-workers", 1, "--patience", 5)
+    log = train(monkeypatch, tmp_path / "b.log", begun[0], tmp_path / "b", *COMMON, *options, *harmless)
+    assert log["train"][-1]["num_updates"] == "2"
+    others = ("--max-update", 3, "--dropout", 0.3, "--weight-decay", 0.2)
+    with pytest.raises(InputError, match=r"model\.dropout = 0\.1, .* optimizer\.weight_decay = 0\.0, "):
+        train(monkeypatch, tmp_path / "c.log", begun[0], tmp_path / "b", *COMMON, *options, *others)
+
+
+def test_a_model_of_fairseqs_own_that_is_given_an_attention(begun, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    options = ("model=tiny", "corpus=demo", "run=cpu", f"task.data={begun[0]}", "lr_scheduler.warmup_updates=1",
+               "model._name=roberta_base", "model.encoder_layers=1", "checkpoint.save_dir=run", "hydra.run.dir=job",
+               "task.global_batch=8", "dataset.batch_size=8", "dataset.num_workers=0")  # fmt: skip
+    with pytest.raises(SystemExit):
+        hydra_train(monkeypatch, *options)
+    said = capfd.readouterr().err
+    assert "error: model._name=roberta_base is fairseq's own and has softmax, not lln_diag: lln_roberta_base" in said
+
+
+def test_a_model_of_fairseqs_own_without_one_trains(begun, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *USER_DIR, "--arch", "roberta_base", "--max-update", 1)
+    assert train(monkeypatch, tmp_path / "log", begun[0], tmp_path / "run", *options)["train"]
+
+
+def test_a_reset_begins_something_new(begun, tmp_path, monkeypatch):
+    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
+    options = ("--max-update", 4, "--lr", 0.01, "--reset-optimizer")
+    assert train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, *options)["train"][-1]["lr"] == "0.01"
