@@ -19,7 +19,7 @@ from torch import Tensor
 from lln_fairseq import __version__
 from lln_fairseq.checkpoints.compatibility import label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
-from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER
 from lln_fairseq.errors import InputError
 from lln_fairseq.hf import to_hf, to_onnx, tokenizer_out
@@ -60,7 +60,7 @@ def export(
         files[CONFIG] = (json.dumps(found.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in found.config:
             files[f"{to_hf.MODELING}.py"] = Path(to_hf.__file__).with_name(f"{to_hf.MODELING}.py").read_bytes()
-        history = peek(str(checkpoint)).get("optimizer_history") or [{}]
+        history = load_checkpoint_lazily(str(checkpoint)).get("optimizer_history") or [{}]
         updates = history[-1].get("num_updates", 0)
         versions = {"lln_fairseq": __version__} | {name: metadata.version(name) for name in MADE_WITH}
         has_tokenizer = tokenizer_out.TOKENIZER in files

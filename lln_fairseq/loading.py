@@ -10,7 +10,7 @@ from torch import Tensor
 import lln_fairseq
 from lln_fairseq.checkpoints.compatibility import check_dictionary, check_labels
 from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, stored_options
-from lln_fairseq.checkpoints.reading import check_weights, load_to_cpu
+from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
 from lln_fairseq.errors import InputError, first_line
 
 
@@ -22,7 +22,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     data without dictionaries or with another dictionary or other labels than the checkpoint's.
     """
     lln_fairseq.register()
-    state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
+    state = load_checkpoint(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
     if stored_options(state)["model"].get("_name") in LANGUAGE_MODELS:
         raise InputError(f"{checkpoint} holds a language model, which fairseq-eval-lm scores")
     check_weights(state["model"], checkpoint)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lln_fairseq
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
 from lln_fairseq.checkpoints.config import stored_options
-from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import SPECIAL, check_vocabulary, directories
 from lln_fairseq.command import UserError
 from lln_fairseq.errors import InputError
@@ -158,7 +158,7 @@ def load(
     """
     lln_fairseq.register()
     checkpoint = os.fspath(checkpoint)
-    options = stored_options(peek(checkpoint))["task"]
+    options = stored_options(load_checkpoint_lazily(checkpoint))["task"]
     if options.get("_name") and not is_finetuned(options["_name"]) and "masked_lm" not in str(options["_name"]):
         raise InputError(f"{checkpoint} holds a model for the task {options['_name']}, which does not take text")
     trained_on = options.get("data")

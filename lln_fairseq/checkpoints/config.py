@@ -1,4 +1,4 @@
-"""What of a checkpoint's configuration reaches fairseq: the known options of known models and tasks, with their types.
+"""Check the configuration in a checkpoint: only known options of known models and tasks reach fairseq.
 
 A configuration comes with a file that anybody may have made, and fairseq builds whatever it names: some of its models
 and optimizers call `eval` on their options. So nothing of it is handed on. It is written anew from the fields of the
@@ -20,7 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lln_fairseq.errors import InputError, first_line
 
-OURS, STOCK = "lln_roberta", "roberta"
+OURS = "lln_roberta"
+STOCK = "roberta"
 STOCK_ATTENTION = "softmax"  # which has no option that says so
 LANGUAGE_MODELS = ("lln_transformer_lm", "transformer_lm")
 KNOWN = {  # and the presets of the models: roberta_large, ...
@@ -44,59 +45,70 @@ EVALUATED = ("character_embeddings", "adaptive_input", "adaptive_softmax_cutoff"
 
 
 def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
-    """The configuration of a checkpoint, complete as fairseq wants it.
+    """Return the configuration of a checkpoint, complete as fairseq wants it.
 
-    Raises: InputError where there is none, for another model, task or criterion than those above, and for an option
+    Raises: InputError if there is none, for another model, task or criterion than those above, and for an option
     that has not its type or does not fit the parameters.
     """
     options = stored_options(state)
     if not options["model"] or not options["task"]:
         raise InputError(f"{path} is not a checkpoint of fairseq: it has no configuration")
-    config = {
-        field.name: OmegaConf.to_container(OmegaConf.structured(field.default), enum_to_str=True)
-        for field in dataclasses.fields(FairseqConfig)
-        if dataclasses.is_dataclass(field.default)
-    }
-    config |= {"bpe": None, "tokenizer": None}
-    config |= {group: _checked(group, given, path) for group, given in options.items()}
+    config: dict[str, Any] = {"bpe": None, "tokenizer": None}
+    for field in dataclasses.fields(FairseqConfig):
+        if dataclasses.is_dataclass(field.default):
+            config[field.name] = OmegaConf.to_container(OmegaConf.structured(field.default), enum_to_str=True)
+    for group, stored in options.items():
+        config[group] = _checked_group(group, stored, path)
     model = config["model"]
     positions = _check_sizes(model, state["model"], path)
     for group in ("model", "task"):  # not stated: those of the checkpoint that a fine-tuning began with
         if config[group].get("max_positions", 0) is None:
             config[group]["max_positions"] = positions
     if _family("model", model["_name"]) == STOCK:  # takes what an argument parser would give
-        given = {key: value for key, value in model.items() if key in options["model"] and key != "_name"}
-        config["model"] = argparse.Namespace(**given, arch=model["_name"])
+        stored = {key: value for key, value in model.items() if key in options["model"] and key != "_name"}
+        config["model"] = argparse.Namespace(**stored, arch=model["_name"])
     return OmegaConf.create(config, flags={"allow_objects": True})
 
 
 def stored_options(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options of model, task and criterion as the file has them, unchecked; `_name` is the name in each group."""
-    groups, arguments = state.get("cfg"), state.get("args")
+    """Return the unchecked options of model, task and criterion; `_name` is the name in each group."""
+    arguments = state.get("args")
     if isinstance(arguments, argparse.Namespace):
-        flat = vars(arguments)
-        return {group: {**flat, "_name": flat.get(key)} for group, key in NAMED_BY.items()}
-    groups = groups if isinstance(groups, Mapping) else {}
-    return {group: _options(groups.get(group)) for group in KNOWN}
+        return {group: {**vars(arguments), "_name": getattr(arguments, key, None)} for group, key in NAMED_BY.items()}
+    groups = state.get("cfg")
+    if not isinstance(groups, Mapping):
+        groups = {}
+    return {group: _stored_group(groups.get(group)) for group in KNOWN}
 
 
-def _options(group: Any) -> dict[str, Any]:
-    """A group of the configuration; an argument parser made that of a model without dataclass."""
-    if isinstance(group, argparse.Namespace):
+def _stored_group(group: Any) -> dict[str, Any]:
+    if isinstance(group, argparse.Namespace):  # of a model without dataclass
         return {**vars(group), "_name": getattr(group, "_name", None) or getattr(group, "arch", None)}
     return dict(group) if isinstance(group, Mapping) else {}
 
 
-def _checked(group: str, given: Mapping[str, Any], path: str) -> dict[str, Any] | None:
-    """What is given of the group's options, and the defaults of the others where they need no other group."""
-    name = given.get("_name")
+def plain_options(group: Any) -> dict[str, Any]:
+    """Return the options of a group that are plain values, and so can be compared."""
+    options = vars(group) if isinstance(group, argparse.Namespace) else group
+    return {key: value for key, value in options.items() if is_plain(value)} if isinstance(options, Mapping) else {}
+
+
+def is_plain(value: Any) -> bool:
+    """Return False for an object, and for an interpolation or a missing value of omegaconf."""
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(x, PLAIN) and not (isinstance(x, str) and ("${" in x or x == "???")) for x in values)
+
+
+def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str, Any] | None:
+    """Return the stored options of a group, and the defaults of the others that need no other group."""
+    name = stored.get("_name")
     family = _family(group, name)
-    if group == "criterion" and family not in KNOWN[group]:
-        return None  # a loss belongs to the training
     if family not in KNOWN[group]:
+        if group == "criterion":
+            return None  # a loss belongs to the training
         raise InputError(f"{path} holds the {group} {str(name)[:80]!r}, and may hold {', '.join(KNOWN[group])} alone")
     schema = OmegaConf.structured(_dataclass(group, family))
-    values = {key: value for key, value in given.items() if key in schema._content and value is not None}
+    values = {key: value for key, value in stored.items() if key in schema._content and value is not None}
     for key, value in values.items():
         if group == "model" and key in EVALUATED and value:
             raise InputError(f"{path}: the model's option {key} is not supported: fairseq would run what goes with it")
@@ -106,39 +118,39 @@ def _checked(group: str, given: Mapping[str, Any], path: str) -> dict[str, Any] 
         merged = OmegaConf.to_container(OmegaConf.merge(schema, values), enum_to_str=True)
     except OmegaConfBaseException as error:
         raise InputError(f"{path}: the {group}'s option {error.full_key}: {first_line(error)}") from error
-    return {key: value for key, value in merged.items() if is_plain(value)} | {"_name": name}
+    return plain_options(merged) | {"_name": name}
 
 
 def _family(group: str, name: Any) -> Any:
-    """The registered model of a preset; other names as they are."""
-    return ARCH_MODEL_NAME_REGISTRY.get(name, name) if group == "model" and isinstance(name, str) else name
+    """Return the registered model of a preset; other names as they are."""
+    if group == "model" and isinstance(name, str):
+        return ARCH_MODEL_NAME_REGISTRY.get(name, name)
+    return name
 
 
 def _dataclass(group: str, name: str) -> type:
     if group == "model":
         return MODEL_DATACLASS_REGISTRY[OURS if name == STOCK else name]  # ours has every option of the stock model
-    return TASK_DATACLASS_REGISTRY[name] if group == "task" else REGISTRIES[group]["dataclass_registry"][name]
-
-
-def is_plain(value: Any) -> bool:
-    """Neither an object, nor an interpolation or a missing value of omegaconf."""
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(x, PLAIN) and not (isinstance(x, str) and ("${" in x or x == "???")) for x in values)
+    if group == "task":
+        return TASK_DATACLASS_REGISTRY[name]
+    return REGISTRIES[group]["dataclass_registry"][name]
 
 
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
-    """The number of positions that the parameters have, if they have any."""
+    """Return the number of positions that the parameters have, if they have any.
+
+    Raises: InputError for an option that does not fit the parameters.
+    """
     side = "decoder" if _family("model", options["_name"]) in LANGUAGE_MODELS else "encoder"
     prefix = "decoder." if side == "decoder" else "sentence_encoder."
     stack = {key.rpartition(prefix)[2]: value for key, value in parameters.items()}
-    there = {
-        name: stack[key].shape[axis]
-        for name, (key, axis) in MEASURED.items()
-        if name.startswith(side) and key in stack and stack[key].dim() > axis
-    }
+    sizes = {}
+    for option, (key, axis) in MEASURED.items():
+        if option.startswith(side) and key in stack and stack[key].dim() > axis:
+            sizes[option] = stack[key].shape[axis]
     if not options.get(f"{side}_layers_to_keep"):
-        there[f"{side}_layers"] = len({key.split(".")[1] for key in stack if key.startswith("layers.")})
-    for option, size in there.items():
+        sizes[f"{side}_layers"] = len({key.split(".")[1] for key in stack if key.startswith("layers.")})
+    for option, size in sizes.items():
         if options.get(option) not in (None, size):
             raise InputError(f"{path}: {option} is {options[option]}, but its parameters have {size}")
     rows = len(stack.get("embed_positions.weight", ()))

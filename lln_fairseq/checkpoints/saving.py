@@ -1,20 +1,60 @@
-"""Checkpoints are whole on the disk, whatever happens while they are written."""
+"""Keep checkpoints whole on the disk, whatever happens while they are written."""
 
 import errno
+import fcntl
+import logging
 import os
 import shutil
+import socket
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from fairseq import checkpoint_utils
 
 from lln_fairseq.errors import InputError, first_line
 
+LAST = "checkpoint_last.pt"
+LOCK = "training.lock"  # stays there: to remove it would let two trainings lock two files of that name
+
+logger = logging.getLogger(__name__)
+
+
+def lock_directory(
+    save_dir: str | Path, what: str = "training", other: str = "directory (checkpoint.save_dir, --save-dir)"
+) -> IO[str]:
+    """Lock a directory until the returned file is closed, or the process ends in any way.
+
+    Args:
+        save_dir: the directory; if its file system has no locks, a warning is logged
+        what: the kind of program that works in it, for messages
+        other: what the user can give instead, for messages
+    Raises: InputError if another process has it.
+    """
+    file = open(Path(save_dir, LOCK), "a+")  # noqa: SIM115  the caller closes it
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which loader processes would inherit and keep
+    except (BlockingIOError, PermissionError):  # POSIX allows either
+        file.seek(0)
+        holder = file.read().strip() or "just started"
+        file.close()
+        raise InputError(
+            f"{save_dir} belongs to a {what} that is running ({holder}): wait for its end, stop it with kill, or "
+            f"give another {other}"
+        ) from None
+    except OSError as error:
+        logger.warning(f"{save_dir} cannot be locked ({error.strerror}): do not start a second {what} in it")
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
 
 def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
-    """Copies a file such that `dst_path` is the old or the new one, whole, whatever kills the program.
+    """Copy a file such that `dst_path` is always whole, the old or the new one, whatever kills the program.
 
-    Raises: InputError where the file system refuses, for example because it is full; `dst_path` is then as before.
+    Raises: InputError if the file system refuses, for example because it is full; `dst_path` is then as before.
     """
     part = f"{dst_path}.tmp"
     if os.path.exists(dst_path) and not overwrite:
@@ -31,25 +71,26 @@ def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
 
 
 def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around fairseq's torch_persistent_save, which is given an open file too. Raises: InputError."""
+    """Call fairseq's torch_persistent_save, and raise InputError if the file cannot be written."""
     log = checkpoint_utils.logger
-    quiet, log.disabled = log.disabled, True  # three tracebacks of the same full disk
+    was_disabled = log.disabled
+    log.disabled = True  # it would print three tracebacks of the same full disk
     try:
         return original(obj, filename, *args, **kwargs)
     except (OSError, RuntimeError) as error:
-        if isinstance(filename, str):
-            _remove(f"{filename}.tmp")
-            raise _cannot_save(filename, _root_cause(error)) from error
-        raise
+        if not isinstance(filename, str):  # the open file of a call inside this one
+            raise
+        _remove(f"{filename}.tmp")
+        raise _cannot_save(filename, _root_cause(error)) from error
     finally:
-        log.disabled = quiet
+        log.disabled = was_disabled
 
 
 def remove_superseded(cfg: Any) -> None:
-    """What the last save of a run removes at its very end, where it was killed before that: the one interval checkpoint
-    that is too many. `cfg`: fairseq's checkpoint configuration.
+    """Remove the interval checkpoint that the last save of a run was killed before removing.
 
-    More than one are of a run that was told to keep more; they stay, as do those that a pattern of updates keeps.
+    More than one too many are of a run that was told to keep more; they stay, as do those that a pattern of updates
+    keeps. `cfg` is fairseq's checkpoint configuration.
     """
     kept = cfg.keep_interval_updates
     if kept > 0 and cfg.keep_interval_updates_pattern == -1:

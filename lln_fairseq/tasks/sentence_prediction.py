@@ -17,15 +17,15 @@ from lln_fairseq.data.checks import check_labels, check_lines, check_targets, re
 from lln_fairseq.data.sentence_inputs import read_inputs, read_labels, samples
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models import LLNRobertaModel
-from lln_fairseq.training.hooked_task import HostFixes, require_files
-from lln_fairseq.training.options import HostOptions
+from lln_fairseq.training.hooked_task import HookedTask, require_files
+from lln_fairseq.training.options import TrainingOptions
 
 INPUTS = ("input0", "input1")
 POSITIONS = 512  # RoBERTa's
 
 
 @dataclass
-class LLNSentencePredictionConfig(HostOptions, SentencePredictionConfig):
+class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
     """fairseq's options and ours."""
 
     max_positions: Optional[int] = field(
@@ -49,7 +49,7 @@ class LLNSentencePredictionConfig(HostOptions, SentencePredictionConfig):
 
 
 @register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
-class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
+class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
     @classmethod
     def setup_task(cls, cfg: LLNSentencePredictionConfig, **kwargs: Any) -> "LLNSentencePredictionTask":
         """Raises InputError for data without dictionaries, or with another number of labels than num_classes."""
@@ -110,7 +110,7 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
             raise InputError("two_towers needs a model of ours: --arch lln_roberta_base (model._name)")
         return model
 
-    def advice(self) -> str:
+    def padding_advice(self) -> str:
         return "" if self.cfg.group_by_length else "batches of like lengths: task.group_by_length=true"
 
     def _check(self, split: str, combine: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where a NaN or an overflow began, and what to try: the message that ends a training which cannot go on."""
+"""Report where a NaN or an overflow began, and what to try, when a training cannot go on."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -11,8 +11,11 @@ from fairseq.trainer import Trainer
 from lln_fairseq.errors import InputError, TrainingError, first_line
 
 
-def step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Around fairseq's Trainer.train_step. Raises: TrainingError that names the module, the update, the loss scales."""
+def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Call fairseq's Trainer.train_step, and raise TrainingError that names the module, update and loss scales.
+
+    fairseq says neither where a NaN began nor what to try.
+    """
     with _warnings_of("fairseq.nan_detector") as found:
         try:
             return original(trainer, *args, **kwargs)
@@ -36,7 +39,8 @@ def _warnings_of(name: str) -> Iterator[list[str]]:
 
 
 def _explain(trainer: Trainer, error: FloatingPointError, found: list[str]) -> str:
-    scales = getattr(trainer.task, "loss_scales", ())
+    monitor = getattr(trainer.task, "loss_scale", None)  # of our own tasks
+    scales = monitor.recent_scales if monitor else ()
     history = f" Last loss scales: {', '.join(f'{scale:g}' for scale in scales)}." if scales else ""
     instead = ", bf16 instead of fp16 (common.bf16=true common.fp16=false)" if trainer.cfg.common.fp16 else ""
     return (
@@ -47,7 +51,7 @@ def _explain(trainer: Trainer, error: FloatingPointError, found: list[str]) -> s
 
 
 def _origin(trainer: Trainer, found: list[str]) -> str:
-    """`found`: what fairseq's NanDetector, which hooks every module in a second try, has to say."""
+    """Return where a NaN was first seen. `found` has the warnings of fairseq's NanDetector, of its second try."""
     if found:
         return f"First seen: {found[0]}."
     bad = [name for name, p in trainer.get_model().named_parameters() if not torch.isfinite(p).all()]

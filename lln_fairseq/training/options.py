@@ -1,4 +1,4 @@
-"""Options that all of our tasks have beside those of fairseq's."""
+"""Options that all of our tasks have besides those of fairseq's."""
 
 from dataclasses import dataclass, field
 from typing import Optional
@@ -7,7 +7,9 @@ from omegaconf import II
 
 
 @dataclass
-class HostOptions:
+class TrainingOptions:
+    """Options of the hooks, see hooked_task.py."""
+
     global_batch: Optional[int] = field(
         default=None,
         metadata={

@@ -1,4 +1,4 @@
-"""How much of what a training computes is text: the rest is padding, since a batch is as long as its longest row."""
+"""Report how much of what a training computes is padding: a batch is as long as its longest row."""
 
 import logging
 from collections.abc import Sequence
@@ -6,51 +6,62 @@ from typing import Any
 
 import numpy as np
 
-from lln_fairseq.training.tensorboard import is_first_worker
+from lln_fairseq.training.worker import is_first_worker
 
-WASTE = 0.05  # from which on something is advised
+WASTE = 0.05  # the share of padding above which the report gives advice
 
 logger = logging.getLogger(__name__)
 
 
 class PaddingReport:
-    """Goes in front of a fairseq task; says it once, when the batches of a training are made."""
+    """Log the share of text once, when the batches of a training are made."""
 
-    _said = False
+    def __init__(self) -> None:
+        self._logged = False
 
-    def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        batches = super().get_batch_iterator(dataset, *args, **kwargs)
-        if dataset is self.datasets.get("train") and not self._said and is_first_worker():
-            self._said = True
-            share, tokens = share_of_text(lengths(dataset), batches.frozen_batches)
-            line = f"padding: {share:.1%} of the {tokens} tokens that an epoch computes are text"
-            if 1 - share > WASTE and (advice := self.advice()):
-                line += f"; less is wasted with {advice}"
-            logger.info(line)
-        return batches
+    def log(self, dataset: Any, batches: Sequence[Sequence[int]], advice: str) -> None:
+        """Log the share of text in the batches, and the advice if much is padding.
 
-    def advice(self) -> str:
-        """The options with which less is wasted; "" where the task has them already."""
-        return ""
+        Args:
+            dataset: the training data
+            batches: the rows of each batch
+            advice: options with which less padding is computed, or ""
+        """
+        if self._logged or not is_first_worker():
+            return
+        self._logged = True
+        share, tokens = share_of_text(row_lengths(dataset), batches)
+        line = f"padding: {share:.1%} of the {tokens} tokens that an epoch computes are text"
+        if 1 - share > WASTE and advice:
+            line += f"; less is wasted with {advice}"
+        logger.info(line)
 
 
-def lengths(dataset: Any) -> list[np.ndarray]:
-    """The lengths of each row, for each of its inputs."""
+def row_lengths(dataset: Any) -> list[np.ndarray]:
+    """Return the length of each row, one array for each input of the model."""
     inner = dataset
     while not hasattr(inner, "lengths") and hasattr(inner, "dataset"):
         inner = inner.dataset
     found = inner.lengths if hasattr(inner, "lengths") else dataset.sizes
-    return [np.asarray(part) for part in (found if isinstance(found, list) else [found])]
+    if not isinstance(found, list):
+        found = [found]
+    return [np.asarray(lengths) for lengths in found]
 
 
-def share_of_text(sizes: Sequence[np.ndarray], batches: Sequence[Sequence[int]]) -> tuple[float, int]:
-    """Real tokens over computed ones, in (0, 1], and how many are computed."""
-    real = computed = 0
+def share_of_text(lengths: Sequence[np.ndarray], batches: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """Return the number of real tokens over the number of computed ones, in (0, 1], and the latter.
+
+    Args:
+        lengths: the length of each row, one array for each input
+        batches: the rows of each batch
+    """
+    real = 0
+    computed = 0
     rows = np.fromiter(map(len, batches), dtype=np.int64, count=len(batches))
     order = np.concatenate([np.asarray(batch, dtype=np.int64) for batch in batches])
     starts = np.cumsum(rows) - rows
-    for part in sizes:
-        found = part[order].astype(np.int64)
-        real += int(found.sum())
-        computed += int((np.maximum.reduceat(found, starts) * rows).sum())
+    for part in lengths:
+        ordered = part[order].astype(np.int64)
+        real += int(ordered.sum())
+        computed += int((np.maximum.reduceat(ordered, starts) * rows).sum())
     return (real / computed if computed else 1.0), computed

@@ -1,4 +1,4 @@
-"""Where the recipes are: configs/ beside the package in a checkout, configs/ inside it where a wheel is installed."""
+"""Find the recipes: configs/ beside the package in a checkout, configs/ inside it where a wheel is installed."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "con
 
 
 def check_recipe(directory: Path, name: str | None) -> None:
-    """Raises: UserError that lists the recipes of a directory, for a name that is none of them."""
+    """Raise UserError that lists the recipes of a directory, for a name that is none of them."""
     known = f"(known: {' '.join(sorted(path.stem for path in directory.glob('*.yaml'))) or 'none'})"
     if not name:
         raise UserError(f"which recipe of {directory}? --config-name NAME {known}")

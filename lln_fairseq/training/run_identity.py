@@ -1,7 +1,13 @@
-"""Whether a directory's run is the one that is asked for: what changes its result may not change when it goes on."""
+"""Check that the run in a directory is the requested one: what changes its result must not change when it resumes.
+
+A checkpoint records the configuration of its training, and its origin: hashes of the training data and of the model
+that the run started from.
+"""
 
 import argparse
 import dataclasses
+import glob
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,23 +20,38 @@ from fairseq.utils import split_paths
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, STOCK, STOCK_ATTENTION, is_plain
-from lln_fairseq.checkpoints.reading import our_state, peek
+from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, STOCK, STOCK_ATTENTION, plain_options
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, our_state
+from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import InputError
-from lln_fairseq.training.fingerprints import data_hash, file_hash
-from lln_fairseq.training.settings import LAST
 
-WHOLE = ("model", "task", "criterion", "optimizer", "lr_scheduler")  # groups that are compared but for these:
+# Groups of options that are compared, except for the options that may change.
 MAY_CHANGE = {
-    "model": {"_name", "checkpoint_activations", "feed_forward_tokens", "offload_activations", "min_params_to_wrap",
-              "load_checkpoint_heads"},
-    # the data is compared by its content, the seed in `common`
-    "task": {"data", "seed", "log_interval", "tensorboard_logdir", "no_save_optimizer_state", "probe_interval",
-             "probe_sequences", "global_batch", "sequence_parallel_size", "finetune_from_model"},
+    "model": {
+        "_name",
+        "checkpoint_activations",
+        "feed_forward_tokens",
+        "load_checkpoint_heads",
+        "min_params_to_wrap",
+        "offload_activations",
+    },
+    "task": {
+        "data",  # compared by its content
+        "finetune_from_model",
+        "global_batch",
+        "log_interval",
+        "no_save_optimizer_state",
+        "probe_interval",
+        "probe_sequences",
+        "seed",  # that of `common` is compared
+        "sequence_parallel_size",
+        "tensorboard_logdir",
+    },
     "criterion": {"tpu"},
-    "optimizer": {"lr", "tpu"},  # lr is that of `optimization`
+    "optimizer": {"lr", "tpu"},  # the lr of `optimization` is compared
     "lr_scheduler": {"lr", "total_num_update", "max_update"},  # they follow from max_update
-}  # fmt: skip
+}
+# Options of other groups that are compared.
 SINGLE = {
     "common": ("seed",),
     "optimization": ("lr", "clip_norm", "sentence_avg"),
@@ -39,103 +60,162 @@ SINGLE = {
 }
 CLASSES = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}  # by name; those of the other groups: REGISTRIES
 NO_LIMIT = "as many as there are"
-TOKENS = {"tokens an update", "dataset.max_tokens"}  # where sequences are counted too one of them may change
+TOKENS = {"tokens an update", "dataset.max_tokens"}  # one of them may change if sequences are counted too
+
+WHOLE_FILE = 64 << 20  # bytes: of larger token files samples are hashed
+CHUNK = 1 << 18  # bytes of a sample
+CHUNKS = 64  # samples
 
 
-def check_same_run(here: DictConfig) -> None:
-    """Raises InputError where a training goes on with the run in its save_dir, and its settings, its data or the model
-    it starts from are others."""
-    cfg = here.checkpoint
-    path = own_checkpoint(cfg)
-    if path is None or cfg.reset_optimizer or cfg.reset_lr_scheduler or cfg.reset_dataloader:
+def load_own_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
+    """Return the checkpoint in its own save_dir that a training resumes, or None if it does not resume one.
+
+    fairseq takes the default's name from the save_dir and every other path as it is.
+    """
+    path = Path(cfg.save_dir, LAST) if cfg.restore_file == LAST else Path(cfg.restore_file)
+    if path.parent.resolve() != Path(cfg.save_dir).resolve() or not path.is_file():
+        return None
+    return load_checkpoint_lazily(str(path))
+
+
+def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
+    """Raise InputError if a training resumes a run with other settings, other data or another model to start from.
+
+    Args:
+        cfg: the whole configuration of the training
+        state: what `load_own_checkpoint` returned
+    """
+    options = cfg.checkpoint
+    if state is None or options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
         return
-    state = peek(str(path))
-    saved, recorded = state.get("cfg"), our_state(state)
-    found = differences(saved, here)
-    if cfg.reset_meters:  # there are no scores that another metric would be compared with
-        found = [text for text in found if not text.startswith("checkpoint.")]
-    if recorded.get("content") and recorded["content"] != _data_hash(here):
+    saved = state.get("cfg")
+    origin = our_state(state)
+    found = differences(saved, cfg)
+    if options.reset_meters:  # there are no scores that another metric would be compared with
+        found = [difference for difference in found if not difference.startswith("checkpoint.")]
+    if origin.get("content") and origin["content"] != _data_hash(cfg):
         found.append("other training data")
-    if "start" in recorded and _starts_elsewhere(cfg, recorded["start"], saved):
+    if "start" in origin and _starts_elsewhere(options, origin["start"], saved):
         found.append("another model to start from (checkpoint.finetune_from_model)")
     if found:
         raise InputError(
-            f"{cfg.save_dir} holds another run: {'; '.join(found)}. Give what it had, or another --save-dir "
+            f"{options.save_dir} holds another run: {'; '.join(found)}. Give what it had, or another --save-dir "
             "(checkpoint.save_dir)"
         )
 
 
-def origin(here: DictConfig) -> dict[str, str]:
-    """The hashes that the checkpoints of a training record: "content" of its data, "start" of the model it began from,
-    "" from none. A run that goes on keeps its start: the file may have changed meanwhile, and an old run has none."""
-    path = own_checkpoint(here.checkpoint)
-    start = our_state(peek(str(path))).get("start") if path else _start_hash(here.checkpoint)
-    return {"content": _data_hash(here)} | ({} if start is None else {"start": start})
+def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what the checkpoints of a training record: hashes of its data and of the model it started from.
+
+    A run that resumes keeps its start: the file may have changed meanwhile, and an old checkpoint records none.
+    """
+    origin = {"content": _data_hash(cfg)}
+    start = _start_hash(cfg.checkpoint) if state is None else our_state(state).get("start")
+    if start is not None:
+        origin["start"] = start
+    return origin
 
 
-def own_checkpoint(cfg: DictConfig) -> Path | None:
-    """The file in its own save_dir that a training goes on with, if it does. fairseq takes the default's name from the
-    save_dir and every other path as it is."""
-    path = Path(cfg.save_dir, LAST) if cfg.restore_file == LAST else Path(cfg.restore_file)
-    inside = path.parent.resolve() == Path(cfg.save_dir).resolve()
-    return path if inside and path.is_file() else None
-
-
-def _data_hash(here: DictConfig) -> str:
-    return data_hash(split_paths(here.task.data), here.dataset.train_subset)
+def _data_hash(cfg: DictConfig) -> str:
+    return data_hash(split_paths(cfg.task.data), cfg.dataset.train_subset)
 
 
 def _start_hash(cfg: DictConfig) -> str | None:
-    """Of a run that begins; None where the file is not on this machine's disks."""
+    """Return the hash of the file that a new run starts from, "" for none, None if it is not on this machine."""
     path = cfg.finetune_from_model if cfg.restore_file == LAST else cfg.restore_file
-    return "" if not path else file_hash(path) if os.path.isfile(path) else None
+    if not path:
+        return ""
+    return file_hash(path) if os.path.isfile(path) else None
 
 
 def _starts_elsewhere(cfg: DictConfig, recorded: str, saved: Any) -> bool:
-    """A file that is gone by now says nothing."""
+    """Return True if the model to start from is known to be another one; a file that is gone is not."""
     path = cfg.finetune_from_model
     if not path or not recorded:  # a run from scratch, or by --restore-file, names none
-        before = as_dict(saved.get("checkpoint")) if isinstance(saved, Mapping) else {}
-        return bool(path) != bool(before.get("finetune_from_model"))
+        options = plain_options(saved.get("checkpoint")) if isinstance(saved, Mapping) else {}
+        return bool(path) != bool(options.get("finetune_from_model"))
     return os.path.isfile(path) and recorded != file_hash(path)
 
 
-def differences(saved: Any, here: DictConfig) -> list[str]:
-    """["common.seed = 1, here it is 2", ...] between the configuration in a checkpoint and a training's own.
+def data_hash(directories: list[str], subset: str = "train") -> str:
+    """Return the sha256 of the training data, "" if there is none.
 
-    What one of them does not know, or leaves to a preset or default, does not count; an attention's options have
-    no presets, so that α which was matched and is now fixed is another.
+    The index and the targets are read whole, the token ids (.bin) too up to 64 MiB; of a larger .bin its size and 64
+    evenly spread chunks of 256 KiB, the first and the last bytes among them.
+    """
+    name = glob.escape(subset)
+    patterns = (f"{name}*.idx", f"{name}*.bin", f"*/{name}*.idx", f"*/{name}*.bin", f"*/{name}*.label")
+    hashes = []
+    for folder in directories:
+        for pattern in patterns:
+            for path in sorted(Path(folder).glob(pattern)):
+                hashes.append(_sampled_hash(path) if path.suffix == ".bin" else _whole_hash(path))
+    return hashlib.sha256(b"".join(hashes)).hexdigest() if hashes else ""
+
+
+def file_hash(path: str) -> str:
+    """Return the sha256 of a file."""
+    return _whole_hash(Path(path)).hex()
+
+
+def _whole_hash(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _sampled_hash(path: Path) -> bytes:
+    size = os.path.getsize(path)
+    if size <= WHOLE_FILE:
+        return _whole_hash(path)
+    sha256 = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for number in range(CHUNKS):
+            file.seek(number * (size - CHUNK) // (CHUNKS - 1))
+            sha256.update(file.read(CHUNK))
+    return sha256.digest()
+
+
+def differences(saved: Any, cfg: DictConfig) -> list[str]:
+    """Return ["common.seed = 1, here it is 2", ...] between a checkpoint's configuration and a training's own.
+
+    What one of them does not know, or leaves to a preset or default, does not count. An attention's options have
+    no presets: α that was matched and is now fixed is a difference.
     """
     if not isinstance(saved, Mapping):
         return []
-    before, now = (
-        dict(result_settings(saved)),
-        dict(result_settings(OmegaConf.to_container(here, resolve=True, enum_to_str=True))),
-    )
-    unlike = [key for key in before if key in now and before[key] != now[key]]
-    if "dataset.max_tokens" in before and not set(unlike) >= TOKENS:
-        unlike = [key for key in unlike if key not in TOKENS]
-    owned = {f"model.{key}" for key in _attention_of()}
-    told = [key for key in unlike if None not in (before[key], now[key]) or key in owned]
-    return [f"{key} = {before[key]}, here it is {now[key]}" for key in told]
+    before = dict(result_settings(saved))
+    now = dict(result_settings(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)))
+    changed = [key for key in before if key in now and before[key] != now[key]]
+    if "dataset.max_tokens" in before and not set(changed) >= TOKENS:
+        changed = [key for key in changed if key not in TOKENS]
+    without_preset = {f"model.{option}" for option in _attention_options()}
+    return [
+        f"{key} = {before[key]}, here it is {now[key]}"
+        for key in changed
+        if key in without_preset or (before[key] is not None and now[key] is not None)
+    ]
 
 
 def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """("common.seed", 1), ... : of a configuration as plain dictionaries, what changes the result of its training."""
-    for group in WHOLE:
+    """Yield ("common.seed", 1), ...: what changes the result of a training, from a configuration of dictionaries."""
+    for group, may_change in MAY_CHANGE.items():
         options = _own_options(group, config.get(group))
-        ignored = MAY_CHANGE[group] | (_of_other_attentions(options) if group == "model" else set())
-        yield from ((f"{group}.{key}", value) for key, value in options.items() if key not in ignored)
-    model = as_dict(config.get("model"))
-    name = model.get("_name")  # where it alone says which attention it is, and the parameters fit another as well:
+        ignored = may_change | _options_of_other_attentions(options) if group == "model" else may_change
+        for key, value in options.items():
+            if key not in ignored:
+                yield f"{group}.{key}", value
+    name = plain_options(config.get("model")).get("_name")
+    # models whose name alone says which attention they have, and whose parameters fit another one as well
     if name in LANGUAGE_MODELS:
         yield "model._name", name
-    elif str(name).startswith(STOCK):  # whatever its options say
+    elif str(name).startswith(STOCK):
         yield "model.attention", STOCK_ATTENTION
     for group, keys in SINGLE.items():
-        options = as_dict(config.get(group))
-        yield from ((f"{group}.{key}", options[key]) for key in keys if key in options)
-    yield from _size_of_an_update(config)
+        options = plain_options(config.get(group))
+        for key in keys:
+            if key in options:
+                yield f"{group}.{key}", options[key]
+    yield from _update_size(config)
 
 
 def _own_options(name: str, group: Any) -> dict[str, Any]:
@@ -144,7 +224,7 @@ def _own_options(name: str, group: Any) -> dict[str, Any]:
     The group of a class without a dataclass, such as the optimizer sgd or fairseq's own RoBERTa, is a Namespace of all
     arguments of the command line, those of other groups included.
     """
-    options = as_dict(group)
+    options = plain_options(group)
     if not isinstance(group, argparse.Namespace):
         return options
     registry = CLASSES[name] if name in CLASSES else REGISTRIES[name]["registry"]
@@ -156,41 +236,35 @@ def _own_options(name: str, group: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key in declared}
 
 
-def as_dict(group: Any) -> dict[str, Any]:
-    """The group's options that are plain values, and so can be compared."""
-    options = vars(group) if isinstance(group, argparse.Namespace) else group
-    return {key: value for key, value in options.items() if is_plain(value)} if isinstance(options, Mapping) else {}
-
-
-def _attention_of() -> dict[str, str]:
-    """The mechanism that each of their options belongs to: of those registered by now."""
+def _attention_options() -> dict[str, str]:
+    """Return the mechanism that each option of a registered mechanism belongs to."""
     return {
         f"{name}_{field.name}": name for name, entry in MECHANISMS.items() for field in dataclasses.fields(entry.config)
     }
 
 
-def _of_other_attentions(options: Mapping[str, Any]) -> set[str]:
-    """Nothing of a language model's, which has no choice."""
-    return {key for key, name in _attention_of().items() if name != options.get("attention", name)}
+def _options_of_other_attentions(options: Mapping[str, Any]) -> set[str]:
+    """Return the options of mechanisms that a model does not use; none for a language model, which has no choice."""
+    return {key for key, name in _attention_options().items() if name != options.get("attention", name)}
 
 
-def _size_of_an_update(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The most sequences and tokens of an update by epoch, over all its batches and workers, and the most tokens of a
-    batch where sequences are counted too. Nothing where they are not known."""
-    dataset, optimization, distributed = (
-        as_dict(config.get(group)) for group in ("dataset", "optimization", "distributed_training")
-    )
-    size, tokens = dataset.get("batch_size"), dataset.get("max_tokens")
-    frequencies, workers = optimization.get("update_freq"), distributed.get("distributed_world_size")
-    if not (frequencies and isinstance(frequencies, list)):
+def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the most sequences and tokens of an update, by epoch, and the most tokens of a batch of counted sequences.
+
+    All batches and workers are counted. Nothing is yielded if a configuration does not say them.
+    """
+    dataset = plain_options(config.get("dataset"))
+    sequences = dataset.get("batch_size")
+    tokens = dataset.get("max_tokens")
+    frequencies = plain_options(config.get("optimization")).get("update_freq")
+    workers = plain_options(config.get("distributed_training")).get("distributed_world_size")
+    sharing = plain_options(config.get("task")).get("sequence_parallel_size") or 1
+    if not isinstance(frequencies, list) or not frequencies:
         return
-    if not all(isinstance(number, int) for number in (size or tokens, workers, *frequencies)):
+    if not all(isinstance(number, int) for number in (sequences or tokens, workers, sharing, *frequencies)):
         return
-    shared = as_dict(config.get("task")).get("sequence_parallel_size") or 1
-    if not isinstance(shared, int):
-        return
-    batches = [workers // shared * frequency for frequency in frequencies]
-    yield "sequences an update", [size * number for number in batches] if size else NO_LIMIT
+    batches = [workers // sharing * frequency for frequency in frequencies]
+    yield "sequences an update", [sequences * number for number in batches] if sequences else NO_LIMIT
     yield "tokens an update", [tokens * number for number in batches] if tokens else NO_LIMIT
-    if size:
+    if sequences:
         yield "dataset.max_tokens", tokens or NO_LIMIT

@@ -9,54 +9,61 @@ from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, need_attention
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.modules.token_shards import cut_batch, neighbours
 
-SHARING = ("share a sequence over workers: leave out --sequence-parallel-size (task.sequence_parallel_size), or take "
-           "another attention")  # fmt: skip
+SHARING = (
+    "share a sequence over workers: leave out --sequence-parallel-size (task.sequence_parallel_size), or take "
+    "another attention"
+)
 SEED_FACTOR = 1_000_003  # makes seeds that no other worker or update has
 
 
-class SharedSequences:
-    """Goes in front of a fairseq task, behind what observes its steps.
+class SequenceSharing:
+    """Give this worker its part of every batch that its group shares.
 
-    What evaluates a checkpoint, on any number of workers, takes sequences as they are.
+    Programs that evaluate a checkpoint, on any number of workers, take sequences as they are.
     """
 
-    _group: Any = None  # the workers that this one shares its sequences with
-    _multiple = 1
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+        self.group: Any = None  # the workers that this one shares its sequences with
+        self.multiple = 1  # the tokens of a part are a multiple of it
 
-    def build_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: InputError for a model that cannot share its sequences."""
-        model = super().build_model(*args, **kwargs)
+    def join_group(self, model: Any) -> None:
+        """Join this worker's group, if there are groups. Raise InputError if the model cannot share its sequences."""
         size = self.cfg.sequence_parallel_size
-        if size > 1 and dist.is_initialized() and not kwargs.get("from_checkpoint"):
-            self._multiple = shard_multiple(model)
+        if size > 1 and dist.is_initialized():
+            self.multiple = shard_multiple(model)
             with input_errors():
-                self._group = neighbours(size)
-        return model
+                self.group = neighbours(size)
 
-    def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of the group as if it were one worker."""
-        if self._group is not None and kwargs.get("num_shards", 1) > 1:
-            for key in ("num_shards", "shard_id"):
-                kwargs[key] //= self.cfg.sequence_parallel_size
-        return super().get_batch_iterator(*args, **kwargs)
+    def merge_data_shards(self, options: dict[str, Any]) -> None:
+        """Change the options of fairseq's get_batch_iterator such that a group gets the batches of one worker."""
+        if self.group is not None and options.get("num_shards", 1) > 1:
+            options["num_shards"] //= self.cfg.sequence_parallel_size
+            options["shard_id"] //= self.cfg.sequence_parallel_size
 
-    def train_step(self, sample: Any, *args: Any, **kwargs: Any) -> tuple:
-        if self._group is not None and (rank := dist.get_rank(self._group)):
-            # fairseq gives all workers the same seed: dropout would be the same in every part of a sequence.
+    def seed_dropout(self) -> None:
+        """Seed every worker of a group differently.
+
+        fairseq gives all workers the same seed, so that dropout would be the same in every part of a sequence.
+        """
+        if self.group is None:
+            return
+        rank = dist.get_rank(self.group)
+        if rank > 0:
             torch.manual_seed((torch.initial_seed() * SEED_FACTOR + rank) % 2**63)
-        return super().train_step(self._own(sample), *args, **kwargs)
 
-    def valid_step(self, sample: Any, *args: Any, **kwargs: Any) -> tuple:
-        return super().valid_step(self._own(sample), *args, **kwargs)
-
-    def _own(self, sample: Any) -> Any:
-        if self._group is None:
+    def own_part(self, sample: Any, padding: int) -> Any:
+        """Return this worker's part of a batch: all of it without a group."""
+        if self.group is None:
             return sample
-        return cut_batch(sample, self._group, self._multiple, self.source_dictionary.pad())
+        return cut_batch(sample, self.group, self.multiple, padding)
 
 
 def shard_multiple(model: Any) -> int:
-    """The tokens that a worker's part must be a multiple of. Raises: InputError where there can be no parts."""
+    """Return the number of tokens that a worker's part must be a multiple of.
+
+    Raises: InputError if the model cannot share its sequences.
+    """
     with input_errors():
         need_attention(getattr(model.args, "attention", ""), f"cannot {SHARING}")
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
@@ -65,8 +72,10 @@ def shard_multiple(model: Any) -> int:
     if getattr(model.args, "encoder_layerdrop", 0):
         raise InputError("--sequence-parallel-size does not work with --encoder-layerdrop: workers would drop others")
     if getattr(model.args, "pooling", "first") != "first" or getattr(model.args, "two_towers", False):
-        raise InputError("--sequence-parallel-size needs --pooling first, and one tower: the first token's worker has "
-                         "what a classification sees")  # fmt: skip
+        raise InputError(
+            "--sequence-parallel-size needs --pooling first, and one tower: the first token's worker has "
+            "what a classification sees"
+        )
     for module in attentions:
         if module.shard_multiple is None:
             name = next(name for name, entry in ATTENTION_REGISTRY.items() if type(module) is entry.cls)

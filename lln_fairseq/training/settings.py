@@ -12,6 +12,7 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_REGISTRY
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
+from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ RANGES = {  # of what fairseq takes as it is: it would train nothing, or end in 
     "task.random_token_prob": PROBABILITY,
 }
 
-LAST = "checkpoint_last.pt"
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # by these fairseq sees that torchrun started it
 
 

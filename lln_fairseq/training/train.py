@@ -17,6 +17,7 @@ WITHOUT_RECIPE = ("config_path", "experimental_rerun", "hydra_help", "shell_comp
 
 
 def main(argv: list[str]) -> None:
+    """Train with a recipe."""
     sys.argv = ["lln-fairseq train", *with_recipe(argv)]  # where Hydra reads the command line
     # fairseq refuses a user directory that is another copy of a package that is imported
     os.environ["LLN_USER_DIR"] = str(PACKAGE)

@@ -1,4 +1,4 @@
-"""fairseq's --wandb-project: refused in one line where wandb cannot start, and a run of its own for each training."""
+"""Make fairseq's --wandb-project fail in one line if wandb cannot start, and give each training its own run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,16 +12,16 @@ LEAVE_OUT = "or leave --wandb-project (common.wandb_project) out"
 
 
 def check_wandb(cfg: Any) -> None:
-    """Raises: InputError where the package is missing: fairseq would say so among other lines and log nothing."""
+    """Raise InputError if the package is missing: fairseq would say so among other lines and log nothing."""
     # without it, a folder wandb/ of earlier runs is imported as a package without content
     if cfg.common.wandb_project and not hasattr(progress_bar.wandb, "init"):
         raise InputError(f"--wandb-project needs a package that is not installed: pip install wandb, {LEAVE_OUT}")
 
 
 def start(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwargs: Any) -> None:
-    """Around what fairseq starts a run with, at every epoch: wandb leaves an empty folder where there is a run already.
+    """Start a run, or continue the current one: fairseq starts one at every epoch, and leaves empty folders behind.
 
-    Raises: InputError for a version that does not fit fairseq, a missing login, ...
+    Raises: InputError if wandb refuses: a version that does not fit fairseq, a missing login, ...
     """
     if progress_bar.wandb.run is not None:
         bar.wrapped_bar = wrapped_bar
@@ -36,7 +36,7 @@ def start(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwargs: 
 
 @contextmanager
 def own_run() -> Iterator[None]:
-    """Ends the run that a training started: the next one in this process, as in a sweep, would go on in it."""
+    """End the run that a training started: the next one in this process, as in a sweep, would continue it."""
     wandb = progress_bar.wandb
     before = getattr(wandb, "run", None)
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lln_fairseq.command import run_main
 from lln_fairseq.ops.lln import lln_attention
-from lln_fairseq.training.malloc import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import Spread, interleaved
 from scripts.columns import aligned
 
@@ -54,7 +54,7 @@ def time_length(length: int, args: argparse.Namespace) -> dict[tuple[str, str], 
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    keep_freed_memory()
+    disable_malloc_trim()
     cells = [("attention", "N", "forward [ms]", "forward + backward [ms]", "causal LLN / this")]
     both: dict[int, float] = {}
     for length in args.lengths:

@@ -23,7 +23,7 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.layers import check_row
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.presets import PRESETS
-from lln_fairseq.training.malloc import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    keep_freed_memory()
+    disable_malloc_trim()
     rows: dict[tuple[str, int], Row] = {}
     if args.add and args.json.exists():
         found, old = read_rows(args.json)

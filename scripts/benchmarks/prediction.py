@@ -28,7 +28,7 @@ from data_prep.vocabulary import new_vocabulary
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.command import run_main
 from lln_fairseq.presets import PRESETS
-from lln_fairseq.training.malloc import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import Spread, check_outputs, interleaved
 from scripts.columns import aligned
 
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> None:
     lln_fairseq.register()  # before fairseq is imported, which configures the root logger
-    keep_freed_memory()
+    disable_malloc_trim()
     torch.set_num_threads(args.threads)
     rows = []
     with tempfile.TemporaryDirectory() as place:

@@ -24,7 +24,7 @@ import lln_fairseq
 from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.students import SEED, HeldOut, Students
-from lln_fairseq.training.malloc import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.transfer import Texts, exchanged
 from scripts.columns import aligned
 
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--whole", action="store_true", help="every line is a text")
     parser.add_argument("--block-size", type=int, default=32, help="tokens (%(default)s)")
     args = parser.parse_args(argv)
-    keep_freed_memory()
+    disable_malloc_trim()
     return run_main(lambda: Conversion(args).all(), "\ninterrupted; the same command goes on from here")
 
 

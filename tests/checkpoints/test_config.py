@@ -12,7 +12,7 @@ from fairseq import checkpoint_utils
 from fairseq.models import build_model
 
 from lln_fairseq.__main__ import main
-from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import InputError
 from lln_fairseq.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
@@ -91,7 +91,7 @@ def test_a_forged_checkpoint_is_refused_before_anything_is_built(number, state, 
 def test_other_objects_of_torch_are_no_checkpoints(content, tmp_path):
     torch.save(content, tmp_path / "a.pt")
     with pytest.raises(InputError, match=r"a\.pt is not a checkpoint of fairseq: it holds no model"):
-        peek(str(tmp_path / "a.pt"))
+        load_checkpoint_lazily(str(tmp_path / "a.pt"))
 
 
 def test_options_that_fairseq_evaluates_do_not_reach_it(state, corpus, tmp_path):

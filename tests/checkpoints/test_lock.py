@@ -13,10 +13,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from lln_fairseq import command
-from lln_fairseq.checkpoints import lock as run_lock
-from lln_fairseq.checkpoints.lock import one_training
+from lln_fairseq.checkpoints.saving import LOCK
 from lln_fairseq.errors import InputError
 from lln_fairseq.training import worker
+from lln_fairseq.training.worker import one_training
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 HOLD = """
@@ -40,7 +40,7 @@ def settings(save_dir, rank=0, no_save=False, model="lln_roberta_tiny"):
 @pytest.fixture
 def holder(tmp_path):
     """A process of another training, which has the directory."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / run_lock.FILE], stdout=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / LOCK], stdout=subprocess.PIPE,
                                text=True, start_new_session=True)  # fmt: skip
     assert process.stdout.readline() == "held\n"
     yield process
@@ -56,7 +56,7 @@ def test_a_second_training_is_refused_until_the_first_is_killed(holder, tmp_path
     holder.kill()
     holder.wait()
     train(monkeypatch, tmp_path / "log", corpus, tmp_path, *MASKED_LM, *LLN)
-    assert (tmp_path / run_lock.FILE).read_text().startswith(f"process {os.getpid()} on ")
+    assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} on ")
 
 
 @pytest.mark.parametrize("option", [{"rank": 1}, {"rank": 8}, {"no_save": True}, {"model": None}])
@@ -80,7 +80,7 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog)
 
 def test_the_lock_is_free_after_the_training(tmp_path):
     free = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    command = [sys.executable, "-c", free, tmp_path / run_lock.FILE]
+    command = [sys.executable, "-c", free, tmp_path / LOCK]
     with one_training(settings(tmp_path)):
         assert subprocess.run(command, capture_output=True).returncode == 1
     assert subprocess.run(command, capture_output=True).returncode == 0
@@ -88,15 +88,15 @@ def test_the_lock_is_free_after_the_training(tmp_path):
 
 def test_a_training_keeps_the_memory_that_it_frees(monkeypatch):
     asked = []
-    monkeypatch.setattr(worker, "keep_freed_memory", lambda: asked.append(True))
-    assert worker.run(lambda cfg: cfg, "done") == "done"
+    monkeypatch.setattr(worker, "disable_malloc_trim", lambda: asked.append(True))
+    assert worker.run_worker(lambda cfg: cfg, "done") == "done"
     assert asked == [True]
 
 
 def test_spawned_workers_end_with_the_process_that_spawned_them(monkeypatch):
     ended_with = []
     monkeypatch.setattr(command, "end_with", ended_with.append)
-    assert worker.run(lambda cfg: cfg, "done") == "done"
+    assert worker.run_worker(lambda cfg: cfg, "done") == "done"
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=7))
-    assert worker.run(lambda cfg: cfg, "done") == "done"
+    assert worker.run_worker(lambda cfg: cfg, "done") == "done"
     assert ended_with == [7]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from lln_fairseq.checkpoints.reading import check_sums, load_to_cpu, peek
+from lln_fairseq.checkpoints.reading import check_sums, load_checkpoint, load_checkpoint_lazily
 from lln_fairseq.errors import InputError
 from lln_fairseq.models.adapt import resize_positions
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, train
@@ -92,7 +92,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
     for new_format in (True, False):
         torch.save({"model": Payload()}, tmp_path / "evil.pt", _use_new_zipfile_serialization=new_format)
         with pytest.raises(InputError, match=r"cannot load .*evil\.pt"):
-            peek(tmp_path / "evil.pt")
+            load_checkpoint_lazily(tmp_path / "evil.pt")
     assert "must not run" not in capsys.readouterr().out
 
 
@@ -117,7 +117,7 @@ def test_path_that_is_not_utf8_loads(tmp_path):
     """As every non-ASCII path looks to Python under a POSIX locale."""
     path = tmp_path / "\udcff.pt"
     torch.save({"model": {"weight": torch.ones(2)}}, path)
-    assert torch.equal(peek(str(path))["model"]["weight"], torch.ones(2))
+    assert torch.equal(load_checkpoint_lazily(str(path))["model"]["weight"], torch.ones(2))
 
 
 def test_a_number_that_changed_on_the_disk_is_noticed(tmp_path, monkeypatch):
@@ -130,7 +130,7 @@ def test_a_number_that_changed_on_the_disk_is_noticed(tmp_path, monkeypatch):
     path.write_bytes(changed)
     assert not torch.equal(torch.load(path)["model"][weight], before)  # without a word from torch
     with pytest.raises(InputError, match=r"is damaged: Bad CRC-32 .*checkpoint_best\.pt is whole: copy it"):
-        load_to_cpu(str(path))
+        load_checkpoint(str(path))
 
 
 CENTRAL, LOCAL = b"PK\x01\x02", b"PK\x03\x04"

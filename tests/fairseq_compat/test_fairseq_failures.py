@@ -44,7 +44,7 @@ from data_prep.vocabulary import dictionary_text
 from lln_fairseq import evaluate
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis.events import read_curves
-from lln_fairseq.checkpoints import reading as checkpoints
+from lln_fairseq.checkpoints import reading
 from lln_fairseq.errors import InputError, TrainingError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.training import worker
@@ -89,7 +89,7 @@ def test_the_second_worker_cannot_load_what_the_first_sends(corpus, tmp_path, mo
         sent.seek(0)
         with pytest.raises(pickle.UnpicklingError, match=r"_TensorPlaceholder|DictConfig"):
             torch.load(sent)
-        checkpoints.allow_fairseq_checkpoints()
+        reading.allow_fairseq_checkpoints()
         sent.seek(0)
         assert isinstance(torch.load(sent)["cfg"], DictConfig)
     finally:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lln_fairseq
-from lln_fairseq.checkpoints.reading import load_to_cpu
+from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.errors import InputError
 from lln_fairseq.loading import load_model
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
@@ -41,7 +41,7 @@ def attack(rng: random.Random, folder: Path) -> str:
     path.write_bytes(change(rng, content, mark))
     outcome = "refused"
     with contextlib.suppress(InputError):
-        load_to_cpu(str(path), load_on_all_ranks=False)  # as a training does
+        load_checkpoint(str(path), load_on_all_ranks=False)  # as a training does
         outcome = "resumed"
     with contextlib.suppress(InputError):
         model, _ = load_model(str(path), str(data))

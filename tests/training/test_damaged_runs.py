@@ -7,7 +7,7 @@ import pytest
 import torch
 from fairseq.tasks import FairseqTask
 
-from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import InputError
 from tests.fairseq_runs import train
 from tests.training.conftest import COMMON
@@ -91,12 +91,12 @@ class Payload:
 def test_what_a_file_wants_to_call_is_named(function, name, tmp_path):
     torch.save({"model": Payload(function)}, tmp_path / "a.pt")
     with pytest.raises(InputError, match=rf"it wants to call {name}, which no checkpoint may"):
-        peek(str(tmp_path / "a.pt"))
+        load_checkpoint_lazily(str(tmp_path / "a.pt"))
 
 
 def test_what_torch_thinks_of_a_pickle_is_not_shown(tmp_path, recwarn):
     torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "a.pt", pickle_protocol=3)  # of which torch warns
-    peek(str(tmp_path / "a.pt"))
+    load_checkpoint_lazily(str(tmp_path / "a.pt"))
     assert not recwarn.list
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lln_fairseq.checkpoints.reading import OUR_STATE, our_state, peek
+from lln_fairseq.checkpoints.reading import OUR_STATE, load_checkpoint_lazily, our_state
 from lln_fairseq.errors import InputError
-from lln_fairseq.training import fingerprints
+from lln_fairseq.training import run_identity
 from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, make_classification, sentences, train
 from tests.training.conftest import COMMON
 
@@ -33,8 +33,8 @@ def test_other_words_of_the_same_lengths(begun, tmp_path, monkeypatch):
 
 
 def test_the_ends_and_the_middle_of_large_data_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprints, "WHOLE_FILE", 1000)
-    monkeypatch.setattr(fingerprints, "CHUNK", 10)
+    monkeypatch.setattr(run_identity, "WHOLE_FILE", 1000)
+    monkeypatch.setattr(run_identity, "CHUNK", 10)
     content = np.zeros(2000, np.uint8)
     hashes = set()
     for change in (None, 0, 1999, (1990 * 31) // 63):
@@ -42,9 +42,9 @@ def test_the_ends_and_the_middle_of_large_data_count(tmp_path, monkeypatch):
         if change is not None:
             content[change] = 1
         content.tofile(tmp_path / "train.bin")
-        hashes.add(fingerprints.data_hash([str(tmp_path)]))
+        hashes.add(run_identity.data_hash([str(tmp_path)]))
     content[:1999].tofile(tmp_path / "train.bin")
-    assert len(hashes | {fingerprints.data_hash([str(tmp_path)])}) == 5
+    assert len(hashes | {run_identity.data_hash([str(tmp_path)])}) == 5
 
 
 def test_labels_that_were_exchanged(tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_another_model_to_start_from(begun, tmp_path, monkeypatch):
 
     def go_on(updates, run, *options):
         train(monkeypatch, tmp_path / f"{updates}.log", corpus, run, *COMMON, "--max-update", updates, *options)
-        return our_state(peek(str(run / "checkpoint_last.pt")))["start"]
+        return our_state(load_checkpoint_lazily(str(run / "checkpoint_last.pt")))["start"]
 
     def refused(run, *options):
         with pytest.raises(InputError, match="holds another run: another model to start from"):

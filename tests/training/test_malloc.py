@@ -10,11 +10,11 @@ import pytest
 PAGE_FAULTS = """
 import resource, sys, threading
 import torch
-from lln_fairseq.training.malloc import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.ops.lln import lln_attention
 
 if len(sys.argv) > 1:
-    keep_freed_memory()
+    disable_malloc_trim()
 
 q = torch.randn(1, 1, 150_000, 64)  # 38 MB: glibc gives blocks of over 32 MB back when they are freed
 

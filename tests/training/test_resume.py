@@ -3,14 +3,13 @@
 import shutil
 
 import pytest
-import torch
 from fairseq.data import ListDataset
 from fairseq.data.iterators import EpochBatchIterator
 from omegaconf import OmegaConf
 
-from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import InputError
-from lln_fairseq.training.position import position
+from lln_fairseq.training.resume import batch_offset
 from tests.fairseq_runs import train
 from tests.training.conftest import COMMON
 
@@ -25,7 +24,7 @@ def test_other_batches_in_the_middle_of_an_epoch(begun, tmp_path, monkeypatch):
         train(monkeypatch, tmp_path / "a.log", corpus, run, *COMMON, "--max-update", 4, *options)
     train(monkeypatch, tmp_path / "b.log", corpus, run, *COMMON, "--max-update", 2, *options)  # is complete
     train(monkeypatch, tmp_path / "c.log", corpus, run, *COMMON, "--max-epoch", 1, "--max-update", 99)
-    updates = peek(str(run / "checkpoint_last.pt"))["optimizer_history"][-1]["num_updates"]
+    updates = load_checkpoint_lazily(str(run / "checkpoint_last.pt"))["optimizer_history"][-1]["num_updates"]
     log = train(monkeypatch, tmp_path / "d.log", corpus, run, *COMMON, "--max-update", updates + 1, *options)
     assert [row["num_updates"] for row in log["train"]][:1] == [str(updates + 1)]
 
@@ -39,18 +38,18 @@ POSITIONS = [  # batches that each of the workers has had, workers, workers from
 
 
 @pytest.mark.parametrize(("given", "expected"), POSITIONS)
-def test_the_position_in_an_epoch_on_other_workers(given, expected, tmp_path):
+def test_the_position_in_an_epoch_on_other_workers(given, expected):
     def configuration(workers):
         return {"dataset": {"batch_size": 8, "max_tokens": None, "grouped_shuffling": False}, "task": {},
                 "distributed_training": {"distributed_world_size": workers}}  # fmt: skip
 
     done, before, now = given
-    torch.save({"model": {}, "cfg": configuration(before)}, tmp_path / "a.pt")
+    saved, here = configuration(before), OmegaConf.create(configuration(now))
     if expected is None:
         with pytest.raises(InputError, match=r"8 workers cannot share what 1 have left of it: keep their number until"):
-            position(str(tmp_path / "a.pt"), done, OmegaConf.create(configuration(now)))
+            batch_offset("a.pt", saved, done, here)
     else:
-        assert position(str(tmp_path / "a.pt"), done, OmegaConf.create(configuration(now))) == expected
+        assert batch_offset("a.pt", saved, done, here) == expected
 
 
 def batches_behind(shards, done, total=24):

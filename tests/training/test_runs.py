@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from lln_fairseq.__main__ import main
 from lln_fairseq.errors import InputError, TrainingError
 from lln_fairseq.fairseq_compat import patches
-from lln_fairseq.training import worker
+from lln_fairseq.tasks import run_worker
 from lln_fairseq.training.settings import check_precision, split_global_batch
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 
@@ -251,7 +251,7 @@ def test_an_error_in_a_worker_is_one_line_too(capfd):
                             "distributed_training": {"distributed_init_method": "env://", "distributed_rank": 0,
                                                      "distributed_world_size": 1}})  # fmt: skip
     with pytest.raises(SystemExit) as ended:
-        patches._call_main(worker.run, spawn, cfg, wrong_input)
+        patches._call_main(run_worker, spawn, cfg, wrong_input)
     assert ended.value.code == 1
     said = capfd.readouterr().err
     assert "error: no such file: x\n" in said

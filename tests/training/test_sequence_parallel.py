@@ -25,7 +25,7 @@ from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import InputError
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.modules.token_shards import bounds
-from lln_fairseq.training.sequence_parallel import SharedSequences, shard_multiple
+from lln_fairseq.training.sequence_parallel import SequenceSharing, shard_multiple
 from lln_fairseq.training.settings import split_global_batch
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -174,21 +174,17 @@ def test_parts_are_whole_blocks_but_for_the_last(tokens, workers, multiple, leng
 
 
 def test_dropout_is_another_in_every_part(monkeypatch):
-    class Step:
-        def train_step(self, sample):
-            return torch.rand(2).tolist()
-
-    class Task(SharedSequences, Step):
-        _group = "a group"
-
-        def _own(self, sample):
-            return sample
-
     def drawn(rank):
         """In two batches of an update."""
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+        sharing = SequenceSharing(cfg=None)
+        sharing.group = "a group"
         torch.manual_seed(5)
-        return [Task().train_step({}) for _ in range(2)]
+        found = []
+        for _ in range(2):
+            sharing.seed_dropout()
+            found.append(torch.rand(2).tolist())
+        return found
 
     found = [drawn(rank) for rank in range(3)]
     assert found == [drawn(rank) for rank in range(3)]

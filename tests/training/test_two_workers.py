@@ -9,7 +9,7 @@ import pytest
 from fairseq.logging.progress_bar import _tensorboard_writers
 
 from lln_fairseq.analysis.events import read_curves
-from lln_fairseq.checkpoints.reading import peek
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from tests.fairseq_runs import CLASSIFICATION, TRAINING, make_classification, read_log, train
 from tests.workers import free_port
 
@@ -56,7 +56,7 @@ def test_two_workers_measure_what_one_does_and_resume(tmp_path, monkeypatch):
     assert next(int(row["num_updates"]) for row in again["train"] if "train_inner" not in row) == 4
     train(monkeypatch, tmp_path / "alone.log", data, tmp_path / "two", *OPTIONS, "--batch-size", 4, "--global-batch", 8,
           "--max-update", 6, "--tensorboard-logdir", tmp_path / "two" / "tb")  # fmt: skip
-    state = peek(str(tmp_path / "two" / "checkpoint_last.pt"))["extra_state"]["train_iterator"]
+    state = load_checkpoint_lazily(str(tmp_path / "two" / "checkpoint_last.pt"))["extra_state"]["train_iterator"]
     assert state["iterations_in_epoch"] == 2 * 6  # batches of the one that goes on with what two have left
 
 
