@@ -1,4 +1,4 @@
-"""One line for what the user can mend, a traceback for what we must."""
+"""Report what the user can fix in one line; anything else is a bug and keeps its traceback."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class InputError(CompactHydraException, command.UserError, ValueError):
-    """Bad input: Hydra prints it without a traceback because of its base class, fairseq-train because of our hook."""
+    """Bad input: Hydra prints it without a traceback because of its base class, fairseq-train because of our patch."""
 
 
 class TrainingError(InputError, FloatingPointError):
@@ -27,13 +27,13 @@ class TrainingError(InputError, FloatingPointError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its name where it has none."""
+    """Return the first line of an error's message, or its name if it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @contextlib.contextmanager
 def input_errors() -> Iterator[None]:
-    """Turns the ValueErrors and missing files of building and loading into InputErrors."""
+    """Turn the ValueErrors and missing files of building and loading into InputErrors."""
     try:
         yield
     except InputError:
@@ -46,7 +46,7 @@ def input_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lost_workers() -> Iterator[None]:
-    """Turns what torch.distributed says where a worker has ended, or does not answer in time, into a TrainingError."""
+    """Turn the errors of torch.distributed for a worker that has ended or does not answer into a TrainingError."""
     try:
         yield
     except RuntimeError as error:
@@ -61,11 +61,11 @@ def lost_workers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_instead_of_a_traceback() -> Iterator[None]:
-    """Around a whole training: Ctrl-C and SIGTERM end it with one line and exit code 130 or 143, a file that
-    cannot be read or written, or a full disk, as an InputError.
+    """Run a whole training such that it ends in one line.
 
-    Under Hydra an InputError too ends it here, with its message and exit code 1: Hydra prints lines around it that do
-    not help. Not in a sweep, whose other jobs are still to come: see sweep.py. HYDRA_FULL_ERROR=1 shows everything.
+    Ctrl-C and SIGTERM end it with exit code 130 or 143. A full disk, or a file that cannot be read or written, is an
+    InputError. Under Hydra, which prints lines around an InputError that do not help, an InputError ends it here with
+    exit code 1; but not in a sweep, whose other jobs are still to come, and not with HYDRA_FULL_ERROR=1.
     """
     try:
         with command.signals(), _disk_errors():
@@ -81,12 +81,12 @@ def one_line_instead_of_a_traceback() -> Iterator[None]:
 
 
 def in_sweep() -> bool:
-    """Whether this is a job of a Hydra sweep (--multirun)."""
+    """Return True in a job of a Hydra sweep (--multirun)."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def full_errors() -> bool:
-    """Whether Hydra is asked for tracebacks."""
+    """Return True if Hydra is asked for tracebacks."""
     return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
 
 

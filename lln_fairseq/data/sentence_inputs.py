@@ -1,4 +1,4 @@
-"""The data sets of sentence prediction in a form that fairseq's task does not have: two inputs kept apart, no </s>."""
+"""Make the data sets of sentence prediction that fairseq's task cannot: two inputs kept apart, or no </s>."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,8 +41,10 @@ class WithoutLast(BaseWrapperDataset):
 
 
 def read_inputs(task: Any, split: str, folders: Sequence[str], combine: bool) -> list[BaseWrapperDataset]:
-    """The inputs that a split has, each as the model is to see it: at most max_positions long."""
-    cfg, dictionary, inputs = task.cfg, task.source_dictionary, []
+    """Return the inputs that a split has, as the model sees them: each row has at most max_positions tokens."""
+    cfg = task.cfg
+    dictionary = task.source_dictionary
+    inputs = []
     for folder in folders:
         lines = data_utils.load_indexed_dataset(str(Path(cfg.data, folder, split)), dictionary, combine=combine)
         if lines is None:
@@ -57,8 +59,11 @@ def read_inputs(task: Any, split: str, folders: Sequence[str], combine: bool) ->
     return inputs
 
 
-def samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -> NestedDictionaryDataset:
-    """Samples as fairseq's task has them; a second input is `other_tokens`. `labels`: None for a split without."""
+def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -> NestedDictionaryDataset:
+    """Return samples as fairseq's task has them; a second input is `other_tokens`.
+
+    `labels` is None for a split without labels.
+    """
     pad = task.source_dictionary.pad()
     first = inputs[0]
     net_input = {
@@ -78,16 +83,18 @@ def samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -> Nes
         fields["target"] = labels
     sizes = [np.asarray(lines.sizes) for lines in inputs]
     dataset = NestedDictionaryDataset(fields, sizes=[np.maximum.reduce(sizes)])
-    dataset.lengths = sizes  # see _padding.py
+    dataset.lengths = sizes  # see training/padding_report.py
     return dataset
 
 
 def read_labels(task: Any, split: str, combine: bool) -> Any:
-    """The class numbers, or the scores, of a split; None where it has none."""
+    """Return the class numbers, or the scores, of a split; None if it has none."""
     prefix = Path(task.cfg.data, "label", split)
     if task.cfg.regression_target:
         path = Path(f"{prefix}.label")
-        return RawLabelDataset([[*map(float, line.split())] for line in path.open()]) if path.is_file() else None
+        if not path.is_file():
+            return None
+        return RawLabelDataset([[*map(float, line.split())] for line in path.open()])
     dictionary = task.label_dictionary
     labels = data_utils.load_indexed_dataset(str(prefix), dictionary, combine=combine)
     if labels is None:

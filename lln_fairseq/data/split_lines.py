@@ -1,4 +1,4 @@
-"""Lines of text that are longer than a sample."""
+"""Split lines of text that are longer than a sample."""
 
 import numpy as np
 from fairseq.data import BaseWrapperDataset

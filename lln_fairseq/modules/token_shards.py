@@ -1,4 +1,4 @@
-"""One sequence on several workers of a training: which worker holds which tokens, and its part of a batch.
+"""Cut batches such that several workers hold one sequence together: which worker holds which tokens.
 
 Groups of S neighbouring workers get the same batch. Each cuts its own consecutive tokens out of it, after the masking,
 and counts its own tokens, masked tokens and sentences in the losses and scores, which fairseq adds up over all workers.
@@ -14,7 +14,7 @@ PATIENCE = timedelta(minutes=10)  # for a worker that does not answer; one that 
 
 
 class Shard(NamedTuple):
-    """What a model must know about the tokens that it gets, where they are not the whole of their sequences."""
+    """What a model must know about its tokens if they are only a part of their sequences."""
 
     group: dist.ProcessGroup  # the workers that hold the sequences together
     positions: Tensor  # (B, n), rows of the positional table
@@ -22,10 +22,10 @@ class Shard(NamedTuple):
 
 
 def bounds(tokens: int, workers: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """First token of each worker's part, and the one after its last.
+    """Return the first token of each worker's part, and the one after its last.
 
-    Whole multiples, as evenly as they can be; what is left over goes to the last worker, as block-diagonal attention
-    needs it. Parts may be empty.
+    Parts are whole multiples, as evenly as they can be; what is left over goes to the last worker, as block-diagonal
+    attention needs it. Parts may be empty.
     """
     whole = tokens // multiple
     starts = [multiple * -(-whole * rank // workers) for rank in range(workers)]
@@ -33,9 +33,9 @@ def bounds(tokens: int, workers: int, multiple: int = 1) -> list[tuple[int, int]
 
 
 def neighbours(size: int) -> dist.ProcessGroup:
-    """The group of `size` neighbouring workers that this one is in. All workers must call it.
+    """Return the group of `size` neighbouring workers that this one is in. All workers must call it.
 
-    Raises: ValueError where the workers cannot be divided so.
+    Raises: ValueError if the workers cannot be divided so.
     """
     workers = dist.get_world_size()
     if workers % size:
@@ -45,9 +45,13 @@ def neighbours(size: int) -> dist.ProcessGroup:
 
 
 def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, padding: int) -> dict[str, Any]:
-    """This worker's part of a fairseq batch: src_tokens (B, N) and a target (B, N) are cut; a target of sentences, and
-    the number of sentences, belong to the worker that holds the first token. `net_input` gets a Shard."""
-    tokens, rank = sample["net_input"]["src_tokens"], dist.get_rank(group)
+    """Return this worker's part of a fairseq batch, whose `net_input` gets a Shard.
+
+    src_tokens (B, N) and a target (B, N) are cut; a target of sentences, and the number of sentences, belong to the
+    worker that holds the first token.
+    """
+    tokens = sample["net_input"]["src_tokens"]
+    rank = dist.get_rank(group)
     parts = bounds(tokens.shape[1], dist.get_world_size(group), multiple)
     here = slice(*parts[rank])
     has_first = rank == next((owner for owner, (start, end) in enumerate(parts) if start < end), 0)
@@ -59,6 +63,8 @@ def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, p
     cut["nsentences"] = sample["nsentences"] if has_first else 0
     if "target" in sample:
         target = sample["target"]
-        by_token = target.shape == tokens.shape
-        cut["target"] = target[:, here].contiguous() if by_token else target if has_first else target[:0]
+        if target.shape == tokens.shape:
+            cut["target"] = target[:, here].contiguous()
+        else:
+            cut["target"] = target if has_first else target[:0]
     return {**sample, **cut}

@@ -1,4 +1,4 @@
-"""Language modelling, every token from those before it: fairseq's task with its silent failures mended."""
+"""Language modelling, every token from those before it: fairseq's task without its silent failures."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Masked language modelling: fairseq's task with its silent failures mended."""
+"""Masked language modelling: fairseq's task without its silent failures."""
 
 from dataclasses import dataclass
 from pathlib import Path

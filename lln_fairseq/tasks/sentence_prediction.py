@@ -1,4 +1,4 @@
-"""Classification and regression of sentences and pairs: fairseq's task with its silent failures mended."""
+"""Classification and regression of sentences and pairs: fairseq's task without its silent failures."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from omegaconf.errors import InterpolationKeyError
 
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
-from lln_fairseq.data.sentence_inputs import read_inputs, read_labels, samples
+from lln_fairseq.data.sentence_inputs import make_samples, read_inputs, read_labels
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.training.hooked_task import HookedTask, require_files
@@ -84,7 +84,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return dataset
 
     def _load_inputs(self, split: str, combine: bool) -> Any:
-        """What fairseq cannot do, see _inputs.py; in the same order by chance."""
+        """Load what fairseq cannot, see data/sentence_inputs.py; shuffled as fairseq does."""
         inputs = read_inputs(self, split, INPUTS, combine)
         if not inputs:
             raise InputError(f"cannot load split '{split}' of {self.cfg.data}: could not find dataset: input0")
@@ -92,7 +92,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
             raise InputError(f"two_towers needs pairs, and split '{split}' of {self.cfg.data} has no input1")
         if len(inputs) == 2 and not self.cfg.two_towers:
             raise InputError(f"{self.cfg.data} has pairs, and strip_eos takes them with two_towers alone")
-        dataset = samples(self, inputs, read_labels(self, split, combine))
+        dataset = make_samples(self, inputs, read_labels(self, split, combine))
         if not self.cfg.no_shuffle:
             with data_utils.numpy_seed(self.cfg.seed):
                 shuffle = np.random.permutation(len(dataset))

@@ -1,4 +1,4 @@
-"""Gives each job of a Hydra sweep (--multirun) a directory of its own, and runs the others where one fails.
+"""Give each job of a Hydra sweep (--multirun) its own directory, and run the others if one fails.
 
 See configs/hydra/callbacks/user_dir.yaml. Hydra itself would end with the first error's traceback.
 """
@@ -24,11 +24,12 @@ class Sweep(Callback):
     """runs/pretrain_lln_diag becomes runs/pretrain_lln_diag/common.seed=1 and .../common.seed=2 for common.seed=1,2."""
 
     def __init__(self) -> None:
-        self.jobs, self.failed = 0, []  # the number of those that have ended; the directories of those that failed
+        self.jobs = 0  # that have ended
+        self.failed: list[str] = []  # the directories of those that failed
         self.process = os.getpid()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Adds to save_dir whatever is swept and not yet a part of it, unless the command line gives a save_dir."""
+        """Add to save_dir whatever is swept and not yet a part of it, unless the command line gives a save_dir."""
         overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         swept = [given.key_or_group for given in overrides if given.is_sweep_override()]
         save_dir = OmegaConf.to_container(config, resolve=False)["checkpoint"]["save_dir"]
@@ -37,22 +38,24 @@ class Sweep(Callback):
             config.hydra.overrides.task.append(f"{SAVE_DIR}='{save_dir}/{','.join(parts)}'")
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Says at once what went wrong in a job, and lets Hydra go on. Such a job is worth infinity to a
-        sweeper that optimises, as in fairseq.
+        """Report at once what went wrong in a job, and let Hydra continue.
 
-        Another launcher's jobs are in other processes, which have a copy of this object: Hydra then tells their errors.
+        To a sweeper that optimises, such a job is worth infinity, as in fairseq. The jobs of another launcher are in
+        other processes, which have a copy of this object: Hydra then reports their errors.
         """
         if config.hydra.mode != RunMode.MULTIRUN or os.getpid() != self.process:
             return
         self.jobs += 1
         if job_return.status != JobStatus.FAILED:
             return
-        directory, error = OmegaConf.select(config, SAVE_DIR), job_return._return_value
+        directory = OmegaConf.select(config, SAVE_DIR)
+        error = job_return._return_value
         if not isinstance(error, InputError) or full_errors():
             traceback.print_exception(error)
         print(f"error: {directory}: {error}", file=sys.stderr)
         self.failed.append(directory)
-        job_return.status, job_return.return_value = JobStatus.COMPLETED, math.inf  # nor is the error's memory kept
+        job_return.status = JobStatus.COMPLETED
+        job_return.return_value = math.inf  # which frees what the error refers to
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if self.failed:
@@ -61,5 +64,5 @@ class Sweep(Callback):
 
 
 def _value(key: str, config: DictConfig) -> str:
-    """The interpolation that gives the value in each job: of a group (model=tiny) the choice, else the option's."""
+    """Return the interpolation for the value in each job: the choice of a group (model=tiny), else the option's."""
     return f"${{hydra:runtime.choices.{key}}}" if key in config.hydra.runtime.choices else f"${{{key}}}"

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from lln_fairseq.checkpoints.reading import check_sums, load_checkpoint, load_checkpoint_lazily
 from lln_fairseq.errors import InputError
@@ -108,11 +107,6 @@ def test_without_our_list_such_checkpoints_do_not_load(tmp_path):
     assert torch.load(tmp_path / "a.pt")["args"].arch == "roberta_base"
 
 
-def test_what_several_workers_send_each_other_loads(tmp_path):
-    torch.save({"cfg": DictConfig({"a": [1, None, "x"]})}, tmp_path / "a.pt")
-    assert torch.load(tmp_path / "a.pt")["cfg"].a[2] == "x"
-
-
 def test_path_that_is_not_utf8_loads(tmp_path):
     """As every non-ASCII path looks to Python under a POSIX locale."""
     path = tmp_path / "\udcff.pt"
@@ -133,21 +127,12 @@ def test_a_number_that_changed_on_the_disk_is_noticed(tmp_path, monkeypatch):
         load_checkpoint(str(path))
 
 
-CENTRAL, LOCAL = b"PK\x01\x02", b"PK\x03\x04"
-HEADERS = {"encrypted": (CENTRAL, 8, b"\x01"), "method": (CENTRAL, 10, b"\x63"), "name": (LOCAL, 30, b"\xff"),
-           "place": (CENTRAL, 42, b"\x07")}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_parts_that_cannot_be_opened_are_damaged(name, tmp_path):
-    header, offset, value = HEADERS[name]
+@pytest.mark.parametrize(("offset", "value"), [(8, 0x01), (10, 0x63)], ids=["encrypted", "method"])
+def test_parts_that_cannot_be_opened_are_damaged(offset, value, tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"model": {"x": torch.arange(9)}}, path)
     changed = bytearray(path.read_bytes())
-    start = changed.index(header)
-    changed[start + offset : start + offset + len(value)] = value
-    if name == "name":
-        changed[start + 7] |= 0x08  # a name in UTF-8
+    changed[changed.index(b"PK\x01\x02") + offset] = value  # in the central directory of the zip archive
     path.write_bytes(changed)
     with pytest.raises(InputError, match=r"a\.pt is damaged: ."):
         check_sums(str(path))

@@ -91,11 +91,6 @@ def test_the_host_makes_samples_that_are_too_long(tmp_path):
     assert ours.dataset("valid").sizes[0].max() == 32
 
 
-def test_whole_word_masking_is_refused(corpus):
-    with pytest.raises(InputError, match="mask_whole_words"):
-        make_masked_lm(corpus, "none", mask_whole_words=True)
-
-
 def test_another_number_of_classes_than_labels_is_refused(tmp_path):
     data = make_classification(tmp_path, sizes=(("valid", 5),))
     with pytest.raises(InputError, match=r"num_classes is 3, but .*label/dict\.txt has 2 labels: 0, 1"):

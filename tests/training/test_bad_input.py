@@ -17,23 +17,12 @@ from lln_fairseq.training.settings import TORCHRUN, check_devices
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ("--encoder-embed-dim", 64),
-            r"another run: .*encoder_embed_dim = 32, here it is 64.* or another --save-dir",
-        ),
-        (("--bf16",), r"does not fit this run: Optimizer does not match.* or another --save-dir"),
-        (("--batch-size", 8), r"holds another run: sequences an update = \[1\], here it is \[8\]"),
-    ],
-)
-def test_another_run_into_the_same_directory(options, message, corpus, tmp_path, monkeypatch):
-    common = (*MASKED_LM, *LLN, "--batch-size", 1)
-    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *common, "--max-update", 6)
+def test_another_optimizer_in_the_same_directory(corpus, tmp_path, monkeypatch):
+    common = (*MASKED_LM, *LLN, "--max-update")
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *common, 2)
     before = (tmp_path / "a" / "checkpoint_last.pt").read_bytes()
-    with pytest.raises(InputError, match=message):
-        train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *common, "--max-update", 9, *options)
+    with pytest.raises(InputError, match=r"does not fit this run: Optimizer does not match.* or another --save-dir"):
+        train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *common, 4, "--bf16")
     assert (tmp_path / "a" / "checkpoint_last.pt").read_bytes() == before
 
 
@@ -46,22 +35,17 @@ def test_a_directory_and_files_that_are_no_checkpoints(content, message, corpus,
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--finetune-from-model", path)
 
 
-@pytest.mark.parametrize(("file", "content", "message"), [
-    ("dict.txt", "one two three\n", "Incorrect dictionary format"),
-    ("valid.idx", "", "cannot load split 'valid' .*doesn't match expected format"),
-])  # fmt: skip
-def test_damaged_data(file, content, message, tmp_path, monkeypatch):
+def test_damaged_data(tmp_path, monkeypatch):
     data = make_corpus(tmp_path / "data")
-    (data / file).write_text(content)
-    with pytest.raises(InputError, match=message):
+    (data / "valid.idx").write_text("")
+    with pytest.raises(InputError, match=r"cannot load split 'valid' .*doesn't match expected format"):
         train(monkeypatch, tmp_path / "a.log", data, tmp_path / "a", *MASKED_LM, *LLN)
 
 
-@pytest.mark.parametrize(("save_dir", "message"), [("file", "dummy: Not a directory"), ("file/run", "Not a directory")])
-def test_a_directory_that_cannot_be_written(save_dir, message, corpus, tmp_path, monkeypatch):
+def test_a_directory_that_cannot_be_written(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=message):
-        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / save_dir, *MASKED_LM, *LLN)
+    with pytest.raises(InputError, match="dummy: Not a directory"):
+        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "file", *MASKED_LM, *LLN)
 
 
 def torchrun(workers, here):
@@ -150,10 +134,7 @@ def test_hydra_prints_an_input_error_alone(monkeypatch, capsys):
 
 NUMBERS = [
     (("--max-tokens", 0), r"dataset\.max_tokens is 0, and must be at least 1"),
-    (("--max-update", -1), r"optimization\.max_update is -1, and must be at least 0"),
     (("--dropout", 2), r"model\.dropout is 2\.0, and must be in \[0, 1\]"),
-    (("--clip-norm", -1), r"optimization\.clip_norm is -1\.0, and must be at least 0"),
-    (("--seed", -1), r"common\.seed is -1, and must be in \[0, 4294967295\]"),
     (("--update-freq", 0), r"optimization\.update_freq is 0, and must be at least 1"),
 ]
 
@@ -163,11 +144,6 @@ def test_numbers_that_cannot_be_meant(options, message, corpus, tmp_path, monkey
     with pytest.raises(InputError, match=message):
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *options)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
-
-
-def test_amp_needs_a_gpu(corpus, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="amp needs a GPU, and there is none or --cpu is set: leave amp out"):
-        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--amp")
 
 
 def test_a_best_metric_that_is_not_reported(corpus, tmp_path, monkeypatch):

@@ -25,32 +25,13 @@ def test_a_damaged_last_checkpoint_names_a_whole_one(begun, tmp_path, monkeypatc
     assert "weights_only" not in str(e.value)
 
 
-def spoil_optimizer(value):
-    """A change of one value of the optimizer's state, `exp_avg` of a parameter; None takes it away."""
-
-    def change(state):
-        entry = state["last_optimizer_state"]["state"][0]
-        entry.pop("exp_avg") if value is None else entry.update(exp_avg=value)
-
-    return change
-
-
-def without_task(state):
-    """An optimizer's state that cannot be used, and none of the task."""
-    spoil_optimizer([1])(state)
-    del state["extra_state"]["LLNMaskedLMTask"]
+def first_moments(state):
+    return state["last_optimizer_state"]["state"][0]
 
 
 STATES = {
-    "no task": (without_task, "optimizer's state does not fit .*'list'"),
-    "missing": (spoil_optimizer(None), r"optimizer's state does not fit \('exp_avg'\); --reset-optimizer"),
-    "list": (spoil_optimizer([1]), "optimizer's state does not fit .*'list'"),
-    "shape": (spoil_optimizer(torch.ones(3)), "optimizer's state does not fit .*size of tensor"),
-    "step": (
-        lambda s: s["last_optimizer_state"]["state"][0].update(step=torch.ones(2)),
-        "optimizer's state does not fit",
-    ),
-    "task": (lambda s: s["extra_state"].update(LLNMaskedLMTask=[1]), "its LLNMaskedLMTask holds no state"),
+    "missing": (lambda s: first_moments(s).pop("exp_avg"), r"state does not fit \('exp_avg'\); --reset-optimizer"),
+    "shape": (lambda s: first_moments(s).update(exp_avg=torch.ones(3)), "state does not fit .*size of tensor"),
     "tensor": (lambda s: s["extra_state"].update(LLNMaskedLMTask=torch.ones(2)), "its LLNMaskedLMTask holds no state"),
     "overflows": (lambda s: s["extra_state"]["LLNMaskedLMTask"].update(overflows="x"), "holds no state of a task"),
 }
@@ -80,17 +61,13 @@ def test_a_device_that_fails_is_no_damage(begun, tmp_path, monkeypatch):
 
 
 class Payload:
-    def __init__(self, function=print):
-        self.function = function
-
     def __reduce__(self):
-        return self.function, ("this must not run",)
+        return os.system, ("this must not run",)
 
 
-@pytest.mark.parametrize(("function", "name"), [(print, "print"), (os.system, "posix.system")])
-def test_what_a_file_wants_to_call_is_named(function, name, tmp_path):
-    torch.save({"model": Payload(function)}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match=rf"it wants to call {name}, which no checkpoint may"):
+def test_what_a_file_wants_to_call_is_named(tmp_path):
+    torch.save({"model": Payload()}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"it wants to call posix\.system, which no checkpoint may"):
         load_checkpoint_lazily(str(tmp_path / "a.pt"))
 
 
@@ -98,11 +75,3 @@ def test_what_torch_thinks_of_a_pickle_is_not_shown(tmp_path, recwarn):
     torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "a.pt", pickle_protocol=3)  # of which torch warns
     load_checkpoint_lazily(str(tmp_path / "a.pt"))
     assert not recwarn.list
-
-
-def test_the_reason_is_ours_and_not_torchs_advice(tmp_path, begun, monkeypatch):
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-    torch.save({"model": Payload()}, run / "checkpoint_last.pt")
-    with pytest.raises(InputError, match="it wants to call print, which no checkpoint may") as e:
-        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON)
-    assert "weights_only" not in str(e.value)

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.settings import check_probe
-from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, train
+from tests.fairseq_runs import MASKED_LM, train
 
 LLN = ("--user-dir", Path(__file__).parents[2] / "lln_fairseq", "--arch", "lln_roberta_tiny")
 FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8)
@@ -68,13 +68,6 @@ def test_histograms(corpus, tmp_path, monkeypatch):
     (first, last) = events.Histograms("entropy_by_head/layer_00")
     assert (first.step, last.step) == (0, 4)
     assert last.histogram_value.num == 4 * 2  # sequences x heads
-
-
-def test_sentence_prediction_has_it_too(tmp_path, monkeypatch):
-    data = make_classification(tmp_path / "data")
-    run(monkeypatch, data, tmp_path / "a", *CLASSIFICATION, "--criterion", "lln_sentence_prediction",
-        "--probe-interval", 4, "--tensorboard-logdir", tmp_path / "tb")  # fmt: skip
-    assert read_curves(tmp_path / "tb")["probe/entropy/layer_01"].steps == [0, 4]
 
 
 @pytest.mark.parametrize(

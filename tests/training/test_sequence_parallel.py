@@ -32,7 +32,6 @@ from tests.fairseq_runs import (
     MASKED_LM,
     TRAINING,
     USER_DIR,
-    hydra_train,
     make_classification,
     make_corpus,
     train,
@@ -215,20 +214,12 @@ def test_models_that_cannot_are_refused_by_name(options, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("size", [0, 2, 3])
+@pytest.mark.parametrize("size", [0, 2])
 def test_workers_must_come_in_whole_groups(size, directory, monkeypatch):
     data, _, *options = options_of("masked", directory, 1)
     with pytest.raises(InputError, match=f"is {size}, and must be a divisor of the number of workers, 1 "):
         train(monkeypatch, directory / "log-refused", data, directory / "refused", *options,
               "--sequence-parallel-size", size)  # fmt: skip
-
-
-def test_hydra_knows_the_option(directory, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        hydra_train(monkeypatch, f"task.data={directory / 'corpus'}", "model=tiny", "run=cpu",
-                    f"checkpoint.save_dir={directory / 'hydra'}", "task.sequence_parallel_size=2")  # fmt: skip
-    said = "(task.sequence_parallel_size) is 2, and must be a divisor of the number of workers, 1 "
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("wanted", "given", "size", "frequency"), [(32, 4, 4, 4), (4, 4, 2, 1), (6, 4, 3, 1)])

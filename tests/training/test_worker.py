@@ -1,4 +1,4 @@
-"""Two trainings in one directory: the second one ends in a line, and the lock goes with the process."""
+"""What a worker of a training does before and after fairseq's main: one training at a time in a directory."""
 
 import errno
 import fcntl
