@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.attention import MECHANISMS, require_attention
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
 from lln_fairseq.checkpoints.reading import OUR_STATE
 from lln_fairseq.errors import InputError, input_errors
@@ -38,7 +38,7 @@ def convert(
 ) -> Encoder:  # fmt: skip
     """Writes OUT whole or not at all; returns what is in it. Raises: InputError."""
     with input_errors():
-        need_attention(attention, "takes no parameters of another encoder")
+        require_attention(attention, "takes no parameters of another encoder")
     if not source.exists():
         raise InputError(f"no such directory or checkpoint: {source}")
     if source.is_dir() and (heads is not None or dictionary is not None):

@@ -19,7 +19,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.attention import MECHANISMS, require_attention
 from lln_fairseq.attention.registry import checked_config, parse_options
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, stored_options
 from lln_fairseq.checkpoints.reading import check_sums, load_checkpoint_lazily, load_plain_data
@@ -51,7 +51,7 @@ MOST_TOKENS = 50_000_000  # that are read of DATA
 def linearize(args: argparse.Namespace) -> None:
     """Writes OUT/model.pt, beside it what the same command needs to go on. Raises: InputError."""
     with input_errors():
-        need_attention(args.attention, "cannot take the place of a teacher's attention")
+        require_attention(args.attention, "cannot take the place of a teacher's attention")
         args.option = vars(checked_config(args.attention, args.option))  # all of them: the checkpoint says what it has
     if (
         found := stored_options(load_checkpoint_lazily(str(args.teacher)))["model"].get("attention", STOCK_ATTENTION)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.attention import MECHANISMS, require_attention
 from lln_fairseq.checkpoints.config import NO_POSITIONS, STOCK_ATTENTION, stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, our_state
 from lln_fairseq.errors import InputError, input_errors
@@ -49,7 +49,7 @@ def check_layers(state: Mapping[str, Any], model: nn.Module, path: str) -> None:
         return
     for mechanism in (name, stored_name):
         with input_errors():
-            need_attention(
+            require_attention(
                 mechanism, f"{path} has {stored_name}, this model {name}: neither has the other's parameters"
             )
 
@@ -57,7 +57,7 @@ def check_layers(state: Mapping[str, Any], model: nn.Module, path: str) -> None:
 def require_roberta_layers(options: Mapping[str, Any], path: Any) -> None:
     """Raise InputError for the options of a model that has layers of its own kind."""
     with input_errors():
-        need_attention(str(options.get("attention")), f"{path} is therefore no RoBERTa")
+        require_attention(str(options.get("attention")), f"{path} is therefore no RoBERTa")
 
 
 def dictionary_hash(dictionary: Any) -> str:

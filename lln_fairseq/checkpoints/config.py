@@ -87,6 +87,12 @@ def _stored_group(group: Any) -> dict[str, Any]:
     return dict(group) if isinstance(group, Mapping) else {}
 
 
+def plain_config(cfg: DictConfig) -> dict[str, Any]:
+    """Return the configuration of a program as dictionaries, with its interpolations resolved."""
+    config: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return config
+
+
 def plain_options(group: Any) -> dict[str, Any]:
     """Return the options of a group that are plain values, and so can be compared."""
     options = vars(group) if isinstance(group, argparse.Namespace) else group

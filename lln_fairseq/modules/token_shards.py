@@ -58,7 +58,9 @@ def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, p
     real = tokens.ne(padding)
     positions = real.cumsum(dim=1) * real + padding  # as fairseq counts them
     shard = Shard(group, positions[:, here], has_first)
-    cut = {"net_input": {**sample["net_input"], "src_tokens": tokens[:, here].contiguous(), "shard": shard}}
+    cut: dict[str, Any] = {
+        "net_input": {**sample["net_input"], "src_tokens": tokens[:, here].contiguous(), "shard": shard}
+    }
     cut["ntokens"] = int(real[:, here].sum())
     cut["nsentences"] = sample["nsentences"] if has_first else 0
     if "target" in sample:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from fairseq.tasks import FairseqTask
+
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
 from lln_fairseq.checkpoints.reading import OUR_STATE
 from lln_fairseq.errors import InputError
@@ -14,8 +16,8 @@ from lln_fairseq.training.sequence_parallel import SequenceSharing
 from lln_fairseq.training.tensorboard import LayerScalars
 
 
-class HookedTask:
-    """Mixin that goes in front of a fairseq task and calls the hooks around fairseq's own methods.
+class HookedTask(FairseqTask):
+    """The first base of a task, in front of one of fairseq's: it calls the hooks around fairseq's own methods.
 
     Every method below shows the hooks that take part in it, in the order in which they run.
     """

@@ -28,7 +28,7 @@ def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) 
 @contextmanager
 def _warnings_of(name: str) -> Iterator[list[str]]:
     messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
+    handler: Any = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger(name)
     logger.addHandler(handler)

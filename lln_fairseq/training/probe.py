@@ -23,11 +23,11 @@ class AttentionProbe:
         self.cfg = cfg
         self._probe: Any = None
         self._probe_seconds = 0.0  # spent so far
-        self._start: float | None = None
+        self._start = 0.0
 
     def before_step(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
         """Measure the untrained model, before the first update of a new run."""
-        if self._start is None:
+        if self._start == 0.0:
             self._start = time.perf_counter()
             if updates == 0:
                 self._run_probe(model, 0, datasets)
@@ -36,7 +36,7 @@ class AttentionProbe:
         """Measure the model after `updates` updates, if that is a multiple of the interval."""
         self._run_probe(model, updates, datasets)
 
-    def _run_probe(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
+    def _run_probe(self, model: Any, updates: int, datasets: Mapping[str, Any]) -> None:
         interval = self.cfg.probe_interval
         if not interval or updates % interval or not is_first_worker():
             return

@@ -10,10 +10,9 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.logging import progress_bar
 from fairseq.trainer import Trainer
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from lln_fairseq.checkpoints.config import plain_options
+from lln_fairseq.checkpoints.config import plain_config, plain_options
 from lln_fairseq.errors import InputError, first_line
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 
@@ -142,7 +141,7 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
     """
     if not done or not isinstance(saved_config, Mapping):
         return done
-    config = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    config = plain_config(cfg)
     saved_sizes = plain_options(saved_config.get("dataset"))
     sizes = plain_options(config["dataset"])
     for key in ("batch_size", "max_tokens"):

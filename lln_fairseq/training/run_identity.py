@@ -17,10 +17,10 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_REGISTRY
 from fairseq.utils import split_paths
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, STOCK, STOCK_ATTENTION, plain_options
+from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, STOCK, STOCK_ATTENTION, plain_config, plain_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, our_state
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import InputError
@@ -89,7 +89,7 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
     if state is None or options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
         return
     saved = state.get("cfg")
-    origin = our_state(state)
+    origin: dict[str, Any] = our_state(state)
     found = differences(saved, cfg)
     if options.reset_meters:  # there are no scores that another metric would be compared with
         found = [difference for difference in found if not difference.startswith("checkpoint.")]
@@ -109,7 +109,7 @@ def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, st
 
     A run that resumes keeps its start: the file may have changed meanwhile, and an old checkpoint records none.
     """
-    origin = {"content": _data_hash(cfg)}
+    origin: dict[str, Any] = {"content": _data_hash(cfg)}
     start = _start_hash(cfg.checkpoint) if state is None else our_state(state).get("start")
     if start is not None:
         origin["start"] = start
@@ -184,7 +184,7 @@ def differences(saved: Any, cfg: DictConfig) -> list[str]:
     if not isinstance(saved, Mapping):
         return []
     before = dict(result_settings(saved))
-    now = dict(result_settings(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)))
+    now = dict(result_settings(plain_config(cfg)))
     changed = [key for key in before if key in now and before[key] != now[key]]
     if "dataset.max_tokens" in before and not set(changed) >= TOKENS:
         changed = [key for key in changed if key not in TOKENS]
@@ -257,7 +257,7 @@ def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     sequences = dataset.get("batch_size")
     tokens = dataset.get("max_tokens")
     frequencies = plain_options(config.get("optimization")).get("update_freq")
-    workers = plain_options(config.get("distributed_training")).get("distributed_world_size")
+    workers: Any = plain_options(config.get("distributed_training")).get("distributed_world_size")
     sharing = plain_options(config.get("task")).get("sequence_parallel_size") or 1
     if not isinstance(frequencies, list) or not frequencies:
         return

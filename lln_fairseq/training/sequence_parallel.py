@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, need_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, require_attention
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.modules.token_shards import cut_batch, neighbours
 
@@ -65,7 +65,7 @@ def shard_multiple(model: Any) -> int:
     Raises: InputError if the model cannot share its sequences.
     """
     with input_errors():
-        need_attention(getattr(model.args, "attention", ""), f"cannot {SHARING}")
+        require_attention(getattr(model.args, "attention", ""), f"cannot {SHARING}")
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if not attentions:
         raise InputError("--sequence-parallel-size needs a model of this package (--arch lln_roberta_...)")
@@ -76,9 +76,11 @@ def shard_multiple(model: Any) -> int:
             "--sequence-parallel-size needs --pooling first, and one tower: the first token's worker has "
             "what a classification sees"
         )
+    multiples = []
     for module in attentions:
         if module.shard_multiple is None:
             name = next(name for name, entry in ATTENTION_REGISTRY.items() if type(module) is entry.cls)
             options = module.extra_repr()
             raise InputError(f"attention {name}{f' with {options}' if options else ''} cannot {SHARING}")
-    return max(module.shard_multiple for module in attentions)
+        multiples.append(module.shard_multiple)
+    return max(multiples)

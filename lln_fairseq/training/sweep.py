@@ -32,7 +32,8 @@ class Sweep(Callback):
         """Add to save_dir whatever is swept and not yet a part of it, unless the command line gives a save_dir."""
         overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         swept = [given.key_or_group for given in overrides if given.is_sweep_override()]
-        save_dir = OmegaConf.to_container(config, resolve=False)["checkpoint"]["save_dir"]
+        unresolved: Any = OmegaConf.to_container(config, resolve=False)
+        save_dir = unresolved["checkpoint"]["save_dir"]
         parts = [f"{key}={_value(key, config)}" for key in swept if f".{key.rpartition('.')[2]}}}" not in save_dir]
         if parts and SAVE_DIR not in (given.key_or_group for given in overrides):
             config.hydra.overrides.task.append(f"{SAVE_DIR}='{save_dir}/{','.join(parts)}'")

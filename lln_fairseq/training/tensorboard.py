@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lln_fairseq.analysis import layer_scalars
+from lln_fairseq.checkpoints.config import plain_config
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.run_identity import result_settings
 from lln_fairseq.training.worker import is_first_worker
@@ -127,7 +128,7 @@ def write_configuration(cfg: Any) -> None:
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
-    config = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    config = plain_config(cfg)
     for name, group in config.items():
         if isinstance(group, argparse.Namespace):  # the options of a model without dataclass
             config[name] = vars(group)

@@ -26,7 +26,7 @@ LONGEST_BATCH = 10  # seconds; a loader process that was interrupted is missed a
 
 def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     """Run main(cfg, ...). A spawned process ends with its parent, and with one line if a user's input is wrong."""
-    parent = multiprocessing.parent_process()
+    parent: Any = multiprocessing.parent_process()
     if parent:
         command.end_with(parent.pid)
     disable_malloc_trim()
