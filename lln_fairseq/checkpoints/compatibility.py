@@ -32,26 +32,24 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     Raises: InputError if it was made with another dictionary or has other layers.
     """
     check_dictionary(state, task, path)
-    check_layers(state, model, path)
-    for difference in attention_differences(state, model):
-        logger.warning(f"{path} was trained with {difference}")
-
-
-def check_layers(state: Mapping[str, Any], model: nn.Module, path: str) -> None:
-    """Raise InputError if the checkpoint or the model has layers of its own kind, and the other one has not."""
-    here = getattr(model, "args", {})
+    options = getattr(model, "args", {})
     stored = stored_options(state)["model"]
-    if not stored or "attention" not in here:
+    if "attention" not in options or not stored:
         return
-    name = str(here["attention"])
-    stored_name = str(stored.get("attention", STOCK_ATTENTION))
-    if name == stored_name:
+    name = options["attention"]
+    stored_name = stored.get("attention", STOCK_ATTENTION)
+    if name != stored_name:
+        for mechanism in (str(name), str(stored_name)):  # one of them may replace whole layers
+            with input_errors():
+                require_attention(
+                    mechanism, f"{path} has {stored_name}, this model {name}: neither has the other's parameters"
+                )
+        logger.warning(f"{path} was trained with attention = {stored_name}, here it is {name}")
         return
-    for mechanism in (name, stored_name):
-        with input_errors():
-            require_attention(
-                mechanism, f"{path} has {stored_name}, this model {name}: neither has the other's parameters"
-            )
+    for field in dataclasses.fields(MECHANISMS[name].config):
+        key = f"{name}_{field.name}"
+        if key in options and key in stored and stored[key] != options[key]:
+            logger.warning(f"{path} was trained with {key} = {stored[key]}, here it is {options[key]}")
 
 
 def require_roberta_layers(options: Mapping[str, Any], path: Any) -> None:
@@ -124,21 +122,3 @@ def _parameter(state: Mapping[str, Any], name: str) -> Tensor | None:
     """Return a parameter by its name or the one of 2019."""
     parameters = state.get("model", {})
     return parameters.get(name, parameters.get(name.replace("encoder", "decoder", 1)))
-
-
-def attention_differences(state: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """Return ["lln_diag_block_size = 32, here it is 64", ...]: the checkpoint's attention against the model's."""
-    here = getattr(model, "args", {})
-    stored = stored_options(state)["model"]
-    if "attention" not in here or not stored:
-        return []
-    name = here["attention"]
-    stored_name = stored.get("attention", STOCK_ATTENTION)
-    if name != stored_name:
-        return [f"attention = {stored_name}, here it is {name}"]
-    found = []
-    for field in dataclasses.fields(MECHANISMS[name].config):
-        key = f"{name}_{field.name}"
-        if key in here and key in stored and stored[key] != here[key]:
-            found.append(f"{key} = {stored[key]}, here it is {here[key]}")
-    return found

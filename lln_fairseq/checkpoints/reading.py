@@ -125,9 +125,6 @@ def load_plain_data(path: str, mmap: bool = True) -> Any:
 def _load(path: str, mmap: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
-    except UnicodeEncodeError:  # a path that is no text in this locale: torch opens only paths that are UTF-8
-        with open(path, "rb") as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
     except RuntimeError as error:
         if not mmap or "mmap" not in str(error):
             raise

@@ -107,13 +107,6 @@ def test_without_our_list_such_checkpoints_do_not_load(tmp_path):
     assert torch.load(tmp_path / "a.pt")["args"].arch == "roberta_base"
 
 
-def test_path_that_is_not_utf8_loads(tmp_path):
-    """As every non-ASCII path looks to Python under a POSIX locale."""
-    path = tmp_path / "\udcff.pt"
-    torch.save({"model": {"weight": torch.ones(2)}}, path)
-    assert torch.equal(load_checkpoint_lazily(str(path))["model"]["weight"], torch.ones(2))
-
-
 def test_a_number_that_changed_on_the_disk_is_noticed(tmp_path, monkeypatch):
     corpus, weight = make_corpus(tmp_path / "corpus"), ENCODER + "layers.0.fc1.weight"
     train(monkeypatch, tmp_path / "log", corpus, tmp_path, *MASKED_LM, *LLN, "--max-update", 1)

@@ -2,12 +2,12 @@
 
 These rows have their test elsewhere, also with the host's half:
 
-    checkpoints of argparse-style models do not load      test_checkpoints.py: test_without_our_list_...
+    checkpoints of argparse-style models do not load      ../checkpoints/test_reading.py: test_without_our_list_...
     the last rows of a split are dropped                  ../tasks/test_tasks.py: test_no_row_is_dropped
     samples longer than tokens_per_sample                 ../tasks/test_tasks.py: test_the_host_makes_samples_...
-    word labels have no F1                                ../tasks/test_runs.py: test_word_labels_have_an_f1_too
-    a kill while checkpoint_last.pt is copied             ../tasks/test_runs.py: test_a_kill_while_a_...
-    --fp16 forgets its float32 parameters                 ../tasks/test_runs.py: test_the_host_alone_forgets_...
+    word labels have no F1                                ../training/test_runs.py: test_word_labels_have_an_f1_too
+    a kill while checkpoint_last.pt is copied             ../training/test_runs.py: test_a_kill_while_a_...
+    --fp16 forgets its float32 parameters                 ../training/test_runs.py: test_the_host_alone_forgets_...
 
 These need none: the primary YAML belongs at the root of --config-dir, a key that the YAML lacks needs a "+", and a
 group that is missing ends in a good message. That is how Hydra works; our YAML lists every key (test_configs.py), and
@@ -17,11 +17,9 @@ the messages are under test in models/test_lln_roberta.py.
 import io
 import os
 import pickle
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import fairseq_cli.hydra_train
 import fairseq_cli.train
@@ -29,43 +27,27 @@ import fairseq_cli.validate
 import pytest
 import torch
 from fairseq import checkpoint_utils, file_utils
-from fairseq.data import Dictionary
 from fairseq.data.iterators import BackgroundConsumer
 from fairseq.distributed import utils as distributed_utils
-from fairseq.logging.progress_bar import _tensorboard_writers
 from fairseq.models.roberta import RobertaModel
-from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
-from fairseq.tasks import FairseqTask, setup_task
-from fairseq.trainer import Trainer
+from fairseq.tasks import setup_task
 from omegaconf import DictConfig, OmegaConf
 
-from data_prep.glue_tasks import GLUE_TASKS
-from data_prep.vocabulary import dictionary_text
-from lln_fairseq import evaluate
-from lln_fairseq.__main__ import main
-from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.checkpoints import reading
 from lln_fairseq.errors import InputError, TrainingError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.training import worker
 from tests.fairseq_runs import (
-    CLASSIFICATION,
     LLN,
     MASKED_LM,
     USER_DIR,
     hydra_train,
-    make_classification,
     make_corpus,
     train,
 )
 
 HOST = (*USER_DIR, "--arch", "roberta", "--task", "masked_lm", "--required-batch-size-multiple", 1)
 FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8, "--min-loss-scale", 0.5)
-
-
-@pytest.fixture(scope="module")
-def task_data(tmp_path_factory):
-    return make_classification(tmp_path_factory.mktemp("task"), sizes=(("train", 60), ("valid", 61)))
 
 
 def switch_off(monkeypatch, owner, name):
@@ -115,36 +97,6 @@ def test_nan_ends_in_a_bare_stop_iteration(precision, model, error, corpus, tmp_
     message = str(caught.value)
     assert message.startswith("update 1: ") == (error is TrainingError)
     assert ("NaN detected in output of encoder" in message) == (error is TrainingError)
-
-
-@pytest.mark.parametrize("name", ["sentence_prediction", "lln_sentence_prediction"])
-def test_two_workers_cannot_add_up_f1(name, task_data, tmp_path, monkeypatch):
-    """The logs of a validation, summed as fairseq does where there are several workers."""
-    train(monkeypatch, tmp_path / "log", task_data, tmp_path / "a", *CLASSIFICATION, *LLN, "--max-update", 1)
-    model, task = evaluate.load(str(tmp_path / "a" / "checkpoint_last.pt"))
-    task.load_dataset("valid")
-    criterion = task.build_criterion(OmegaConf.create({"_name": name, "report_acc_and_f1": True,
-        "classification_head_name": "sentence_classification_head", "regression_target": False}))  # fmt: skip
-    sample = task.dataset("valid").collater([task.dataset("valid")[row] for row in range(8)])
-    logs = [criterion(model, sample)[2] for _ in range(2)]
-    monkeypatch.setattr(distributed_utils, "all_reduce_dict", lambda data, **kwargs: data)
-    worker = SimpleNamespace(device="cpu", data_parallel_process_group=None)
-    if name == "sentence_prediction":
-        with pytest.raises(TypeError, match="unsupported operand"):
-            Trainer._fast_stat_sync_sum(worker, logs)
-    else:
-        (summed,), _ = Trainer._fast_stat_sync_sum(worker, logs)
-        assert summed["actual"].sum() == 16
-
-
-def test_class_numbers_follow_the_frequency_of_the_labels():
-    host = Dictionary()
-    for label in ("0", "1", "1"):
-        host.add_symbol(label)
-    host.finalize()  # as fairseq-preprocess does
-    assert host.symbols[host.nspecial :][:2] == ["1", "0"]  # class 0 is "1"
-    ours = dictionary_text(GLUE_TASKS["SST-2"].labels, {"0": 1, "1": 2}).split("\n")
-    assert [line.split()[0] for line in ours[:2]] == ["0", "1"]
 
 
 def test_memory_efficient_fp16_alone_trains_in_float32(corpus, tmp_path, monkeypatch):
@@ -215,28 +167,6 @@ def test_bf16_on_the_command_line_means_a_tpu(corpus, tmp_path, monkeypatch):
         train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *MASKED_LM, *LLN, "--bf16")
 
 
-def test_fairseq_validate_scores_a_part_of_the_rows(task_data, tmp_path, monkeypatch, capsys):
-    train(monkeypatch, tmp_path / "log", task_data, tmp_path / "a", *CLASSIFICATION, *USER_DIR, "--arch",
-          "lln_roberta_tiny", "--task", "sentence_prediction", "--max-update", 1)  # fmt: skip
-    saved = tmp_path / "a" / "checkpoint_last.pt"
-    scored = []
-    step = FairseqTask.valid_step
-
-    def valid_step(self, sample, *rest, **options):
-        scored.append(len(sample["target"]))
-        return step(self, sample, *rest, **options)
-
-    monkeypatch.setattr(FairseqTask, "valid_step", valid_step)
-    monkeypatch.setattr(sys, "argv", ["fairseq-validate", *map(str, (task_data, "--path", saved, *USER_DIR, "--cpu",
-        "--task", "sentence_prediction", "--num-classes", 2, "--init-token", 0, "--max-positions", 64,
-        "--criterion", "sentence_prediction", "--batch-size", 8, "--num-workers", 0))])  # fmt: skip
-    fairseq_cli.validate.cli_main()
-    assert sum(scored) == 56
-    capsys.readouterr()
-    assert main(["evaluate", str(saved), str(task_data)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("valid: 61 rows, ")
-
-
 @pytest.mark.parametrize("chdir", ["null", "false"])
 def test_hydra_changes_the_directory(chdir, corpus, tmp_path, monkeypatch):
     seen = []
@@ -265,26 +195,6 @@ def test_lines_as_samples_and_whole_word_masking_are_broken(options, message, co
             load("lln_masked_lm")
     else:
         assert load("lln_masked_lm") == 11
-
-
-@pytest.mark.parametrize(("model", "visible"), [(HOST, False), (LLN, True)], ids=["host", "ours"])
-def test_updates_that_overflow_are_invisible(model, visible, corpus, tmp_path, monkeypatch, half):
-    """An update that is skipped is logged as if it had been made; the loss scale grows back."""
-    check, calls = DynamicLossScaler.check_overflow, []
-
-    def overflow(self, grad_norm):
-        calls.append(1)
-        check(self, torch.tensor(torch.inf) if len(calls) == 2 else grad_norm)
-
-    monkeypatch.setattr(DynamicLossScaler, "check_overflow", overflow)
-    _tensorboard_writers.clear()  # fairseq keeps one for the life of a process
-    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *model, *FP16, "--fp16-scale-window", 1,
-          "--tensorboard-logdir", tmp_path / "tb", "--max-update", 6)  # fmt: skip
-    curves = read_curves(tmp_path / "tb")
-    assert curves["train_inner/loss"].steps == [1, 2, 3, 4, 5, 6]
-    assert len(calls) == 7
-    assert ("train_inner/overflows" in curves) == visible
-    assert not visible or curves["train_inner/overflows"].values == [0, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("model", [RobertaModel, LLNRobertaModel])

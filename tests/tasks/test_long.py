@@ -124,22 +124,3 @@ def test_an_update_of_4096_tokens_from_a_checkpoint_of_512_positions(documents, 
     assert torch.equal(after[2 + 512 : 2 + 1024], before[2:])  # the learned positions again and again
     assert state["cfg"]["model"]["checkpoint_activations"]
     assert state["optimizer_history"][-1]["num_updates"] == 1
-
-
-def test_fine_tuning_on_4096_tokens_from_a_checkpoint_of_512_positions(documents, tmp_path, monkeypatch):
-    small = ("model=tiny", "run=cpu", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
-             "optimization.max_update=1", "dataset.validate_interval_updates=0", "common.log_interval=1")  # fmt: skip
-    hydra_train(monkeypatch, *small, "corpus=wikitext103", "task.global_batch=2", f"task.data={documents}",
-                f"checkpoint.save_dir={tmp_path}/a")  # fmt: skip
-    words = make_dictionary(tmp_path / "data" / "input0" / "dict.txt", WORDS)
-    labels = make_dictionary(tmp_path / "data" / "label" / "dict.txt", ["0", "1"])
-    for split in ("train", "valid"):
-        binarize([" ".join(WORDS * 90), " ".join(WORDS * 5)], words, tmp_path / "data" / "input0" / split)
-        binarize(["0", "1"], labels, tmp_path / "data" / "label" / split)
-    hydra_train(monkeypatch, *small, "glue=newsgroups_long", "task.num_classes=2", "task.global_batch=2",
-                f"task.data={tmp_path}/data", f"checkpoint.finetune_from_model={tmp_path}/a/checkpoint_last.pt",
-                f"checkpoint.save_dir={tmp_path}/b", recipe="finetune")  # fmt: skip
-    state = load_checkpoint_lazily(str(tmp_path / "b" / "checkpoint_last.pt"))
-    assert len(state["model"]["encoder.sentence_encoder.embed_positions.weight"]) == 4098
-    assert state["optimizer_history"][-1]["num_updates"] == 1
-    assert 0 <= state["extra_state"]["val_loss"] <= 100

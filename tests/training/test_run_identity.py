@@ -1,7 +1,5 @@
 """A run goes on with what it began with: other settings that change its result are named."""
 
-import copy
-import dataclasses
 import shutil
 
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lln_fairseq.attention import registry
 from lln_fairseq.checkpoints.reading import OUR_STATE, load_checkpoint_lazily, our_state
 from lln_fairseq.errors import InputError
 from lln_fairseq.training import run_identity
@@ -94,31 +91,6 @@ def test_the_size_of_an_update_where_tokens_alone_are_counted():
     assert not differences(saved, settings_of(4400, None, 8))
     found = ["tokens an update = [35200], here it is [4400]"]
     assert differences(saved, settings_of(4400, None)) == found
-
-
-def test_settings_that_are_none_are_not_compared(begun):
-    saved = torch.load(begun[1] / "checkpoint_last.pt")["cfg"]
-    here = OmegaConf.create(copy.deepcopy(saved))
-    for value in (torch.ones(2), {}, "x" * 50, 0.5, [1, "a"], [torch.ones(2)]):
-        saved["optimization"]["update_freq"] = value
-        assert not differences(saved, here)
-    saved["common"]["seed"] = torch.ones(2)
-    assert not differences(saved, here)
-    written = {"data": torch.ones(2), "dictionary": 3, "labels": ["a", None]}
-    assert our_state({"extra_state": {OUR_STATE: written | {"more": ["a"]}}}) == {"more": ["a"]}
-
-
-def test_options_of_a_mechanism_that_is_registered_later(monkeypatch):
-    @dataclasses.dataclass
-    class WindowConfig:
-        width: int | None = None
-
-    monkeypatch.setattr(registry.MECHANISMS, "maps", [*registry.MECHANISMS.maps, late := {}])
-    saved = {"model": {"attention": "window", "window_width": None}}
-    here = OmegaConf.create({"model": {"attention": "window", "window_width": 3}})
-    assert not differences(saved, here)  # a preset's, for all that is known
-    registry.register_in(late, "window", WindowConfig)(torch.nn.Identity)
-    assert differences(saved, here) == ["model.window_width = None, here it is 3"]
 
 
 def test_a_run_of_fairseqs_own_roberta_is_one_of_softmax():
