@@ -9,7 +9,7 @@ from lln_fairseq.command import run_main
 
 # The module whose main(argv) runs a program, and what the program does.
 PROGRAMS = {
-    "train": ("lln_fairseq.train", "pre-train or fine-tune a model with a recipe"),
+    "train": ("lln_fairseq.training.train", "pre-train or fine-tune a model with a recipe"),
     "evaluate": ("lln_fairseq.inference.evaluate", "score a fine-tuned model on a split of its data"),
     "predict": ("lln_fairseq.inference.predict", "write a label or a score for every line of text"),
     "convert": ("lln_fairseq.conversion.convert", "read a model of Hugging Face or fairseq"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from tests.shortcuts import hurry
 
 if not torch.cuda.is_available():
@@ -19,14 +19,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # So a shell starts what it runs in the background, and every program that a test starts would be deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-keep_freed_memory()  # half the time of quadratic oracles goes into fresh pages otherwise
+disable_malloc_trim()  # half the time of quadratic oracles goes into fresh pages otherwise
 
 # They train, start processes or interpret kernels: scripts/test.sh --fast leaves them out.
 SLOW = (
-    "analysis/test_probe", "analysis/test_report", "fuzz", "hf", "host", "kill", "models", "ops/backends",
-    "ops/test_compile", "ops/test_exchange", "ops/test_joint", "ops/test_moment_matching", "scripts", "tasks",
-    "test_command", "test_documented_commands", "test_evaluate", "test_import", "test_linearize", "test_memory",
-    "test_predict", "test_release", "test_train",
+    "analysis/test_probe", "analysis/test_report", "checkpoints", "data/test_checks", "fairseq_compat", "fuzz", "hf",
+    "kill", "models", "ops/backends", "ops/test_compile", "ops/test_exchange", "ops/test_joint",
+    "ops/test_moment_matching", "scripts", "tasks", "test_command", "test_documented_commands", "test_evaluate",
+    "test_import", "test_linearize", "test_predict", "test_release", "training",
 )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def check_comparison(arguments):
 
 
 CHECKS = {  # of what is no program of ours that parses its arguments itself
-    "lln_fairseq.train": check_recipe,
+    "lln_fairseq.training.train": check_recipe,
     "fairseq-hydra-train": check_recipe,
     "fairseq-train": partial(check_fairseq, options.get_training_parser),
     "fairseq-eval-lm": partial(check_fairseq, options.get_eval_lm_parser),

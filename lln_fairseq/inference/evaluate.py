@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from fairseq import utils
 from torch import Tensor
 
+from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
+from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.criterions.scores import Counts, pearson, spearman
-from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import is_finetuned, label_names
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
 
 SHOWN = {  # the metrics in the order in which they are printed, and how
@@ -51,7 +51,7 @@ def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     Raises: InputError for a checkpoint that is missing, cannot be read or was not fine-tuned, and for data without
     dictionaries, or with another dictionary or other labels than the checkpoint was trained with.
     """
-    task_name = stored_options(peek(checkpoint))["task"].get("_name")
+    task_name = stored_options(load_checkpoint_lazily(checkpoint))["task"].get("_name")
     if not is_finetuned(task_name):
         raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
     return load_model(checkpoint, data)

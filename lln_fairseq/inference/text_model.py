@@ -13,16 +13,16 @@ import torch
 from fairseq.data.data_utils import collate_tokens
 from torch import Tensor, nn
 
+from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
+from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.command import UserError
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.data.text_ids import Text, TextIds, batches_of, parts_of, rows_of
 from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import is_finetuned, label_names
-from lln_fairseq.host.run_tokenizer import check_vocabulary, directories
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
 
 
@@ -164,7 +164,7 @@ def load(
     there is no tokenizer or its symbols are not those of the dictionary.
     """
     checkpoint = os.fspath(checkpoint)
-    options = stored_options(peek(checkpoint))["task"]
+    options = stored_options(load_checkpoint_lazily(checkpoint))["task"]
     if options.get("_name") and not is_finetuned(options["_name"]) and "masked_lm" not in str(options["_name"]):
         raise InputError(f"{checkpoint} holds a model for the task {options['_name']}, which does not take text")
     trained_on = options.get("data")

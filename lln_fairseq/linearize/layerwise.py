@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import (
     Stage,
     Student,

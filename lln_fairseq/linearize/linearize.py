@@ -19,24 +19,24 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.attention import MECHANISMS, require_attention
 from lln_fairseq.attention.registry import checked_config, parse_options
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION, stored_options
+from lln_fairseq.checkpoints.reading import check_sums, load_checkpoint_lazily, load_plain_data
+from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.conversion import from_fairseq
 from lln_fairseq.conversion.convert import CHECKPOINT, write
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.encoder import Encoder
-from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION, stored_options
-from lln_fairseq.host.checkpoints import check_sums, peek, plain_data
-from lln_fairseq.host.errors import InputError, first_line, input_errors
-from lln_fairseq.host.fingerprints import data_hash, file_hash
-from lln_fairseq.host.run_lock import lock
+from lln_fairseq.data.checks import check_lines
+from lln_fairseq.errors import InputError, first_line, input_errors
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize.attention_transfer import Stage, Texts
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import HeldOut, Students, report
-from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig
-from lln_fairseq.tasks._data_checks import check_lines
+from lln_fairseq.training.malloc import disable_malloc_trim
+from lln_fairseq.training.run_identity import data_hash, file_hash
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
 AGAIN = "; remove it to begin again"
@@ -51,9 +51,11 @@ MOST_TOKENS = 50_000_000  # that are read of DATA
 def linearize(args: argparse.Namespace) -> None:
     """Writes OUT/model.pt, beside it what the same command needs to go on. Raises: InputError."""
     with input_errors():
-        need_attention(args.attention, "cannot take the place of a teacher's attention")
+        require_attention(args.attention, "cannot take the place of a teacher's attention")
         args.option = vars(checked_config(args.attention, args.option))  # all of them: the checkpoint says what it has
-    if (found := stored_options(peek(str(args.teacher)))["model"].get("attention", STOCK_ATTENTION)) != STOCK_ATTENTION:
+    if (
+        found := stored_options(load_checkpoint_lazily(str(args.teacher)))["model"].get("attention", STOCK_ATTENTION)
+    ) != STOCK_ATTENTION:
         raise InputError(f"{args.teacher} has {found} attention, and a teacher has softmax")
     progress = Progress(args)
     if progress.complete:
@@ -116,7 +118,7 @@ class Progress:
         if args.teacher.resolve().parent == args.out.resolve() or (model.exists() and not there):
             raise InputError(f"{args.out} holds another model: give another OUT")
         if there:
-            saved = plain_data(str(self.file))
+            saved = load_plain_data(str(self.file))
             check_sums(str(self.file))
             if not is_progress(saved):
                 raise InputError(f"{self.file} is damaged: it is not what a conversion has saved{AGAIN}")
@@ -129,7 +131,7 @@ class Progress:
     def begin(self) -> None:
         """Makes OUT. Raises: InputError where a conversion is running in it."""
         self.args.out.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(self.args.out, "conversion", "OUT")  # as long as this lives
+        self.lock = lock_directory(self.args.out, "conversion", "OUT")  # as long as this lives
 
     def finish(self) -> None:
         """The model is written."""
@@ -256,5 +258,5 @@ def main(argv: list[str]) -> None:
     if len(args.option) < len(pairs):
         parser.error("--option and --mix give an option twice")
     del args.mix
-    keep_freed_memory()
+    disable_malloc_trim()
     linearize(args)

@@ -13,9 +13,9 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, need_attention
+from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, require_attention
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
-from lln_fairseq.modules.sequence_parallel import Shard
+from lln_fairseq.modules.token_shards import Shard
 
 
 class LLNEncoderLayer(TransformerEncoderLayerBase):
@@ -123,7 +123,7 @@ class LLNTransformerEncoder(TransformerEncoder):
     def _replacement(self, cfg: TransformerConfig) -> nn.Module:
         refused = {"feed_forward_tokens": self.feed_forward_tokens, "quant_noise_pq": cfg.quant_noise.pq}
         for option in [option for option, value in refused.items() if value]:
-            need_attention(self.attention_name, f"does not know {option}")
+            require_attention(self.attention_name, f"does not know {option}")
         return build_layer(
             self.attention_name,
             dim=cfg.encoder.embed_dim,

@@ -26,8 +26,8 @@ from torch import Tensor
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.command import run_main
-from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.ops.lln import lln_attention
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    keep_freed_memory()
+    disable_malloc_trim()
     names = [SDPA, *args.attentions]
     for name in names:
         check(name, args)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.command import run_main
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import check_outputs, limited_memory
 from scripts.benchmarks.model import add_training_options, complete, measure, row_name, settings
 from scripts.benchmarks.model_report import Row
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> None:
     """Measures, writes the file after each task, and prints the table."""
-    keep_freed_memory()
+    disable_malloc_trim()
     content: dict[str, Any] = {"settings": settings(argparse.Namespace(**vars(args) | {"batch": f"/ {args.divide}"}))}
     content["rows"] = []
     for task in args.tasks:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 
 MIN_REPEATS = 3  # of what takes longer than the limit
 MEMORY_SHARE = 0.9  # of what is free: a process that takes more is out of memory
@@ -130,7 +130,7 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _child(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
-    keep_freed_memory()
+    disable_malloc_trim()
     try:
         with limited_memory():
             sender.send((function(*arguments), None))

@@ -22,8 +22,8 @@ import torch
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.layers import check_row
 from lln_fairseq.command import run_main
-from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    keep_freed_memory()
+    disable_malloc_trim()
     rows: list[Row] = []
     for length in args.lengths:
         with limited_memory() if args.device == "cpu" else contextlib.nullcontext():

@@ -27,8 +27,8 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.command import run_main
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import new_vocabulary
-from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import Spread, check_outputs, interleaved
 from scripts.columns import aligned
 
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> None:
     lln_fairseq.register()  # before fairseq is imported, which configures the root logger
-    keep_freed_memory()
+    disable_malloc_trim()
     torch.set_num_threads(args.threads)
     rows = []
     with tempfile.TemporaryDirectory() as place:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from lln_fairseq.command import UserError, run_main
-from lln_fairseq.recipes import CONFIGS
+from lln_fairseq.training.recipes import CONFIGS
 from scripts import glue_table
 from scripts.experiments.settings import done_before, keep_settings, last_of, setting
 from scripts.experiments.steps import call, evaluation, training

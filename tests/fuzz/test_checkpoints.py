@@ -10,8 +10,8 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from lln_fairseq.host.checkpoints import load_to_cpu
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.checkpoints.reading import load_checkpoint
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 from tests.fuzz.damage import calls, damages, exchanges, saved
@@ -57,7 +57,7 @@ def test_changed_checkpoint_is_refused_or_loaded(trained, draws):
         path, mark = Path(name, "checkpoint.pt"), Path(name, "mark")
         path.write_bytes(changed(draws, trained, mark))
         try:
-            load_to_cpu(str(path), load_on_all_ranks=False)  # as a training does
+            load_checkpoint(str(path), load_on_all_ranks=False)  # as a training does
             model, _ = load_model(str(path), str(trained.data))
         except InputError:
             return

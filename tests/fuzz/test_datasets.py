@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
 from tests.fuzz.damage import damages
 

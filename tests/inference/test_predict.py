@@ -16,7 +16,7 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.command import UserError
 from lln_fairseq.data.text_ids import BATCH_TOKENS, PART_TEXTS, TextIds, batches_of, parts_of, rows_of
 from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference import evaluate
 from lln_fairseq.inference.predict import predictions
 from lln_fairseq.inference.text_model import Prediction

@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from lln_fairseq import analysis
 from lln_fairseq.__main__ import main
 from lln_fairseq.attention import LAYER_REGISTRY
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
-from lln_fairseq.tasks._shared_sequences import shard_multiple
+from lln_fairseq.training.sequence_parallel import shard_multiple
 from scripts.benchmarks import sequence_parallel as sequence_benchmark
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, hydra_train, train
 

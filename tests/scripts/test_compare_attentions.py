@@ -5,7 +5,7 @@ import json
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from scripts import compare_attentions as compare
 from scripts.compare_report import draw, read_rows, table
 from tests.fairseq_runs import make_classification, make_corpus
