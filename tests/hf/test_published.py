@@ -18,6 +18,7 @@ from lln_fairseq.convert import convert
 from lln_fairseq.export import export
 from lln_fairseq.loading import load_model
 
+pytestmark = pytest.mark.exhaustive
 CHAINS = {  # variable domains of antibodies in use: trastuzumab and adalimumab, trastuzumab
     "sapiens-heavy": (
         "EVQLVESGGGLVQPGGSLRLSCAASGFNIKDTYIHWVRQAPGKGLEWVARIYPTNGYTRYADSVKGRFTISADTSKNTAYLQMNSLRAEDTAVYYCSRWGGDGFYAMDYWGQGTLVTVSS",
