@@ -44,6 +44,8 @@ setup(
         "matplotlib>=3.9,<4",
         "threadpoolctl>=3.1,<4",
         "tqdm>=4.66,<5",
+        "requests>=2.31,<3",
+        "pillow>=10.4,<14",
     ],
     extras_require={
         "test": [

@@ -16,32 +16,24 @@ PACKAGE = ROOT / "lln_fairseq"
 # What each package and each module of lln_fairseq may import of the others, from the bottom to the top.
 ALLOWED = {
     "command": set(),
-    "presets": set(),
     "memory": set(),
     "recipes": {"command"},
-    "preparation": {"command", "recipes"},
+    "data": {"command"},
     "ops": set(),
     "attention": {"ops"},
-    "host": {"attention", "command", "preparation"},
-    "sequence_parallel": set(),
-    "modules": {"attention", "ops", "sequence_parallel"},
-    "models": {"attention", "host", "modules", "ops", "presets", "sequence_parallel"},
+    "host": {"attention", "command", "data"},
+    "modules": {"attention", "ops"},
+    "models": {"attention", "host", "modules", "ops"},
     "criterions": {"host"},
     "analysis": {"attention", "ops"},
-    "tasks": {"analysis", "attention", "command", "criterions", "host", "memory", "models", "sequence_parallel"},
-    "__init__": {"host", "tasks"},
-    "loading": {"__init__", "host"},
-    "hf": {"host", "ops"},
-    "transfer": set(),
-    "distillation": {"transfer"},
-    "students": {"attention", "host", "transfer"},
-    "text_ids": {"command", "host", "preparation"},
-    "text_model": {"__init__", "command", "host", "loading", "preparation", "text_ids"},
+    "tasks": {"analysis", "attention", "command", "criterions", "data", "host", "memory", "models", "modules"},
+    "inference": {"command", "criterions", "data", "host", "tasks"},
+    "conversion": {"__init__", "attention", "data", "host", "inference", "models", "ops", "tasks"},
+    "linearize": {"attention", "conversion", "data", "host", "inference", "memory", "models", "tasks"},
 }
 # They may import all of them.
-PROGRAMS = {"__main__", "train", "evaluate", "convert", "export", "linearize", "predict", "analyze"}
-WITHOUT_FAIRSEQ = ("ops", "transfer", "attention", "presets", "memory", "recipes", "command", "preparation", "__init__",
-                   "sequence_parallel")  # fmt: skip
+PROGRAMS = {"__init__", "__main__", "train", "analysis.analyze"}
+WITHOUT_FAIRSEQ = {"data", "ops", "attention", "memory", "recipes", "command", "__init__"}
 HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 
@@ -72,7 +64,7 @@ def imported(name):
 def layer(name):
     """The package or module directly below lln_fairseq that a module belongs to."""
     inner = name.removeprefix("lln_fairseq").removeprefix(".") or "__init__"
-    return inner.split(".")[0]
+    return inner if inner in PROGRAMS else inner.split(".")[0]
 
 
 OURS = [name for name in MODULES if name.split(".")[0] == "lln_fairseq"]
@@ -93,11 +85,13 @@ def test_imports_go_down(name):
             assert layer(module) in ALLOWED[here] | {here}, f"{name} imports {module}"
 
 
-def test_data_preparation_uses_only_how_a_program_ends():
+def test_data_preparation_imports_only_the_data_library():
     for name in MODULES:
         if name.split(".")[0] == "data_prep":
-            others = {module for module in imported(name) if module.split(".")[0] in ("lln_fairseq", "scripts")}
-            assert others <= {"lln_fairseq.command"}, name
+            others = {layer(module) for module in imported(name) if module.split(".")[0] == "lln_fairseq"}
+            assert others <= {"command", "data"}, name
+            # In a wheel the package is lln_fairseq.data_prep.
+            assert "from data_prep" not in MODULES[name].read_text(), name
 
 
 def test_there_is_no_circle():
@@ -119,9 +113,9 @@ def test_no_mechanism_is_named_above_attention():
     names = "|".join(sorted(MECHANISMS, key=len, reverse=True))
     own = {
         "lln_fairseq.models.lln_roberta": {"lln_diag"},  # its default
-        "lln_fairseq.hf.from_hf": {"relu"},  # the activation
-        "lln_fairseq.hf.to_hf": {"lln", "lln_diag"},  # what the next file knows
-        "lln_fairseq.hf.modeling_lln_roberta": {"lln", "lln_diag"},
+        "lln_fairseq.conversion.from_hugging_face": {"relu"},  # the activation
+        "lln_fairseq.conversion.to_hugging_face": {"lln", "lln_diag"},  # what the next file knows
+        "lln_fairseq.conversion.modeling_lln_roberta": {"lln", "lln_diag"},
         "lln_fairseq.host.checkpoint_config": {"softmax"},  # what a RoBERTa of fairseq has
         "lln_fairseq.analysis.separation": {"softmax", "lln"},  # the paper's experiment is about these
     }

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, run_main
+from lln_fairseq.data.files import write_bytes
 from lln_fairseq.ops import lln
 from lln_fairseq.ops.backends import triton as backend
 from scripts.benchmarks import meter
@@ -46,7 +46,6 @@ MECHANISMS = {
     "lln": Mechanism(None, 4, 11),
     "lln_diag": Mechanism("average", 6, 15),
     "joint_offset": Mechanism("joint_offset", 6, 15),
-    "joint_share": Mechanism("joint_share", 6, 15),
 }
 LARGEST_ERROR = {"float16": 3e-3, "bfloat16": 2e-2, "float32": 1e-4}
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]

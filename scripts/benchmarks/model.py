@@ -23,7 +23,7 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.layers import check_row
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.memory import keep_freed_memory
-from lln_fairseq.presets import PRESETS
+from lln_fairseq.models.presets import PRESETS
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lln_fairseq
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, EncoderLayer, build_attention, build_layer
 from lln_fairseq.attention.registry import parse_row
-from lln_fairseq.presets import PRESETS
+from lln_fairseq.models.presets import PRESETS
 from scripts.benchmarks.plain_roberta import PlainRoberta
 
 SOFTMAX = "softmax"

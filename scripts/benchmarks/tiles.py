@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, run_main
+from lln_fairseq.data.files import write_bytes
 from lln_fairseq.ops.backends.triton import launch
 from lln_fairseq.ops.backends.triton.launch import Tile
 from scripts.benchmarks import gpu

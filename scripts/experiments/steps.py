@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, child_environment
+from lln_fairseq.data.files import write_bytes
 from scripts.experiments.progress import Progress
 from scripts.experiments.settings import check_settings, setting
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import run_main
+from lln_fairseq.data.files import write_bytes
 from scripts.benchmarks.gpu import cache_of, copy_bandwidth, milliseconds
 
 PACKAGES = ("torch", "triton", "ve-fairseq", "numpy", "hydra-core", "omegaconf")

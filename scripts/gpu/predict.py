@@ -50,7 +50,7 @@ REGISTERS, WARPS, PROGRAMS, SCHEDULERS, EXPONENTIALS = 65536, 64, 32, 4, 16  # o
 MIXES = {
     "lln": lambda block, like: Mixture(1.0, 0.0),
     "lln_diag": lambda block, like: Mixture(0.5, 0.5, block, 0.0, None),
-    "joint_offset": lambda block, like: Mixture(1.0, 1.0, block, 0.0, None, joint="offset", parameter=like),
+    "joint_offset": lambda block, like: Mixture(1.0, 1.0, block, 0.0, None, joint=True, parameter=like),
 }
 
 

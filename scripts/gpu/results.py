@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import run_main
+from lln_fairseq.data.files import write_bytes
 from scripts.benchmarks import gpu, model_report
 from scripts.columns import aligned
 

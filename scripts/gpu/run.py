@@ -18,8 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, child_environment, run_main
+from lln_fairseq.data.files import write_bytes
 from scripts.experiments.steps import end
 from scripts.gpu.schedule import STEPS, Command, Step
 

@@ -2,7 +2,7 @@
 
 python -m tests.fuzz                    # 200 cases of every subject
 python -m tests.fuzz --long             # 4,000 of every subject
-python -m tests.fuzz archives --cases 50 --seed 3
+python -m tests.fuzz rows --cases 50 --seed 3
 """
 
 import tests.conftest  # noqa: F401, I001  the settings that must come first

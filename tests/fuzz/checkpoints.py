@@ -15,7 +15,7 @@ import torch
 import lln_fairseq
 from lln_fairseq.host.checkpoints import load_to_cpu
 from lln_fairseq.host.errors import InputError
-from lln_fairseq.loading import load_model
+from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 LONGEST = 60  # characters of a tensor's or text's repr in a message

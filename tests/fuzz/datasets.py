@@ -12,8 +12,8 @@ from fairseq.data import Dictionary
 from fairseq.tasks import setup_task
 from omegaconf import OmegaConf
 
-from data_prep.binarize import read_back
-from data_prep.command import DataError
+from lln_fairseq.data.binary_format import count_dataset
+from lln_fairseq.data.reporting import DataError
 from lln_fairseq.host.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
 from tests.fuzz._damage import damaged
@@ -125,7 +125,7 @@ def prepared(folder: Path, name: str) -> None:
     if not all(prefix.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")):
         return
     try:
-        counts = read_back(prefix, len(Dictionary()) + 60)
+        counts = count_dataset(prefix, len(Dictionary()) + 60)
     except DataError:
         return
     assert counts.tokens == counts.by_id.sum()

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from data_prep.command import DataError
-from data_prep.encode import encode_block
-from data_prep.vocabulary import load_vocabulary
+import tests.conversion.conftest  # noqa: F401  transformers stays off the network
 from lln_fairseq.__main__ import main
-from lln_fairseq.convert import CHECKPOINT
-from lln_fairseq.loading import load_model
+from lln_fairseq.conversion.convert import CHECKPOINT
+from lln_fairseq.data.encode import encode_block
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.vocabulary import load_vocabulary
+from lln_fairseq.inference.loading import load_model
+from tests.conversion.sources import TOKENIZERS, make_model
 from tests.fuzz._damage import damaged
 from tests.fuzz.checkpoints import Call, saved
-from tests.hf.sources import TOKENIZERS, make_model
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

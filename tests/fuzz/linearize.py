@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lln_fairseq.__main__ import main
-from lln_fairseq.linearize import CHECKPOINT, PROGRESS
+from lln_fairseq.linearize.linearize import CHECKPOINT, PROGRESS
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 from tests.fuzz.checkpoints import call, damage, exchange
 

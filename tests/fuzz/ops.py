@@ -56,8 +56,7 @@ class Call:
         if rng.random() < 0.05:
             setattr(self, rng.choice(("batch", "heads", "length")), 0)
         joint = self.function == "lln_diag" and rng.random() < 0.6
-        forms = (("offset", rng.uniform(-3, 3)), ("share", rng.random()))
-        self.form, self.parameter = rng.choice(forms) if joint else (None, None)
+        self.offset = rng.uniform(-3, 3) if joint else None
         shape = (self.batch, self.heads, self.length, self.dim)
         scale = rng.choice((0.05, 1.0, 3.0))
         self.qkv = [(scale * torch.randn(shape)).to(self.dtype) for _ in range(3)]
@@ -75,18 +74,18 @@ class Call:
             return block_diag_attention(q, k, v, self.mask, self.block_size, **options)
         if self.function == "lln":
             return lln_attention(q, k, v, *factors, self.mask, self.backend)
-        if self.form:
-            options = {"mix": f"joint_{self.form}", "mix_parameter": self.parameter} | options
+        if self.offset is not None:
+            options = {"mix": "joint_offset", "mix_parameter": self.offset} | options
         return lln_diag_attention(q, k, v, *factors, self.mask, self.block_size, self.backend, **options)
 
     def oracle(self, q, k, v, *factors):
         parts = {
             "lln": lambda: reference.lln_matrix(q, k, *factors, self.mask),
             "lln_diag": lambda: reference.lln_diag_matrix(q, k, *factors, self.blocks, self.mask),
-            "joint": lambda: reference.joint_matrix(q, k, *factors, self.blocks, self.form, self.parameter, self.mask),
+            "joint": lambda: reference.joint_matrix(q, k, *factors, self.blocks, self.offset, self.mask),
             "block_diag": lambda: reference.block_diag_matrix(q, k, self.blocks, self.mask),
         }
-        return parts["joint" if self.form else self.function]() @ v
+        return parts[self.function if self.offset is None else "joint"]() @ v
 
 
 @functools.cache
@@ -279,7 +278,7 @@ def describe(call):
     shape = (call.batch, call.heads, call.length, call.dim)
     mask = None if call.mask is None else f"{int(call.mask.sum())} padded"
     layout = LAYOUTS.index(call.layout)
-    form = (call.form and f" {call.form} {call.parameter:.3f}") or ""
+    form = "" if call.offset is None else f" joint_offset {call.offset:.3f}"
     return (
         f"{call.function}{form} {shape} {call.dtype} {mask}, blocks {call.block_size}, layout {layout}, {call.backend}"
     )

@@ -5,12 +5,12 @@ import random
 from functools import partial
 from pathlib import Path
 
-from data_prep.archives import loose_files
-from data_prep.command import DataError
 from data_prep.demo import language_model_lines, read_snippets, sentiment_task
 from data_prep.glue import Source
 from data_prep.glue_tasks import GLUE_TASKS
-from data_prep.text import MAX_LINE, SPLITS, clean, read_lines, split_of
+from lln_fairseq.data.archives import loose_files
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.text import MAX_LINE, SPLITS, clean, read_lines, split_of
 from tests.fuzz._damage import damaged
 
 PIECES = (

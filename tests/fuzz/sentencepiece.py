@@ -4,10 +4,10 @@ import random
 from functools import cache
 from pathlib import Path
 
-from data_prep.command import DataError
-from data_prep.encode import encode_block
-from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece
-from data_prep.vocabulary import load_vocabulary, new_vocabulary
+from lln_fairseq.data.encode import encode_block
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from lln_fairseq.data.vocabulary import load_vocabulary, new_vocabulary
 from tests.fuzz._damage import damaged
 
 WORDS = ["the", "film", "é", "story", "中", "isn't", "“good”", "and", "it", "was", "not", "🙂", "bad", "at", "1234"]

@@ -40,12 +40,12 @@ from fairseq.trainer import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from data_prep.glue_tasks import GLUE_TASKS
-from data_prep.vocabulary import dictionary_text
-from lln_fairseq import evaluate
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.data.vocabulary import dictionary_text
 from lln_fairseq.host import checkpoints
 from lln_fairseq.host.errors import InputError, TrainingError
+from lln_fairseq.inference import evaluate
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.tasks import _worker
 from tests.fairseq_runs import (

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from data_prep.vocabulary import load_vocabulary
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.host import run_tokenizer
 from lln_fairseq.host.errors import InputError
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_corpus, train

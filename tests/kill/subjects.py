@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from data_prep.demo import build
-from data_prep.fetch import obtain
-from data_prep.files import sha256_bytes
-from data_prep.mirrors import Published
-from lln_fairseq import linearize
 from lln_fairseq.__main__ import main
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.files import sha256_bytes
+from lln_fairseq.data.published_files import Published
+from lln_fairseq.linearize import linearize
 from lln_fairseq.ops.lln import lln_attention
 from tests.data_prep.conftest import MOVIES, VOCAB_SIZE, fake_rows, snippet_file, tree, write_archive
 from tests.fairseq_runs import LLN, MASKED_LM, TRAINING, make_corpus, read_log, train
@@ -114,7 +114,7 @@ class Saving(Training):
 
 
 class Fetching(Simple):
-    """data_prep.fetch from a server of a few MB/s that can resume."""
+    """Download from a server of a few MB/s."""
 
     content: ClassVar[bytes] = random.Random(0).randbytes(1 << 20)
 
@@ -134,13 +134,10 @@ class Fetching(Simple):
 
 class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(Fetching.content) - 1}/{len(Fetching.content)}")
-        self.send_header("Content-Length", str(len(Fetching.content) - start))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(Fetching.content)))
         self.end_headers()
-        for position in range(start, len(Fetching.content), 1 << 15):
+        for position in range(0, len(Fetching.content), 1 << 15):
             try:
                 self.wfile.write(Fetching.content[position : position + (1 << 15)])
             except ConnectionError:  # the reader was killed

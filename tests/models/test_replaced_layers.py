@@ -15,7 +15,7 @@ from lln_fairseq import analysis
 from lln_fairseq.__main__ import main
 from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.host.errors import InputError
-from lln_fairseq.loading import load_model
+from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.tasks._shared_sequences import shard_multiple
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, hydra_train, train

@@ -21,7 +21,7 @@ def test_smoke_run_covers_every_attention(tmp_path, capsys):
 
 
 def test_rows_may_have_options(tmp_path, capsys):
-    row = "lln_diag:mix=joint_share,block_size=16"
+    row = "lln_diag:mix=joint_offset,block_size=16"
     output = tmp_path / "b.json"
     assert benchmark.main(["--smoke", "--no-memory", "--attentions", row, "--json", str(output)]) == 0
     assert {found["attention"] for found in json.loads(output.read_text())["rows"]} == {row, "sdpa"}

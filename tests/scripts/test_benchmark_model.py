@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lln_fairseq.attention import LAYER_REGISTRY, MECHANISMS, build_attention
-from lln_fairseq.presets import PRESETS
+from lln_fairseq.models.presets import PRESETS
 from scripts.benchmarks import model as benchmark
 from scripts.benchmarks import model_training
 from scripts.benchmarks.meter import OutOfMemory, in_child

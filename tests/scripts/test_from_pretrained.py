@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lln_fairseq import linearize
+from lln_fairseq.linearize import linearize
 from scripts.experiments import from_pretrained
 from scripts.experiments.bag_of_words import bag_of_words
 from scripts.experiments.compare_attentions import configuration

@@ -37,9 +37,9 @@ def cases(dim, dtype):
         out = mixture(*inputs(length), Mixture(0.5, 0.5, block_size, dropout, seed), "triton")
         out.backward(torch.empty_like(out))
 
-    def joint(length, block_size, form="offset", dropout=0.0):
+    def joint(length, block_size, dropout=0.0):
         seed = torch.ones(1, dtype=torch.int64) if dropout else None
-        mix = Mixture(1.0, 1.0, block_size, dropout, seed, joint=form, parameter=torch.empty(2, 3))
+        mix = Mixture(1.0, 1.0, block_size, dropout, seed, joint=True, parameter=torch.empty(2, 3))
         out = mixture(*inputs(length), mix, "triton")
         out.backward(torch.empty_like(out))
 
@@ -57,8 +57,7 @@ def cases(dim, dtype):
         found["dropout"] = lambda: diag(512, dim, 0.1)
         found["block16"] = lambda: diag(512, 16)
         found["block256"] = lambda: diag(512, 256)
-        found["joint-share"] = lambda: joint(512, dim, "share")
-        found["joint-dropout"] = lambda: joint(512, dim, dropout=0.1)
+        found["joint-dropout"] = lambda: joint(512, dim, 0.1)
         found["joint-block16"] = lambda: joint(512, 16)
         found["joint-block256"] = lambda: joint(512, 256)
     elif dim != 64:

@@ -102,7 +102,7 @@ def tiles_key(q: Tensor) -> tuple[int, int, int]:
     return arch, q.element_size(), 64 if q.shape[-1] <= 64 else 128
 
 
-def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
     if q.dtype not in _DTYPES:
         return f"The Triton kernels take float16, bfloat16 and float32, not {q.dtype}."
