@@ -21,29 +21,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 disable_malloc_trim()  # half the time of quadratic oracles goes into fresh pages otherwise
 
-# They train, start processes or interpret kernels: scripts/test.sh --fast leaves them out.
-SLOW = (
-    "analysis/test_probe", "analysis/test_report", "checkpoints", "data/test_checks", "fairseq_compat", "fuzz", "hf",
-    "kill", "models", "ops/backends", "ops/test_compile", "ops/test_exchange", "ops/test_joint",
-    "ops/test_moment_matching", "scripts", "tasks", "test_command", "test_documented_commands", "test_evaluate",
-    "test_import", "test_linearize", "test_predict", "test_release", "training",
-)  # fmt: skip
-
-
-def is_slow(path: Path) -> bool:
-    return path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Nor are they imported where they are left out."""
-    return (config.option.markexpr == "not slow" and is_slow(collection_path)) or None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if is_slow(item.path):
-            item.add_marker(pytest.mark.slow)
-
 
 def pytest_sessionstart() -> None:
     hurry()
@@ -61,7 +38,7 @@ def _handlers_of_the_root_logger():
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data-bin of a few sentences; who changes it copies it."""
-    from tests.fairseq_runs import make_corpus  # and fairseq, which the fast tests do without
+    from tests.fairseq_runs import make_corpus  # not above: tests of the operations start without fairseq
 
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 

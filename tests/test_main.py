@@ -1,6 +1,5 @@
 """The command `lln-fairseq`: its programs, and how it ends."""
 
-import importlib.metadata
 import os
 import signal
 
@@ -32,10 +31,3 @@ def test_a_signal_ends_a_program_in_one_line(number, code, monkeypatch, capsys):
     monkeypatch.setattr(linearize, "linearize", lambda args: os.kill(os.getpid(), number))
     assert main(["linearize", "teacher.pt", "data", "out"]) == code
     assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_the_console_script_is_this_command(request):
-    setup = (request.config.rootpath / "setup.py").read_text()
-    script = "lln_fairseq.__main__:main"
-    assert f'"lln-fairseq = {script}"' in setup
-    assert importlib.metadata.EntryPoint("lln-fairseq", script, "console_scripts").load() is main

@@ -1,6 +1,7 @@
 """Directories of Hugging Face that cannot be used: one line, and nothing is left."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -39,7 +40,6 @@ def pickled(config, tensors, folder):
 
 BAD = {
     "no weights": (lambda c, t, f: (f / "model.safetensors").unlink(), "holds no weights: neither model.safetensors"),
-    "no config": (lambda c, t, f: c.clear(), "this is a model of no known type, and may be roberta"),
     "another type": (lambda c, t, f: c.update(model_type="gpt2"), "this is a gpt2, and may be roberta, xlm-roberta"),
     "a decoder": (lambda c, t, f: c.update(is_decoder=True), "is_decoder is True"),
     "positions": (lambda c, t, f: c.update(position_embedding_type="relative_key"), "its positions are relative_key"),
@@ -47,8 +47,6 @@ BAD = {
     "layers": (lambda c, t, f: c.update(num_hidden_layers=10**9), "num_hidden_layers is 1000000000, but it holds"),
     "no number": (lambda c, t, f: c.update(hidden_size="x"), "hidden_size is 'x', not a positive number"),
     "heads": (lambda c, t, f: c.update(num_attention_heads=5), "32 is not divisible by 5"),
-    "dropout": (lambda c, t, f: c.update(hidden_dropout_prob="x"), "hidden_dropout_prob is 'x', not a number from 0"),
-    "epsilon": (lambda c, t, f: c.update(layer_norm_eps=None), "layer_norm_eps is None, not a number from 0 to 1"),
     "shape": (lambda c, t, f: t.update({f"{KEY}.bias": torch.zeros(7)}),
               "encoder.layer.1.intermediate.dense.bias is 7, and config.json says 48"),
     "integers": (lambda c, t, f: t.update({f"{KEY}.bias": t[f"{KEY}.bias"].to(torch.uint8)}),
@@ -62,10 +60,8 @@ BAD = {
     "no merges": (lambda c, t, f: (f / "merges.txt").unlink(), "vocab.json without merges.txt"),
     "other merges": (lambda c, t, f: (f / "merges.txt").write_text("#version: 0.2\nq xq\n"),
                      "merges.txt does not fit vocab.json, first at 'q xq'"),
-    "damaged merges": (lambda c, t, f: (f / "merges.txt").write_bytes(b"\xff\xfe"), "merges.txt is damaged"),
     "damaged tokenizer": (lambda c, t, f: (f / "vocab.json").write_text("[]"), "vocab.json cannot be read"),
     "too many tokens": (lambda c, t, f: add_token(f, "zebra", 9999), "the token 'zebra' with id 9999, but the embedd"),
-    "negative token": (lambda c, t, f: add_token(f, "zebra", -1), "the token 'zebra' with id -1, but the embedding"),
     "one id twice": (lambda c, t, f: add_token(f, "<s>", 2), r"special tokens with the same id: \[2, 1, 2"),
     "two tokenizers": (lambda c, t, f: (f / "vocab.txt").write_text("<pad>\n"), "'<pad>' is 1 in vocab.json and 0 in"),
     "padding": (lambda c, t, f: c.update(pad_token_id=0), "padding is 1 to the tokenizer, and 0 in config.json"),
@@ -97,10 +93,9 @@ def test_bad_directories_end_in_one_line_and_leave_nothing(name, copy, tmp_path,
     before = sorted(tmp_path.iterdir())
     assert main(["convert", str(folder), str(tmp_path / "out")]) == 1
     said = capfd.readouterr()
+    assert re.search(message, said.err), said.err
     assert said.err.count("\n") == 1
     assert "executed" not in said.out
-    with pytest.raises(InputError, match=message):
-        convert(folder, tmp_path / "out", "lln_diag")
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -18,8 +18,6 @@ from lln_fairseq.inference.loading import load_model
 from tests.conversion.sources import TEXTS, TOKENIZERS, encoded, logits, make_model, make_model_with_settings, rename
 from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, make_classification, train
 
-NEW_HEAD = "no masked LM's head in the source: a new one, untrained"
-
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_text_gives_the_same_logits(kind, sources, tmp_path):
@@ -108,12 +106,10 @@ def test_the_type_of_tokens_goes_into_the_positions_and_epsilon_is_kept(sources,
 def test_a_model_without_a_head_says_so(tmp_path, capsys):
     make_model("roberta", tmp_path / "in", headless=True)
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--attention", "lln"]) == 0
-    *said, last = capsys.readouterr().out.splitlines()
-    assert said == ["left out: pooler", NEW_HEAD, f"{tmp_path}/out/model.pt is written; to fine-tune it:"]
-    assert last == (f"checkpoint.finetune_from_model={tmp_path}/out/model.pt attention=lln task.max_positions=40 "
-                    "model.encoder_layers=2 "
-                    "model.encoder_embed_dim=32 model.encoder_ffn_embed_dim=48 model.encoder_attention_heads=2 "
-                    "model.layer_norm_eps=1e-12")  # fmt: skip
+    *said, overrides = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["left out: pooler", "no masked LM's head in the source: a new one, untrained"]
+    assert f"checkpoint.finetune_from_model={tmp_path}/out/model.pt attention=lln " in overrides
+    assert "model.encoder_embed_dim=32 model.encoder_ffn_embed_dim=48 model.encoder_attention_heads=2" in overrides
     model, _ = load_model(str(tmp_path / "out" / "model.pt"))
     assert model.encoder.lm_head.weight is model.encoder.sentence_encoder.embed_tokens.weight
 
@@ -162,12 +158,11 @@ def test_old_names_and_another_id_of_padding(sources, copy, tmp_path):
     torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
 @pytest.mark.parametrize(("positions", "how"), [(100, "repeats"), (24, "cut from")])
-def test_other_lengths(positions, how, attention, sources, tmp_path):
+def test_other_lengths(positions, how, sources, tmp_path):
     folder = sources["roberta"][1]
-    convert(folder, tmp_path / "same", attention)
-    said = convert(folder, tmp_path / "out", attention, positions).notes
+    convert(folder, tmp_path / "same", "lln_diag")
+    said = convert(folder, tmp_path / "out", "lln_diag", positions).notes
     assert said[-1] == f"{positions} positions, {how} the 40 that were learned"
     tokens = encoded(tmp_path / "out", TEXTS[:3])[:, :24]
     ours, expected = logits(tmp_path / "out", tokens), logits(tmp_path / "same", tokens)
@@ -177,17 +172,9 @@ def test_other_lengths(positions, how, attention, sources, tmp_path):
         assert logits(tmp_path / "out", torch.full((1, 100), 5)).shape[1] == 100
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"positions": 10**12}, "--positions is 1000000000000, and must be from 1 to 1048576"),
-        ({"positions": 0}, "--positions is 0, and must be from 1"),
-        ({"heads": 7}, "--heads is for a checkpoint of fairseq, and .* is a directory: leave it out"),
-        ({"dictionary": Path("dict.txt")}, "--dictionary is for a checkpoint of fairseq"),
-    ],
-)
-def test_options_that_do_not_fit_a_directory_are_refused(options, message, sources, tmp_path):
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize("options", [{"positions": 0}, {"heads": 7}, {"dictionary": Path("dict.txt")}])
+def test_options_that_do_not_fit_a_directory_are_refused(options, sources, tmp_path):
+    with pytest.raises(InputError, match=f"--{next(iter(options))} is"):
         convert(sources["roberta"][1], tmp_path / "out", "softmax", **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -207,29 +194,19 @@ def test_fine_tuning_goes_on_from_it(sources, tmp_path, monkeypatch):
     assert torch.equal(after[EMBEDDING], before[EMBEDDING])
 
 
-def test_older_files_of_a_tokenizer_encode_as_transformers_does_from_them(sources, tmp_path):
-    convert(sources["roberta"][1], tmp_path / "out", "softmax")
-    theirs = AutoTokenizer.from_pretrained(sources["roberta"][1])
-    ours = load_vocabulary(str(tmp_path / "out")).tokenizer
-    assert ours.encode_ids(TEXTS[:3]) == [theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS[:3]]
-
-
 ADDITIONAL = {"additional_special_tokens": ["<ent>", "</ent>"]}
-SETTINGS = [
-    ("bert", {"do_lower_case": False}),
-    ("bert", {"strip_accents": False}),
-    ("roberta", {"add_prefix_space": True}),
-    ("roberta", ADDITIONAL),
-    ("bert", ADDITIONAL),
-    ("bert", {"additional_special_tokens": ["[unused0]"]}),
-]
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "as_tokenizer_json", "added"),
     [
-        *[(*kind_and_settings, True, ()) for kind_and_settings in SETTINGS],
-        *[(*kind_and_settings, False, ()) for kind_and_settings in SETTINGS],
+        ("bert", {"do_lower_case": False}, True, ()),
+        ("bert", {"strip_accents": False}, False, ()),
+        ("bert", ADDITIONAL, True, ()),
+        ("bert", {"additional_special_tokens": ["[unused0]"]}, False, ()),
+        ("roberta", {"add_prefix_space": True}, True, ()),
+        ("roberta", {"add_prefix_space": True}, False, ()),
+        ("roberta", ADDITIONAL, False, ()),
         ("bert", {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False}, True, ()),
         ("xlm-roberta", ADDITIONAL, True, ()),
         ("roberta", {}, False, ("<ent>", "</ent>")),

@@ -48,14 +48,6 @@ def test_a_checkpoint_of_fairseq(form, trained, tmp_path):
         assert torch.equal(logits(tmp_path / "out", tokens), model(tokens)[0])
 
 
-def test_heads_for_other_tasks_are_left_out(trained, tmp_path):
-    state = torch.load(trained / "checkpoint_last.pt")
-    state["model"]["classification_heads.sst2.dense.bias"] = torch.zeros(32)
-    torch.save(state, tmp_path / "a.pt")
-    (note,) = convert(tmp_path / "a.pt", tmp_path / "out", "softmax", dictionary=trained / "dict.txt").notes
-    assert note == "left out: classification_heads.sst2.dense.bias"
-
-
 def test_a_checkpoint_of_ours_with_another_attention(trained, tmp_path):
     source = trained / "checkpoint_last.pt"
     convert(source, tmp_path / "out", "lln_diag")

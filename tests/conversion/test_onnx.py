@@ -16,6 +16,7 @@ from lln_fairseq.conversion.export import export
 from lln_fairseq.errors import InputError
 from tests.conversion.sources import ours, padded_batch, shaken
 from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
+from tests.helpers import with_representatives
 
 HEAD = "sentence_classification_head"
 SMALL = ("--encoder-layers", 1)  # the exporter takes seconds for each
@@ -38,7 +39,7 @@ def run(folder, tokens):
     return torch.from_numpy(session.run(["logits"], inputs)[0])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", with_representatives(MODELS, "lln_diag joint_offset"))
 def test_onnxruntime_gives_our_logits(name, pretrained, tmp_path, monkeypatch):
     checkpoint = pretrained("--attention", name.split()[0], *SMALL, *MODELS[name])
     if name == "softmax":  # weights too large for a protobuf are beside it
@@ -55,6 +56,7 @@ def test_onnxruntime_gives_our_logits(name, pretrained, tmp_path, monkeypatch):
     assert modeling.HAS_KERNELS
 
 
+@pytest.mark.exhaustive
 def test_a_classifier_with_the_average_of_both_parts(tmp_path, monkeypatch, capsys):
     data = make_classification(tmp_path / "data")
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, *SMALL)
@@ -69,6 +71,7 @@ def test_a_classifier_with_the_average_of_both_parts(tmp_path, monkeypatch, caps
     torch.testing.assert_close(run(tmp_path / "out", padded_batch()), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_another_one_is_not_written(pretrained, tmp_path, monkeypatch, capsys):
     checkpoint = pretrained("--attention", "softmax", *SMALL)
     right = program._logits
@@ -81,13 +84,6 @@ def test_a_model_that_is_another_one_is_not_written(pretrained, tmp_path, monkey
     )
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
-
-
-def test_the_check_covers_padding_and_all_lengths_up_to_the_longest():
-    batches = list(to_onnx._batches(vocabulary=100, longest=20, block=8))
-    assert [tuple(batch.shape) for batch in batches[::2]] == [(1, 1), (1, 20), (3, 7), (5, 19)]
-    assert [bool((batch == 1).any()) for batch in batches] == [False] * 5 + [True, False, True]
-    assert all((batch[:, 0] == 0).all() for batch in batches)
 
 
 def test_missing_packages_are_named_before_anything_is_read(monkeypatch, tmp_path):

@@ -18,6 +18,7 @@ from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.inference.loading import load_model
 
+pytestmark = pytest.mark.exhaustive
 CHAINS = {  # variable domains of antibodies in use: trastuzumab and adalimumab, trastuzumab
     "sapiens-heavy": (
         "EVQLVESGGGLVQPGGSLRLSCAASGFNIKDTYIHWVRQAPGKGLEWVARIYPTNGYTRYADSVKGRFTISADTSKNTAYLQMNSLRAEDTAVYYCSRWGGDGFYAMDYWGQGTLVTVSS",

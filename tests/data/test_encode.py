@@ -62,7 +62,7 @@ def test_gpt2_ids_are_those_of_fairseq(gpt2):
     assert_same_as_fairseq(gpt2, [*PIECES, "", TEXT, *random_texts(300), *every_character(step=64)])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_published_gpt2_ids_are_those_of_fairseq():
     if not all((REAL / name).is_file() for name in ("encoder.json", "vocab.bpe", "dict.txt")):
         pytest.skip(f"no GPT-2 files in {REAL}; data_prep.wikitext103 --tokenizer gpt2 fetches them")

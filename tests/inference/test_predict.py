@@ -186,16 +186,12 @@ def test_a_mask_in_byte_level_bpe(tmp_path):
     ("lm", lambda model: model.predict(["film"]), "was not fine-tuned"),
     ("SST-2", lambda model: model.fill("a <mask>"), "was fine-tuned and cannot fill"),
     ("lm", lambda model: model.fill("a film"), "one <mask>"),
-    ("lm", lambda model: model.fill("<mask> <mask>"), "one <mask>"),
     ("lm", lambda model: model.fill("film " * 100 + "<mask>"), "beyond the 64 tokens"),
-    ("lm", lambda model: model.fill("<mask>", 0), "k is 0, and must be from 1 to"),
     ("lm", lambda model: model.fill("<mask>", 1000), "k is 1000, and must be from 1 to"),
     ("SST-2", lambda model: model.predict("a film"), "put it in a list"),
     ("SST-2", lambda model: model.predict([("a", "b")]), "one text, a string"),
-    ("SST-2", lambda model: model.predict([7]), "one text, a string"),
     ("SST-2", lambda model: model.predict(["\ud800"]), "half of a character"),
     ("RTE", lambda model: model.predict(["a", "b"]), "a pair of texts, a tuple of two"),
-    ("RTE", lambda model: model.predict([("a", "b", "c")]), "a pair of texts, a tuple of two"),
     ("RTE", lambda model: model.encode([("a", "b")]), "one text, a string"),
 ])  # fmt: skip
 def test_what_a_model_cannot_do_is_said_in_one_line(name, act, message, runs):
@@ -257,31 +253,13 @@ def test_memory_is_bounded_on_a_stream():
     assert read < 9000 + 2 * PART_TEXTS
 
 
-def test_closed_standard_streams(runs, tmp_path, monkeypatch, capsys):
-    (tmp_path / "in").write_text("film\n")
-    for stream, message in (("stdin", "error: standard input is closed: give --input FILE\n"),
-                            ("stdout", "error: standard output is closed: give --output FILE\n")):  # fmt: skip
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, stream, None)
-            assert main(["predict", str(runs["SST-2"])]) == 1
-        assert capsys.readouterr().err == message
-    monkeypatch.setattr(sys, "stderr", None)
-    code, said, _ = said_by(capsys, runs["SST-2"], "--input", tmp_path / "in")
-    assert (code, said.count("\n")) == (0, 1)
-    code, said, _ = said_by(capsys, runs["SST-2"], "--input", tmp_path / "nowhere")
-    assert (code, said) == (1, "")
-
-
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("SST-2", b"a film\ta story\n", "line 1 has 2 columns, and the model takes one text"),
     ("RTE", b"a\tb\n\nalone\n", "line 3 has 1 columns, and the model takes two texts"),
     ("SST-2", b"good\nb\xff\n", "line 2: not UTF-8"),
-    ("SST-2", None, "No such file or directory"),
-    ("lm", b"film\n", "was not fine-tuned"),
 ])  # fmt: skip
 def test_bad_input_ends_in_one_line_and_leaves_the_output(name, content, message, runs, tmp_path, capsys):
-    if content is not None:
-        (tmp_path / "in").write_bytes(content)
+    (tmp_path / "in").write_bytes(content)
     (tmp_path / "out").write_text("old")
     code, said, errors = said_by(capsys, runs[name], "--input", tmp_path / "in", "--output", tmp_path / "out")
     assert (code, said, errors.count("\n")) == (1, "", 1)

@@ -26,7 +26,7 @@ from tests.fairseq_runs import (
     read_log,
     train,
 )
-from tests.helpers import FLOAT32_FORWARD, relative_rms
+from tests.helpers import FLOAT32_FORWARD, relative_rms, with_representatives
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,13 +45,12 @@ def test_softmax_reproduces_stock_roberta(corpus, tmp_path, monkeypatch):
     assert stock["valid"][0]["valid_loss"] == ours["valid"][0]["valid_loss"]
 
 
-@pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
-def test_a_stock_checkpoint_fine_tunes(attention, corpus, task_data, tmp_path, monkeypatch):
+def test_a_stock_checkpoint_fine_tunes(corpus, task_data, tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "stock", *MASKED_LM, "--arch", "roberta",
           "--user-dir", ROOT / "lln_fairseq", "--max-positions", 64)  # fmt: skip
     stock = tmp_path / "stock" / "checkpoint_last.pt"
     log = train(monkeypatch, tmp_path / "f.log", task_data, tmp_path / "tuned", *CLASSIFICATION, *LLN,
-                "--attention", attention, "--finetune-from-model", stock, "--max-update", 1, "--lr", 0)  # fmt: skip
+                "--finetune-from-model", stock, "--max-update", 1, "--lr", 0)  # fmt: skip
     assert len(log["train"]) == 1
     before = torch.load(stock)["model"]
     after = torch.load(tmp_path / "tuned" / "checkpoint_last.pt")["model"]
@@ -59,7 +58,7 @@ def test_a_stock_checkpoint_fine_tunes(attention, corpus, task_data, tmp_path, m
     assert torch.equal(before[weight], after[weight])
 
 
-@pytest.mark.parametrize("attention", sorted(ATTENTION_REGISTRY))
+@pytest.mark.parametrize("attention", with_representatives(sorted(ATTENTION_REGISTRY), "lln", "linformer"))
 def test_every_attention_trains_and_loads_again(attention, corpus, tmp_path, monkeypatch):
     log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--attention", attention)
     assert len(log["train"]) == 3
@@ -146,7 +145,6 @@ def test_presets_give_way_to_what_is_set(preset):
 
 BAD_OPTIONS = [
     (("--attention", "lln_dia"), "invalid choice.*softmax"),
-    (("--lln-diag-blocksize", "3"), "unrecognized arguments: --lln-diag-blocksize"),
     (("--encoder-attention-heads", "5"), "embedding dimension 32 is not divisible by 5"),
     (("--lln-diag-block-size", "0"), "block_size must be at least 1, got 0"),
 ]
@@ -168,26 +166,12 @@ def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path):
     assert "Traceback" not in failed.stderr
 
 
-def test_bad_input_of_a_recipe_ends_in_one_line_and_an_exit_code(tmp_path):
-    failed = run(sys.executable, "-m", "fairseq_cli.hydra_train", "--config-dir", "configs", "--config-name",
-                 "pretrain", *HYDRA, f"checkpoint.save_dir={tmp_path}", "task.data=nowhere")  # fmt: skip
-    assert failed.returncode == 1
-    assert failed.stderr.splitlines()[-1] == (
-        "error: nowhere is not a binarised data directory: nowhere/dict.txt is missing"
-    )
-    assert "Traceback" not in failed.stderr
-    assert not list(tmp_path.rglob("*.pt"))
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["attention=lln_dia"], "Could not find 'attention/lln_dia'.*lln_diag"),
-        (["model.attention=lln_dia"], "option 'attention': Invalid value 'lln_dia'.*softmax"),
-        (["model.lln_diag_blocksize=3"], "Key 'lln_diag_blocksize' is not in struct"),
+        (["task.data=nowhere"], "^error: nowhere is not a binarised data directory: nowhere/dict.txt is missing$"),
         (["+model.lln_diag_blocksize=3"], "unknown option 'lln_diag_blocksize'; did you mean 'lln_diag_block_size'"),
-        (["model.encoder_attention_heads=5"], "embedding dimension 128 is not divisible by 5"),
-        (["model.lln_diag_block_size=0"], "block_size must be at least 1, got 0"),
         (["run=gpu8"], "^error: 8 workers here, but this machine has \\d GPUs"),
     ],
 )

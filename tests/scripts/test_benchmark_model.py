@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from lln_fairseq.attention import LAYER_REGISTRY, MECHANISMS
 from scripts.benchmarks import model as benchmark
 from scripts.benchmarks import model_training
-from scripts.benchmarks.meter import OutOfMemory, Spread, in_child
+from scripts.benchmarks.meter import OutOfMemory, in_child
 from scripts.benchmarks.model_report import Row, table
-from scripts.benchmarks.model_training import Adam, Training, build
+from scripts.benchmarks.model_training import Adam, Training
+from tests.helpers import with_representatives
 
 
 def kill_oneself():
@@ -24,6 +25,7 @@ def arguments(*words):
     return benchmark.parse(["--device", "cpu", "--threads", "1", "--smoke", *words])
 
 
+@pytest.mark.exhaustive
 def test_smoke_run_covers_every_attention(tmp_path, capsys):
     outputs = ["--json", str(tmp_path / "t.json"), "--png", str(tmp_path / "t.png")]
     assert benchmark.main(["--smoke", "--device", "cpu", "--threads", "1", "--no-memory", *outputs]) == 0
@@ -75,16 +77,6 @@ def test_a_child_without_memory_is_told_from_one_with_an_error():
         in_child(len, 1)
 
 
-def test_the_paper_is_shown_beside(capsys):
-    rows = [Row("softmax", 1024, Spread(4.0, 3.0, 5.0)), Row("lln_diag", 1024, Spread(2.0, 1.0, 3.0)),
-            Row("softmax", 8192, oom=True)]  # fmt: skip
-    lines = table(benchmark.settings(arguments()), rows).splitlines()
-    assert any(line.split() == ["lln_diag", "2.0", "(1.0-3.0)"] for line in lines)
-    assert any(line.split() == ["lln_diag", "2.00"] for line in lines)
-    assert any(line.split() == ["LLN+Diag", "1.3", "6.9"] for line in lines)
-    assert any(line.split() == ["softmax", "5.5", "OOM"] for line in lines)
-
-
 def test_both_softmax_rows_compute_the_same(monkeypatch):
     training = Training(arguments("--dropout", "0"), 64)
     logits = []
@@ -97,13 +89,7 @@ def test_both_softmax_rows_compute_the_same(monkeypatch):
     assert not torch.equal(logits[0], logits[1])
 
 
-def test_a_row_may_state_options():
-    module = build("lln_diag:block_size=16,mix=ratio", num_heads=2, head_dim=8, max_positions=64)
-    assert (module.config.block_size, module.config.mix) == (16, "ratio")
-    assert build("softmax:dropout=0.1", num_heads=2, head_dim=8, max_positions=64, dropout=0.0).dropout == 0.1
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", with_representatives(["float32", "float16"], "float32"))
 def test_an_iteration_lowers_the_loss(dtype, monkeypatch):
     training = Training(arguments("--dtype", dtype, "--dropout", "0", "--vocabulary", "50"), 64)
     training.add("linformer")  # which has parameters of its own
@@ -122,11 +108,10 @@ def test_an_iteration_lowers_the_loss(dtype, monkeypatch):
     assert not any(map(torch.equal, before, trained))
 
 
-@pytest.mark.parametrize("name", LAYER_REGISTRY)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_layer_that_replaces_robertas_is_trained_and_put_out_again(name, dtype, monkeypatch):
+@pytest.mark.parametrize("name", with_representatives(LAYER_REGISTRY, "flash"))
+def test_a_layer_that_replaces_robertas_is_trained_and_put_out_again(name, monkeypatch):
     """RoBERTa's own layers stay as they are meanwhile; the rows that follow find them again."""
-    training = Training(arguments("--dtype", dtype, "--dropout", "0", "--vocabulary", "50"), 64)
+    training = Training(arguments("--dropout", "0", "--vocabulary", "50"), 64)
     layers = list(training.layers)
     for row in (name, "lln"):
         training.add(row)

