@@ -9,7 +9,6 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
-from lln_fairseq.tasks._shared_sequences import shard_multiple
 from omegaconf import OmegaConf
 
 from lln_fairseq import analysis
