@@ -44,9 +44,12 @@ setup(
         "matplotlib>=3.9,<4",
         "threadpoolctl>=3.1,<4",
         "tqdm>=4.66,<5",
+        "requests>=2.31,<3",
+        "pillow>=10.4,<14",
     ],
     extras_require={
         "test": [
+            "hypothesis>=6.170,<7",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",

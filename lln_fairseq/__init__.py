@@ -27,10 +27,10 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`lln_fairseq.load`, see text_model.py."""
+    """Import `lln_fairseq.load`, which needs fairseq, when it is first asked for."""
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     register()  # before anything else imports fairseq
-    return importlib.import_module(f"{__name__}.text_model").load
+    from lln_fairseq.inference.text_model import load
+
+    return load

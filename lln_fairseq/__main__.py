@@ -10,12 +10,12 @@ from lln_fairseq.command import run_main
 # The module whose main(argv) runs a program, and what the program does.
 PROGRAMS = {
     "train": ("lln_fairseq.training.train", "pre-train or fine-tune a model with a recipe"),
-    "evaluate": ("lln_fairseq.evaluate", "score a fine-tuned model on a split of its data"),
-    "predict": ("lln_fairseq.predict", "write a label or a score for every line of text"),
-    "convert": ("lln_fairseq.convert", "read a model of Hugging Face or fairseq"),
-    "export": ("lln_fairseq.export", "write a model for Hugging Face or ONNX"),
-    "linearize": ("lln_fairseq.linearize", "give a trained softmax encoder a linear attention"),
-    "analyze": ("lln_fairseq.analyze", "measure what the attention of a trained model does"),
+    "evaluate": ("lln_fairseq.inference.evaluate", "score a fine-tuned model on a split of its data"),
+    "predict": ("lln_fairseq.inference.predict", "write a label or a score for every line of text"),
+    "convert": ("lln_fairseq.conversion.convert", "read a model of Hugging Face or fairseq"),
+    "export": ("lln_fairseq.conversion.export", "write a model for Hugging Face or ONNX"),
+    "linearize": ("lln_fairseq.linearize.linearize", "give a trained softmax encoder a linear attention"),
+    "analyze": ("lln_fairseq.analysis.analyze", "measure what the attention of a trained model does"),
 }
 
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from lln_fairseq import linearize
 from lln_fairseq.__main__ import PROGRAMS, main
+from lln_fairseq.linearize import linearize
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

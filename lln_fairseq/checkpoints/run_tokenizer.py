@@ -16,12 +16,13 @@ from typing import Any
 from fairseq.utils import split_paths
 
 from lln_fairseq.command import UserError
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.special_symbols import NUM_SPECIAL
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
-from lln_fairseq.preparation import preparation
 
 FOLDER, MANIFEST = "tokenizer", "manifest.json"
 DICTIONARIES = ("dict.txt", "input0/dict.txt", "input1/dict.txt", "label/dict.txt")
-SPECIAL = 4  # <s>, <pad>, </s>, <unk>
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def keep_tokenizer(task: Any, save_dir: str) -> None:
         dictionaries.setdefault("input1/dict.txt", dictionaries["input0/dict.txt"])
     files = dict(dictionaries)
     try:
-        vocabulary = preparation("vocabulary").load_vocabulary(str(data))  # of data_prep/vocabulary.py
+        vocabulary = load_vocabulary(str(data))
         check_vocabulary(vocabulary, task, str(data))
     except UserError as error:
         logger.info(f"text can be given to this run's model only with a --tokenizer: {error}")
@@ -48,12 +49,12 @@ def keep_tokenizer(task: Any, save_dir: str) -> None:
     for name in {*DICTIONARIES, MANIFEST} - files.keys():  # of other data in the same directory
         (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
-        preparation("files").write_bytes(folder / name, content)
+        write_bytes(folder / name, content)
 
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
     """Raises: InputError where the symbols of a tokenizer have other ids than in the task's dictionary."""
-    if task.source_dictionary.symbols[SPECIAL : SPECIAL + len(vocabulary.symbols)] != vocabulary.symbols:
+    if task.source_dictionary.symbols[NUM_SPECIAL : NUM_SPECIAL + len(vocabulary.symbols)] != vocabulary.symbols:
         raise InputError(f"the tokenizer of {where} has other symbols than the dictionary of {task.cfg.data}")
 
 

@@ -107,10 +107,11 @@ def _cannot_save(path: str, error: BaseException) -> InputError:
             "command goes on from the last checkpoint that is left"
         )
     reason, free = getattr(error, "strerror", None) or first_line(error), shutil.disk_usage(folder).free / 1e6
-    return InputError(
-        f"cannot save {path}: {reason} ({free:.0f} MB free); the last checkpoint that was saved is whole: make room "
-        "and give the same command again to go on from it"
-    )
+    if os.path.isfile(os.path.join(folder, LAST)):
+        advice = "the last checkpoint that was saved is whole: make room and give the same command again to resume it"
+    else:
+        advice = f"{folder} has no {LAST} yet: make room and give the same command again, which begins anew"
+    return InputError(f"cannot save {path}: {reason} ({free:.0f} MB free); {advice}")
 
 
 def _root_cause(error: BaseException) -> BaseException:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, require_attention
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
-from lln_fairseq.modules.token_shards import Shard
+from lln_fairseq.modules.sequence_parallel import Shard
 
 
 class LLNEncoderLayer(TransformerEncoderLayerBase):

@@ -65,6 +65,11 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
             cfg.max_positions = _positions_of_checkpoint(cfg) or POSITIONS
         with input_errors():
             task = super().setup_task(cfg, **kwargs)
+        for option in ("init_token", "separator_token"):
+            token = getattr(cfg, option)
+            largest = len(task.source_dictionary) - 1
+            if token is not None and not 0 <= token <= largest:
+                raise InputError(f"task.{option} is {token}, and must be in [0, {largest}]: the ids of {cfg.data}")
         if not cfg.regression_target and len(task.labels) != cfg.num_classes:
             raise InputError(
                 f"num_classes is {cfg.num_classes}, but {cfg.data}/label/dict.txt has {len(task.labels)} labels: "

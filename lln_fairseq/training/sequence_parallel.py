@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, require_attention
 from lln_fairseq.errors import InputError, input_errors
-from lln_fairseq.modules.token_shards import cut_batch, neighbours
+from lln_fairseq.modules.sequence_parallel import cut_batch, neighbours
 
 SHARING = (
     "share a sequence over workers: leave out --sequence-parallel-size (task.sequence_parallel_size), or take "

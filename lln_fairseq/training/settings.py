@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_REGISTRY
+from fairseq.optim.fused_adam import FusedAdamV1, get_fused_adam_class
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
@@ -38,9 +39,17 @@ RANGES = {  # of what fairseq takes as it is: it would train nothing, or end in 
     "model.activation_dropout": PROBABILITY,
     "model.pooler_dropout": PROBABILITY,
     "model.encoder_layerdrop": PROBABILITY,
-    "task.mask_prob": PROBABILITY,
+    "model.quant_noise_pq_block_size": (1, math.inf),
     "task.leave_unmasked_prob": PROBABILITY,
     "task.random_token_prob": PROBABILITY,
+}
+
+NOT_TRAINABLE = {  # options with which fairseq ends in a traceback, or saves checkpoints that cannot be loaded
+    "model.spectral_norm_classification_head": "its checkpoints cannot be loaded. Leave it out",
+    "model.encoder_layers_to_keep": "its checkpoints would state all layers. Set model.encoder_layers instead",
+    "model.decoder_layers_to_keep": "its checkpoints would state all layers. Set model.decoder_layers instead",
+    "optimizer.relative_step": "fairseq always sets a learning rate. Leave it out",
+    "optimizer.warmup_init": "it needs relative_step, which does not work either. Leave it out",
 }
 
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # by these fairseq sees that torchrun started it
@@ -52,6 +61,7 @@ def check_command(cfg: Any) -> None:
         part(cfg)
     if cfg.model is not None:  # fairseq-validate and others do not train
         check_precision(cfg)
+        check_trainable(cfg)
 
 
 def check(cfg: Any) -> None:
@@ -69,6 +79,17 @@ def check_ranges(cfg: Any) -> None:
             if number is not None and not lowest <= number <= highest:
                 limit = f"at least {lowest}" if highest == math.inf else f"in [{lowest}, {highest}]"
                 raise InputError(f"{option} is {number}, and must be {limit}")
+
+
+def check_trainable(cfg: Any) -> None:
+    """Raise InputError for an option of fairseq's that cannot be used in a training."""
+    for option, reason in NOT_TRAINABLE.items():
+        group, key = option.split(".")
+        if getattr(cfg.get(group), key, None):
+            raise InputError(f"{option} does not work in a training: {reason}")
+    mask_prob = getattr(cfg.task, "mask_prob", None)
+    if mask_prob is not None and not 0 < mask_prob < 1:
+        raise InputError(f"task.mask_prob is {mask_prob}, and must be more than 0 and less than 1")
 
 
 def check_attention(cfg: Any) -> None:
@@ -150,6 +171,10 @@ def check_precision(cfg: Any) -> None:
         raise InputError(
             f"{wanted} needs a GPU, and there is none or --cpu is set: leave {wanted} out (common.{wanted}=false, or "
             "run=cpu for fp16)"
+        )
+    if getattr(cfg.optimizer, "fp16_adam_stats", False) and (on_cpu or get_fused_adam_class() is not FusedAdamV1):
+        raise InputError(
+            "fp16_adam_stats needs a GPU and apex's fused_adam_cuda: leave it out (optimizer.fp16_adam_stats=false)"
         )
 
 

@@ -23,11 +23,11 @@ import torch
 from omegaconf import OmegaConf
 
 import lln_fairseq
-from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece
-from data_prep.vocabulary import new_vocabulary
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.command import run_main
-from lln_fairseq.presets import PRESETS
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from lln_fairseq.data.vocabulary import new_vocabulary
+from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import Spread, check_outputs, interleaved
 from scripts.columns import aligned
@@ -118,7 +118,7 @@ def check(ours: Predict, theirs: Predict, texts: list[str]) -> None:
 
 
 def variants(preset: str, folder: Path, data: Path, args: argparse.Namespace) -> dict[str, Predict]:
-    from lln_fairseq.export import export
+    from lln_fairseq.conversion.export import export
 
     found: dict[str, Predict] = {}
     for attention in dict.fromkeys([SOFTMAX, *args.attentions]):

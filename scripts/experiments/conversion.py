@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import lln_fairseq
-from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, run_main
-from lln_fairseq.students import SEED, HeldOut, Students
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.linearize.attention_transfer import Texts, exchanged
+from lln_fairseq.linearize.layerwise import SEED, HeldOut, Students
 from lln_fairseq.training.malloc import disable_malloc_trim
-from lln_fairseq.transfer import Texts, exchanged
 from scripts.columns import aligned
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,7 +33,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks alone": ("block_diag", {}),
     "average": ("lln_diag", {}),
     "joint": ("lln_diag", {"mix": "joint"}),
-    "joint_share": ("lln_diag", {"mix": "joint_share"}),
     "joint_offset": ("lln_diag", {"mix": "joint_offset"}),
     "joint_offset, entropy": ("lln_diag", {"mix": "joint_offset", "constants": "entropy"}),
     "joint_offset, gain": ("lln_diag", {"mix": "joint_offset", "gain": "learned"}),
@@ -94,8 +93,8 @@ class Conversion:
                 raise UserError(f"{self.file} is of other settings: give another OUT")
             self.rows = saved["rows"]
         lln_fairseq.register()  # before fairseq is imported, which configures the root logger
-        from lln_fairseq.linearize import COUNT, read_texts
-        from lln_fairseq.loading import load_model
+        from lln_fairseq.inference.loading import load_model
+        from lln_fairseq.linearize.linearize import COUNT, read_texts
 
         self.model, task = load_model(str(args.teacher))
         dictionary = task.source_dictionary

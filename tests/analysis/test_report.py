@@ -11,10 +11,10 @@ import torch
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis import entropy, measure
+from lln_fairseq.analysis.analyze import analyse
 from lln_fairseq.analysis.probe import record, spread_batches
 from lln_fairseq.analysis.report import VARIANTS, collect
-from lln_fairseq.analyze import analyse
-from lln_fairseq.loading import load_model
+from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
 
 USER_DIR = ("--user-dir", Path(__file__).parents[2] / "lln_fairseq")

@@ -23,7 +23,6 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "lln_diag-ratio": ("lln_diag", dict(mix="ratio")),
     "lln_diag-scale": ("lln_diag", dict(mix="scale")),
     "lln_diag-joint": ("lln_diag", dict(mix="joint")),
-    "lln_diag-joint-share-7": ("lln_diag", dict(mix="joint_share", block_size=7)),
     "lln_diag-joint-offset-7": ("lln_diag", dict(mix="joint_offset", block_size=7)),
     "lln_diag-joint-offset-48": ("lln_diag", dict(mix="joint_offset", block_size=48)),
     "transnormer_t1-local": ("transnormer_t1", dict(local_layers=1)),

@@ -14,7 +14,7 @@ from fairseq.models import build_model
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import InputError
-from lln_fairseq.loading import load_model
+from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
 
 SMALL = ("--max-update", 1, "--attention", "softmax")
@@ -64,6 +64,7 @@ def payloads(mark):
         ({"cfg.model.encoder_layers": 9}, "encoder_layers is 9, but its parameters have 2"),
         ({"cfg.model.max_positions": 1 << 40}, r"max_positions is \d+, but its positional table has 66 rows"),
         ({"cfg.model.encoder_attention_heads": 0}, "cannot build the model of .*integer modulo by zero"),
+        ({"cfg.model.lln_diag_mix": "joint_share"}, "Invalid value 'joint_share', expected .*joint_offset"),
         ({"cfg": None}, "it has no configuration"),
         ({"model": [1, 2]}, "it holds no model"),
         ({"model": {"encoder.x": "text"}}, "its model is not made of named tensors"),

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from data_prep.vocabulary import load_vocabulary
 from lln_fairseq.checkpoints import run_tokenizer
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_corpus, train
 from tests.text_runs import OPTIONS, make_glue

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from lln_fairseq.data import checks
+from lln_fairseq.data import binary_format
 from lln_fairseq.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
 from tests.tasks.test_tasks import make_task
@@ -169,7 +169,7 @@ def test_damaged_targets(data, lines, message):
 
 
 def test_a_corpus_is_read_in_pieces(data, monkeypatch):
-    monkeypatch.setattr(checks, "_AT_ONCE", 7)
+    monkeypatch.setattr(binary_format, "AT_ONCE", 7)
     load(data / "lm")
     ids = np.fromfile(data / "lm/train.bin", np.uint16)
     ids[-2] = 64

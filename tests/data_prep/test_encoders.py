@@ -5,7 +5,7 @@ import zipfile
 import pytest
 
 from data_prep import encoders
-from data_prep.command import DataError
+from lln_fairseq.data.reporting import DataError
 
 
 @pytest.fixture

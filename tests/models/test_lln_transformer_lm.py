@@ -11,7 +11,7 @@ from fairseq import checkpoint_utils
 from fairseq.sequence_generator import SequenceGenerator
 
 from lln_fairseq.errors import InputError
-from lln_fairseq.loading import load_model
+from lln_fairseq.inference.loading import load_model
 from lln_fairseq.modules.causal_self_attention import CausalSelfAttention
 from tests import fairseq_runs
 from tests.fairseq_runs import (

@@ -97,6 +97,13 @@ def test_another_number_of_classes_than_labels_is_refused(tmp_path):
         make_task("lln_sentence_prediction", data, num_classes=3, regression_target=False)
 
 
+@pytest.mark.parametrize("option", ["init_token", "separator_token"])
+def test_a_token_that_is_not_in_the_dictionary_is_refused(option, tmp_path):
+    data = make_classification(tmp_path, sizes=(("valid", 5),))
+    with pytest.raises(InputError, match=rf"task\.{option} is 1000000000, and must be in \[0, 64\]"):
+        make_classifier("lln_sentence_prediction", data, **{option: 10**9})
+
+
 def test_a_missing_split_is_named(corpus):
     for mode in ("eos", "none"):
         with pytest.raises(InputError, match="cannot load split 'test'"):

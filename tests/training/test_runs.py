@@ -165,6 +165,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch):
         train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options, "--max-update", 4)
     assert last.read_bytes() == before
     assert not list((tmp_path / "a").glob("*.tmp"))
+    with pytest.raises(InputError, match=r"cannot save .*/new has no checkpoint_last\.pt yet: make room"):
+        train(monkeypatch, tmp_path / "new.log", corpus, tmp_path / "new", *options, "--max-update", 4)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,16 @@ def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch):
         (("--distributed-world-size", 3), "3 workers here, but this machine has 0 GPUs"),
         (("--global-batch", 64, "--update-freq", 2), r"batch_size 8 x optimization.update_freq 2 x 1 workers is 16"),
         (("--finetune-from-model", "nowhere.pt"), "nowhere.pt: no such checkpoint"),
+        (("--spectral-norm-classification-head",), r"model\.spectral_norm_classification_head does not work"),
+        (("--quant-noise-scalar", 0.1), r"model\.quant_noise_scalar does not work: .*use model\.quant_noise_pq"),
+        (
+            ("--quant-noise-pq", 0.1, "--quant-noise-pq-block-size", 7),
+            r"must be a divisor of model\.encoder_embed_dim, 32",
+        ),
+        (("--fp16-adam-stats",), "fp16_adam_stats needs a GPU"),
+        (("--optimizer", "adafactor", "--relative-step"), r"optimizer\.relative_step does not work"),
+        (("--mask-prob", 0), r"task\.mask_prob is 0\.0, and must be more than 0 and less than 1"),
+        (("--encoder-layers-to-keep", 0), r"model\.encoder_layers_to_keep does not work .* Set model\.encoder_layers"),
     ],
 )
 def test_settings_that_cannot_work(options, message, corpus, tmp_path, monkeypatch):

@@ -20,11 +20,11 @@ from fairseq.logging.progress_bar import _tensorboard_writers
 from fairseq.options import get_training_parser, parse_args_and_arch
 from omegaconf import OmegaConf
 
-from lln_fairseq import evaluate
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import InputError
+from lln_fairseq.inference import evaluate
 from lln_fairseq.models import LLNRobertaModel
-from lln_fairseq.modules.token_shards import bounds
+from lln_fairseq.modules.sequence_parallel import bounds
 from lln_fairseq.training.sequence_parallel import SequenceSharing, shard_multiple
 from lln_fairseq.training.settings import split_global_batch
 from tests.fairseq_runs import (

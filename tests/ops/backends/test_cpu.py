@@ -20,7 +20,6 @@ from lln_fairseq.ops.autograd import mixture
 from lln_fairseq.ops.backends import Mixture, choose_backend, cpu
 from lln_fairseq.ops.backends.cpu import compile
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
-from lln_fairseq.ops.joint import FORMS
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
@@ -28,7 +27,7 @@ from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, ran
 reason = cpu.is_supported(torch.empty(1, 1, 1, 64))
 needs_compiler = pytest.mark.skipif(reason is not None, reason=str(reason))
 ZEROS = torch.zeros(3, 2)  # α and β where there is no LLN
-JOINT = [Mixture(1.0, 1.0, size, joint=form) for size in (5, 64, 256) for form in FORMS]
+JOINT = [Mixture(1.0, 1.0, size, joint=True) for size in (5, 64, 256)]
 MIXTURES = [
     Mixture(1.0, 0.0),
     *(Mixture(0.5, 0.5, size) for size in (1, 5, 50, 64, 256)),
@@ -63,7 +62,7 @@ def check(actual, expected, about=None):
 
 @needs_compiler
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("mix", MIXTURES, ids=lambda m: f"{m.joint or ''}{m.lln_weight}-{m.diag_weight}-{m.block_size}")
+@pytest.mark.parametrize("mix", MIXTURES, ids=lambda m: f"{m.lln_weight}-{m.diag_weight}-{m.block_size}")
 @pytest.mark.parametrize(("length", "dim"), [(3, 64), (64, 64), (130, 64), (300, 64), (97, 16), (97, 48), (97, 112)])
 def test_equals_pytorch_in_float64(length, dim, mix, padded):
     tensors = random_tensors(length, dim)
@@ -72,7 +71,7 @@ def test_equals_pytorch_in_float64(length, dim, mix, padded):
 
 
 @needs_compiler
-@pytest.mark.parametrize("mix", [*MIXTURES[:3], *JOINT[:4]], ids=lambda m: f"{m.joint or ''}{m.block_size}")
+@pytest.mark.parametrize("mix", [*MIXTURES[:3], *JOINT[:2]], ids=lambda m: f"{m.lln_weight}-{m.block_size}")
 def test_layouts_and_threads_change_no_bit(mix):
     tensors = random_tensors(130, 32)
     expected = results("cpu", mix, tensors)
@@ -191,7 +190,7 @@ def test_narrower_vectors_give_the_same(arch, monkeypatch, cache, compiled):
     flags = [f"-march={arch}" if flag.startswith("-march") else flag for flag in compile.FLAGS]
     monkeypatch.setattr(compile, "FLAGS", flags)
     tensors = random_tensors(130, 48)
-    for mix in (Mixture(0.5, 0.5, 48), Mixture(1.0, 1.0, 48, joint="share")):
+    for mix in (Mixture(0.5, 0.5, 48), Mixture(1.0, 1.0, 48, joint=True)):
         cpu._library.cache_clear()
         check(results("cpu", mix, tensors), results("torch", mix, tensors, None, torch.float64), mix)
     assert len(compiled) == len(list(cache.iterdir())) == 1  # the second time it came from the cache

@@ -25,14 +25,14 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 SPILLED = {
     (80, 64, "_joint_out_kernel"): {"joint-dropout": 8, "joint-block16": 8, "joint-block256": 224},
     (80, 64, "_joint_dq_kernel"): {
-        "joint": 104, "joint-share": 88, "joint-dropout": 144, "joint-block16": 192, "joint-block256": 1104,
+        "joint": 104, "joint-dropout": 144, "joint-block16": 192, "joint-block256": 1104,
     },
     (80, 128, "_lln_diag_bwd_kernel"): {"diag": 104, "dropout": 208, "block256": 288},
     (80, 128, "_joint_out_kernel"): {
-        "joint": 128, "joint-share": 128, "joint-dropout": 208, "joint-block256": 128, "joint-block64": 16,
+        "joint": 128, "joint-dropout": 208, "joint-block256": 128, "joint-block64": 16,
     },
     (80, 128, "_joint_dq_kernel"): {
-        "joint": 1256, "joint-share": 1256, "joint-dropout": 1392, "joint-block16": 408, "joint-block256": 1480,
+        "joint": 1256, "joint-dropout": 1392, "joint-block16": 408, "joint-block256": 1480,
         "joint-block64": 80,
     },
     (80, 128, "_joint_dkv_kernel"): {"joint": 312, "joint-dropout": 448, "joint-block256": 448},
@@ -43,9 +43,9 @@ SPILLED = {
     (90, 128, "_lln_diag_bwd_kernel"): {
         "diag": 256, "dropout": 528, "block16": 48, "block256": 392, "block64": 48,
     },
-    (90, 128, "_joint_out_kernel"): {"joint": 168, "joint-share": 168, "joint-dropout": 240, "joint-block256": 240},
+    (90, 128, "_joint_out_kernel"): {"joint": 168, "joint-dropout": 240, "joint-block256": 240},
     (90, 128, "_joint_dq_kernel"): {
-        "joint": 848, "joint-share": 904, "joint-dropout": 1088, "joint-block16": 16, "joint-block256": 1488,
+        "joint": 848, "joint-dropout": 1088, "joint-block16": 16, "joint-block256": 1488,
     },
     (90, 128, "_joint_dkv_kernel"): {
         "joint": 408, "joint-dropout": 904, "joint-block16": 24, "joint-block256": 2120,

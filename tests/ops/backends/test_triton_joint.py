@@ -1,4 +1,4 @@
-"""The Triton kernels of the joint forms: several splits, layouts, half precision; test_joint.py has the rest."""
+"""The Triton kernels of the joint form: several splits, layouts, half precision; test_joint.py has the rest."""
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ from tests.ops.backends.test_triton import DEVICE, HALF, errors, gradients, inpu
 pytestmark = pytest.mark.skipif(
     (reason := triton.is_supported(torch.empty(1, 1, 1, 64, device=DEVICE))) is not None, reason=str(reason)
 )
-FORMS = {"joint_offset": ("offset", 0.7), "joint_share": ("share", 0.3)}
-every_form = pytest.mark.parametrize("mix", FORMS)
+OFFSET = 0.7
 
 
 @pytest.fixture
@@ -29,42 +28,41 @@ def poisoned(monkeypatch):
     helpers.poison_empty(monkeypatch)
 
 
-def joint(mix, mask, block, backend="triton", **options):
+def joint(mask, block, backend="triton", **options):
     def function(q, k, v, alpha, beta, parameter):
-        return lln_diag_attention(q, k, v, alpha, beta, mask, block, backend, mix=mix, mix_parameter=parameter,
-                                  **options)  # fmt: skip
+        return lln_diag_attention(q, k, v, alpha, beta, mask, block, backend, mix="joint_offset",
+                                  mix_parameter=parameter, **options)  # fmt: skip
 
     return function
 
 
-def oracle(mix, mask, block):
+def oracle(mask, block):
     def function(q, k, v, alpha, beta, parameter):
-        return reference.joint_matrix(q, k, alpha, beta, block, FORMS[mix][0], parameter, mask) @ v
+        return reference.joint_matrix(q, k, alpha, beta, block, parameter, mask) @ v
 
     return function
 
 
-def joint_inputs(mix, **options):
+def joint_inputs(**options):
     tensors, do = inputs(**options)
-    return [*tensors, torch.full(tensors[3].shape, FORMS[mix][1], device=DEVICE)], do
+    return [*tensors, torch.full(tensors[3].shape, OFFSET, device=DEVICE)], do
 
 
-@every_form
 @pytest.mark.parametrize("block", [16, 64])
-def test_over_several_splits(many_splits, block, mix):
-    tensors, do = joint_inputs(mix, length=130)
+def test_over_several_splits(many_splits, block):
+    tensors, do = joint_inputs(length=130)
     mask = torch.zeros(2, 130, dtype=torch.bool, device=DEVICE)
     mask[0, 20:100] = True  # splits and blocks without a real key
     mask[1, 3:] = True
     found = errors(
-        gradients(joint(mix, mask, block), tensors, do),
-        gradients(oracle(mix, mask, block), [x.double() for x in tensors], do.double()),
+        gradients(joint(mask, block), tensors, do),
+        gradients(oracle(mask, block), [x.double() for x in tensors], do.double()),
     )
     assert found[0] <= helpers.FLOAT32_FORWARD
     assert max(found[1:]) <= helpers.FLOAT32_GRADIENT
 
 
-def plain(mix, mask, block):
+def plain(mask, block):
     """The whole less the block with torch operations: matrices in the dtype of q, float32 exponentials and weights."""
 
     def function(q, k, v, alpha, beta, parameter):
@@ -77,7 +75,7 @@ def plain(mix, mask, block):
         inside = (a @ w.mT).masked_fill(~same, 0.0)
         u, count = outside_mass(inside.float()), same.sum(-1, keepdim=True)
         blocks = Blocks((count == (~mask).sum(-1)[:, None, None, None]) & (count > 0), count == 0)
-        c = outside_weight(u, FORMS[mix][0], parameter[..., None, None], blocks)
+        c = outside_weight(u, parameter[..., None, None], blocks)
         scores = (q @ k.mT / q.shape[-1] ** 0.5).float().masked_fill(~same, torch.finfo(torch.float32).min)
         p = scores.softmax(-1).masked_fill(~same, 0.0)
         weights = ((1 - c * u) * p - c * inside.float()).to(dtype)
@@ -86,41 +84,38 @@ def plain(mix, mask, block):
     return function
 
 
-@every_form
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("length", "dim", "block"), [(70, 128, 64), (97, 32, 48), (130, 64, 16)])
-def test_half_precision_is_as_good_as_pytorch(length, dim, block, dtype, mix):
-    tensors, do = joint_inputs(mix, heads=3, length=length, dim=dim, dtype=dtype)
+def test_half_precision_is_as_good_as_pytorch(length, dim, block, dtype):
+    tensors, do = joint_inputs(heads=3, length=length, dim=dim, dtype=dtype)
     mask = mask_of(2, length)
-    expected = gradients(oracle(mix, mask, block), [x.double() for x in tensors], do.double())
+    expected = gradients(oracle(mask, block), [x.double() for x in tensors], do.double())
     if (expected[-1].abs() < 1e-12).all():  # no query sees a key outside its block
         expected[-1].zero_()
-    ours = errors(gradients(joint(mix, mask, block), tensors, do), expected)
-    theirs = errors(gradients(plain(mix, mask, block), tensors, do), expected)
+    ours = errors(gradients(joint(mask, block), tensors, do), expected)
+    theirs = errors(gradients(plain(mask, block), tensors, do), expected)
     print("ours", *(f"{x:.1e}" for x in ours), "pytorch", *(f"{x:.1e}" for x in theirs))
     for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         factor = helpers.HALF_GRADIENT_FACTOR if i else helpers.HALF_FORWARD_FACTOR
         assert our <= factor * their + helpers.HALF_FLOOR, i
 
 
-@every_form
-def test_layouts_and_batch_mates_change_no_bit(many_splits, mix):
-    tensors, do = joint_inputs(mix, batch=3, length=70)
+def test_layouts_and_batch_mates_change_no_bit(many_splits):
+    tensors, do = joint_inputs(batch=3, length=70)
     mask = mask_of(3, 70)
-    whole = gradients(joint(mix, mask, 32), tensors, do)
+    whole = gradients(joint(mask, 32), tensors, do)
     by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in tensors]
-    for x, y in zip(whole, gradients(joint(mix, mask, 32), by_token, do), strict=True):
+    for x, y in zip(whole, gradients(joint(mask, 32), by_token, do), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
-    alone = gradients(joint(mix, mask[1:2], 32), [x[1:2] for x in tensors], do[1:2])
+    alone = gradients(joint(mask[1:2], 32), [x[1:2] for x in tensors], do[1:2])
     for x, y in zip(whole, alone, strict=True):
         torch.testing.assert_close(x[1:2], y, rtol=0, atol=0)
 
 
-@every_form
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_extreme_inputs_stay_finite(dtype, mix):
-    tensors, do = joint_inputs(mix, length=97, dtype=dtype, scale=50.0)
+def test_extreme_inputs_stay_finite(dtype):
+    tensors, do = joint_inputs(length=97, dtype=dtype, scale=50.0)
     tensors[3:5] = [torch.full_like(x, 30.0) for x in tensors[3:5]]
     # the true gradients are some 1e5 times do, beyond float16: scale it as a mean over tokens would
-    for x in gradients(joint(mix, mask_of(2, 97, full_row=True), 32), tensors, do / 97):
+    for x in gradients(joint(mask_of(2, 97, full_row=True), 32), tensors, do / 97):
         assert x.isfinite().all()
