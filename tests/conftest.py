@@ -23,10 +23,10 @@ disable_malloc_trim()  # half the time of quadratic oracles goes into fresh page
 
 # They train, start processes or interpret kernels: scripts/test.sh --fast leaves them out.
 SLOW = (
-    "analysis/test_probe", "analysis/test_report", "checkpoints", "data/test_checks", "fairseq_compat", "fuzz", "hf",
-    "kill", "models", "ops/backends", "ops/test_compile", "ops/test_exchange", "ops/test_joint",
-    "ops/test_moment_matching", "scripts", "tasks", "test_command", "test_documented_commands", "test_evaluate",
-    "test_import", "test_linearize", "test_predict", "test_release", "training",
+    "analysis/test_probe", "analysis/test_report", "checkpoints", "conversion", "data/test_checks", "fairseq_compat",
+    "fuzz", "inference", "kill", "linearize", "models", "ops/backends", "ops/test_compile", "ops/test_exchange",
+    "ops/test_joint", "ops/test_moment_matching", "scripts", "tasks", "test_command", "test_documented_commands",
+    "test_import", "test_release", "training",
 )  # fmt: skip
 
 
