@@ -29,7 +29,7 @@ ALLOWED = {
     "tasks": {"analysis", "attention", "command", "criterions", "data", "host", "memory", "models", "modules"},
     "inference": {"command", "criterions", "data", "host", "tasks"},
     "conversion": {"__init__", "attention", "data", "host", "inference", "models", "ops", "tasks"},
-    "linearize": {"attention", "conversion", "data", "host", "inference", "memory", "models", "tasks"},
+    "linearize": {"attention", "conversion", "data", "host", "inference", "memory", "models", "modules", "tasks"},
 }
 # They may import all of them.
 PROGRAMS = {"__init__", "__main__", "train", "analysis.analyze"}

@@ -45,20 +45,29 @@ def neighbours(size: int) -> dist.ProcessGroup:
 
 
 def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, padding: int) -> dict[str, Any]:
-    """This worker's part of a fairseq batch: src_tokens (B, N) and a target (B, N) are cut; a target of sentences, and
-    the number of sentences, belong to the worker that holds the first token. `net_input` gets a Shard."""
-    tokens, rank = sample["net_input"]["src_tokens"], dist.get_rank(group)
+    """Return this worker's part of a fairseq batch, with a Shard in its `net_input`.
+
+    src_tokens (B, N) and a target (B, N) are cut. A target of sentences, and the number of sentences, belong to the
+    worker that holds the first token.
+    """
+    tokens = sample["net_input"]["src_tokens"]
+    rank = dist.get_rank(group)
     parts = bounds(tokens.shape[1], dist.get_world_size(group), multiple)
     here = slice(*parts[rank])
     has_first = rank == next((owner for owner, (start, end) in enumerate(parts) if start < end), 0)
     real = tokens.ne(padding)
     positions = real.cumsum(dim=1) * real + padding  # as fairseq counts them
     shard = Shard(group, positions[:, here], has_first)
-    cut = {"net_input": {**sample["net_input"], "src_tokens": tokens[:, here].contiguous(), "shard": shard}}
-    cut["ntokens"] = int(real[:, here].sum())
-    cut["nsentences"] = sample["nsentences"] if has_first else 0
+    cut = {
+        **sample,
+        "net_input": {**sample["net_input"], "src_tokens": tokens[:, here].contiguous(), "shard": shard},
+        "ntokens": int(real[:, here].sum()),
+        "nsentences": sample["nsentences"] if has_first else 0,
+    }
     if "target" in sample:
         target = sample["target"]
-        by_token = target.shape == tokens.shape
-        cut["target"] = target[:, here].contiguous() if by_token else target if has_first else target[:0]
-    return {**sample, **cut}
+        if target.shape == tokens.shape:
+            cut["target"] = target[:, here].contiguous()
+        elif not has_first:
+            cut["target"] = target[:0]
+    return cut
