@@ -40,7 +40,7 @@ def commands():
 
 
 def program_of(words):
-    """Return what a command starts, and its arguments: "lln_fairseq PROGRAM", a module, or a script without a module."""
+    """Return what a command starts ("lln_fairseq PROGRAM", a module, or a shell script) and its arguments."""
     if words[:3] == ["python", "-m", "lln_fairseq"]:
         return f"lln_fairseq {words[3]}", words[4:]
     if words[0] == "python":
