@@ -15,17 +15,15 @@ from hydra._internal.utils import get_args_parser
 
 import lln_fairseq
 from lln_fairseq.__main__ import run_program
-from scripts import paper_figures
-from scripts.experiments import compare_attentions
-from scripts.experiments.compare_attentions import configuration
+from scripts import compare_attentions, paper_figures
+from scripts.compare_attentions import configuration
 
 ROOT = Path(__file__).parents[1]
 OURS = r"(?:lln_fairseq|scripts|data_prep)\b"
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 # The recipe that a program gives its Hydra overrides to, with the task of its arguments.
 RECIPES = {
-    "scripts.experiments.finetune": lambda task, *_: ("finetune", f"glue={task}"),
-    "scripts.experiments.glue_all": lambda *_: ("finetune", "glue=sst2"),
+    "scripts.experiments.finetune": lambda *_: ("finetune", "glue=sst2"),
     "scripts.experiments.lra_runs": lambda name, task, *_: ("lra", f"lra={'listops' if name == 'lra_all' else task}"),
 }
 
@@ -107,7 +105,7 @@ CHECKS = {  # of what is no program of ours that parses its arguments itself
     "fairseq-train": partial(check_fairseq, options.get_training_parser),
     "fairseq-eval-lm": partial(check_fairseq, options.get_eval_lm_parser),
     "fairseq-preprocess": lambda arguments: options.get_preprocessing_parser().parse_args(arguments),
-    "scripts.experiments.compare_attentions": check_comparison,
+    "scripts.compare_attentions": check_comparison,
 }
 
 

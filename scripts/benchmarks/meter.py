@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import multiprocessing
 import resource
@@ -49,17 +50,32 @@ class Spread(NamedTuple):
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:
-    """Time of one call on "cpu" or "cuda"."""
+    """Return the time of one call on "cpu" or "cuda", where the device's cache is overwritten before."""
     if device == "cpu":
         start = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - start)
+    cache_sized_buffer().zero_()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end)
+
+
+@functools.cache
+def cache_sized_buffer() -> Tensor:
+    """Return 256 MB of GPU memory, more than any GPU's cache holds."""
+    return torch.empty(2**28, dtype=torch.uint8, device="cuda")
+
+
+def copy_bandwidth(device: str, size: int = 2**30) -> float:
+    """Return how many bytes per second a copy of `size` bytes reads and writes."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = [milliseconds(lambda: target.copy_(source), device) for _ in range(10)]
+    return 2 * size / (1e-3 * statistics.median(times))
 
 
 def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats: int,

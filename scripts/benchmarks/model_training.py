@@ -5,7 +5,6 @@ embeddings of positions, is too little to show.
 """
 
 import argparse
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ import lln_fairseq
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, EncoderLayer, build_attention, build_layer
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.models.presets import PRESETS
-from scripts.benchmarks.plain_roberta import PlainRoberta
 
 SOFTMAX = "softmax"
 MATRIX = "softmax_matrix"
@@ -88,7 +86,7 @@ class Training:
         self.make_batch()
 
     def build_model(self) -> nn.Module:
-        return build_model(self.args, self.length)
+        return fairseq_model(self.args, self.length)
 
     def make_batch(self) -> None:
         words = self.random_words()
@@ -149,15 +147,8 @@ def build(row: str, **sizes: Any) -> Attention:
     return build_attention(name, **sizes | options)
 
 
-def build_model(args: argparse.Namespace, length: int) -> nn.Module:
-    """RoBERTa with an empty place for the attention: ours where fairseq is installed, else the same in plain torch."""
-    if not has_fairseq():
-        return PlainRoberta(PRESETS[args.preset], args.vocabulary, length, nn.Identity(), args.dropout)
-    return fairseq_model(args, length)
-
-
 def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> nn.Module:
-    """The same with fairseq, with further options of the model."""
+    """RoBERTa with an empty place for the attention, and further options of the model."""
     lln_fairseq.register()  # before all that imports fairseq, which would talk
     from fairseq.data import Dictionary
     from omegaconf import OmegaConf
@@ -173,10 +164,6 @@ def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> nn.M
     for layer in model.encoder.sentence_encoder.layers:
         layer.self_attn.attention = nn.Identity()
     return model
-
-
-def has_fairseq() -> bool:
-    return importlib.util.find_spec("fairseq") is not None
 
 
 def train_a_little(name: str, length: int, args: argparse.Namespace) -> None:

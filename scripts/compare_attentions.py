@@ -32,7 +32,7 @@ from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.command import run_main
 from lln_fairseq.host.errors import InputError
 from lln_fairseq.recipes import CONFIGS
-from scripts.experiments.compare_report import draw, read_rows, run_folder, table, write_json
+from scripts.compare_report import draw, read_rows, run_folder, table, write_json
 from scripts.experiments.settings import setting
 from scripts.experiments.steps import StepFailed, Steps, evaluation, prepare_demo_data, training
 
