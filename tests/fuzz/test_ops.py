@@ -66,7 +66,7 @@ def oracle(case, q, k, v, alpha, beta, mask):
         return reference.lln_matrix(q, k, alpha, beta, mask) @ v
     if case.function == "lln_diag":
         return reference.lln_diag_matrix(q, k, alpha, beta, case.block_size, mask) @ v
-    return reference.joint_matrix(q, k, alpha, beta, case.block_size, "offset", case.offset, mask) @ v
+    return reference.joint_matrix(q, k, alpha, beta, case.block_size, case.offset, mask) @ v
 
 
 def leaves(tensors, dtype=None):
