@@ -23,7 +23,6 @@ from tests.conversion.sources import TOKENIZERS, make_model
 from tests.fuzz.damage import calls, damages, exchanges, saved
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 LINES = ["The plot isn't new", "", "ж <mask> <s>  two  spaces", "a" * 200]
 VALUES = [None, -1, 0, 1, 2, 7, 1 << 40, 0.5, float("nan"), "", "x", "roberta", [], {}, ["a", 1], True, {"a": 1},
           "../up", "\ud800"]  # fmt: skip
@@ -69,7 +68,7 @@ def changed(draws, files, mark):
         files[part] = files.pop(WEIGHTS)
         listed = draws.draw(st.sampled_from([part, f"../source/{part}", "/etc/passwd", "", ".", "\0", 1, None]))
         weight_map = draws.draw(st.sampled_from([{"x": listed}, [listed], {}, None]))
-        files[INDEX] = json.dumps({"weight_map": weight_map}).encode()
+        files[f"{WEIGHTS}.index.json"] = json.dumps({"weight_map": weight_map}).encode()
     return files
 
 

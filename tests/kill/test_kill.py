@@ -1,4 +1,4 @@
-"""A few kills of each kind; `python -m tests.kill` is the long version."""
+"""A few kills in a process of its own, for a fork of this one, whose libraries have threads, may hang."""
 
 import subprocess
 import sys
@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def test_killed_programs_finish_with_the_same_result():
-    # in a process of its own: a fork of this one, whose libraries have threads, may hang
     command = [sys.executable, "-m", "tests.kill", "--kills", "3"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
