@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -133,6 +134,8 @@ def _loss(axes: plt.Axes, row: Row, color: str) -> None:
         if not steps:
             continue
         values = [[dict(zip(*curve, strict=True))[step] for curve in curves.values()] for step in steps]
-        look = {"linewidth": 0.6, "alpha": 0.6} if label is None else {"linewidth": 1.8, "markersize": 4}
+        look: dict[str, Any] = {"linewidth": 1.8, "markersize": 4}
+        if label is None:
+            look = {"linewidth": 0.6, "alpha": 0.6}
         axes.plot(steps, list(map(statistics.fmean, values)), style, color=color, label=label, **look)
         axes.fill_between(steps, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, linewidth=0)

@@ -49,6 +49,7 @@ ALLOWED = {
         "errors",
         "inference",
         "models",
+        "modules",
         "tasks",
         "training",
     },

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fairseq.data.data_utils import collate_tokens
+from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
@@ -44,18 +45,21 @@ class TextModel(nn.Module):
     wrong with a text is an InputError, which is a ValueError.
     """
 
-    def __init__(self, model: nn.Module, task: Any, vocabulary: Any, inputs: int) -> None:
+    def __init__(self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int) -> None:
         super().__init__()
-        self.model, self.task, self.vocabulary, self.inputs = model, task, vocabulary, inputs
+        self.model = model
+        self.task = task
+        self.vocabulary = vocabulary
+        self.inputs = inputs
         self.ids = TextIds(task, vocabulary, longest=min(task.max_positions(), model.max_positions()))
         self.finetuned = is_finetuned(task.cfg._name)
         self.labels = label_names(task) if self.finetuned else []
 
-    def predict(self, texts: Iterable[Text]) -> list[Prediction] | list[float]:
-        """The label of every text, or of every pair (a tuple), with its probability; of a regression the score.
+    def predict(self, texts: Iterable[Text]) -> list[Prediction | float]:
+        """Return the label of every text, or of every pair (a tuple), with its probability; the score for a regression.
 
-        Labels have the names of label/dict.txt, scores the unit of the training's targets.
-        Raises: InputError for a model that was not fine-tuned, and for texts where it takes pairs or the reverse.
+        Labels have the names in label/dict.txt, and scores have the unit of the targets in training.
+        Raises: InputError if the model was not fine-tuned, or gets texts but takes pairs, or the reverse.
         """
         return list(self.predict_each(texts))
 

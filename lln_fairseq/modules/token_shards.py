@@ -45,9 +45,9 @@ def neighbours(size: int) -> dist.ProcessGroup:
 
 
 def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, padding: int) -> dict[str, Any]:
-    """Return this worker's part of a fairseq batch, whose `net_input` gets a Shard.
+    """Return this worker's part of a fairseq batch, with a Shard in its `net_input`.
 
-    src_tokens (B, N) and a target (B, N) are cut; a target of sentences, and the number of sentences, belong to the
+    src_tokens (B, N) and a target (B, N) are cut. A target of sentences, and the number of sentences, belong to the
     worker that holds the first token.
     """
     tokens = sample["net_input"]["src_tokens"]
@@ -58,15 +58,16 @@ def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, p
     real = tokens.ne(padding)
     positions = real.cumsum(dim=1) * real + padding  # as fairseq counts them
     shard = Shard(group, positions[:, here], has_first)
-    cut: dict[str, Any] = {
-        "net_input": {**sample["net_input"], "src_tokens": tokens[:, here].contiguous(), "shard": shard}
+    cut = {
+        **sample,
+        "net_input": {**sample["net_input"], "src_tokens": tokens[:, here].contiguous(), "shard": shard},
+        "ntokens": int(real[:, here].sum()),
+        "nsentences": sample["nsentences"] if has_first else 0,
     }
-    cut["ntokens"] = int(real[:, here].sum())
-    cut["nsentences"] = sample["nsentences"] if has_first else 0
     if "target" in sample:
         target = sample["target"]
         if target.shape == tokens.shape:
             cut["target"] = target[:, here].contiguous()
-        else:
-            cut["target"] = target if has_first else target[:0]
-    return {**sample, **cut}
+        elif not has_first:
+            cut["target"] = target[:0]
+    return cut

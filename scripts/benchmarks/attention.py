@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.command import run_main
 from lln_fairseq.ops.lln import lln_attention
@@ -75,7 +75,12 @@ def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor,
         return F.scaled_dot_product_attention
     if name in CAUSAL:
         return CAUSAL[name]
-    name, options = parse_row(name)
+    return registered_attention(name, args)
+
+
+def registered_attention(row: str, args: argparse.Namespace) -> Attention:
+    """Build the attention of a row that is neither torch's nor causal, in evaluation mode."""
+    name, options = parse_row(row)
     sizes = dict(num_heads=args.heads, head_dim=args.head_dim, max_positions=max(*args.lengths, GATE_LENGTH))
     module = build_attention(name, **sizes, **options)
     return module.to(device=args.device, dtype=DTYPES[args.dtype]).eval()
@@ -92,13 +97,17 @@ def inputs(args: argparse.Namespace, length: int) -> tuple[list[Tensor], Tensor]
 
 
 def check(name: str, args: argparse.Namespace) -> None:
-    """Raises RuntimeError if a mechanism is not its own matrix times v (itself in float64 if it has no matrix)."""
+    """Raise RuntimeError if an attention differs from its matrix times v (from itself in float64 without a matrix)."""
     if name == SDPA or name in CAUSAL:
         return
-    attention, ((q, k, v), _) = attention_function(name, args), inputs(args, GATE_LENGTH)
+    attention = registered_attention(name, args)
+    (q, k, v), _ = inputs(args, GATE_LENGTH)
     with torch.no_grad():
-        exact, (q_, k_, v_) = attention.double(), (x.double() for x in (q, k, v))
-        expected = exact.attention_matrix(q_, k_) @ v_ if exact.has_matrix else exact(q_, k_, v_)
+        attention.double()
+        if attention.has_matrix:
+            expected = attention.attention_matrix(q.double(), k.double()) @ v.double()
+        else:
+            expected = attention(q.double(), k.double(), v.double())
         out = attention.to(q.dtype)(q, k, v).double()
     error = relative_rms(out, expected)
     if not error <= GATE[args.dtype]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lln_fairseq.command import run_main
 from lln_fairseq.training.malloc import disable_malloc_trim
@@ -45,7 +45,7 @@ VOCABULARY = 264  # bytes or pixels
 class LraTraining(Training):
     """The model of configs/model/lra.yaml whose attention is exchanged, and a batch of one of the tasks."""
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> Any:
         _, _, classes, towers = TASKS[self.args.task]
         model = fairseq_model(
             self.args, self.length, encoder_normalize_before=True, activation_dropout=self.args.dropout,

@@ -52,11 +52,12 @@ class Spread(NamedTuple):
 def milliseconds(run: Callable[[], object], device: str) -> float:
     """Return the time of one call on "cpu" or "cuda", where the device's cache is overwritten before."""
     if device == "cpu":
-        start = time.perf_counter()
+        begin = time.perf_counter()
         run()
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * (time.perf_counter() - begin)
     cache_sized_buffer().zero_()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     run()
     end.record()
@@ -187,7 +188,7 @@ def draw_by_length(
     points: Callable[[str, str], list[tuple[int, float]]],
     bold: Sequence[str] = (),
 ) -> None:
-    """A panel for each axis label, a line for each name; `points(name, panel)` gives (length, value)."""
+    """Draw a panel for each axis label with a line for each name; `points(name, panel)` returns (length, value)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -196,7 +197,7 @@ def draw_by_length(
     size = (5 * len(panels) + 1.5, 4.8)
     figure, axes = plt.subplots(1, len(panels), figsize=size, constrained_layout=True, squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
-        lengths = set()
+        lengths: set[int] = set()
         for number, name in enumerate(names):
             if line := points(name, panel):
                 lengths.update(length for length, _ in line)

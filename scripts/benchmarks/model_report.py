@@ -1,7 +1,7 @@
 """Text, JSON and picture of scripts/benchmarks/model.py, beside the paper's Table 2."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def _block(head: str, rows: Sequence[Row], lengths: Sequence[int], cell: Callabl
     return _grid(head, {name: [text(name, length) for length in lengths] for name in names}, lengths)
 
 
-def _paper(head: str, values: dict[str, Sequence[float | None]], lengths: Sequence[int]) -> str:
+def _paper(head: str, values: Mapping[str, Sequence[float | None]], lengths: Sequence[int]) -> str:
     places = {length: place for place, length in enumerate(PAPER_LENGTHS)}
     cells = {
         name: ["" if length not in places else "OOM" if row[places[length]] is None else str(row[places[length]])

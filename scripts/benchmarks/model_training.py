@@ -5,6 +5,7 @@ embeddings of positions, is too little to show.
 """
 
 import argparse
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,8 +47,11 @@ class Adam:
         self.masters = parameters
         if self.half:
             self.masters = [nn.Parameter(torch.cat([p.detach().float().flatten() for p in parameters]))]
-        options = {"betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01, "fused": True}
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-5, **options) if parameters else None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if parameters:
+            self.optimizer = torch.optim.AdamW(
+                self.masters, lr=1e-5, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, fused=True
+            )
 
     def step(self) -> None:
         if self.optimizer is None:
@@ -71,8 +75,9 @@ class Training:
 
     def __init__(self, args: argparse.Namespace, length: int) -> None:
         torch.manual_seed(0)
-        self.args, self.length, place = args, length, {"device": args.device, "dtype": DTYPES[args.dtype]}
-        self.model = self.build_model().to(**place).train()
+        self.args = args
+        self.length = length
+        self.model = self.build_model().to(device=args.device, dtype=DTYPES[args.dtype]).train()
         self.layers = self.model.encoder.sentence_encoder.layers
         self.robertas_layers = list(self.layers)
         self.forward = self.model
@@ -85,7 +90,8 @@ class Training:
         self.layers_adam: Adam | None = None
         self.make_batch()
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> Any:
+        """Return a model of fairseq, whose classes have no types."""
         return fairseq_model(self.args, self.length)
 
     def make_batch(self) -> None:
@@ -109,9 +115,10 @@ class Training:
             optimizers.append(self.layers_adam)
         self.rows[name] = modules, optimizers
 
-    def build_row(self, name: str) -> list[nn.Module]:
-        """What is exchanged, layer by layer."""
-        args, count = self.args, len(self.layers)
+    def build_row(self, name: str) -> Sequence[nn.Module]:
+        """Build the attentions, or the whole layers, of a row: one for each layer."""
+        args = self.args
+        count = len(self.layers)
         _, dim, _, heads = PRESETS[args.preset]
         row, options = parse_row(name)
         if row in LAYER_REGISTRY:
@@ -147,9 +154,9 @@ def build(row: str, **sizes: Any) -> Attention:
     return build_attention(name, **sizes | options)
 
 
-def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> nn.Module:
-    """RoBERTa with an empty place for the attention, and further options of the model."""
-    lln_fairseq.register()  # before all that imports fairseq, which would talk
+def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
+    """Build RoBERTa with an identity as the attention of every layer; `options` are further options of the model."""
+    lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     from fairseq.data import Dictionary
     from omegaconf import OmegaConf
 

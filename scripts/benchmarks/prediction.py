@@ -71,12 +71,18 @@ def write_data(folder: Path) -> None:
 
 
 def write_checkpoint(path: Path, data: Path, preset: str, attention: str) -> None:
-    """A fine-tuned model of ours that nobody trained."""
+    """Write a checkpoint of a classification model with random parameters."""
     from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel
     from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
 
-    options = dict(data=str(data), num_classes=len(LABELS), max_positions=POSITIONS, init_token=0,
-                   classification_head_name=HEAD, regression_target=False)  # fmt: skip
+    options: dict[str, Any] = {
+        "data": str(data),
+        "num_classes": len(LABELS),
+        "max_positions": POSITIONS,
+        "init_token": 0,
+        "classification_head_name": HEAD,
+        "regression_target": False,
+    }
     task = LLNSentencePredictionTask.setup_task(LLNSentencePredictionConfig(**options))
     sizes = {**dict(zip(SIZE_FIELDS, PRESETS[preset], strict=True)), "attention": attention, "max_positions": POSITIONS}
     torch.manual_seed(SEED)

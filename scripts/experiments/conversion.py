@@ -124,10 +124,10 @@ class Conversion:
         for _ in range(steps):
             students.train_step(self.train, self.args.tokens, max(self.args.lengths))
         seconds = time.process_time() - begin
-        return {"quality": self.quality(list(students.modules)), "cpu_seconds": round(seconds, 1)}
+        return {"quality": self.quality(students.students), "cpu_seconds": round(seconds, 1)}
 
-    def quality(self, attentions: list[nn.Module]) -> list[list[float]]:
-        """FIGURES by length."""
+    def quality(self, attentions: Sequence[nn.Module]) -> list[list[float]]:
+        """Return the FIGURES for each length."""
         found = [list(texts.similarity(attentions)) for texts in self.held_out]
         if self.args.masked:
             with exchanged(list(self.model.encoder.sentence_encoder.layers), attentions):

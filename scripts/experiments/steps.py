@@ -27,9 +27,12 @@ class Steps:
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.times_file = out, out / "times.json"
+        self.out = out
+        self.times_file = out / "times.json"
         self.times, self._commands = read_times(self.times_file)
-        self._lock, self._running, self._stopped = threading.Lock(), set(), False
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
 
     def run(
         self,
@@ -83,8 +86,8 @@ class Steps:
             for process in self._running:
                 process.terminate()
 
-    def _start(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
-        environment = child_environment() | {"PYTHONUNBUFFERED": "1"} | environment
+    def _start(self, command: list[str], added_variables: Mapping[str, str]) -> subprocess.Popen[str]:
+        environment = {**child_environment(), "PYTHONUNBUFFERED": "1", **added_variables}
         with self._lock:
             if self._stopped:
                 raise StepFailed("stopped")
@@ -93,8 +96,9 @@ class Steps:
             self._running.add(process)
         return process
 
-    def _follow(self, process: subprocess.Popen, log: Path, name: str, total_updates: int | None) -> int:
+    def _follow(self, process: subprocess.Popen[str], log: Path, name: str, total_updates: int | None) -> int:
         """Write the output of a process to a log, show its progress and return its exit code."""
+        assert process.stdout is not None  # _start gave it a pipe
         try:
             with log.open("a", buffering=1) as file, Progress(name, total_updates) as progress:
                 for line in process.stdout:

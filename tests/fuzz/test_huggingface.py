@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 import tests.conversion.conftest  # noqa: F401  transformers stays off the network
-from lln_fairseq.conversion.convert import CHECKPOINT, main
+from lln_fairseq.__main__ import main
+from lln_fairseq.conversion.convert import CHECKPOINT
 from lln_fairseq.data.encode import encode_block
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.vocabulary import load_vocabulary
@@ -94,7 +95,7 @@ def test_changed_directory_is_refused_or_converted(sources, draws, kind, attenti
             (folder / "source" / file).write_bytes(content)
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-            code = main([str(folder / "source"), str(folder / "out"), "--attention", attention])
+            code = main(["convert", str(folder / "source"), str(folder / "out"), "--attention", attention])
         assert not mark.exists(), "code of the directory ran"
         if code:
             assert errors.getvalue().count("\n") == 1, f"not one line: {errors.getvalue()}"

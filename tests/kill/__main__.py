@@ -23,6 +23,7 @@ import fairseq_cli.train
 import pytest
 import torch
 
+from lln_fairseq.__main__ import main as run_program
 from lln_fairseq.linearize import linearize
 from tests.fairseq_runs import LLN, MASKED_LM, TRAINING, make_corpus, train
 
@@ -45,7 +46,7 @@ class Training:
 
 
 class Linearizing:
-    """lln_fairseq.linearize with both of its stages, saved every few steps."""
+    """lln-fairseq linearize with both of its stages, saved every few steps."""
 
     def __init__(self, shared):
         self.corpus = make_corpus(shared / "long", sizes=(("train", 60), ("valid", 40)))
@@ -57,7 +58,7 @@ class Linearizing:
     def work(self, folder):
         linearize.LOG_INTERVAL = linearize.SAVE_INTERVAL = 5
         options = ("--steps", 40, "--distill", 20, "--tokens", 64, "--length", 32)
-        code = linearize.main(list(map(str, (self.teacher, self.corpus, folder, *options))))
+        code = run_program(["linearize", *map(str, (self.teacher, self.corpus, folder, *options))])
         assert code == 0, f"exit code {code}"
 
     def result(self, folder):

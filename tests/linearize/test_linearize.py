@@ -138,7 +138,7 @@ def test_folding_keeps_what_the_students_computed(teacher):
     texts = linearize.read_texts(data, "train", task.source_dictionary)
     for _ in range(5):
         students.train_step(texts, 128, 64)
-    with exchanged(students.layers, list(students.modules)), torch.no_grad():
+    with exchanged(students.layers, students.students), torch.no_grad():
         wanted = model(src_tokens=tokens(), features_only=True)[0]
     students.fold()
     with torch.no_grad():
