@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive
 SCRIPT = Path(__file__).with_name("aot_compile.py")
 REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
 PINNED = re.search(r"^triton==([\d.]+)", REQUIREMENTS.read_text(), re.MULTILINE)[1]
