@@ -7,6 +7,7 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
@@ -15,10 +16,19 @@ from lln_fairseq.training.recipes import CONFIGS, PACKAGE, check_recipe
 
 WITHOUT_RECIPE = ("config_path", "experimental_rerun", "hydra_help", "shell_completion")  # Hydra's options
 
+# How warnings begin that only the authors of fairseq can act on: fairseq uses Hydra and torch.cuda.amp as they were.
+DEPRECATIONS = (
+    r"\s*The version_base parameter is not specified",
+    r"\s*'[\w./-]+' is validated against ConfigStore schema",
+    r"`torch\.cuda\.amp\.\w+\(args\.\.\.\)` is deprecated",
+)
+
 
 def main(argv: list[str]) -> None:
     """Train with a recipe."""
     sys.argv = ["lln-fairseq train", *with_recipe(argv)]  # where Hydra reads the command line
+    for message in DEPRECATIONS:
+        warnings.filterwarnings("ignore", message)
     # fairseq refuses a user directory that is another copy of a package that is imported
     os.environ["LLN_USER_DIR"] = str(PACKAGE)
     from fairseq_cli.hydra_train import cli_main  # which warns about Hydra: only once the recipe is known to exist
