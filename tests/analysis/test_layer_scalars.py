@@ -13,8 +13,7 @@ def scalars(*args, **kwargs):
     return dict(zip(NAMES, layer_scalars(*args, **kwargs).tolist(), strict=True))
 
 
-@pytest.mark.parametrize("constants", ["calibrated", "paper"])
-@pytest.mark.parametrize("scale", [1.0, 1.4])
+@pytest.mark.parametrize(("constants", "scale"), [("calibrated", 1.0), ("paper", 1.4)])
 def test_moment_matching_makes_the_temperatures_equal(constants, scale):
     q, k, _ = random_qkv(scale=scale, dim=64)
     mask = random_padding(2, 97)

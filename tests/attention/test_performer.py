@@ -41,18 +41,6 @@ def test_is_the_papers_formula_forward_and_backward(length, monkeypatch):
         assert relative_rms(x.grad, y.grad) <= FLOAT32_GRADIENT
 
 
-def test_fairseqs_memory_layout_is_kept_and_changes_nothing():
-    attention, expected = build(), []
-    for layout in (lambda x: x, lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)):  # (T, B, C)
-        inputs = [layout(x).requires_grad_() for x in random_qkv(length=20)]
-        out = attention(*inputs)
-        out.backward(layout(torch.ones_like(out)))
-        assert all(x.stride() == out.stride() for x in (*inputs, *(x.grad for x in inputs)))
-        expected.append([out, *(x.grad for x in inputs)])
-    for x, y in zip(*expected, strict=True):
-        torch.testing.assert_close(x, y)
-
-
 def test_the_kernel_is_unbiased():
     dim, draws = 16, 2000
     q, k, _ = (x[0, 0] for x in random_qkv(batch=1, heads=1, length=20, dim=dim))
