@@ -49,6 +49,7 @@ setup(
     ],
     extras_require={
         "test": [
+            "hypothesis>=6.170,<7",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",

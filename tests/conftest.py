@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from tests.shortcuts import hurry
 
 if not torch.cuda.is_available():
@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # So a shell starts what it runs in the background, and every program that a test starts would be deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-keep_freed_memory()  # half the time of quadratic oracles goes into fresh pages otherwise
+disable_malloc_trim()  # half the time of quadratic oracles goes into fresh pages otherwise
 
 
 def pytest_sessionstart() -> None:

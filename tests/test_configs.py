@@ -19,9 +19,9 @@ from omegaconf import OmegaConf, open_dict
 from data_prep.glue_tasks import GLUE_TASKS
 from data_prep.lra_tasks import LRA_TASKS, STAND_INS
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.host.settings import split_global_batch
 from lln_fairseq.models.lln_roberta import PRESETS, RobertaConfig
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig
+from lln_fairseq.training.settings import split_global_batch
 from tests.fairseq_runs import make_classification, make_corpus
 from tests.helpers import metrics_of, with_representatives
 

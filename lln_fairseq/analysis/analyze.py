@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lln_fairseq.analysis import report
 from lln_fairseq.analysis.probe import spread_batches
-from lln_fairseq.host.errors import InputError, input_errors
+from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.inference.loading import load_model
 
 

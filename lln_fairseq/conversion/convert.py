@@ -15,15 +15,15 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.attention import MECHANISMS, require_attention
+from lln_fairseq.checkpoints.compatibility import dictionary_hash
+from lln_fairseq.checkpoints.reading import OUR_STATE
 from lln_fairseq.conversion import from_fairseq
 from lln_fairseq.conversion import from_hugging_face as from_hf
 from lln_fairseq.conversion.directory import new_directory, write_large
 from lln_fairseq.conversion.encoder import DICTIONARY, OFFSET, POSITIONS, Encoder
 from lln_fairseq.data.special_symbols import PAD
-from lln_fairseq.host.checkpoints import OUR_STATE
-from lln_fairseq.host.errors import InputError, input_errors
-from lln_fairseq.host.fit import dictionary_hash
+from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models.adapt import MECHANISM, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
@@ -40,7 +40,7 @@ def convert(
 ) -> Encoder:  # fmt: skip
     """Writes OUT whole or not at all; returns what is in it. Raises: InputError."""
     with input_errors():
-        need_attention(attention, "takes no parameters of another encoder")
+        require_attention(attention, "takes no parameters of another encoder")
     if not source.exists():
         raise InputError(f"no such directory or checkpoint: {source}")
     if source.is_dir() and (heads is not None or dictionary is not None):

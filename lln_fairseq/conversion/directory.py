@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.host.checkpoints import check_sums, plain_data
-from lln_fairseq.host.errors import InputError, first_line
-from lln_fairseq.host.run_lock import FILE as LOCK
-from lln_fairseq.host.run_lock import lock
+from lln_fairseq.checkpoints.reading import check_sums, load_plain_data
+from lln_fairseq.checkpoints.saving import LOCK, lock_directory
+from lln_fairseq.errors import InputError, first_line
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -63,7 +62,7 @@ def _files_of(index: Path) -> list[Path]:
 
 def _read(path: Path) -> dict[str, Tensor]:
     if path.suffix != ".safetensors":
-        content = plain_data(str(path))
+        content = load_plain_data(str(path))
         check_sums(str(path))
         if not isinstance(content, dict):
             raise InputError(f"{path} holds no model: {type(content).__name__}")
@@ -99,7 +98,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     above = [path for path in out.parents if not path.exists()]
     part = out.with_name(f".{out.name}.part")
     part.mkdir(parents=True, exist_ok=True)
-    lock_file = lock(part, "conversion", "OUT")
+    lock_file = lock_directory(part, "conversion", "OUT")
     try:
         for left in part.iterdir():
             if left.name != LOCK:

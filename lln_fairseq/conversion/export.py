@@ -17,17 +17,17 @@ from typing import Any
 from torch import Tensor
 
 from lln_fairseq import __version__
+from lln_fairseq.checkpoints.compatibility import label_names
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.run_tokenizer import FOLDER
 from lln_fairseq.conversion import to_hugging_face as to_hf
 from lln_fairseq.conversion import to_onnx
 from lln_fairseq.conversion import write_tokenizer as tokenizer_out
 from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
 from lln_fairseq.conversion.encoder import OFFSET
 from lln_fairseq.conversion.model_card import model_card
-from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import label_names
-from lln_fairseq.host.run_tokenizer import FOLDER
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
 
@@ -62,7 +62,7 @@ def export(
         files[CONFIG] = (json.dumps(found.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in found.config:
             files[f"{to_hf.MODELING}.py"] = Path(to_hf.__file__).with_name(f"{to_hf.MODELING}.py").read_bytes()
-        history = peek(str(checkpoint)).get("optimizer_history") or [{}]
+        history = load_checkpoint_lazily(str(checkpoint)).get("optimizer_history") or [{}]
         updates = history[-1].get("num_updates", 0)
         versions = {"lln_fairseq": __version__} | {name: metadata.version(name) for name in MADE_WITH}
         has_tokenizer = tokenizer_out.TOKENIZER in files

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.checkpoints.compatibility import require_roberta_layers
+from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.reading import check_sums, check_weights, load_checkpoint_lazily
+from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
 from lln_fairseq.conversion.directory import as_float32
 from lln_fairseq.conversion.encoder import DICTIONARY, EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
 from lln_fairseq.conversion.parameter_names import ENCODER, HEAD_WEIGHT, Sizes, encoder_names, head_names
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER, check_dictionary
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
-from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import check_sums, check_weights, peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import need_robertas_layers
-from lln_fairseq.host.run_tokenizer import DICTIONARIES, directories
+from lln_fairseq.errors import InputError
 
 TOKENIZERS = ("spm.model", "encoder.json", "vocab.bpe", TOKENIZER)
 LAYERS = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")
@@ -37,10 +37,10 @@ def read(path: Path, dictionary: Path | None = None, heads: int | None = None, a
     its own parameters and options are kept where the checkpoint has them.
     Raises: InputError for files that cannot be read, other architectures, and a dictionary that does not fit.
     """
-    state = peek(str(path))
+    state = load_checkpoint_lazily(str(path))
     check_sums(str(path))
     given = stored_options(state)["model"]
-    need_robertas_layers(given, path)
+    require_roberta_layers(given, path)
     check_weights(state["model"], path)
     tensors = _names_of_today(state["model"])
     if EMBEDDING not in tensors or POSITIONS not in tensors:

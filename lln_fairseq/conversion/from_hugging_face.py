@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.checkpoints.reading import check_weights
 from lln_fairseq.conversion.directory import CONFIG, as_float32, read_json, read_tensors
 from lln_fairseq.conversion.encoder import EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
 from lln_fairseq.conversion.parameter_names import (
@@ -24,8 +25,7 @@ from lln_fairseq.conversion.parameter_names import (
 )
 from lln_fairseq.conversion.read_tokenizer import PIECES, Vocabulary, read_vocabulary
 from lln_fairseq.data.special_symbols import PAD
-from lln_fairseq.host.checkpoints import check_weights
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 
 BERT, XLM_R = "bert", "xlm-roberta"
 MODEL_TYPES = ("roberta", XLM_R, BERT)

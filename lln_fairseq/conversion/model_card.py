@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
 AUTO = {"ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),

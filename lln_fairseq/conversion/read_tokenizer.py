@@ -14,7 +14,7 @@ from typing import Any
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.directory import read_json
 from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
-from lln_fairseq.host.errors import InputError, first_line
+from lln_fairseq.errors import InputError, first_line
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"

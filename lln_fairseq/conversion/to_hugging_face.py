@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.conversion.encoder import HEAD, POSITIONS
 from lln_fairseq.conversion.parameter_names import (
     EMBEDDINGS,
@@ -20,8 +21,7 @@ from lln_fairseq.conversion.parameter_names import (
     encoder_names,
     head_names,
 )
-from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.ops.moment_matching import TABLES_FILES, calibration_table
 
 MODELING = "modeling_lln_roberta"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.encoder import OFFSET
 from lln_fairseq.data.special_symbols import BOS, NUM_SPECIAL, PAD
-from lln_fairseq.host.errors import InputError, first_line
+from lln_fairseq.errors import InputError, first_line
 
 FILE = "model.onnx"
 NAMES = ("input_ids", "attention_mask")

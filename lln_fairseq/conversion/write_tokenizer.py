@@ -13,7 +13,7 @@ from typing import Any
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
 from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
-from lln_fairseq.host.errors import InputError, first_line
+from lln_fairseq.errors import InputError, first_line
 
 KINDS = (("spm.model",), ("encoder.json", "vocab.bpe"), (TOKENIZER,))
 ROLES = {"<s>": ("bos_token", "cls_token"), "<pad>": ("pad_token",), "</s>": ("eos_token", "sep_token"),

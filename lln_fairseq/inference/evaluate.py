@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from fairseq import utils
 from torch import Tensor
 
+from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
+from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.criterions.scores import Counts, pearson, spearman
-from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import is_finetuned, label_names
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
 
 SHOWN = {  # the metrics in the order in which they are printed, and how
@@ -51,7 +51,7 @@ def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     Raises: InputError for a checkpoint that is missing, cannot be read or was not fine-tuned, and for data without
     dictionaries, or with another dictionary or other labels than the checkpoint was trained with.
     """
-    task_name = stored_options(peek(checkpoint))["task"].get("_name")
+    task_name = stored_options(load_checkpoint_lazily(checkpoint))["task"].get("_name")
     if not is_finetuned(task_name):
         raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
     return load_model(checkpoint, data)
@@ -59,14 +59,16 @@ def load(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def run(model: Any, task: Any, split: str, batch_size: int = 64) -> Outputs:
-    """The model's outputs for every row of a split.
+    """Return the model's outputs for every row of a split.
 
     Raises: InputError for a split that does not exist, and for a row whose outputs are not finite.
     """
     task.load_dataset(split)
     dataset = task.dataset(split)
     batches = task.get_batch_iterator(dataset, max_sentences=batch_size, max_positions=task.max_positions())
-    rows, logits, targets = [], [], []
+    rows: list[Tensor] = []
+    logits: list[Tensor] = []
+    targets: list[Tensor] = []  # stays empty if the split has no labels
     for sample in batches.next_epoch_itr(shuffle=False):
         if next(model.parameters()).is_cuda:
             sample = utils.move_to_cuda(sample)
@@ -75,39 +77,44 @@ def run(model: Any, task: Any, split: str, batch_size: int = 64) -> Outputs:
         )
         rows.append(sample["id"].cpu())
         logits.append(out.float().cpu())
-        targets.append(sample["target"].view(-1).cpu() if "target" in sample else None)
+        if "target" in sample:
+            targets.append(sample["target"].view(-1).cpu())
     order = torch.cat(rows).argsort()
     if not torch.equal(torch.cat(rows)[order], torch.arange(len(dataset))):
         raise RuntimeError(f"scored {len(order)} of {len(dataset)} rows of split '{split}'")
     outputs = torch.cat(logits)[order]
     suspect = int(outputs.isfinite().all(dim=-1).int().argmin())  # the first row that is not finite, or row 0
     require_finite(outputs[suspect], f"row {suspect} of split '{split}'")
-    labelled = targets[0] is not None
-    return Outputs(split, outputs, torch.cat(targets)[order] if labelled else None)
+    return Outputs(split, outputs, torch.cat(targets)[order] if targets else None)
 
 
 def score(task: Any, outputs: Outputs) -> dict[str, Any]:
-    """{"split", "rows", "loss", and the metrics}.
+    """Compute the loss and the metrics of a split that has labels.
 
-    Classification: accuracy, majority (the share of the most frequent class: what always guessing it would reach), mcc
-    and, with two classes, f1. Regression: pearson and spearman.
+    Classification: accuracy, majority (the fraction of the most frequent class: the accuracy of always predicting it),
+    mcc and, with two classes, f1. Regression: pearson and spearman. The loss is the cross-entropy in bits per row, or
+    the mean squared error of a regression; all other metrics lie in [0, 1] or [-1, 1].
 
-    All but the loss (bits a row; mean squared error of a regression) lie in [0, 1] or [-1, 1].
+    Returns: a dictionary with the keys split, rows, loss and the names of the metrics.
     """
-    logits, targets = outputs.logits.double(), outputs.targets  # in float32 the loss of large logits is infinite
-    base = {"split": outputs.split, "rows": len(logits)}
+    assert outputs.targets is not None
+    metrics: dict[str, Any] = {"split": outputs.split, "rows": len(outputs.logits)}
+    logits = outputs.logits.double()  # in float32 the loss of large logits is infinite
     if task.cfg.regression_target:
-        scores, targets = logits.view(-1), targets.double()
-        found = {"loss": F.mse_loss(scores, targets).item()}
-        return base | found | {"pearson": pearson(scores, targets), "spearman": spearman(scores, targets)}
-    counts = Counts.of(logits.argmax(dim=-1), targets, task.cfg.num_classes)
-    found = {
-        "accuracy": counts.accuracy,
-        "loss": F.cross_entropy(logits, targets).item() / math.log(2),
-        "majority": counts.majority,
-        "mcc": counts.mcc,
-    }
-    return base | found | ({"f1": counts.f1} if task.cfg.num_classes == 2 else {})
+        predicted = logits.view(-1)
+        targets = outputs.targets.double()
+        metrics["loss"] = F.mse_loss(predicted, targets).item()
+        metrics["pearson"] = pearson(predicted.numpy(), targets.numpy())
+        metrics["spearman"] = spearman(predicted.numpy(), targets.numpy())
+        return metrics
+    counts = Counts.of(logits.argmax(dim=-1), outputs.targets, task.cfg.num_classes)
+    metrics["accuracy"] = counts.accuracy
+    metrics["loss"] = F.cross_entropy(logits, outputs.targets).item() / math.log(2)
+    metrics["majority"] = counts.majority
+    metrics["mcc"] = counts.mcc
+    if task.cfg.num_classes == 2:
+        metrics["f1"] = counts.f1
+    return metrics
 
 
 def predictions(task: Any, outputs: Outputs, scale: float = 5.0) -> list[str]:

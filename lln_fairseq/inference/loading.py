@@ -9,10 +9,10 @@ from fairseq.tasks import setup_task
 from torch import Tensor
 
 import lln_fairseq.tasks  # noqa: F401  registers our models, tasks and criterions with fairseq
-from lln_fairseq.host.checkpoint_config import LANGUAGE_MODELS, stored_options
-from lln_fairseq.host.checkpoints import check_weights, load_to_cpu
-from lln_fairseq.host.errors import InputError, first_line
-from lln_fairseq.host.fit import check_dictionary, check_labels
+from lln_fairseq.checkpoints.compatibility import check_dictionary, check_labels
+from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, stored_options
+from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
+from lln_fairseq.errors import InputError, first_line
 
 
 def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
@@ -22,7 +22,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     Raises: InputError for a checkpoint that is missing, cannot be read or holds weights that cannot be used, and for
     data without dictionaries or with another dictionary or other labels than the checkpoint's.
     """
-    state = load_to_cpu(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
+    state = load_checkpoint(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
     if stored_options(state)["model"].get("_name") in LANGUAGE_MODELS:
         raise InputError(f"{checkpoint} holds a language model, which fairseq-eval-lm scores")
     check_weights(state["model"], checkpoint)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.text import read_lines
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.text_model import Prediction, TextModel, load
 
 STANDARD = "-"  # standard input, standard output

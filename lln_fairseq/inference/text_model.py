@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 from fairseq.data.data_utils import collate_tokens
+from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
+from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
+from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.command import UserError
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.data.text_ids import Text, TextIds, batches_of, parts_of, rows_of
 from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.host.checkpoint_config import stored_options
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.host.fit import is_finetuned, label_names
-from lln_fairseq.host.run_tokenizer import check_vocabulary, directories
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
 
 
@@ -44,18 +45,21 @@ class TextModel(nn.Module):
     wrong with a text is an InputError, which is a ValueError.
     """
 
-    def __init__(self, model: nn.Module, task: Any, vocabulary: Any, inputs: int) -> None:
+    def __init__(self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int) -> None:
         super().__init__()
-        self.model, self.task, self.vocabulary, self.inputs = model, task, vocabulary, inputs
+        self.model = model
+        self.task = task
+        self.vocabulary = vocabulary
+        self.inputs = inputs
         self.ids = TextIds(task, vocabulary, longest=min(task.max_positions(), model.max_positions()))
         self.finetuned = is_finetuned(task.cfg._name)
         self.labels = label_names(task) if self.finetuned else []
 
-    def predict(self, texts: Iterable[Text]) -> list[Prediction] | list[float]:
-        """The label of every text, or of every pair (a tuple), with its probability; of a regression the score.
+    def predict(self, texts: Iterable[Text]) -> list[Prediction | float]:
+        """Return the label of every text, or of every pair (a tuple), with its probability; the score for a regression.
 
-        Labels have the names of label/dict.txt, scores the unit of the training's targets.
-        Raises: InputError for a model that was not fine-tuned, and for texts where it takes pairs or the reverse.
+        Labels have the names in label/dict.txt, and scores have the unit of the targets in training.
+        Raises: InputError if the model was not fine-tuned, or gets texts but takes pairs, or the reverse.
         """
         return list(self.predict_each(texts))
 
@@ -164,7 +168,7 @@ def load(
     there is no tokenizer or its symbols are not those of the dictionary.
     """
     checkpoint = os.fspath(checkpoint)
-    options = stored_options(peek(checkpoint))["task"]
+    options = stored_options(load_checkpoint_lazily(checkpoint))["task"]
     if options.get("_name") and not is_finetuned(options["_name"]) and "masked_lm" not in str(options["_name"]):
         raise InputError(f"{checkpoint} holds a model for the task {options['_name']}, which does not take text")
     trained_on = options.get("data")

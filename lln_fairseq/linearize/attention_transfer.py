@@ -15,12 +15,15 @@ that are not padded.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from lln_fairseq.attention import Attention
+from lln_fairseq.modules.encoder import LLNEncoderLayer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of a parameter, beside its own step
 SHORTEST = 64  # tokens of a text: LLN+Diag is softmax in a block anyway
@@ -57,7 +60,7 @@ class Alignment(nn.Module):
 
     @torch.no_grad()
     def fold(self, q_proj: nn.Linear, k_proj: nn.Linear) -> None:
-        """Changes the projections such that they give aligned queries and keys."""
+        """Change the projections so that they compute the aligned queries and keys."""
         for projection, factor in zip((q_proj, k_proj), self.factors(), strict=True):
             heads = projection.weight.unflatten(0, factor.shape[:2])  # (H, D, C)
             bias = projection.bias.unflatten(0, factor.shape[:2])  # (H, D)
@@ -65,21 +68,22 @@ class Alignment(nn.Module):
             weight = factor.double().mT @ heads.double()
             projection.weight.copy_(weight.flatten(0, 1))
             projection.bias.copy_((bias.double()[:, None] @ factor.double()).flatten())
-        k_proj.bias += self.key_shift.flatten()
+        k_proj.bias.add_(self.key_shift.flatten())
 
 
 class Student(nn.Module):
     """The attention of one layer with its alignment."""
 
-    def __init__(self, attention: nn.Module, num_heads: int, head_dim: int) -> None:
+    def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.attention, self.alignment = attention, Alignment(num_heads, head_dim)
+        self.attention = attention
+        self.alignment = Alignment(num_heads, head_dim)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return self.attention(*self.alignment(q, k), v, key_padding_mask)
 
-    def with_attention(self, attention: nn.Module) -> "Student":
-        """Another attention with the same alignment."""
+    def with_attention(self, attention: Attention) -> "Student":
+        """Return a student with another attention and the same alignment."""
         shared = copy.copy(self)
         shared._modules = {**self._modules, "attention": attention}
         return shared
@@ -99,11 +103,12 @@ def _projected_size(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tenso
 
 
 class _Recorder(nn.Module):
-    """An attention that remembers its last call."""
+    """An attention that keeps the inputs and the output of its last call."""
 
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention: Attention) -> None:
         super().__init__()
-        self.attention, self.last = attention, None
+        self.attention = attention
+        self.last: Heads | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         out = self.attention(q, k, v, key_padding_mask)
@@ -112,11 +117,8 @@ class _Recorder(nn.Module):
 
 
 @contextmanager
-def recorded(layers: list[nn.Module]) -> Iterator[list[_Recorder]]:
-    """While it lasts, `.last` of each recorder is what the layer's attention got and gave in its last call.
-
-    `layers`: modules with `self_attn.attention`, as the encoder's are.
-    """
+def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[_Recorder]]:
+    """Record each layer's attention in this context: `.last` has the inputs and the output of its last call."""
     originals = [layer.self_attn.attention for layer in layers]
     recorders = [_Recorder(attention) for attention in originals]
     with exchanged(layers, recorders):
@@ -124,8 +126,8 @@ def recorded(layers: list[nn.Module]) -> Iterator[list[_Recorder]]:
 
 
 @contextmanager
-def exchanged(layers: list[nn.Module], attentions: list[nn.Module]) -> Iterator[None]:
-    """While it lasts, the layers compute with these attentions."""
+def exchanged(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]) -> Iterator[None]:
+    """Replace the layers' attentions by the given ones in this context."""
     originals = [layer.self_attn.attention for layer in layers]
     try:
         for layer, attention in zip(layers, attentions, strict=True):

@@ -1,5 +1,6 @@
 """The students of a softmax encoder: a linear attention for each of its layers, trained side by side."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import (
     Stage,
     Student,
@@ -39,38 +40,41 @@ class Students(Stage):
         for number, module in enumerate(built):
             module.place(number, len(built))
         heads = (teacher.num_heads, teacher.head_dim)
-        self.modules = nn.ModuleList(Student(module, *heads) for module in built).to(teacher.q_proj.weight.device)
-        super().__init__(self.modules, lr, steps, seed)
+        self.students = [Student(module, *heads) for module in built]
+        super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """What `relative_error` says of each layer, with the teacher's hidden states as its input."""
+        """Return the `relative_error` of each layer, with the teacher's hidden states as its input."""
         device = next(self.model.parameters()).device
         with torch.no_grad(), recorded(self.layers) as recorders:
             self.model(src_tokens=tokens.to(device), features_only=True)
-        found = []
-        for layer, recorder, student in zip(self.layers, recorders, self.modules, strict=True):
+        errors = []
+        for layer, recorder, student in zip(self.layers, recorders, self.students, strict=True):
             heads = recorder.last
+            assert heads is not None  # the model has run
             out = student(heads.q, heads.k, heads.v, heads.mask)
-            found.append(relative_error(out, heads, layer.self_attn.out_proj.weight.detach()))
-        return found
+            errors.append(relative_error(out, heads, layer.self_attn.out_proj.weight.detach()))
+        return errors
 
-    def branches(self) -> dict[str, list[nn.Module]]:
-        """Of a mixed attention, each part alone in all layers, with the same alignment."""
-        names = list(self.modules[0].attention.branches())
-        return {name: [student.with_attention(student.attention.branches()[name]) for student in self.modules]
-                for name in names}  # fmt: skip
+    def branches(self) -> dict[str, list[Student]]:
+        """Return, for each branch of a hybrid attention, students of all layers with only this branch."""
+        branches = {}
+        for name in self.students[0].attention.branches():
+            branches[name] = [student.with_attention(student.attention.branches()[name]) for student in self.students]
+        return branches
 
     def fold(self) -> dict[str, Tensor]:
-        """Folds the alignments into the model, and returns the parameters that changed or are new, by their names."""
-        found = {}
-        for number, (layer, student) in enumerate(zip(self.layers, self.modules, strict=True)):
+        """Fold the alignments into the model, and return the parameters that changed or are new, by their names."""
+        changed: dict[str, Tensor] = {}
+        for number, (layer, student) in enumerate(zip(self.layers, self.students, strict=True)):
             student.alignment.fold(layer.self_attn.q_proj, layer.self_attn.k_proj)
             layer.self_attn.attention = student.attention
             prefix = f"encoder.sentence_encoder.layers.{number}.self_attn."
             parameters = layer.self_attn.state_dict(prefix=prefix)
-            changed = ("q_proj.", "k_proj.", "attention.")
-            found |= {name: x.cpu() for name, x in parameters.items() if name[len(prefix) :].startswith(changed)}
-        return found
+            for name, parameter in parameters.items():
+                if name.removeprefix(prefix).startswith(("q_proj.", "k_proj.", "attention.")):
+                    changed[name] = parameter.cpu()
+        return changed
 
 
 @dataclass
@@ -96,13 +100,14 @@ class HeldOut:
         self.batches = tokens.split(max(1, ROWS // length))
         self.teacher = self._vectors()
 
-    def of(self, students: Students) -> Quality:
+    def evaluate(self, students: Students) -> Quality:
+        """Return how close the students come to the teacher on these texts."""
         with torch.no_grad():
             errors = torch.stack([torch.stack(students.errors(tokens)) for tokens in self.batches]).mean(dim=0)
-        return Quality(errors.sqrt().tolist(), *self.similarity(list(students.modules)))
+        return Quality(errors.sqrt().tolist(), *self.similarity(students.students))
 
-    def similarity(self, attentions: list[nn.Module] | None = None) -> tuple[float, float]:
-        """The cosine and the share of same neighbours, of the model with these attentions or as it is."""
+    def similarity(self, attentions: Sequence[nn.Module] | None = None) -> tuple[float, float]:
+        """Return the cosine and the fraction of same neighbours, of the model with these attentions or as it is."""
         with exchanged(self.layers, attentions or [layer.self_attn.attention for layer in self.layers]):
             return similarity(self._vectors(), self.teacher)
 

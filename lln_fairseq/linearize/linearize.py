@@ -19,24 +19,24 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from lln_fairseq.attention import MECHANISMS, need_attention
+from lln_fairseq.attention import MECHANISMS, require_attention
 from lln_fairseq.attention.registry import checked_config, parse_options
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION, stored_options
+from lln_fairseq.checkpoints.reading import check_sums, load_checkpoint_lazily, load_plain_data
+from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.conversion import from_fairseq
 from lln_fairseq.conversion.convert import CHECKPOINT, write
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.encoder import Encoder
-from lln_fairseq.host.checkpoint_config import STOCK_ATTENTION, stored_options
-from lln_fairseq.host.checkpoints import check_sums, peek, plain_data
-from lln_fairseq.host.errors import InputError, first_line, input_errors
-from lln_fairseq.host.fingerprints import data_hash, file_hash
-from lln_fairseq.host.run_lock import lock
+from lln_fairseq.data.checks import check_lines
+from lln_fairseq.errors import InputError, first_line, input_errors
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize.attention_transfer import Stage, Texts
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import HeldOut, Students, report
-from lln_fairseq.memory import keep_freed_memory
-from lln_fairseq.models.lln_roberta import LLNRobertaConfig
-from lln_fairseq.tasks._data_checks import check_lines
+from lln_fairseq.models.lln_roberta import RobertaConfig
+from lln_fairseq.training.malloc import disable_malloc_trim
+from lln_fairseq.training.run_identity import data_hash, file_hash
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
 AGAIN = "; remove it to begin again"
@@ -49,38 +49,44 @@ MOST_TOKENS = 50_000_000  # that are read of DATA
 
 
 def linearize(args: argparse.Namespace) -> None:
-    """Writes OUT/model.pt, beside it what the same command needs to go on. Raises: InputError."""
+    """Write OUT/model.pt, and next to it what the same command needs to resume.
+
+    Raises: InputError if the options, the teacher, the data or OUT cannot be used, or if the training diverges.
+    """
     with input_errors():
-        need_attention(args.attention, "cannot take the place of a teacher's attention")
+        require_attention(args.attention, "cannot take the place of a teacher's attention")
         args.option = vars(checked_config(args.attention, args.option))  # all of them: the checkpoint says what it has
-    if (found := stored_options(peek(str(args.teacher)))["model"].get("attention", STOCK_ATTENTION)) != STOCK_ATTENTION:
-        raise InputError(f"{args.teacher} has {found} attention, and a teacher has softmax")
+    attention = stored_options(load_checkpoint_lazily(str(args.teacher)))["model"].get("attention", STOCK_ATTENTION)
+    if attention != STOCK_ATTENTION:
+        raise InputError(f"{args.teacher} has {attention} attention, and a teacher has softmax")
     progress = Progress(args)
     if progress.complete:
         print(f"{args.out / CHECKPOINT} is complete")
         return
     model, task = load_model(str(args.teacher))
     encoder = from_fairseq.read(args.teacher)
-    train, valid = (read_texts(args.data, split, task.source_dictionary) for split in ("train", "valid"))
+    train = read_texts(args.data, "train", task.source_dictionary)
+    valid = read_texts(args.data, "valid", task.source_dictionary)
     students = Students(model, args.attention, args.option, args.lr, args.steps, args.seed)
     longest = args.length or model.max_positions()
     if longest > model.max_positions():
         raise InputError(f"--length is {longest}, and {args.teacher} has {model.max_positions()} positions")
     held_out = [HeldOut(model, valid, COUNT, length) for length in sorted({min(SHOWN, longest), longest})]
-    before = [each.of(students) for each in held_out]
+    before_transfer = [texts.evaluate(students) for texts in held_out]
     progress.begin()
     with SummaryWriter(str(args.out / "tensorboard")) as writer:
         progress.train("transfer", students, train, longest, writer)
-        after = [each.of(students) for each in held_out]
-        need_finite([error for quality in after for error in quality.errors], "transfer", "on held-out texts")
-        report(students, held_out, before, after)
+        after_transfer = [texts.evaluate(students) for texts in held_out]
+        for quality in after_transfer:
+            need_finite(quality.errors, "transfer", "on held-out texts")
+        report(students, held_out, before_transfer, after_transfer)
         teacher = copy.deepcopy(model) if args.distill else None
         encoder.parameters |= students.fold()
         if teacher:
-            before = [each.similarity() for each in held_out]
+            before = [texts.similarity() for texts in held_out]
             distillation = Distillation(teacher, model, args.distill_lr, args.distill, args.seed)
             progress.train("distillation", distillation, train, longest, writer)
-            after = [each.similarity() for each in held_out]
+            after = [texts.similarity() for texts in held_out]
             need_finite([cosine for cosine, _ in after], "distillation", "on held-out texts")
             report_distillation(held_out, before, after)
             encoder.parameters |= {
@@ -116,7 +122,7 @@ class Progress:
         if args.teacher.resolve().parent == args.out.resolve() or (model.exists() and not there):
             raise InputError(f"{args.out} holds another model: give another OUT")
         if there:
-            saved = plain_data(str(self.file))
+            saved = load_plain_data(str(self.file))
             check_sums(str(self.file))
             if not is_progress(saved):
                 raise InputError(f"{self.file} is damaged: it is not what a conversion has saved{AGAIN}")
@@ -129,7 +135,7 @@ class Progress:
     def begin(self) -> None:
         """Makes OUT. Raises: InputError where a conversion is running in it."""
         self.args.out.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(self.args.out, "conversion", "OUT")  # as long as this lives
+        self.lock = lock_directory(self.args.out, "conversion", "OUT")  # as long as this lives
 
     def finish(self) -> None:
         """The model is written."""
@@ -137,7 +143,7 @@ class Progress:
         self._save()
 
     def train(self, name: str, stage: Stage, texts: Texts, longest: int, writer: SummaryWriter) -> None:
-        """Trains a stage to its end, from where an earlier run stopped."""
+        """Train a stage to its end, from where an earlier run stopped."""
         if name in self.stages:
             try:
                 stage.restore(self.stages[name])
@@ -151,13 +157,14 @@ class Progress:
                 bar.update()
                 last = stage.step == stage.steps
                 if last or stage.step % LOG_INTERVAL == 0:
-                    by_layer = [math.sqrt(sum(layer) / len(errors)) for layer in zip(*errors, strict=True)]
+                    by_layer = [math.sqrt(sum(squares) / len(errors)) for squares in zip(*errors, strict=True)]
                     shown = f"relative error {sum(by_layer) / len(by_layer):.3f}"
                     bar.set_postfix_str(shown)
-                    for layer, error in enumerate(by_layer):
-                        writer.add_scalar(f"{name}_error/layer_{layer:02d}", error, stage.step)
+                    for layer, layer_error in enumerate(by_layer):
+                        writer.add_scalar(f"{name}_error/layer_{layer:02d}", layer_error, stage.step)
                 if last or stage.step % SAVE_INTERVAL == 0:
-                    self.stages[name], self.complete = stage.state(), False
+                    self.stages[name] = stage.state()
+                    self.complete = False
                     self._save()
                     if bar.disable:
                         print(f"{name}: step {stage.step} of {stage.steps}, {shown}", flush=True)
@@ -228,7 +235,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("teacher", type=Path, help="a checkpoint with softmax attention")
     parser.add_argument("data", type=Path, help="a directory of text, binarised with the teacher's tokenizer")
     parser.add_argument("out", type=Path, help="a directory for model.pt")
-    default = LLNRobertaConfig.attention
+    default = RobertaConfig.attention
     parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="(%(default)s)")
     parser.add_argument("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="options of the attention, as in docs/attentions.md: mix=joint_offset")  # fmt: skip
@@ -256,5 +263,5 @@ def main(argv: list[str]) -> None:
     if len(args.option) < len(pairs):
         parser.error("--option and --mix give an option twice")
     del args.mix
-    keep_freed_memory()
+    disable_malloc_trim()
     linearize(args)

@@ -27,8 +27,8 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.command import run_main
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import new_vocabulary
-from lln_fairseq.memory import keep_freed_memory
 from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import Spread, check_outputs, interleaved
 from scripts.columns import aligned
 
@@ -71,12 +71,18 @@ def write_data(folder: Path) -> None:
 
 
 def write_checkpoint(path: Path, data: Path, preset: str, attention: str) -> None:
-    """A fine-tuned model of ours that nobody trained."""
+    """Write a checkpoint of a classification model with random parameters."""
     from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel
     from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
 
-    options = dict(data=str(data), num_classes=len(LABELS), max_positions=POSITIONS, init_token=0,
-                   classification_head_name=HEAD, regression_target=False)  # fmt: skip
+    options: dict[str, Any] = {
+        "data": str(data),
+        "num_classes": len(LABELS),
+        "max_positions": POSITIONS,
+        "init_token": 0,
+        "classification_head_name": HEAD,
+        "regression_target": False,
+    }
     task = LLNSentencePredictionTask.setup_task(LLNSentencePredictionConfig(**options))
     sizes = {**dict(zip(SIZE_FIELDS, PRESETS[preset], strict=True)), "attention": attention, "max_positions": POSITIONS}
     torch.manual_seed(SEED)
@@ -181,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> None:
     lln_fairseq.register()  # before fairseq is imported, which configures the root logger
-    keep_freed_memory()
+    disable_malloc_trim()
     torch.set_num_threads(args.threads)
     rows = []
     with tempfile.TemporaryDirectory() as place:

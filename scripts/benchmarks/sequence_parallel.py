@@ -31,7 +31,7 @@ from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.modules.encoder import LLNEncoderLayer
-from lln_fairseq.modules.sequence_parallel import bounds
+from lln_fairseq.modules.token_shards import bounds
 from scripts.benchmarks.meter import can_measure_resident_peak, check_outputs, resident_peak_of
 from scripts.columns import aligned
 

@@ -25,7 +25,7 @@ from lln_fairseq.command import UserError, run_main
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.linearize.attention_transfer import Texts, exchanged
 from lln_fairseq.linearize.layerwise import SEED, HeldOut, Students
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.columns import aligned
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,10 +124,10 @@ class Conversion:
         for _ in range(steps):
             students.train_step(self.train, self.args.tokens, max(self.args.lengths))
         seconds = time.process_time() - begin
-        return {"quality": self.quality(list(students.modules)), "cpu_seconds": round(seconds, 1)}
+        return {"quality": self.quality(students.students), "cpu_seconds": round(seconds, 1)}
 
-    def quality(self, attentions: list[nn.Module]) -> list[list[float]]:
-        """FIGURES by length."""
+    def quality(self, attentions: Sequence[nn.Module]) -> list[list[float]]:
+        """Return the FIGURES for each length."""
         found = [list(texts.similarity(attentions)) for texts in self.held_out]
         if self.args.masked:
             with exchanged(list(self.model.encoder.sentence_encoder.layers), attentions):
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--whole", action="store_true", help="every line is a text")
     parser.add_argument("--block-size", type=int, default=32, help="tokens (%(default)s)")
     args = parser.parse_args(argv)
-    keep_freed_memory()
+    disable_malloc_trim()
     return run_main(lambda: Conversion(args).all(), "\ninterrupted; the same command goes on from here")
 
 

@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 
 from lln_fairseq.command import UserError, run_main
-from lln_fairseq.recipes import CONFIGS
+from lln_fairseq.training.recipes import CONFIGS
 from scripts import lra_table
-from scripts.experiments.finetune import SAVE_DIR
-from scripts.experiments.glue_all import numbers
+from scripts.experiments.finetune import SAVE_DIR, numbers
 from scripts.experiments.settings import done_before, keep_settings, last_of
 from scripts.experiments.steps import call, evaluation, training
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion.convert import convert
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 
 
 def damaged(change):

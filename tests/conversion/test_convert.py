@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertTokenizerFast
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.encoder import EMBEDDING, POSITIONS
 from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from tests.conversion.sources import TEXTS, TOKENIZERS, encoded, logits, make_model, make_model_with_settings, rename
 from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, make_classification, train
@@ -85,7 +85,7 @@ def test_forms_of_the_weights(form, sources, copy, tmp_path):
     assert (len(list(folder.glob("*.index.json"))) == 1) == ("sharded" in form)
     convert(folder, tmp_path / "out", "softmax")
     convert(whole, tmp_path / "whole", "softmax")
-    ours, expected = (peek(str(tmp_path / name / "model.pt"))["model"] for name in ("out", "whole"))
+    ours, expected = (load_checkpoint_lazily(str(tmp_path / name / "model.pt"))["model"] for name in ("out", "whole"))
     for name, value in expected.items():
         assert ours[name].dtype == torch.float32
         torch.testing.assert_close(ours[name], value, rtol=0, atol=2e-3 if form == "half" else 0)
@@ -94,7 +94,7 @@ def test_forms_of_the_weights(form, sources, copy, tmp_path):
 def test_the_type_of_tokens_goes_into_the_positions_and_epsilon_is_kept(sources, tmp_path):
     model, folder = sources["bert"]
     convert(folder, tmp_path / "out", "softmax")
-    state = peek(str(tmp_path / "out" / "model.pt"))
+    state = load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))
     embeddings = model.bert.embeddings
     table = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
     assert torch.equal(state["model"][POSITIONS][2:], table)
@@ -167,7 +167,7 @@ def test_other_lengths(positions, how, sources, tmp_path):
     tokens = encoded(tmp_path / "out", TEXTS[:3])[:, :24]
     ours, expected = logits(tmp_path / "out", tokens), logits(tmp_path / "same", tokens)
     assert torch.equal(ours, expected)
-    assert len(peek(str(tmp_path / "out" / "model.pt"))["model"][POSITIONS]) == positions + 2
+    assert len(load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))["model"][POSITIONS]) == positions + 2
     if positions == 100:
         assert logits(tmp_path / "out", torch.full((1, 100), 5)).shape[1] == 100
 
@@ -189,8 +189,8 @@ def test_fine_tuning_goes_on_from_it(sources, tmp_path, monkeypatch):
     options = (*CLASSIFICATION, *LLN, "--attention", "lln_diag", "--lr", 0, "--encoder-ffn-embed-dim", 48,
                "--layer-norm-eps", 1e-12, "--finetune-from-model", tmp_path / "out" / "model.pt")  # fmt: skip
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
-    after = peek(str(tmp_path / "run" / "checkpoint_last.pt"))["model"]
-    before = peek(str(tmp_path / "out" / "model.pt"))["model"]
+    after = load_checkpoint_lazily(str(tmp_path / "run" / "checkpoint_last.pt"))["model"]
+    before = load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))["model"]
     assert torch.equal(after[EMBEDDING], before[EMBEDDING])
 
 

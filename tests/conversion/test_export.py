@@ -30,7 +30,7 @@ from lln_fairseq.conversion.export import export
 from lln_fairseq.data.text_ids import TextIds
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import load_vocabulary, new_vocabulary
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.ops.moment_matching import standard_deviations
 from tests.conversion.sources import (

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
-from lln_fairseq.host.checkpoints import peek
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from tests.conversion.sources import logits
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
@@ -51,7 +51,7 @@ def test_a_checkpoint_of_fairseq(form, trained, tmp_path):
 def test_a_checkpoint_of_ours_with_another_attention(trained, tmp_path):
     source = trained / "checkpoint_last.pt"
     convert(source, tmp_path / "out", "lln_diag")
-    options = peek(str(tmp_path / "out" / "model.pt"))["cfg"]["model"]
+    options = load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))["cfg"]["model"]
     assert options["attention"] == "lln_diag"
     assert options["encoder_layers"] == 2
 
@@ -61,7 +61,7 @@ def test_parameters_of_an_attention_are_kept_with_its_options_and_fit_no_other_l
     train(monkeypatch, tmp_path / "log", trained, tmp_path / "run", *MASKED_LM, *LLN, *options)
     source, words = tmp_path / "run" / "checkpoint_last.pt", trained / "dict.txt"
     assert convert(source, tmp_path / "out", "linformer", dictionary=words).notes == []
-    expected, got = (peek(str(path))["model"] for path in (source, tmp_path / "out" / "model.pt"))
+    expected, got = (load_checkpoint_lazily(str(path))["model"] for path in (source, tmp_path / "out" / "model.pt"))
     assert expected.keys() == got.keys()
     assert all(torch.equal(value, got[name]) for name, value in expected.items())
     with pytest.raises(InputError, match=r"attention\.\w+ is \(.*\) in the source, and \(.*\) here"):

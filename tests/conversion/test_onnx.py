@@ -13,7 +13,7 @@ from lln_fairseq.conversion import export as program
 from lln_fairseq.conversion import modeling_lln_roberta as modeling
 from lln_fairseq.conversion import to_onnx
 from lln_fairseq.conversion.export import export
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from tests.conversion.sources import ours, padded_batch, shaken
 from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
 from tests.helpers import with_representatives

@@ -16,7 +16,7 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.command import UserError
 from lln_fairseq.data.text_ids import BATCH_TOKENS, PART_TEXTS, TextIds, batches_of, parts_of, rows_of
 from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference import evaluate
 from lln_fairseq.inference.predict import predictions
 from lln_fairseq.inference.text_model import Prediction
@@ -251,6 +251,18 @@ def test_memory_is_bounded_on_a_stream():
     found = list(itertools.islice(predictions(Model(), lines()), 9000))
     assert [bool(line) for line in found] == [number % 3 != 0 for number in range(1, 9001)]
     assert read < 9000 + 2 * PART_TEXTS
+
+
+def test_closed_standard_streams_end_in_one_line(runs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "in").write_text("film\n")
+    for stream, option in (("stdin", "--input FILE"), ("stdout", "--output FILE")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, stream, None)
+            assert main(["predict", str(runs["SST-2"])]) == 1
+        assert f"is closed: give {option}" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", None)
+    code, output, _ = said_by(capsys, runs["SST-2"], "--input", tmp_path / "in")
+    assert (code, output.count("\n")) == (0, 1)
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [

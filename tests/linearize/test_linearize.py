@@ -138,7 +138,7 @@ def test_folding_keeps_what_the_students_computed(teacher):
     texts = linearize.read_texts(data, "train", task.source_dictionary)
     for _ in range(5):
         students.train_step(texts, 128, 64)
-    with exchanged(students.layers, list(students.modules)), torch.no_grad():
+    with exchanged(students.layers, students.students), torch.no_grad():
         wanted = model(src_tokens=tokens(), features_only=True)[0]
     students.fold()
     with torch.no_grad():
@@ -324,3 +324,9 @@ def test_the_experiment_of_several_forms(teacher, tmp_path, capsys):
     assert float(cells[1].split()[-2]) == pytest.approx((first + second) / 2, abs=1e-3)
     assert conversion.main([*command, "0", "--lr", "1"]) == 1
     assert "is of other settings" in capsys.readouterr().err
+
+
+def test_seed_that_torch_cannot_take_is_wrong_usage(teacher, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(*teacher, tmp_path / "out", "--seed", "99999999999999999999999")
+    assert "--seed must be from 0 to" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from fairseq.models.transformer import TransformerConfig
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
 from lln_fairseq.modules.encoder import LLNEncoderLayer

@@ -11,13 +11,13 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 
-from lln_fairseq import analysis
 from lln_fairseq.__main__ import main
+from lln_fairseq.analysis import probe
 from lln_fairseq.attention import LAYER_REGISTRY
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
-from lln_fairseq.tasks._shared_sequences import shard_multiple
+from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, hydra_train, train
 from tests.helpers import with_representatives
 
@@ -146,7 +146,7 @@ def test_sequences_on_several_workers_and_probes_are_refused(name):
     with pytest.raises(InputError, match=f"^{name} replaces the whole encoder layer, and cannot share a sequence"):
         shard_multiple(built(attention=name))
     with pytest.raises(ValueError, match=f"^{name} replaces the whole encoder layer, and has no queries and keys"):
-        analysis.probe.encoder_layers(built(attention=name))
+        probe.encoder_layers(built(attention=name))
 
 
 @every_layer

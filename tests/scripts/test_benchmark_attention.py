@@ -7,7 +7,7 @@ import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from scripts.benchmarks import attention as benchmark
-from scripts.benchmarks.meter import in_child
+from scripts.benchmarks.meter import copy_bandwidth, in_child
 
 
 def test_smoke_run_covers_every_attention(tmp_path, capsys):
@@ -53,6 +53,19 @@ def test_the_gate_knows_what_has_no_matrix(monkeypatch):
     monkeypatch.setattr(cls, "forward", lambda self, q, k, v, mask=None: v.float() + (v.dtype == torch.float64))
     with pytest.raises(RuntimeError, match="transnormer_t1 is off by"):
         benchmark.check("transnormer_t1", args)
+
+
+def test_causal_rows_are_compared(tmp_path, capsys):
+    rows = ["lln:alpha=2,beta=2", "causal_lln", "causal_sdpa"]
+    assert benchmark.main(["--smoke", "--no-memory", "--attentions", *rows, "--json", str(tmp_path / "b.json")]) == 0
+    assert [row["attention"] for row in json.loads((tmp_path / "b.json").read_text())["rows"][:4]] == ["sdpa", *rows]
+
+
+def test_times_are_compared_with_their_floors():
+    assert copy_bandwidth("cpu", 2**20) > 0
+    least = benchmark.floors(torch.ones(2, 3, 50, 10), bandwidth=12e6)  # 12,000 bytes take a millisecond
+    rows = [benchmark.Row("sdpa", 50, 8.0, (8, 8), 22.0, (22, 22), None, least)]
+    assert benchmark.table(rows, ["sdpa"]).splitlines()[1].split()[-2:] == ["0.50", "0.50"]
 
 
 def test_growth_exponent():

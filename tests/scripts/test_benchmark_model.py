@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lln_fairseq.attention import LAYER_REGISTRY, MECHANISMS, build_attention
-from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.attention import LAYER_REGISTRY, MECHANISMS
 from scripts.benchmarks import model as benchmark
 from scripts.benchmarks import model_training
 from scripts.benchmarks.meter import OutOfMemory, in_child
 from scripts.benchmarks.model_report import Row, table
 from scripts.benchmarks.model_training import Adam, Training
-from scripts.benchmarks.plain_roberta import PlainRoberta
 from tests.helpers import with_representatives
 
 
@@ -28,20 +26,21 @@ def arguments(*words):
 
 
 @pytest.mark.exhaustive
-def test_smoke_run_covers_every_attention_and_adds_to_what_is_there(tmp_path, capsys):
-    out = tmp_path / "t.json"
-    common = ["--smoke", "--device", "cpu", "--threads", "1", "--json", str(out), "--add"]
-    assert benchmark.main([*common, "--no-time", "--attentions", "lln_diag", "softmax_matrix"]) == 0
-    assert benchmark.main([*common, "--no-memory", "--png", str(tmp_path / "t.png")]) == 0
-    rows = {(row["attention"], row["length"]): row for row in json.loads(out.read_text())["rows"]}
+def test_smoke_run_covers_every_attention(tmp_path, capsys):
+    outputs = ["--json", str(tmp_path / "t.json"), "--png", str(tmp_path / "t.png")]
+    assert benchmark.main(["--smoke", "--device", "cpu", "--threads", "1", "--no-memory", *outputs]) == 0
+    rows = json.loads((tmp_path / "t.json").read_text())["rows"]
     names = (*MECHANISMS, benchmark.MATRIX, *benchmark.PAPER_ROWS, *benchmark.RECIPE_ROWS)
-    assert rows.keys() == {(name, 96) for name in names}
-    assert all(row["time"][0] > 0 and not row["oom"] for row in rows.values())
-    assert {name for (name, _), row in rows.items() if row["memory"]} == {"lln_diag", "softmax_matrix"}
+    assert {(row["attention"], row["length"]) for row in rows} == {(name, 96) for name in names}
+    assert all(row["time"][0] > 0 and not row["oom"] for row in rows)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert "times as fast as softmax" in capsys.readouterr().out
-    assert benchmark.main([*common, "--dropout", "0"]) == 1
-    assert "other settings" in capsys.readouterr().err
+
+
+def test_memory_is_measured(tmp_path):
+    command = ["--smoke", "--device", "cpu", "--threads", "1", "--no-time", "--json", str(tmp_path / "t.json")]
+    assert benchmark.main([*command, "--attentions", "lln_diag", "softmax_matrix"]) == 0
+    assert all(row["memory"] > 0 for row in json.loads((tmp_path / "t.json").read_text())["rows"])
 
 
 def test_what_is_out_of_memory_is_said_and_the_rest_measured(monkeypatch):
@@ -131,33 +130,22 @@ def test_a_layer_that_replaces_robertas_is_trained_and_put_out_again(name, monke
     assert list(training.layers) == layers
 
 
-def test_the_plain_model_is_fairseqs():
-    args = arguments("--dropout", "0", "--attentions", "lln_diag")
-    training = Training(args, 64)
-    training.add("lln_diag")
-    training.iteration("lln_diag")  # puts the attention in place
-    attention = build_attention("lln_diag", num_heads=2, head_dim=64, max_positions=64)
-    plain = PlainRoberta(PRESETS["tiny"], args.vocabulary, 64, attention)
-    state = {key: value for key, value in training.model.state_dict().items() if "version" not in key}
-    plain.load_state_dict(state)
-    given = {"src_tokens": training.words, "masked_tokens": training.masked}
-    with torch.no_grad():
-        torch.testing.assert_close(plain(**given)[0], training.model(**given)[0], rtol=1e-5, atol=1e-5)
+def test_the_memory_of_such_a_layer_is_measured_without_robertas(monkeypatch):
+    kept = []
+    monkeypatch.setattr(Training, "iteration", lambda self, name: kept.append(len(self.robertas_layers)))
+    for name in ("tnn", "lln"):
+        model_training.train_a_little(name, 64, arguments())
+    assert kept == [0, 0, 2, 2]
 
 
-def test_it_runs_without_fairseq(monkeypatch):
-    for module in (benchmark, model_training):
-        monkeypatch.setattr(module, "has_fairseq", lambda: False)
-    training = Training(arguments(), 64)
-    assert isinstance(training.model, PlainRoberta)
-    for name in ("elu", "transnormer_t1", "flash", "tnn", "elu"):
-        training.add(name)
-        training.iteration(name)
-    assert "plain torch" in benchmark.settings(arguments())["model"]
-
-
-def test_bad_arguments_end_in_one_line(capsys):
-    for words, message in ((["--attentions", "lln_dia"], "did you mean 'lln_diag'"), (["--add"], "--add needs --json")):
-        with pytest.raises(SystemExit):
-            benchmark.parse(["--device", "cpu", *words])
-        assert message in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--attentions", "lln_dia"], "unknown attention 'lln_dia'; did you mean 'lln_diag'"),
+     (["--attentions", "nystrom:conv=3"], "has no option 'conv'"),
+     (["--attentions", "flash:form=cubic"], "choose from chunked, quadratic"),
+     (["--lengths", "0"], "must be at least 1"), (["--png", "nowhere/x.png"], "no such directory: nowhere")],
+)  # fmt: skip
+def test_bad_arguments_end_in_one_line(words, message, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--device", "cpu", *words])
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -5,9 +5,9 @@ import json
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from lln_fairseq.host.errors import InputError
-from scripts.experiments import compare_attentions as compare
-from scripts.experiments.compare_report import draw, read_rows, table
+from lln_fairseq.errors import InputError
+from scripts import compare_attentions as compare
+from scripts.compare_report import draw, read_rows, table
 from tests.fairseq_runs import make_classification, make_corpus
 
 SMALL = ("run=cpu", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64", "model.encoder_layers=1",

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lln_fairseq.linearize import linearize
+from scripts.compare_attentions import configuration
 from scripts.experiments import from_pretrained
 from scripts.experiments.bag_of_words import bag_of_words
-from scripts.experiments.compare_attentions import configuration
 from scripts.experiments.steps import Steps
 
 

@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
         return getattr(self, f"{kernel}_long" if block_size > LONG_BLOCK else kernel)
 
 
-# (architecture, bytes of an element, head dim up to): chosen by what scripts/gpu/predict.py promises, with few spilled
+# (architecture, bytes of an element, head dim up to): chosen by the machine code of the kernels, with few spilled
 # registers in half precision (tests/ops/backends/test_triton_aot.py lists them; scripts/benchmarks/tiles.py times
 # others). Compute capability 8.x and 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small tiles:
 # tf32x3 needs three operands for one.
