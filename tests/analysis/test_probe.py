@@ -73,7 +73,7 @@ def test_recording_leaves_the_model_and_the_random_generator_as_they_were():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("options", [{}, {"encoder_normalize_before": True}, {"checkpoint_activations": True}])
+@pytest.mark.parametrize("options", [{}, {"encoder_normalize_before": True}])
 def test_ablations(options):
     model, batch = make_model(encoder_layers=6, **options)
     forwards = [layer.forward for layer in model.encoder.sentence_encoder.layers]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
-from lln_fairseq.attention.registry import Entry, checked_config
+from lln_fairseq.attention.registry import Entry, checked_config, parse_row
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 
 HEADS, DIM, MAX_POSITIONS = 3, 32, 1100
@@ -209,3 +209,8 @@ def test_options_of_a_plugin_are_told_apart_by_their_types(monkeypatch):
     assert checked_config("plugin", {"print": "ints", "width": None}).print == "ints"
     with pytest.raises(ValueError, match="width must be a number, got 'wide'"):
         checked_config("plugin", {"print": "ints", "width": "wide"})
+
+
+def test_an_option_without_a_value_is_named():
+    with pytest.raises(ValueError, match="'mix' is no OPTION=VALUE"):
+        parse_row("lln_diag:block_size=8,mix")
