@@ -208,6 +208,7 @@ def test_every_attention_builds_at_the_smallest_size(attention, composed, tmp_pa
     assert len(model.encoder.sentence_encoder.layers) == PRESETS["tiny"][0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", DATA)
 def test_every_size_composes_and_the_next_one_builds(stage, composed, tmp_path):
     for size in PRESETS:
@@ -215,10 +216,3 @@ def test_every_size_composes_and_the_next_one_builds(stage, composed, tmp_path):
         assert (config.model._name, config.model.attention) == (f"lln_roberta_{size}", "lln_diag")
     _, model = built_model(composed, stage, tmp_path, "model=small")
     assert len(model.encoder.sentence_encoder.layers) == PRESETS["small"][0]
-
-
-def test_what_a_size_sets_no_attention_sets():
-    """So one attention at every size, and every attention at one size, are all of them at all sizes."""
-    sizes, attentions = ([OmegaConf.load(CONFIGS / group / f"{name}.yaml").keys() for name in names(group)]
-                         for group in ("model", "attention"))  # fmt: skip
-    assert not set().union(*sizes) & set().union(*attentions)

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -125,12 +124,6 @@ def test_there_is_no_circle():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
-
-
-def test_no_name_is_used_twice_in_scripts_and_analysis():
-    files = [*(ROOT / "scripts").rglob("*.py"), *(PACKAGE / "analysis").glob("*.py")]
-    names = Counter(path.name for path in files if not path.name.startswith("__"))
-    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_no_mechanism_is_named_above_attention():

@@ -14,7 +14,7 @@ import torch
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.command import UserError
-from lln_fairseq.data.text_ids import BATCH_TOKENS, PART_TEXTS, TextIds, batches_of, parts_of, rows_of
+from lln_fairseq.data.text_ids import PART_TEXTS, TextIds, parts_of
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference import evaluate
@@ -67,20 +67,6 @@ def test_predictions_from_text_are_those_of_evaluate(name, split, glue, runs):
                                    outputs.logits.softmax(dim=-1).amax(dim=-1))  # fmt: skip
 
 
-def test_the_ids_of_text_are_those_of_the_data(glue, runs):
-    for name in OPTIONS:
-        model = load(runs[name])
-        _, task = evaluate.load(str(runs[name]), str(glue / name))
-        task.load_dataset("valid")
-        dataset = task.dataset("valid")
-        texts = [row if len(row) > 1 else row[0] for row in texts_of(glue, name)]
-        wanted = {dataset[i]["id"]: dataset[i]["net_input.src_tokens"].tolist() for i in range(len(dataset))}
-        assert [ids.tolist() for ids in model.ids.samples(list(rows_of(texts, model.inputs)))] == [
-            *map(wanted.get, range(len(texts)))
-        ]
-    assert {len(ids) for ids in wanted.values()} & {64}  # some are cut
-
-
 def test_a_run_predicts_wherever_it_is_and_without_its_data(runs, glue, tmp_path, monkeypatch):
     texts = [row[0] for row in texts_of(glue, "SST-2")]
     expected = load(runs["SST-2"]).predict(texts)
@@ -119,15 +105,6 @@ def test_any_number_of_texts_in_any_order(runs, glue):
     assert model.predict([]) == []
     assert model.predict(["film\nstory "]) == model.predict(["film story"])
     assert isinstance(model.predict(["", "film " * 5000])[1], Prediction)
-
-
-def test_batches_have_every_sample_once_and_a_bounded_size():
-    samples = [torch.zeros(length) for length in (5, BATCH_TOKENS + 1, 3, 4000, 4000, 4100, 7)]
-    batches = list(batches_of(samples))
-    assert sorted(itertools.chain(*batches)) == list(range(7))
-    assert all(len(batch) == 1 or len(batch) * max(len(samples[i]) for i in batch) <= BATCH_TOKENS for batch in batches)
-    assert [len(part) for part in parts_of(["x"] for _ in range(PART_TEXTS + 1))] == [PART_TEXTS, 1]
-    assert [len(part) for part in parts_of([("x" * 600_000, "y")] * 3)] == [2, 1]
 
 
 def test_a_vector_is_the_mean_over_the_tokens(runs):

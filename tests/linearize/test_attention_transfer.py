@@ -11,7 +11,6 @@ from lln_fairseq.linearize.attention_transfer import (
     Student,
     Texts,
     relative_error,
-    similarity,
 )
 from tests.helpers import random_padding, random_qkv, relative_rms
 
@@ -85,12 +84,3 @@ def test_texts_are_cut_at_every_place():
     assert set(batch[:, 1].tolist()) == set(range(10, 17))
     with pytest.raises(ValueError, match="10 tokens are too few for a text of 13"):
         texts.batch(1, 13, torch.Generator())
-
-
-def test_similarity():
-    teacher = torch.tensor([[1.0, 0.0], [0.9, 0.1], [-1.0, 0.1], [-1.0, 0.0]])
-    assert similarity(3 * teacher, teacher) == (pytest.approx(1.0), 1.0)
-    other = teacher[[2, 0, 1, 3]]
-    cosine, same = similarity(other, teacher)
-    assert cosine < 0.5
-    assert same == 0.0

@@ -228,3 +228,11 @@ def test_no_tokens_and_large_values():
     assert q.grad.shape == q.shape
     q, k, v = (scale * x for scale, x in zip((1, 15, 1e25), random_qkv(length=130), strict=True))
     assert lln_attention(q, k, v, 2.0, 2.0, causal=True).isfinite().all()
+
+
+def test_running_moments_of_no_tokens_are_those_before_them():
+    q, k, _ = random_qkv(length=5)
+    *_, moments = running_moments(q, k)
+    alpha, _, after = running_moments(q[:, :, :0], k[:, :, :0], before=moments)
+    assert alpha.shape == (2, 3, 0)
+    assert after is moments

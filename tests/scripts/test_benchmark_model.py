@@ -12,7 +12,6 @@ from lln_fairseq.attention import LAYER_REGISTRY, MECHANISMS
 from scripts.benchmarks import model as benchmark
 from scripts.benchmarks import model_training
 from scripts.benchmarks.meter import OutOfMemory, in_child
-from scripts.benchmarks.model_report import Row, table
 from scripts.benchmarks.model_training import Adam, Training
 from tests.helpers import with_representatives
 
@@ -37,34 +36,11 @@ def test_smoke_run_covers_every_attention(tmp_path, capsys):
     assert "times as fast as softmax" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_memory_is_measured(tmp_path):
     command = ["--smoke", "--device", "cpu", "--threads", "1", "--no-time", "--json", str(tmp_path / "t.json")]
     assert benchmark.main([*command, "--attentions", "lln_diag", "softmax_matrix"]) == 0
     assert all(row["memory"] > 0 for row in json.loads((tmp_path / "t.json").read_text())["rows"])
-
-
-def test_what_is_out_of_memory_is_said_and_the_rest_measured(monkeypatch):
-    def peak(name, length, args):
-        if name == "softmax":
-            raise OutOfMemory
-        return 10**9
-
-    add = Training.add
-
-    def full(self, name):
-        if name == "lln":
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate ...")
-        add(self, name)
-
-    monkeypatch.setattr(benchmark, "peak_memory", peak)
-    monkeypatch.setattr(Training, "add", full)
-    rows = [Row(name, 64) for name in ("softmax", "lln", "elu")]
-    benchmark.measure(rows, 64, arguments())
-    assert [row.oom for row in rows] == [True, True, False]
-    lines = {line.split()[0]: line.split()[1:] for line in table(benchmark.settings(arguments()), rows).splitlines()
-             if line}  # fmt: skip
-    assert lines["softmax"] == lines["lln"] == ["OOM"]
-    assert lines["elu"] == ["1.000"]
 
 
 def test_a_child_without_memory_is_told_from_one_with_an_error():

@@ -89,14 +89,6 @@ def test_bad_arguments_end_in_one_line(arguments, message, capsys):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_bad_override_ends_in_one_line_before_anything_runs(tmp_path, capsys):
-    assert compare.main(["--attentions", "elu", "--out", str(tmp_path / "out"), "glue=sst3"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert "Could not find 'glue/sst3'" in line
-    assert not (tmp_path / "out").exists()
-
-
 def test_other_settings_need_another_directory(tmp_path):
     arguments = ["--attentions", "elu", "--out", str(tmp_path)]
     compare.Comparison(compare.parse([*arguments, "--updates", "9"]))
@@ -105,6 +97,7 @@ def test_other_settings_need_another_directory(tmp_path):
         compare.Comparison(compare.parse([*arguments, "--updates", "10"]))
 
 
+@pytest.mark.exhaustive
 def test_two_attentions_at_a_time_and_again(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     corpus, task = make_corpus(tmp_path / "lm"), make_classification(tmp_path / "task")

@@ -32,17 +32,6 @@ def test_medians_beside_the_paper(tmp_path, capsys):
     assert r"lln\_diag & 50.0" in (tmp_path / "table.tex").read_text()
 
 
-def test_stand_ins_have_columns_of_their_own_and_no_part_in_the_mean(tmp_path, capsys):
-    for task in list(lra_table.TASKS)[1:5]:
-        results(tmp_path, "elu", task, (0.5,))
-    results(tmp_path, "elu", "text_stand_in", (0.9,))
-    assert lra_table.main([str(tmp_path)]) == 0
-    head, *_ = text = capsys.readouterr().out.splitlines()
-    assert head.split()[:7] == ["Text", "ListOps", "Retrieval", "Pathfinder", "Image", "text", "stand-in"]
-    assert "retrieval stand-in" not in head
-    assert text[-1].split() == ["elu", "-", *["50.0"] * 4, "90.0", "-", "0/1/1/1/1/1"]
-
-
 @pytest.mark.exhaustive
 def test_every_task_is_measured_and_shown(tmp_path, monkeypatch, capsys):
     """At lengths and batches of a smoke run; the published ones are those of the recipes."""

@@ -69,21 +69,6 @@ def test_only_matched_lln_follows_softmax_over_the_temperatures(simulated):
     assert set(found) == {"Entropy", "Spectral gap"}
 
 
-def test_matched_variance_is_within_5_percent_of_softmax(simulated):
-    found = {curve: points for (panel, curve), points in curves(simulated / "figure_5.csv").items() if "(b)" in panel}
-    for (s, softmax), (_, matched), (_, unmatched) in zip(
-        found["softmax"], found["LLN, matched"], found["LLN, α = β = 1"], strict=True
-    ):
-        assert abs(matched / softmax - 1) < 0.05, s
-        assert unmatched < 0.15 * softmax
-
-
-def test_softmax_alone_separates_self_attention_with_x_all_ones(simulated):
-    found = curves(simulated / "figure_separation_self_ones.csv")
-    assert min(y for _, y in found["by n", "softmax"]) >= 90
-    assert max(y for curve in ("linear", "lln") for _, y in found["by n", curve]) == 0
-
-
 def write_run(directory, alpha, accuracy=None, updates=(10, 20, 30)):
     """Scalars as a run of two layers has them, in the directories of fairseq, the attention and the probe."""
     tags = {

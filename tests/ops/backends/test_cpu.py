@@ -17,7 +17,7 @@ import torch
 from lln_fairseq.ops.autograd import mixture
 from lln_fairseq.ops.backends import Mixture, choose_backend, cpu
 from lln_fairseq.ops.backends.cpu import compile
-from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
+from lln_fairseq.ops.backends.cpu.compile import load_library
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
@@ -293,14 +293,6 @@ def test_processes_that_compile_at_the_same_time(source, cache, monkeypatch):
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len(list(cache.iterdir())) == 1
-
-
-@needs_compiler
-def test_what_the_compiler_says_is_passed_on(tmp_path, cache):
-    source = tmp_path / "wrong.c"
-    source.write_text("int f(void) { return nothing; }\n")
-    with pytest.raises(CannotCompile, match="nothing"):
-        load_library(source)
 
 
 OFFSETS = """
