@@ -276,6 +276,7 @@ def test_data_without_a_tokenizer_and_tokenizers_that_do_not_fit(tmp_path, monke
     assert issubclass(InputError, UserError)
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_goes_away_and_a_device_as_output(runs, tmp_path):
     (tmp_path / "in").write_text("film\n" * 12_000)  # more than a pipe holds
     command = [sys.executable, "-m", "lln_fairseq", "predict", runs["SST-2"], "--input", tmp_path / "in"]

@@ -42,6 +42,7 @@ def simulated(tmp_path_factory):
     return out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SIMULATED)
 def test_simulated_figures_are_drawn(simulated, name):
     assert (simulated / f"figure_{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -50,6 +51,7 @@ def test_simulated_figures_are_drawn(simulated, name):
     assert all(len(points) > 1 for (panel, _), points in found.items() if panel != "by d")
 
 
+@pytest.mark.exhaustive
 def test_only_matched_lln_follows_softmax_over_the_temperatures(simulated):
     found = defaultdict(dict)
     for (panel, curve), points in curves(simulated / "figure_2.csv").items():

@@ -32,6 +32,7 @@ def finished(process, code=0):
     return output
 
 
+@pytest.mark.exhaustive
 def test_pre_train_kill_resume_fine_tune_score(tmp_path):
     make_corpus(tmp_path / "data" / "lm", sizes=(("train", 400), ("valid", 11)))
     make_classification(tmp_path / "data" / "task")
@@ -60,6 +61,7 @@ def test_pre_train_kill_resume_fine_tune_score(tmp_path):
     assert "sst2, seed 7: done before" in finished(script(tmp_path, *tune))
 
 
+@pytest.mark.exhaustive
 def test_a_task_of_the_long_range_arena(tmp_path):
     """From drawing the data to the table."""
     command = [sys.executable, "-m", "data_prep.lra", "listops", "--rows", "50", "--workers", "1"]

@@ -30,6 +30,7 @@ thread.join()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
 @pytest.mark.parametrize(
     ("arguments", "environment", "kept"),
