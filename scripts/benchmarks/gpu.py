@@ -27,8 +27,8 @@ from lln_fairseq.data.files import write_bytes
 from scripts.experiments.steps import StepFailed, Steps
 
 MINUTES = {"kernels": 6, "attention": 5, "model": 5, "training": 13}
-TESTS = Path(__file__).parents[2] / "tests/ops/backends"
-KERNEL_TESTS = [str(TESTS / name) for name in ("test_triton.py", "test_triton_joint.py", "test_gpu.py")]
+TESTS = Path(__file__).parents[2] / "tests/ops"
+KERNEL_TESTS = [str(TESTS / name) for name in ("test_backends.py", "backends/test_triton.py", "backends/test_gpu.py")]
 ATTENTIONS = ["lln", "lln_diag", "lln_diag:mix=joint_offset"]
 REPORTED_LINES = 60
 
