@@ -24,6 +24,7 @@ setup(
         "lln_fairseq": ["py.typed", "ops/*.json", "ops/backends/cpu/csrc/*"],
         "lln_fairseq.configs": ["**/*.yaml"],
     },
+    entry_points={"console_scripts": ["lln-fairseq = lln_fairseq.__main__:main"]},
     # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
     python_requires=">=3.11,<3.13",
     # What the tests have run with, from the lowest to below the next that may break something. torch has one minor
@@ -43,9 +44,12 @@ setup(
         "matplotlib>=3.9,<4",
         "threadpoolctl>=3.1,<4",
         "tqdm>=4.66,<5",
+        "requests>=2.31,<3",
+        "pillow>=10.4,<14",
     ],
     extras_require={
         "test": [
+            "hypothesis>=6.170,<7",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",

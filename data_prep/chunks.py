@@ -14,8 +14,8 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import count
 from typing import NamedTuple
 
-from .command import DataError, say
-from .encode import ignore_interrupts
+from lln_fairseq.data.encode import ignore_interrupts
+from lln_fairseq.data.reporting import DataError, say
 
 SILENCE = 20.0  # seconds between two lines about the progress
 

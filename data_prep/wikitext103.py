@@ -13,30 +13,28 @@ as a stream.
     OUT/manifest.json                             last file written: settings, sources, tokenizer, counts, checksums
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import re
+import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import manifest
-from .archives import Tree
-from .binarize import binarize, dataset_files
-from .command import DataError, run_command, say
-from .encode import Encoder, usable_cores
-from .fetch import obtain_tree
-from .files import write_bytes
-from .sources import FILES
-from .text import SPLITS, read_lines
-from .tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_sentencepiece, train_on_corpus
-from .vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
+from lln_fairseq.data import manifest
+from lln_fairseq.data.archives import FileTree
+from lln_fairseq.data.binary_format import binarize, dataset_files
+from lln_fairseq.data.download import obtain_tree
+from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.text import SPLITS, read_lines
+from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_sentencepiece, train_on_corpus
+from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
+
+from .command import run_command
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 MB = 10**6
@@ -50,7 +48,7 @@ LINES = {"train": 1801350, "valid": 3760, "test": 4358}  # of the published arch
 class Corpus:
     """The three files of text; `train_bytes` limits how much of train is used, `articles`: see article_lines."""
 
-    def __init__(self, tree: Tree, train_bytes: int | None = None, articles: bool = False) -> None:
+    def __init__(self, tree: FileTree, train_bytes: int | None = None, articles: bool = False) -> None:
         self.tree, self.train_bytes, self.articles = tree, train_bytes, articles
         self.members: dict[str, str] = {}
         for split in SPLITS:
@@ -125,12 +123,13 @@ def build(
     if limit_mb is not None and limit_mb <= 0:
         raise DataError(f"--limit-mb {limit_mb}: expected more than 0")
     given = None if tokenizer in TRAINED else load_vocabulary(tokenizer)
-    # nothing is fetched for a result that turns out to be finished
-    tree, published = (None, True) if source is None else obtain_tree([ARCHIVE], source)
-    if tree is None or published:
-        sources = {ARCHIVE.name: ARCHIVE.sha256}
-    else:
-        sources = {**tree.checksums(list(Corpus(tree).members.values()))}
+    tree = None  # nothing is fetched for a result that turns out to be finished
+    published = True
+    if source is not None:
+        tree, published = obtain_tree([ARCHIVE], source)
+    sources = {ARCHIVE.name: ARCHIVE.sha256}
+    if tree is not None and not published:
+        sources = tree.checksums(list(Corpus(tree).members.values()))
     settings = {
         "program": "data_prep.wikitext103",
         "format": FORMAT,
@@ -139,30 +138,31 @@ def build(
         "tokenizer": given.identity if given else {"train": TRAINED[tokenizer], "vocab_size": vocab_size},
         **({"articles": True} if articles else {}),
     }
-    files = result_files(given.tokenizer.kind if given else "sentencepiece")
-    with manifest.output_directory(out):
-        if there := manifest.finished(out, settings, files, overwrite):
-            return there
-        if tree is None:
-            tree, _ = obtain_tree([ARCHIVE], None)
-        corpus = Corpus(tree, int(limit_mb * MB) if limit_mb else None, articles)
-        say(f"reading {tree.where}")
+
+    def read() -> tuple[Corpus, dict[str, int], Vocabulary]:
+        found = tree or obtain_tree([ARCHIVE], None)[0]
+        corpus = Corpus(found, int(limit_mb * MB) if limit_mb else None, articles)
+        say(f"reading {found.where}")
         lines = {split: corpus.count_lines(split) for split in SPLITS}
         if published and limit_mb is None and not articles and lines != LINES:
             raise DataError(f"unexpected numbers of lines: {lines}, expected {LINES}")
         resume = not overwrite and manifest.is_under_way(out)
         vocabulary = given or train_vocabulary(out, corpus, tokenizer, vocab_size, keep=resume)
-        if not resume:
-            manifest.begin(out, settings, files)  # only now: input that cannot be used must change nothing
+        return corpus, lines, vocabulary
+
+    def write(data: tuple[Corpus, dict[str, int], Vocabulary]) -> dict[str, Any]:
+        corpus, lines, vocabulary = data
         datasets = write_result(out, corpus, vocabulary, lines, workers, counted=given is None)
-        content = {
+        return {
             "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
             "tokenizer": vocabulary.record(),
             "counts": lines,
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
-        return manifest.finish(out, settings, files, content)
+
+    files = result_files(given.tokenizer.kind if given else "sentencepiece")
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
 def write_result(
@@ -203,7 +203,7 @@ def summary(content: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m data_prep.wikitext103", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/wikitext-103"), help="directory (%(default)s)")
     parser.add_argument("--source", type=Path, help=f"local {ARCHIVE.name}, another archive or a directory")
     parser.add_argument(
@@ -221,3 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser.parse_args(argv)
     arguments = (a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite, a.articles)
     return run_command(lambda: say(summary(build(*arguments))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,10 +19,7 @@ def register() -> None:
     level, handlers = root.level, root.handlers[:]
     # fairseq asks for tensorboardX on import, for a task that has nothing to do with this.
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.ERROR)
-    from lln_fairseq.host.deferred import deferred
-
-    with deferred():
-        from lln_fairseq import tasks  # noqa: F401  registers on import
+    from lln_fairseq import tasks  # noqa: F401  registers on import
 
     # Importing fairseq makes the root logger print everything that any library has to say; the caller's choice stands.
     root.setLevel(level)
@@ -30,10 +27,10 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`lln_fairseq.load`, see text_model.py."""
+    """Import `lln_fairseq.load`, which needs fairseq, when it is first asked for."""
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     register()  # before anything else imports fairseq
-    return importlib.import_module(f"{__name__}.text_model").load
+    from lln_fairseq.inference.text_model import load
+
+    return load

@@ -1,4 +1,4 @@
-"""How every program of ours starts and ends. Standard library only: this works while the rest is still imported.
+"""How every program of ours ends. Standard library only: `lln-fairseq` imports this before all else.
 
 0    done
 1    a foreseeable failure, said in one line on stderr; any other exception is a bug and keeps its traceback
@@ -8,7 +8,6 @@
 """
 
 import ctypes
-import importlib
 import multiprocessing
 import os
 import signal
@@ -30,30 +29,19 @@ class UserError(Exception):
     """Bad input or settings, in words for the user: printed as one line, without a traceback."""
 
 
-def start(module: str) -> NoReturn:
-    """Imports a program, calls its `main()` and exits with its exit code.
+def run_main(program: Callable[[], int | None], interrupted: str = "interrupted") -> int:
+    """Run a program and return its exit code.
 
-    Stands above a program's own imports, which take seconds, and answers a signal in them at once: an exception would
-    get into code that cannot be interrupted, which makes other errors of it, or loses it.
+    UserError, OSError (a full disk, permissions) and a missing package end in one line on stderr, as do Ctrl-C and
+    SIGTERM, with the line `interrupted` (none if empty).
     """
     if parent := os.environ.pop(PARENT, None):
         end_with(int(parent))
-    for number in _free():
-        signal.signal(number, _leave)
-    sys.exit(exit_code(lambda: importlib.import_module(module).main(), "interrupted"))
-
-
-def run_main(program: Callable[[], int | None], interrupted: str = "interrupted") -> int:
-    """The exit code of a program that Ctrl-C and SIGTERM end in order, with the line `interrupted` (none if empty)."""
     if sys.stderr is None:  # closed by the shell: print and tqdm would fail, or write to standard output instead
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
-    return exit_code(signals()(program), interrupted)
-
-
-def exit_code(program: Callable[[], int | None], interrupted: str) -> int:
-    """Runs `program`: see above. Foreseeable are UserError, OSError (full disk, permissions), a missing dependency."""
     try:
-        return program() or 0
+        with signals():
+            return program() or 0
     except ModuleNotFoundError as error:
         return _fail(f"error: {error} (pip install -r requirements.txt)")
     except (UserError, OSError) as error:
@@ -100,12 +88,7 @@ def signals() -> Iterator[None]:
 
 def _free() -> list[int]:
     """The signals that nobody but Python and this file has a handler for: "nohup" and launchers have theirs."""
-    return [number for number, default in DEFAULT_HANDLERS.items() if signal.getsignal(number) in (default, _leave)]
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    os.write(sys.stderr.fileno(), b"interrupted\n")
-    os._exit(128 + number)
+    return [number for number, default in DEFAULT_HANDLERS.items() if signal.getsignal(number) == default]
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -123,7 +106,7 @@ def end_with(parent: int) -> None:
     """Lets the kernel kill this process when its parent dies, kill -9 included, and ends it if that has happened.
 
     On Linux only. Elsewhere a child outlives a parent that is killed with -9; no other training gets into its
-    directory meanwhile, see run_lock.py.
+    directory meanwhile, see `one_training` in training/worker.py.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

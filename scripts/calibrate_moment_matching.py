@@ -8,18 +8,15 @@ dimension. Then, on other random inputs, the log-variance of LLN attention, or w
 entropy, over that of softmax attention by s = σ_q² σ_k², with our tables and with the paper's line: 1 is right.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 import torch
 
+from lln_fairseq.command import run_main
 from lln_fairseq.ops.moment_matching import (
     MEASURES,
     PAPER_A,
@@ -55,16 +52,17 @@ def deviation(table: Table, shipped: Table) -> float:
 
 
 def fit(dim: int, table: Table, constants: str, tokens: int, heads: int) -> list[tuple[float, float]]:
-    """What is measured of LLN over softmax's at every s of S_SHOWN: by the table, and by the paper's constants."""
+    """Return LLN's measure relative to softmax's at every s of S_SHOWN: with the table, and with the paper's line."""
     measure = MEASURES[constants]
     generator = torch.Generator().manual_seed(SEED)
     x, y = torch.randn(2, heads, tokens, dim, generator=generator)
     log_s, log_sigma2 = torch.tensor(table)
     rows = []
     for s in S_SHOWN:
-        ours = interpolate(torch.tensor(math.log(s)), log_s, log_sigma2).exp().item()
         softmax = measure(log_softmax(x, y, s))
-        rows.append(tuple(measure(log_lln(x, y, sigma2)) / softmax for sigma2 in (ours, (s - PAPER_B) / PAPER_A)))
+        by_table = interpolate(torch.tensor(math.log(s)), log_s, log_sigma2).exp().item()
+        by_paper = (s - PAPER_B) / PAPER_A
+        rows.append((measure(log_lln(x, y, by_table)) / softmax, measure(log_lln(x, y, by_paper)) / softmax))
     return rows
 
 
@@ -117,3 +115,7 @@ def check(constants: str, path: Path, args: argparse.Namespace) -> bool:
         write(tables, out)
         print(f"written: {out}")
     return right
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,2 +1,2 @@
 #!/usr/bin/env bash
-. "$(dirname "${BASH_SOURCE[0]}")/program.sh" scripts.experiments.finetune qnli "$@"
+. "$(dirname "${BASH_SOURCE[0]}")/program.sh" scripts.experiments.finetune finetune_qnli "$@"

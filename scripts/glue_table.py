@@ -5,11 +5,9 @@ python -m scripts.glue_table runs --latex table1.tex
 It reads every RUN/glue/TASK/seedN/valid.json below the directory; one row for each RUN.
 """
 
-from lln_fairseq.command import run_main, start
+import sys
 
-if __name__ == "__main__":
-    start(__spec__.name)
-
+from lln_fairseq.command import run_main
 from scripts.score_table import ScoreTable, options
 
 TASKS = {"mnli": "MNLI", "qnli": "QNLI", "qqp": "QQP", "sst2": "SST-2"}
@@ -37,3 +35,7 @@ TABLE = ScoreTable("glue/*/seed*/valid.json", TASKS, PAPER)
 def main(argv: list[str] | None = None) -> int:
     args = options("scripts.glue_table", __doc__, "runs").parse_args(argv)
     return run_main(lambda: TABLE.show(args, "scripts/glue_all.sh"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

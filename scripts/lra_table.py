@@ -6,16 +6,13 @@ It reads every RUN/TASK/seedN/test.json below the directory, one row for each RU
 wrote. Stand-ins have columns of their own and no part in the mean.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lln_fairseq.command import UserError, run_main
 from scripts.columns import aligned
 from scripts.score_table import ScoreTable, options
 
@@ -118,3 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         TABLE.show(args, "scripts/lra.sh or scripts/lra_all.sh", measured)
 
     return run_main(show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

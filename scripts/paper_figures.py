@@ -9,16 +9,13 @@ directory or its TensorBoard directory; Figure 1 needs the probe (--probe-interv
 classification. A figure for which nothing was given is skipped, and the line says what is missing.
 """
 
-from lln_fairseq.command import start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.command import run_main
 from scripts.figures import moments, runs, separation_sweeps, temperatures
 from scripts.figures.sheet import Settings, Sheet, Skipped
 
@@ -72,3 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         drawn += 1
         print(f"figure {name}: {path}", *(f"  {note}" for note in sheet.notes), sep="\n")
     return 0 if drawn else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -4,4 +4,4 @@
 #   scripts/pretrain_wikitext103.sh attention=lln_diag model=base run=gpu8 dataset.batch_size=32
 # The checkpoints are in runs/pretrain_lln_diag (checkpoint.save_dir). The data: python -m data_prep.wikitext103 --help
 case "${1:-}" in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
-. "$(dirname "${BASH_SOURCE[0]}")/program.sh" lln_fairseq.train --config-name pretrain corpus=wikitext103 "$@"
+. "$(dirname "${BASH_SOURCE[0]}")/program.sh" lln_fairseq train --config-name pretrain corpus=wikitext103 "$@"

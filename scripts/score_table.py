@@ -108,11 +108,11 @@ def options(program: str, description: str | None, directory: str) -> argparse.A
 
 
 def _accuracy(file: Path) -> float:
-    """In per cent. Raises: UserError for a file that lln_fairseq.evaluate did not write."""
+    """In per cent. Raises: UserError for a file that lln-fairseq evaluate did not write."""
     try:
         return 100 * json.loads(file.read_text())["accuracy"]
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{file} is not what lln_fairseq.evaluate writes: {error!r}") from error
+        raise UserError(f"{file} is not what lln-fairseq evaluate writes: {error!r}") from error
 
 
 def _cells(row: Row, tasks: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 from tests.shortcuts import hurry
 
 if not torch.cuda.is_available():
@@ -19,30 +19,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # So a shell starts what it runs in the background, and every program that a test starts would be deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-keep_freed_memory()  # half the time of quadratic oracles goes into fresh pages otherwise
-
-# They train, start processes or interpret kernels: scripts/test.sh --fast leaves them out.
-SLOW = (
-    "analysis/test_probe", "analysis/test_report", "fuzz", "hf", "host", "kill", "models", "ops/backends",
-    "ops/test_compile", "ops/test_exchange", "ops/test_joint", "ops/test_moment_matching", "scripts", "tasks",
-    "test_command", "test_documented_commands", "test_evaluate", "test_import", "test_linearize", "test_memory",
-    "test_predict", "test_release", "test_train",
-)  # fmt: skip
-
-
-def is_slow(path: Path) -> bool:
-    return path.relative_to(Path(__file__).parent).as_posix().startswith(SLOW)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Nor are they imported where they are left out."""
-    return (config.option.markexpr == "not slow" and is_slow(collection_path)) or None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if is_slow(item.path):
-            item.add_marker(pytest.mark.slow)
+disable_malloc_trim()  # half the time of quadratic oracles goes into fresh pages otherwise
 
 
 def pytest_sessionstart() -> None:
@@ -61,7 +38,7 @@ def _handlers_of_the_root_logger():
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data-bin of a few sentences; who changes it copies it."""
-    from tests.fairseq_runs import make_corpus  # and fairseq, which the fast tests do without
+    from tests.fairseq_runs import make_corpus  # not above: tests of the operations start without fairseq
 
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 

@@ -13,7 +13,7 @@ from fairseq.data import Dictionary, indexed_dataset
 from hydra.core.global_hydra import GlobalHydra
 
 import lln_fairseq
-from lln_fairseq.recipes import CONFIGS
+from lln_fairseq.training.recipes import CONFIGS
 
 lln_fairseq.register()
 WORDS = [f"w{i}" for i in range(60)]

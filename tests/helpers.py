@@ -1,5 +1,6 @@
 """What the tests of attention share: inputs, error measures and the one table of tolerances."""
 
+import pytest
 import torch
 
 from lln_fairseq.ops.scratch import forget_scratch
@@ -48,6 +49,17 @@ def poison_empty(monkeypatch):
         monkeypatch.setattr(
             torch, name, lambda *args, _original=original, **kw: _original(*args, **kw).fill_(torch.nan)
         )
+
+
+def with_representatives(values, *representatives):
+    """Return the values as parameters of a test, all but the representatives marked as exhaustive."""
+    parameters = []
+    for value in values:
+        if value in representatives:
+            parameters.append(value)
+        else:
+            parameters.append(pytest.param(value, marks=pytest.mark.exhaustive))
+    return parameters
 
 
 def metrics_of(task_metric: str) -> tuple[str, ...]:

@@ -14,17 +14,16 @@ from fairseq import options
 from hydra._internal.utils import get_args_parser
 
 import lln_fairseq
-from scripts import paper_figures
-from scripts.experiments import compare_attentions
-from scripts.experiments.compare_attentions import configuration
+from lln_fairseq.__main__ import run_program
+from scripts import compare_attentions, paper_figures
+from scripts.compare_attentions import configuration
 
 ROOT = Path(__file__).parents[1]
 OURS = r"(?:lln_fairseq|scripts|data_prep)\b"
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 # The recipe that a program gives its Hydra overrides to, with the task of its arguments.
 RECIPES = {
-    "scripts.experiments.finetune": lambda task, *_: ("finetune", f"glue={task}"),
-    "scripts.experiments.glue_all": lambda *_: ("finetune", "glue=sst2"),
+    "scripts.experiments.finetune": lambda *_: ("finetune", "glue=sst2"),
     "scripts.experiments.lra_runs": lambda name, task, *_: ("lra", f"lra={'listops' if name == 'lra_all' else task}"),
 }
 
@@ -39,15 +38,17 @@ def commands():
 
 
 def program_of(words):
-    """Module and arguments of a command; a script that starts no module is itself the first of two results."""
+    """Return what a command starts ("lln_fairseq PROGRAM", a module, or a shell script) and its arguments."""
+    if words[:3] == ["python", "-m", "lln_fairseq"]:
+        return f"lln_fairseq {words[3]}", words[4:]
     if words[0] == "python":
         return words[2], words[3:]
     if words[0].startswith("scripts/"):
         started = re.search(
             rf"(?:/program\.sh\"|^exec python -m) ({OURS}.*) [\"$].*@", (ROOT / words[0]).read_text(), re.M
         )
-        given = shlex.split(started[1]) if started else [words[0]]
-        return given[0], [*given[1:], *words[1:]]
+        if started:
+            return program_of(["python", "-m", *shlex.split(started[1]), *words[1:]])
     return words[0], words[1:]
 
 
@@ -65,9 +66,12 @@ def check_program(module, arguments, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
     monkeypatch.setattr(paper_figures, "read_curves", lambda folder: {"loss": [(1, 2.0)]})  # of runs that are not there
     monkeypatch.setattr(sys, "argv", [module, *arguments])
-    folder = (ROOT / module.replace(".", "/")).is_dir()
+    if module.startswith("lln_fairseq "):
+        program = partial(run_program, module.removeprefix("lln_fairseq "))
+    else:
+        program = importlib.import_module(module).main
     with pytest.raises(Parsed) as found:
-        importlib.import_module(f"{module}.__main__" if folder else module).main()
+        program(arguments)
     rest = found.value.args
     if module in RECIPES:
         recipe, task = RECIPES[module](*arguments)
@@ -96,12 +100,12 @@ def check_comparison(arguments):
 
 
 CHECKS = {  # of what is no program of ours that parses its arguments itself
-    "lln_fairseq.train": check_recipe,
+    "lln_fairseq train": check_recipe,
     "fairseq-hydra-train": check_recipe,
     "fairseq-train": partial(check_fairseq, options.get_training_parser),
     "fairseq-eval-lm": partial(check_fairseq, options.get_eval_lm_parser),
     "fairseq-preprocess": lambda arguments: options.get_preprocessing_parser().parse_args(arguments),
-    "scripts.experiments.compare_attentions": check_comparison,
+    "scripts.compare_attentions": check_comparison,
 }
 
 

@@ -34,23 +34,9 @@ assert state() == before
     run(code)
 
 
-def test_registering_leaves_the_root_logger_as_it_was_and_loads_neither_metrics_nor_the_compiler():
+def test_registering_leaves_the_root_logger_as_it_was():
     run("""
 import lln_fairseq
 lln_fairseq.register(); lln_fairseq.register()
 assert state()[:2] == before[:2]
-assert not {"scipy.stats", "sklearn", "pandas", "matplotlib"} & set(sys.modules)
-from fairseq.criterions import sentence_prediction as criterion
-from fairseq.tasks import audio_classification as task
-assert criterion.f1_score([0, 1, 1], [0, 1, 0]) == 2 / 3
-assert criterion.spearmanr([1, 2, 3], [1, 4, 9])[0] == 1
-assert list(task.sklearn_metrics.roc_curve([0, 1], [0.1, 0.9])[1]) == [0, 1, 1]
-optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1)
-optimizer.zero_grad()
-optimizer.load_state_dict(optimizer.state_dict())
-assert "torch._dynamo" not in sys.modules
-import torch._dynamo
-optimizer.zero_grad()
-import scipy.stats, sklearn.metrics
-assert scipy.stats.norm.cdf(0) == 0.5 and sklearn.metrics.f1_score([1], [1]) == 1
 """)

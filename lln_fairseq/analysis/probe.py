@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lln_fairseq.analysis import layer_scalars, measure
 from lln_fairseq.analysis.lognormal import log_entries
 from lln_fairseq.analysis.rank_collapse import relative_residual
-from lln_fairseq.attention import Attention, need_attention
+from lln_fairseq.attention import Attention, require_attention
 
 LAYER_ATTRIBUTES = ("self_attn", "self_attn_layer_norm", "final_layer_norm", "fc1", "fc2")  # of an encoder layer
 HISTOGRAM_ENTRIES = 50_000  # of ln P that a histogram is made of, evenly spaced
@@ -91,7 +91,7 @@ def record(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
     """The encoder layers with an attention of this package. Raises: ValueError if there are none."""
-    need_attention(getattr(getattr(model, "args", None), "attention", ""), "has no queries and keys to look at")
+    require_attention(getattr(getattr(model, "args", None), "attention", ""), "has no queries and keys to look at")
     layers = [m for m in model.modules() if all(hasattr(m, name) for name in LAYER_ATTRIBUTES)]
     layers = [layer for layer in layers if any(isinstance(m, Attention) for m in layer.modules())]
     if not layers:

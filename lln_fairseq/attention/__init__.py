@@ -10,9 +10,9 @@ from lln_fairseq.attention.registry import (
     MECHANISMS,
     Attention,
     build_attention,
-    need_attention,
     option,
     register_attention,
+    require_attention,
 )
 
 for _module in pkgutil.iter_modules(__path__):
@@ -26,8 +26,8 @@ __all__ = [
     "EncoderLayer",
     "build_attention",
     "build_layer",
-    "need_attention",
     "option",
     "register_attention",
     "register_layer",
+    "require_attention",
 ]

@@ -6,7 +6,7 @@
             super().__init__([GatedUnit(dim, activation_dropout) for _ in range(config.units)], dropout)
 
 Options, flags, Hydra keys, contract tests and benchmark rows are as those of an attention, see registry.py. What needs
-queries and keys, or RoBERTa's own layers, refuses these names: `need_attention`.
+queries and keys, or RoBERTa's own layers, refuses these names: `require_attention`.
 """
 
 from collections.abc import Callable, Iterable

@@ -12,15 +12,14 @@ from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.checks import check_block_size
-from lln_fairseq.ops.lln import joint_form, lln_attention, lln_diag_attention
+from lln_fairseq.ops.lln import head_offsets, lln_attention, lln_diag_attention
 
-# The learned parameters of the mixes: ratio and scale have them per head and feature, the joint forms per head.
+# The learned parameters of the mixes: ratio and scale have them per head and feature, joint_offset per head.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "average": (),
     "ratio": ("ratio",),
     "scale": ("ratio", "diag_scale"),
     "joint": (),
-    "joint_share": ("share_logit",),
     "joint_offset": ("offset",),
 }
 PER_FEATURE = ("ratio", "scale")
@@ -33,14 +32,14 @@ class LLNDiagConfig(LLNConfig):
     mix: str = option(
         "average",
         "½ LLN + ½ Diag; learned per head and feature: r, 1-r (ratio) or r, p (scale); Diag in the block, LLN outside, "
-        "in proportions that are LLN's (joint) or learned per head: a share (joint_share), odds (joint_offset)",
+        "in proportions that are LLN's (joint) or with odds learned per head (joint_offset)",
         tuple(PARAMETERS),
     )
 
 
 @register_attention("lln_diag", LLNDiagConfig)
 class LLNDiagAttention(MomentMatched):
-    """½ (LLN + block-diagonal softmax), the paper's layer, or another mix of both (ops/joint.py has the joint forms).
+    """½ (LLN + block-diagonal softmax), the paper's layer, or another mix of both (ops/joint.py has the joint ones).
 
     Attention dropout applies to the block-diagonal part.
     """
@@ -48,7 +47,6 @@ class LLNDiagAttention(MomentMatched):
     config: LLNDiagConfig
     ratio: nn.Parameter
     diag_scale: nn.Parameter
-    share_logit: nn.Parameter
     offset: nn.Parameter
 
     def __init__(
@@ -75,15 +73,15 @@ class LLNDiagAttention(MomentMatched):
         return self._mix(lln, diag)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """P of the average and of the joint forms. A mix per feature has a matrix for each: ValueError."""
+        """P of the average and of the joint mixes. A mix per feature has a matrix for each: ValueError."""
         mix = self.config.mix
         if mix in PER_FEATURE:
             raise ValueError(f"mix '{mix}' has no single attention matrix")
         inputs = (q, k, *self.alpha_beta(q, k, key_padding_mask), self.block_size)
-        form, parameter = joint_form(mix, self._mix_parameter(), q)
-        if form is None or parameter is None:
+        offset = head_offsets(mix, self._mix_parameter(), q)
+        if offset is None:
             return reference.lln_diag_matrix(*inputs, key_padding_mask)
-        return reference.joint_matrix(*inputs, form, parameter, key_padding_mask)
+        return reference.joint_matrix(*inputs, offset, key_padding_mask)
 
     def branches(self) -> dict[str, Attention]:
         sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
@@ -93,9 +91,10 @@ class LLNDiagAttention(MomentMatched):
         return {"LLN only": lln, "Diag only": BlockDiagAttention(BlockDiagConfig(self.block_size), *sizes)}
 
     def _mix_parameter(self) -> Tensor | None:
-        """The share or offset of each head, (H,)."""
-        learned = {"joint_share": lambda: self.share_logit.sigmoid(), "joint_offset": lambda: self.offset}
-        return learned[self.config.mix]() if self.config.mix in learned else None
+        """Return the learned offset of each head, (H,), if there is one."""
+        if self.config.mix == "joint_offset":
+            return self.offset
+        return None
 
     def _mix(self, lln: Tensor, diag: Tensor) -> Tensor:
         ratio = self.ratio.to(lln.dtype)

@@ -132,13 +132,13 @@ def build_attention(
     what replaces a whole layer.
     """
     config = checked_config(name, options)
-    need_attention(name, "here an attention of queries, keys and values is needed")
+    require_attention(name, "here an attention of queries, keys and values is needed")
     cls = ATTENTION_REGISTRY[name].cls
     return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
 
 
-def need_attention(name: str, reason: str) -> None:
-    """Raises: ValueError for what replaces a whole layer, saying why it cannot be used."""
+def require_attention(name: str, reason: str) -> None:
+    """Raise ValueError with the reason if `name` replaces a whole encoder layer."""
     if name in LAYER_REGISTRY:
         raise ValueError(f"{name} replaces the whole encoder layer, and {reason}")
 

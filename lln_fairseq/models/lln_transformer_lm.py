@@ -8,7 +8,7 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 
-from lln_fairseq.host.errors import input_errors
+from lln_fairseq.errors import input_errors
 from lln_fairseq.modules.decoder import LLNDecoder
 from lln_fairseq.ops.moment_matching import CONSTANTS
 

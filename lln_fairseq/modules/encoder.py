@@ -13,9 +13,9 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, need_attention
+from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, require_attention
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
-from lln_fairseq.sequence_parallel import Shard
+from lln_fairseq.modules.token_shards import Shard
 
 
 class LLNEncoderLayer(TransformerEncoderLayerBase):
@@ -35,8 +35,10 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None) -> Tensor:
         """x (T, B, C), mask (B, T) with True = padded -> (T, B, C)."""
-        parts = x.split(max(self.feed_forward_tokens // max(x.shape[1], 1), 1)) if self.feed_forward_tokens else ()
-        if len(parts) < 2:
+        if not self.feed_forward_tokens:
+            return super().forward(x, encoder_padding_mask, attn_mask)
+        parts = x.split(max(self.feed_forward_tokens // max(x.shape[1], 1), 1))
+        if len(parts) == 1:
             return super().forward(x, encoder_padding_mask, attn_mask)
         attended = self.self_attn_layer_norm(x) if self.normalize_before else x
         attended, _ = self.self_attn(attended, attended, attended, encoder_padding_mask, False, attn_mask)
@@ -67,9 +69,13 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
 
 
 class LLNTransformerEncoder(TransformerEncoder):
-    def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding, attention: str,
-                 options: dict[str, Any]) -> None:  # fmt: skip
-        self.attention_name, self.attention_options = attention, options
+    layer_norm: nn.Module | None  # after the last layer; made by TransformerEncoder
+
+    def __init__(
+        self, args: Any, dictionary: Any, embed_tokens: nn.Embedding, attention: str, options: dict[str, Any]
+    ) -> None:
+        self.attention_name = attention
+        self.attention_options = options
         self.feed_forward_tokens = args.feed_forward_tokens
         self.shard: Shard | None = None
         super().__init__(args, dictionary, embed_tokens)
@@ -123,7 +129,7 @@ class LLNTransformerEncoder(TransformerEncoder):
     def _replacement(self, cfg: TransformerConfig) -> nn.Module:
         refused = {"feed_forward_tokens": self.feed_forward_tokens, "quant_noise_pq": cfg.quant_noise.pq}
         for option in [option for option, value in refused.items() if value]:
-            need_attention(self.attention_name, f"does not know {option}")
+            require_attention(self.attention_name, f"does not know {option}")
         return build_layer(
             self.attention_name,
             dim=cfg.encoder.embed_dim,

@@ -43,7 +43,6 @@ def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: Mixtu
 
 def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: Mixture) -> Tensor:
     """The joint form: see joint.py. P = A Wᵀ."""
-    assert mix.joint is not None
     assert mix.parameter is not None
     length = q.shape[2]
     total = a @ w.sum(dim=2)[..., None]
@@ -53,7 +52,7 @@ def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     blocks = Blocks(*(x[..., None, None] for x in count_blocks(padding[:, :, :, 0])))
     inside, p = a @ w.mT, _probabilities(q, k, padding, mix)
     u = outside_mass(inside)
-    c = outside_weight(u, mix.joint, mix.parameter[..., None, None, None], blocks)
+    c = outside_weight(u, mix.parameter[..., None, None, None], blocks)
     out = c * (a @ state) + ((1 - c * u) * p - c * inside) @ v
     return out.flatten(2, 3)[:, :, :length]
 

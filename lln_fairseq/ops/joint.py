@@ -1,14 +1,12 @@
-"""The joint forms of LLN+Diag: softmax's shape inside a query's block, LLN outside it, in rows that sum to 1.
+"""The joint form of LLN+Diag: softmax's shape inside a query's block, LLN outside it, in rows that sum to 1.
 
 With P = A Wᵀ the LLN matrix, D the softmax inside the blocks, u_i = 1 - Σ_{j in block(i)} P_ij the mass that LLN gives
 to the keys outside the block of query i, and O_i = Σ_{j outside} P_ij v_j:
 
     out_i = (1 - c_i u_i) (D v)_i + c_i O_i
 
-where the form says by which weight c a query multiplies what is outside:
-
-    offset: c = 1 / max(u + (1 - u) e^-o, 1/16)    the odds of the outside are e^o times LLN's; o = 0 leaves LLN's own
-    share:  c = (1 - g) / max(u, 1/16)              the outside gets 1 - g whatever its mass
+where a query multiplies what is outside by the weight c = 1 / max(u + (1 - u) e^-o, 1/16): the odds of the outside are
+e^o times LLN's, and the offset o = 0 leaves LLN's own.
 
 The floor gives less to what is nearly nothing. Without it the first token beyond a block would get half of all
 attention, and rounding would decide over it: u and O come out as the whole less the block, with an error of 1e-7 in
@@ -22,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FORMS = ("offset", "share")
 FLOOR = 2.0**-4  # csrc/joint.h and the Triton kernels have the same
 
 
@@ -45,24 +42,20 @@ def outside_mass(inside: Tensor) -> Tensor:
     return (1 - inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
 
 
-def outside_weight(u: Tensor, form: str, parameter: Tensor, blocks: Blocks) -> Tensor:
-    """c of the formulas above for u, o or g, and blocks that broadcast to it; differentiable."""
-    scale = 1 if form == "offset" else 1 - parameter
-    c = scale / _divisor(u, form, parameter).clamp_min(FLOOR)
+def outside_weight(u: Tensor, offset: Tensor, blocks: Blocks) -> Tensor:
+    """Return c of the formula above for u, and o and blocks that broadcast to it; differentiable."""
+    c = 1 / _divisor(u, offset).clamp_min(FLOOR)
     return torch.where(blocks.none, 1.0, c).masked_fill(blocks.all, 0.0)
 
 
-def outside_slopes(c: Tensor, u: Tensor, form: str, parameter: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """dc/du and dc/do or dc/dg, 0 in blocks with all keys or none."""
-    divisor, special = _divisor(u, form, parameter), blocks.all | blocks.none
-    floored = divisor <= FLOOR
-    if form == "offset":
-        by_u, by_parameter = -c.square() * (1 - (-parameter).exp()), (c * (1 - c * u)).masked_fill(floored, 0.0)
-    else:
-        by_u, by_parameter = -c / divisor.clamp_min(FLOOR), -1 / divisor.clamp_min(FLOOR)
-    return by_u.masked_fill(special | floored, 0.0), by_parameter.masked_fill(special, 0.0)
+def outside_slopes(c: Tensor, u: Tensor, offset: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Return dc/du and dc/do, which are 0 at the floor and in blocks with all keys or none."""
+    constant = blocks.all | blocks.none | (_divisor(u, offset) <= FLOOR)
+    by_u = -c.square() * (1 - (-offset).exp())
+    by_offset = c * (1 - c * u)
+    return by_u.masked_fill(constant, 0.0), by_offset.masked_fill(constant, 0.0)
 
 
-def _divisor(u: Tensor, form: str, parameter: Tensor) -> Tensor:
-    """What the formulas above divide by, before the floor."""
-    return u + (1 - u) * (-parameter).exp() if form == "offset" else u
+def _divisor(u: Tensor, offset: Tensor) -> Tensor:
+    """Return the divisor of the formula above, not yet clamped."""
+    return u + (1 - u) * (-offset).exp()

@@ -25,15 +25,8 @@ from lln_fairseq.ops.exchange import exchange_within
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments
 
-# The names of the mixtures of LLN and block-diagonal softmax: the joint form, and its parameter where none is given.
-MIXES: dict[str, tuple[str | None, float]] = {
-    "average": (None, 0.0),
-    "joint": ("offset", 0.0),
-    "joint_offset": ("offset", 0.0),
-    "joint_share": ("share", 0.5),
-}
-RANGES = {"offset": (-80, 80), "share": (0, 1)}  # of its parameter
-WITHOUT_PARAMETER = ("average", "joint")
+MIXES = ("average", "joint", "joint_offset")  # of LLN and block-diagonal softmax
+LARGEST_OFFSET = 80
 
 IN_ONE_PASS = ("head", "calibrated")  # scope and constants that every backend can match while it reads q and k
 
@@ -105,34 +98,34 @@ def lln_diag_attention(
     mix_parameter: float | Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """½ (LLN + block-diagonal softmax) in one pass (paper, section 4.2 and figure 3), or a joint form of both.
+    """½ (LLN + block-diagonal softmax) in one pass (paper, section 4.2 and figure 3), or a joint mix of both.
 
-    In the joint forms a row sums to 1 and has softmax's shape inside the query's block, LLN's outside it: up to one
+    In the joint mixes a row sums to 1 and has softmax's shape inside the query's block, LLN's outside it: up to one
     block of tokens they are softmax attention. With u the mass that LLN gives to the keys outside the block,
 
         joint           inside 1 - u, outside u
         joint_offset    inside and outside as 1 - u to e^o u, the outside at most 16 u
-        joint_share     inside g, outside 1 - g, at most 16 (1 - g) u
 
     Args: as `lln_attention` and `block_diag_attention`; dropout concerns the block-diagonal probabilities alone, since
     LLN has no matrix to drop from. With dropout the result can be differentiated once.
-        mix: "average" or one of the joint forms.
-        mix_parameter: o in [-80, 80], None = 0, or g in [0, 1], None = ½: a number or a tensor that broadcasts to
-            (B, H), whose values are not checked; gradients flow to it. The others take none.
+        mix: "average", "joint" or "joint_offset".
+        mix_parameter: o of joint_offset in [-80, 80], None = 0: a number or a tensor that broadcasts to (B, H), whose
+            values are not checked; gradients flow to it. The other mixes take none.
         group: as `lln_attention`; all workers but the last must hold a multiple of block_size tokens, so that no block
             lies on two of them, and the mix must be the average.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
     check_dropout(dropout_p)
-    joint, parameter = joint_form(mix, mix_parameter, q)
+    offset = head_offsets(mix, mix_parameter, q)
+    joint = offset is not None
     exchange = exchange_within(group, q, block_size)
     if joint and exchange:
         raise ValueError(f"mix '{mix}' cannot be computed over several workers, choose average")
     alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group if exchange else None)
-    backend = choose_backend(backend, q, block_size, k, v, alpha, beta, parameter, key_padding_mask, joint=joint)
+    backend = choose_backend(backend, q, block_size, k, v, alpha, beta, offset, key_padding_mask)
     weight = 1.0 if joint else 0.5
-    mixed = Mixture(weight, weight, block_size, dropout_p, joint=joint, parameter=parameter, exchange=exchange)
+    mixed = Mixture(weight, weight, block_size, dropout_p, joint=joint, parameter=offset, exchange=exchange)
     return mixture(q, k, v, alpha, beta, key_padding_mask, mixed, backend)
 
 
@@ -150,19 +143,17 @@ def lln_features(
     return balanced_features(x, y, key_padding_mask)
 
 
-def joint_form(mix: str, parameter: float | Tensor | None, q: Tensor) -> tuple[str | None, Tensor | None]:
-    """The joint form of a mix and its parameter (B, H); None twice for the average."""
+def head_offsets(mix: str, offset: float | Tensor | None, q: Tensor) -> Tensor | None:
+    """Return the offset o of every head, (B, H), for a joint mix, and None for the average."""
     if mix not in MIXES:
         raise ValueError(f"unknown mix '{mix}', choose from {', '.join(MIXES)}")
-    if parameter is not None and mix in WITHOUT_PARAMETER:
+    if offset is not None and mix != "joint_offset":
         raise ValueError(f"mix '{mix}' takes no mix_parameter")
-    form, start = MIXES[mix]
-    if form is None:
-        return None, None
-    lowest, highest = RANGES[form]
-    if isinstance(parameter, int | float) and not lowest <= parameter <= highest:
-        raise ValueError(f"mix_parameter of {mix} must be in [{lowest}, {highest}], got {parameter}")
-    return form, per_head(start if parameter is None else parameter, q, "mix_parameter")
+    if mix == "average":
+        return None
+    if isinstance(offset, int | float) and not -LARGEST_OFFSET <= offset <= LARGEST_OFFSET:
+        raise ValueError(f"mix_parameter must be in [-{LARGEST_OFFSET}, {LARGEST_OFFSET}], got {offset}")
+    return per_head(0.0 if offset is None else offset, q, "mix_parameter")
 
 
 def _alpha_beta(

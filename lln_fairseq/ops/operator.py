@@ -27,7 +27,7 @@ def compiled_mixture(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, parameter: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, lln_weight: float, diag_weight: float, block_size: int,
-    dropout_p: float, joint: str | None, backend: str,
+    dropout_p: float, joint: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """The mixture, α and β as they were used, and what the backward pass wants to see again."""
     mix = Mixture(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
@@ -45,7 +45,7 @@ def _forward(
 def _(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, parameter: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, lln_weight: float, diag_weight: float, block_size: int,
-    dropout_p: float, joint: str | None, backend: str,
+    dropout_p: float, joint: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     kernels, mix = load_backend(backend), Mixture(lln_weight, diag_weight, block_size, joint=joint)
     matched = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -57,7 +57,7 @@ def _(
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, saved: Sequence[Tensor], needed: Sequence[bool], lln_weight: float,
-    diag_weight: float, block_size: int, dropout_p: float, joint: str | None, backend: str,
+    diag_weight: float, block_size: int, dropout_p: float, joint: bool, backend: str,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, α, β and the parameter; without an element for those of the last that need none."""
     mix = Mixture(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
@@ -70,7 +70,7 @@ def _backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, saved: Sequence[Tensor], needed: Sequence[bool], lln_weight: float,
-    diag_weight: float, block_size: int, dropout_p: float, joint: str | None, backend: str,
+    diag_weight: float, block_size: int, dropout_p: float, joint: bool, backend: str,
 ) -> list[Tensor]:  # fmt: skip
     of_scalars = [torch.empty(alpha.shape, dtype=alpha.dtype, device=q.device) if x else q.new_empty(0) for x in needed]
     return [*load_backend(backend).empty_results(q, k, v), *of_scalars]

@@ -71,20 +71,16 @@ def joint_matrix(
     alpha: float | Tensor,
     beta: float | Tensor,
     block_size: int,
-    form: str,
-    parameter: float | Tensor,
+    offset: float | Tensor,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """The joint form of LLN and block-diagonal softmax, "offset" or "share" with o or g per head: see joint.py."""
+    """Return the joint form of LLN and block-diagonal softmax with an offset per head: see joint.py."""
     lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
     diag = block_diag_matrix(q, k, block_size, key_padding_mask)
     block = torch.arange(q.shape[-2], device=q.device) // block_size
     outside = lln.masked_fill(block[:, None] == block[None, :], 0.0)
-    mass, parameter = outside.sum(dim=-1, keepdim=True), per_head(parameter, q)
-    if form == "offset":
-        weight = 1 / (mass + (1 - mass) / parameter.exp()).clamp_min(FLOOR)
-    else:
-        weight = (1 - parameter) / mass.clamp_min(FLOOR)
+    mass = outside.sum(dim=-1, keepdim=True)
+    weight = 1 / (mass + (1 - mass) / per_head(offset, q).exp()).clamp_min(FLOOR)
     without_key = diag.sum(dim=-1, keepdim=True) == 0
     return torch.where(without_key, lln, (1 - weight * mass) * diag + weight * outside)
 

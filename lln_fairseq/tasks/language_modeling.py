@@ -1,4 +1,4 @@
-"""Language modelling, every token from those before it: fairseq's task with its silent failures mended."""
+"""Language modelling, every token from those before it: fairseq's task without its silent failures."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,23 +10,19 @@ from fairseq.data import SortDataset, data_utils
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
-from lln_fairseq.host.errors import InputError, input_errors
-from lln_fairseq.tasks._data_checks import check_lines, same_symbols
-from lln_fairseq.tasks._host_fixes import HostFixes, require_files
-from lln_fairseq.tasks._options import HostOptions
+from lln_fairseq.data.checks import check_lines, same_symbols
+from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.training.hooked_task import HookedTask, require_files
+from lln_fairseq.training.options import TrainingOptions
 
 
 @dataclass
-class LLNLanguageModelingConfig(HostOptions, LanguageModelingConfig):
+class LLNLanguageModelingConfig(TrainingOptions, LanguageModelingConfig):
     """fairseq's options and ours."""
 
 
 @register_task("lln_language_modeling", dataclass=LLNLanguageModelingConfig)
-class LLNLanguageModelingTask(HostFixes, LanguageModelingTask):
-    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(cfg, *args, **kwargs)
-        self.cfg = cfg  # this task of fairseq's has `args` alone
-
+class LLNLanguageModelingTask(HookedTask, LanguageModelingTask):
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> "LLNLanguageModelingTask":
         """Raises InputError for data without a sound dictionary, and for the way to cut text that fairseq cannot do."""

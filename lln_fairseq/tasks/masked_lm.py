@@ -1,4 +1,4 @@
-"""Masked language modelling: fairseq's task with its silent failures mended."""
+"""Masked language modelling: fairseq's task without its silent failures."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,20 +10,20 @@ from fairseq.data.shorten_dataset import maybe_shorten_dataset
 from fairseq.tasks import register_task
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
-from lln_fairseq.host.errors import InputError, input_errors
-from lln_fairseq.tasks._data_checks import check_lines, same_symbols
-from lln_fairseq.tasks._host_fixes import HostFixes, require_files
-from lln_fairseq.tasks._lines import SplitLines
-from lln_fairseq.tasks._options import HostOptions
+from lln_fairseq.data.checks import check_lines, same_symbols
+from lln_fairseq.data.split_lines import SplitLines
+from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.training.hooked_task import HookedTask, require_files
+from lln_fairseq.training.options import TrainingOptions
 
 
 @dataclass
-class LLNMaskedLMConfig(HostOptions, MaskedLMConfig):
+class LLNMaskedLMConfig(TrainingOptions, MaskedLMConfig):
     """fairseq's options and ours."""
 
 
 @register_task("lln_masked_lm", dataclass=LLNMaskedLMConfig)
-class LLNMaskedLMTask(HostFixes, MaskedLMTask):
+class LLNMaskedLMTask(HookedTask, MaskedLMTask):
     """No sample is longer than tokens_per_sample and no token is lost, in every sample_break_mode (eos included, which
     fairseq itself cannot do with numpy 2): a longer line continues in the next sample. shorten_method cuts it instead.
     """
@@ -42,7 +42,7 @@ class LLNMaskedLMTask(HostFixes, MaskedLMTask):
         with input_errors():
             return super().setup_task(cfg, **kwargs)
 
-    def advice(self) -> str:
+    def padding_advice(self) -> str:
         """fairseq's batches are of like lengths already: what is wasted comes from few samples of many lengths."""
         if str(self.cfg.sample_break_mode) == "none":
             return ""

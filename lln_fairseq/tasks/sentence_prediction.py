@@ -1,4 +1,4 @@
-"""Classification and regression of sentences and pairs: fairseq's task with its silent failures mended."""
+"""Classification and regression of sentences and pairs: fairseq's task without its silent failures."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ from fairseq.tasks.sentence_prediction import SentencePredictionConfig, Sentence
 from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
 
-from lln_fairseq.host.errors import InputError, input_errors
-from lln_fairseq.host.fit import label_names, longest_sequence
+from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
+from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
+from lln_fairseq.data.sentence_inputs import make_samples, read_inputs, read_labels
+from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models import LLNRobertaModel
-from lln_fairseq.tasks._data_checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
-from lln_fairseq.tasks._host_fixes import HostFixes, require_files
-from lln_fairseq.tasks._inputs import read_inputs, read_labels, samples
-from lln_fairseq.tasks._options import HostOptions
+from lln_fairseq.training.hooked_task import HookedTask, require_files
+from lln_fairseq.training.options import TrainingOptions
 
 INPUTS = ("input0", "input1")
 POSITIONS = 512  # RoBERTa's
 
 
 @dataclass
-class LLNSentencePredictionConfig(HostOptions, SentencePredictionConfig):
+class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
     """fairseq's options and ours."""
 
     max_positions: Optional[int] = field(
@@ -49,7 +49,7 @@ class LLNSentencePredictionConfig(HostOptions, SentencePredictionConfig):
 
 
 @register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
-class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
+class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
     @classmethod
     def setup_task(cls, cfg: LLNSentencePredictionConfig, **kwargs: Any) -> "LLNSentencePredictionTask":
         """Raises InputError for data without dictionaries, or with another number of labels than num_classes."""
@@ -89,7 +89,7 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
         return dataset
 
     def _load_inputs(self, split: str, combine: bool) -> Any:
-        """What fairseq cannot do, see _inputs.py; in the same order by chance."""
+        """Load what fairseq cannot, see data/sentence_inputs.py; shuffled as fairseq does."""
         inputs = read_inputs(self, split, INPUTS, combine)
         if not inputs:
             raise InputError(f"cannot load split '{split}' of {self.cfg.data}: could not find dataset: input0")
@@ -97,7 +97,7 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
             raise InputError(f"two_towers needs pairs, and split '{split}' of {self.cfg.data} has no input1")
         if len(inputs) == 2 and not self.cfg.two_towers:
             raise InputError(f"{self.cfg.data} has pairs, and strip_eos takes them with two_towers alone")
-        dataset = samples(self, inputs, read_labels(self, split, combine))
+        dataset = make_samples(self, inputs, read_labels(self, split, combine))
         if not self.cfg.no_shuffle:
             with data_utils.numpy_seed(self.cfg.seed):
                 shuffle = np.random.permutation(len(dataset))
@@ -115,7 +115,7 @@ class LLNSentencePredictionTask(HostFixes, SentencePredictionTask):
             raise InputError("two_towers needs a model of ours: --arch lln_roberta_base (model._name)")
         return model
 
-    def advice(self) -> str:
+    def padding_advice(self) -> str:
         return "" if self.cfg.group_by_length else "batches of like lengths: task.group_by_length=true"
 
     def _check(self, split: str, combine: bool) -> None:

@@ -2,16 +2,13 @@
 
     python -m scripts.benchmarks.attention --lengths 512 2048 8192 16384 --json out.json --png out.png
     python -m scripts.benchmarks.attention --attentions lln_diag lln_diag:mix=joint_offset
+    python -m scripts.benchmarks.attention --attentions lln causal_lln causal_sdpa
 
 All variants of a length are timed in turn, repeat by repeat, so that a noisy machine slows all of them alike; medians
 count. Before timing, every mechanism is compared with its own quadratic matrix. Peak memory is measured: by torch on a
-GPU, on a CPU as the resident-set peak of a child process.
+GPU, on a CPU as the resident-set peak of a child process. On a GPU a column compares every time with its floor: the
+time to read q, k, v and to write the output once, backward also the gradients, at the bandwidth of a copy.
 """
-
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
 
 import argparse
 import functools
@@ -26,13 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
 from lln_fairseq.attention.registry import parse_row
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.command import run_main
+from lln_fairseq.ops.lln import lln_attention
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
     check_outputs,
+    copy_bandwidth,
     draw_by_length,
     in_child,
     interleaved,
@@ -42,6 +42,10 @@ from scripts.benchmarks.meter import (
 from scripts.columns import aligned
 
 SDPA = "sdpa"
+CAUSAL = {  # not in the registry, which has encoders' attentions alone
+    "causal_sdpa": functools.partial(F.scaled_dot_product_attention, is_causal=True),
+    "causal_lln": functools.partial(lln_attention, alpha=2.0, beta=2.0, causal=True),
+}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Largest relative RMS difference from the float64 form that may be timed.
 GATE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
@@ -51,7 +55,10 @@ PANELS = {"forward [ms]": "forward", "forward + backward [ms]": "both", "peak me
 
 @dataclass
 class Row:
-    """Medians in ms with the fastest and slowest repeat; memory in tensors of the size of q, None if not measured."""
+    """Medians in ms with the fastest and slowest repeat; memory in tensors of the size of q, None if not measured.
+
+    `floors`: the least time in ms forward, and forward and backward; None if the bandwidth was not measured.
+    """
 
     attention: str
     length: int
@@ -60,16 +67,20 @@ class Row:
     both: float
     both_range: tuple[float, float]
     memory: float | None
-
-    @classmethod
-    def of(cls, attention: str, length: int, forward: Spread, both: Spread, memory: float | None) -> "Row":
-        return cls(attention, length, forward.median, forward[1:], both.median, both[1:], memory)
+    floors: tuple[float, float] | None = None
 
 
 def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if name == SDPA:
         return F.scaled_dot_product_attention
-    name, options = parse_row(name)
+    if name in CAUSAL:
+        return CAUSAL[name]
+    return registered_attention(name, args)
+
+
+def registered_attention(row: str, args: argparse.Namespace) -> Attention:
+    """Build the attention of a row that is neither torch's nor causal, in evaluation mode."""
+    name, options = parse_row(row)
     sizes = dict(num_heads=args.heads, head_dim=args.head_dim, max_positions=max(*args.lengths, GATE_LENGTH))
     module = build_attention(name, **sizes, **options)
     return module.to(device=args.device, dtype=DTYPES[args.dtype]).eval()
@@ -86,13 +97,17 @@ def inputs(args: argparse.Namespace, length: int) -> tuple[list[Tensor], Tensor]
 
 
 def check(name: str, args: argparse.Namespace) -> None:
-    """Raises RuntimeError if a mechanism is not its own matrix times v (itself in float64 if it has no matrix)."""
-    if name == SDPA:
+    """Raise RuntimeError if an attention differs from its matrix times v (from itself in float64 without a matrix)."""
+    if name == SDPA or name in CAUSAL:
         return
-    attention, ((q, k, v), _) = attention_function(name, args), inputs(args, GATE_LENGTH)
+    attention = registered_attention(name, args)
+    (q, k, v), _ = inputs(args, GATE_LENGTH)
     with torch.no_grad():
-        exact, (q_, k_, v_) = attention.double(), (x.double() for x in (q, k, v))
-        expected = exact.attention_matrix(q_, k_) @ v_ if exact.has_matrix else exact(q_, k_, v_)
+        attention.double()
+        if attention.has_matrix:
+            expected = attention.attention_matrix(q.double(), k.double()) @ v.double()
+        else:
+            expected = attention(q.double(), k.double(), v.double())
         out = attention.to(q.dtype)(q, k, v).double()
     error = relative_rms(out, expected)
     if not error <= GATE[args.dtype]:
@@ -112,7 +127,16 @@ def run_both(attention: Callable, tensors: list[Tensor], grad: Tensor) -> None:
     attention(*tensors).backward(grad)
 
 
-def time_length(length: int, names: list[str], args: argparse.Namespace) -> list[Row]:
+def floors(q: Tensor, bandwidth: float) -> tuple[float, float]:
+    """Return the least time in ms that an attention can take forward, and forward and backward.
+
+    Forward it reads q, k, v and writes the output; backward it reads q, k, v and a gradient and writes three.
+    """
+    one_tensor = 1e3 * q.numel() * q.element_size() / bandwidth
+    return 4 * one_tensor, (4 + 7) * one_tensor
+
+
+def time_length(length: int, names: list[str], args: argparse.Namespace, bandwidth: float | None) -> list[Row]:
     tensors, grad = inputs(args, length)
     attentions = {name: attention_function(name, args) for name in names}
     runs = {}
@@ -123,8 +147,10 @@ def time_length(length: int, names: list[str], args: argparse.Namespace) -> list
     rows = []
     for name in names:
         memory = None if args.no_memory else peak_memory(name, length, args)
-        forward, both = (Spread.of(times[name, part]) for part in ("forward", "both"))
-        rows.append(Row.of(name, length, forward, both, memory))
+        forward = Spread.of(times[name, "forward"])
+        both = Spread.of(times[name, "both"])
+        least = floors(tensors[0], bandwidth) if bandwidth else None
+        rows.append(Row(name, length, forward.median, forward[1:], both.median, both[1:], memory, least))
     return rows
 
 
@@ -162,13 +188,17 @@ def growth(rows: list[Row], name: str, start: int = 2048) -> float | None:
 
 def table(rows: list[Row], names: list[str]) -> str:
     baseline = {row.length: row for row in rows if row.attention == SDPA}
-    cells = [("attention", "N", "forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory")]
+    cells = [["attention", "N", "forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory"]]
+    if any(row.floors for row in rows):
+        cells[0] += ["floor/forward", "floor/both"]
     for row in rows:
         base = baseline[row.length]
         forward, both = Spread(row.forward, *row.forward_range).text(), Spread(row.both, *row.both_range).text()
         ratios = f"{base.forward / row.forward:.2f}x", f"{base.both / row.both:.2f}x"
         memory = "-" if row.memory is None else f"{row.memory:.1f}"
-        cells.append((row.attention, str(row.length), forward, ratios[0], both, ratios[1], memory))
+        cells.append([row.attention, str(row.length), forward, ratios[0], both, ratios[1], memory])
+        if row.floors:
+            cells[-1] += [f"{row.floors[0] / row.forward:.2f}", f"{row.floors[1] / row.both:.2f}"]
     exponents = {name: growth(rows, name) for name in names}
     lines = [aligned(cells), "", "time of forward + backward grows like N^p from 2048 on:"]
     lines += [f"  {name:<12} p = {p:.2f}" for name, p in exponents.items() if p is not None]
@@ -187,7 +217,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.attention", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--attentions", nargs="+", metavar="ROW", default=sorted(ATTENTION_REGISTRY),
-                        help="NAME or NAME:OPTION=VALUE,...; default: all of them")  # fmt: skip
+                        help=f"NAME, NAME:OPTION=VALUE,... or {', '.join(CAUSAL)} (the registry)")  # fmt: skip
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=0, help="tokens in a batch at every length, instead of --batch")
@@ -223,13 +253,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    keep_freed_memory()
+    disable_malloc_trim()
     names = [SDPA, *args.attentions]
     for name in names:
         check(name, args)
     rows = []
+    bandwidth = copy_bandwidth(args.device) if args.device == "cuda" else None
     for length in args.lengths:
-        rows += time_length(length, names, args)
+        rows += time_length(length, names, args, bandwidth)
         print(f"N = {length} done", file=sys.stderr)
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     title = f"{device}, torch {torch.__version__}, {args.dtype}, H = {args.heads}, D = {args.head_dim}"
@@ -238,3 +269,7 @@ def benchmark(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     if args.png:
         draw(rows, names, args.png, title)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

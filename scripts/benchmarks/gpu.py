@@ -1,231 +1,168 @@
-"""Time and memory of the Triton kernels on a GPU, against the bytes that must move, SDPA's flash kernel and PyTorch.
+"""Checks and times everything on a CUDA machine, step by step within a time limit, and writes a report.
 
-For every length the batch holds the same number of tokens. Columns:
+    scripts/gpu_run.sh                                 # all steps, within half an hour
+    scripts/gpu_run.sh kernels attention --minutes 10
+    scripts/gpu_run.sh --rehearse                      # tiny sizes on a CPU: does everything run?
 
-    floor   the tensors that must be read and written (forward 6 of B H N D, backward 9; LLN alone 4 and 7), over the
-            bandwidth of a device-to-device copy measured in this run
-    of floor   floor / time: 1.0 is the best there is
-    flash, torch   time of SDPA (flash kernel, same q, k, v) and of the PyTorch path, over ours: larger is better
-    graph   time of the same work replayed from a CUDA graph: what is left when launches cost nothing
-    MB      peak memory beyond q, k, v and the incoming gradient, ours and SDPA's
-    error   of output and gradients of the first head, beside the PyTorch path in float64
+kernels    tests of the Triton kernels
+attention  time and memory by length, compared with SDPA and with the bytes that must move
+model      time and memory of a training step of RoBERTa-base
+training   two minutes of pre-training for each of three attentions, then SST-2; needs data-bin/wikitext-103 and glue
+
+A step that fails or takes too long does not stop the next. The same command skips the steps that ended well, starts the
+others again and resumes the trainings. OUT/logs has the output of each step, OUT/report.txt the end of each.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
-import functools
-import json
-import math
-import statistics
-from collections.abc import Callable
+import platform
+import sys
+import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+import triton
 
-from data_prep.files import write_bytes
-from lln_fairseq.ops import lln
-from lln_fairseq.ops.backends import triton as backend
-from scripts.benchmarks import meter
-from scripts.columns import aligned
+from lln_fairseq.command import UserError, run_main
+from lln_fairseq.data.files import write_bytes
+from scripts.experiments.steps import StepFailed, Steps
 
+MINUTES = {"kernels": 6, "attention": 5, "model": 5, "training": 13}
+TESTS = Path(__file__).parents[2] / "tests/ops"
+KERNEL_TESTS = [str(TESTS / name) for name in ("test_backends.py", "backends/test_triton.py", "backends/test_gpu.py")]
+ATTENTIONS = ["lln", "lln_diag", "lln_diag:mix=joint_offset"]
+REPORTED_LINES = 60
 
-class Mechanism(NamedTuple):
-    """The mix of LLN and Diag, None without Diag; tensors of B H N D moved forward, and forward and backward."""
-
-    mix: str | None
-    forward: int
-    both: int
-
-
-MECHANISMS = {
-    "lln": Mechanism(None, 4, 11),
-    "lln_diag": Mechanism("average", 6, 15),
-    "joint_offset": Mechanism("joint_offset", 6, 15),
-    "joint_share": Mechanism("joint_share", 6, 15),
-}
-LARGEST_ERROR = {"float16": 3e-3, "bfloat16": 2e-2, "float32": 1e-4}
-LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def milliseconds(function: Callable[[], object], repeats: int, cache: Tensor) -> float:
-    """Median time of a call; `cache` is overwritten before each, so that nothing is left in the device's cache."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
-        cache.zero_()
-        times.append(meter.milliseconds(function, cache.device.type))
-    return statistics.median(times)
-
-
-def cache_of(device: str) -> Tensor:
-    """What `milliseconds` overwrites, larger than the device's cache. Raises: UserError where there is no GPU."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device: torch.cuda.is_available() is False")
-    return torch.empty(2**28 if device == "cuda" else 2**20, dtype=torch.uint8, device=device)
-
-
-def copy_bandwidth(cache: Tensor) -> float:
-    """Bytes per second of a copy of four times the size of `cache`, counting what is read and what is written."""
-    x = torch.empty(4 * cache.numel(), dtype=torch.uint8, device=cache.device).random_()
-    y = torch.empty_like(x)
-    return 2 * x.numel() / (milliseconds(lambda: y.copy_(x), 10, cache) * 1e-3)
+PRETRAINING = [
+    "corpus=wikitext103",
+    "model=small",
+    "run=gpu1",
+    "pretrain:optimization.stop_time_hours=0.035",
+    "pretrain:optimization.max_update=200000",
+    "pretrain:lr_scheduler.warmup_updates=500",
+    "pretrain:optimization.lr=[0.001]",
+    "pretrain:dataset.batch_size=64",
+    "pretrain:task.global_batch=64",
+    "pretrain:common.log_interval=50",
+    "pretrain:dataset.validate_interval_updates=500",
+    "pretrain:+dataset.max_valid_steps=10",
+]
+FINETUNING = [
+    "glue=sst2",
+    "finetune:optimization.max_update=1500",
+    "finetune:lr_scheduler.total_num_update=1500",
+    "finetune:lr_scheduler.warmup_updates=150",
+    "finetune:optimization.lr=[0.0002]",
+]
+REHEARSED_TRAINING = [
+    "corpus=wikitext103",
+    "model=nano",
+    "run=cpu",
+    "pretrain:optimization.max_update=2",
+    "pretrain:task.global_batch=4",
+    "pretrain:dataset.batch_size=4",
+    "pretrain:task.tokens_per_sample=32",
+    "pretrain:+dataset.max_valid_steps=1",
+    "glue=sst2",
+    "finetune:optimization.max_update=2",
+]
+# The kernels are interpreted even where there is a GPU.
+REHEARSAL_VARIABLES = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def graphed(function: Callable[[], object]) -> Callable[[], object]:
-    """The function's kernels as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
+def program(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
 
 
-def peak_megabytes(function: Callable[[], object]) -> float:
-    function()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
+def step_commands(out: Path) -> dict[str, list[str]]:
+    """Return the command of each step on a GPU."""
+    return {
+        "kernels": program("pytest", "-q", "-p", "no:cacheprovider", "-n", "8", *KERNEL_TESTS),
+        "attention": program(
+            "scripts.benchmarks.attention",
+            *("--dtype", "float16", "--tokens", "32768", "--attentions", *ATTENTIONS),
+            *("--lengths", "512", "1024", "2048", "4096", "8192", "16384", "32768"),
+            *("--json", str(out / "attention.json")),
+        ),
+        "model": program(
+            "scripts.benchmarks.model",
+            *("--preset", "base", "--attentions", "softmax_matrix", "softmax", "nystrom:conv_kernel=33", *ATTENTIONS),
+            *("--json", str(out / "model.json")),
+        ),
+        "training": program(
+            "scripts.compare_attentions",
+            *("--attentions", "softmax,lln,lln_diag", "--seeds", "1", "--out", str(out / "compare")),
+            *PRETRAINING,
+            *FINETUNING,
+        ),
+    }
 
 
-def attention(name: str, backend: str, alpha: Tensor, beta: Tensor, block_size: int) -> Attention:
-    """A mechanism in one backend, as a function of q, k, v."""
-    mix = MECHANISMS[name].mix
-    if mix is None:
-        return functools.partial(lln.lln_attention, alpha=alpha, beta=beta, backend=backend)
-    return functools.partial(
-        lln.lln_diag_attention, alpha=alpha, beta=beta, block_size=block_size, mix=mix, backend=backend
-    )
+def rehearsal_commands(out: Path) -> dict[str, list[str]]:
+    """Return the commands of the same steps with tiny sizes, for a CPU."""
+    return {
+        "kernels": program(
+            "pytest", "-q", "-p", "no:cacheprovider", "-k", "of_constant_and_of_no_tokens", *KERNEL_TESTS
+        ),
+        "attention": program("scripts.benchmarks.attention", "--smoke", "--no-memory", "--attentions", *ATTENTIONS),
+        "model": program("scripts.benchmarks.model", "--smoke", "--no-memory", "--attentions", *ATTENTIONS),
+        "training": program(
+            "scripts.compare_attentions",
+            *("--attentions", "lln_diag", "--seeds", "1", "--out", str(out / "compare")),
+            *REHEARSED_TRAINING,
+        ),
+    }
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention by SDPA's flash kernel."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v)
+def run_steps(args: argparse.Namespace) -> int:
+    """Run the steps that are left and write the report. Return 1 if a step failed or had no time, else 0."""
+    if not args.rehearse and not torch.cuda.is_available():
+        raise UserError("torch finds no CUDA device; --rehearse runs tiny sizes on a CPU")
+    commands = rehearsal_commands(args.out) if args.rehearse else step_commands(args.out)
+    steps = Steps(args.out)
+    end = time.monotonic() + 60 * args.minutes
+    for name in args.steps:
+        seconds = min(60 * MINUTES[name], end - time.monotonic())
+        if seconds <= 0:
+            print(f"{name}: no time left")
+            continue
+        print(f"{name} ...", flush=True)
+        try:
+            steps.run(name, commands[name], environment=REHEARSAL_VARIABLES if args.rehearse else {}, timeout=seconds)
+        except StepFailed as error:
+            print(f"error: {error}", file=sys.stderr)
+    report = report_text(steps, list(commands))
+    write_bytes(args.out / "report.txt", report.encode())
+    print(f"\n{report}\nreport: {args.out / 'report.txt'}")
+    return int(any(name not in steps.times for name in args.steps))
 
 
-def both(function: Attention, tensors: list[Tensor], do: Tensor) -> Callable[[], list[Tensor]]:
-    """Forward and backward, with gradients of q, k, v."""
-
-    def run() -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        out = function(*leaves)
-        return [out, *torch.autograd.grad(out, leaves, do)]
-
-    return run
-
-
-def inputs(batch: int, length: int, args: argparse.Namespace) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]]:
-    """q, k, v as a model has them, (B, H, N, D) in the memory layout (B, N, H, D), the incoming gradient, α and β."""
-    generator = torch.Generator(args.device).manual_seed(0)
-    shape, place = (batch, length, args.heads, args.dim), {"device": args.device, "dtype": getattr(torch, args.dtype)}
-    q, k, v, do = (torch.randn(shape, generator=generator, **place).transpose(1, 2) for _ in range(4))
-    alpha, beta = torch.full((2, batch, args.heads), args.alpha, device=args.device)
-    return [q, k, v], do, (alpha, beta)
-
-
-def error_of(name: str, tensors: list[Tensor], do: Tensor, factors: tuple[Tensor, Tensor], block_size: int) -> float:
-    """The largest relative error of output and gradients in the first head."""
-    found = both(attention(name, "triton", *factors, block_size), tensors, do)()
-    one, one_do, (alpha, beta) = ([x[:1, :1].double() for x in part] for part in (tensors, [do], factors))
-    expected = both(attention(name, "torch", alpha, beta, block_size), one, one_do[0])()
-    errors = [meter.relative_rms(x[:1, :1], y) for x, y in zip(found, expected, strict=True)]
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
-
-
-def measure(name: str, length: int, args: argparse.Namespace, bandwidth: float, cache: Tensor) -> list[dict[str, Any]]:
-    """The rows of one mechanism at one length, forward and both."""
-    batch, rows, on_gpu = max(args.tokens // length, 1), [], args.device == "cuda"
-    tensors, do, factors = inputs(batch, length, args)
-    ours, plain = (attention(name, kind, *factors, args.block_size) for kind in ("triton", "torch"))
-    error = error_of(name, tensors, do, factors, args.block_size)
-    for direction in ("forward", "both"):
-        calls = {
-            key: both(f, tensors, do) if direction == "both" else functools.partial(f, *tensors)
-            for key, f in (("ours", ours), ("flash", flash), ("torch", plain))
-        }
-        moved = getattr(MECHANISMS[name], direction) * tensors[0].numel() * tensors[0].element_size()
-        rows.append(
-            {"mechanism": name, "dtype": args.dtype, "batch": batch, "heads": args.heads, "length": length,
-             "dim": args.dim, "direction": direction, "floor_ms": moved / bandwidth * 1e3, "error": error,
-             **{f"{key}_ms": milliseconds(call, args.repeats, cache) for key, call in calls.items()},
-             "graph_ms": milliseconds(graphed(calls["ours"]), args.repeats, cache) if on_gpu else None,
-             "ours_mb": peak_megabytes(calls["ours"]) if on_gpu else None,
-             "flash_mb": peak_megabytes(calls["flash"]) if on_gpu else None}
-        )  # fmt: skip
-    return rows
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table."""
-    ours = row["ours_ms"]
-    figures = [1e3 * ours, 1e3 * row["floor_ms"], row["floor_ms"] / ours, row["graph_ms"] and 1e3 * row["graph_ms"],
-               row["flash_ms"] / ours, row["torch_ms"] / ours, row["ours_mb"], row["flash_mb"]]  # fmt: skip
-    digits = (0, 0, 2, 0, 2, 2, 0, 0)
-    texts = ["-" if x is None else f"{x:.{d}f}" for x, d in zip(figures, digits, strict=True)]
-    return [row["mechanism"], str(row["length"]), str(row["batch"]), row["direction"], *texts, f"{row['error']:.1e}"]
-
-
-HEADS = ["", "N", "B", "", "us", "floor", "of floor", "graph", "flash", "torch", "MB", "flash MB", "error"]
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.gpu", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=["lln", "lln_diag", "joint_offset"])
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens in a batch")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--alpha", type=float, default=1.4)
-    parser.add_argument("--dtype", choices=LARGEST_ERROR, default="float16")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: interpreted, as a trial")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="write the figures here, after every length")
-    args = parser.parse_args(argv)
-    meter.check_outputs(parser, args.json)
-    return args
-
-
-def benchmark(args: argparse.Namespace) -> None:
-    on_gpu, cache = args.device == "cuda", cache_of(args.device)
-    sample = torch.empty(1, 1, 1, args.dim, device=args.device, dtype=getattr(torch, args.dtype))
-    if reason := backend.is_supported(sample, args.block_size):
-        raise UserError(reason)
-    bandwidth = copy_bandwidth(cache)
-    device, rows = torch.cuda.get_device_name() if on_gpu else "CPU, interpreted", []
-    print(f"{device}: a copy moves {bandwidth / 1e12:.2f} TB/s (read + written); {args.dtype}, H = {args.heads}, "
-          f"D = {args.dim}, blocks of {args.block_size}")  # fmt: skip
-    for name in args.mechanisms:
-        for length in args.lengths:
-            rows += measure(name, length, args, bandwidth, cache)
-            print("  ".join(cells(rows[-2])), "  ".join(cells(rows[-1])), sep="\n", flush=True)
-            if args.json:
-                content = {"device": device, "bandwidth": bandwidth, "torch": torch.__version__, "rows": rows}
-                write_bytes(args.json, (json.dumps(content, indent=1) + "\n").encode())
-    print(f"\n{aligned([HEADS, *map(cells, rows)])}")
-    if not all(row["error"] < LARGEST_ERROR[args.dtype] for row in rows):
-        raise UserError("the kernels' error is too large")
+def report_text(steps: Steps, names: list[str]) -> str:
+    """Return the device, and for each step its time and the last lines of its output."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}"
+    parts = [f"{device}; CUDA {torch.version.cuda}; {versions}"]
+    for name in names:
+        log = steps.out / "logs" / f"{name}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        state = f"{steps.times[name]:.0f} s" if name in steps.times else "NOT COMPLETE"
+        parts.append("\n".join([f"== {name}: {state}", *lines[-REPORTED_LINES:]]))
+    return "\n\n".join(parts) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    return run_main(lambda: benchmark(args))
+    parser = argparse.ArgumentParser(prog="scripts/gpu_run.sh", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("steps", nargs="*", metavar="step", help=f"of {', '.join(MINUTES)} (default: all)")
+    parser.add_argument("--minutes", type=float, default=29.0, help="for all steps together (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="default: runs/gpu; runs/rehearsal with --rehearse")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU")
+    args = parser.parse_args(argv)
+    if unknown := set(args.steps) - set(MINUTES):
+        parser.error(f"no such step: {', '.join(sorted(unknown))} (there are {', '.join(MINUTES)})")
+    args.steps = args.steps or list(MINUTES)
+    args.out = args.out or Path("runs/rehearsal" if args.rehearse else "runs/gpu")
+    return run_main(lambda: run_steps(args), "\ninterrupted; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,11 +8,6 @@ The model is that of configs/model/lra.yaml, the lengths and batches those of co
 GPU: what can be compared is the ratio to softmax.
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import contextlib
 import dataclasses
@@ -22,9 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.command import run_main
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import check_outputs, limited_memory
 from scripts.benchmarks.model import add_training_options, complete, measure, row_name, settings
 from scripts.benchmarks.model_report import Row
@@ -49,7 +45,7 @@ VOCABULARY = 264  # bytes or pixels
 class LraTraining(Training):
     """The model of configs/model/lra.yaml whose attention is exchanged, and a batch of one of the tasks."""
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> Any:
         _, _, classes, towers = TASKS[self.args.task]
         model = fairseq_model(
             self.args, self.length, encoder_normalize_before=True, activation_dropout=self.args.dropout,
@@ -102,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> None:
     """Measures, writes the file after each task, and prints the table."""
-    keep_freed_memory()
+    disable_malloc_trim()
     content: dict[str, Any] = {"settings": settings(argparse.Namespace(**vars(args) | {"batch": f"/ {args.divide}"}))}
     content["rows"] = []
     for task in args.tasks:
@@ -111,3 +107,7 @@ def benchmark(args: argparse.Namespace) -> None:
         if args.json:
             args.json.write_text(json.dumps(content, indent=1) + "\n")
     print(benchmark_text(content))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

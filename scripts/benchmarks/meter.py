@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import multiprocessing
 import resource
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lln_fairseq.memory import keep_freed_memory
+from lln_fairseq.training.malloc import disable_malloc_trim
 
 MIN_REPEATS = 3  # of what takes longer than the limit
 MEMORY_SHARE = 0.9  # of what is free: a process that takes more is out of memory
@@ -49,17 +50,33 @@ class Spread(NamedTuple):
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:
-    """Time of one call on "cpu" or "cuda"."""
+    """Return the time of one call on "cpu" or "cuda", where the device's cache is overwritten before."""
     if device == "cpu":
-        start = time.perf_counter()
+        begin = time.perf_counter()
         run()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        return 1e3 * (time.perf_counter() - begin)
+    cache_sized_buffer().zero_()
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     run()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end)
+
+
+@functools.cache
+def cache_sized_buffer() -> Tensor:
+    """Return 256 MB of GPU memory, more than any GPU's cache holds."""
+    return torch.empty(2**28, dtype=torch.uint8, device="cuda")
+
+
+def copy_bandwidth(device: str, size: int = 2**30) -> float:
+    """Return how many bytes per second a copy of `size` bytes reads and writes."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = [milliseconds(lambda: target.copy_(source), device) for _ in range(10)]
+    return 2 * size / (1e-3 * statistics.median(times))
 
 
 def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats: int,
@@ -114,7 +131,7 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _child(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
-    keep_freed_memory()
+    disable_malloc_trim()
     try:
         with limited_memory():
             sender.send((function(*arguments), None))
@@ -171,7 +188,7 @@ def draw_by_length(
     points: Callable[[str, str], list[tuple[int, float]]],
     bold: Sequence[str] = (),
 ) -> None:
-    """A panel for each axis label, a line for each name; `points(name, panel)` gives (length, value)."""
+    """Draw a panel for each axis label with a line for each name; `points(name, panel)` returns (length, value)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -180,7 +197,7 @@ def draw_by_length(
     size = (5 * len(panels) + 1.5, 4.8)
     figure, axes = plt.subplots(1, len(panels), figsize=size, constrained_layout=True, squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
-        lengths = set()
+        lengths: set[int] = set()
         for number, name in enumerate(names):
             if line := points(name, panel):
                 lengths.update(length for length, _ in line)

@@ -9,11 +9,6 @@ paper was written. float16 is fairseq's: a half-precision model, float32 master 
 Peak memory is measured: torch's allocated peak on a GPU, the resident-set peak of a child process on a CPU.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import contextlib
 import functools
@@ -26,8 +21,9 @@ import torch
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.layers import check_row
-from lln_fairseq.memory import keep_freed_memory
-from lln_fairseq.presets import PRESETS
+from lln_fairseq.command import run_main
+from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
@@ -39,8 +35,8 @@ from scripts.benchmarks.meter import (
     limited_memory,
     resident_peak_of,
 )
-from scripts.benchmarks.model_report import Row, draw, read_rows, table, write_json
-from scripts.benchmarks.model_training import DTYPES, MATRIX, SOFTMAX, Training, has_fairseq, train_a_little
+from scripts.benchmarks.model_report import Row, draw, table, write_json
+from scripts.benchmarks.model_training import DTYPES, MATRIX, SOFTMAX, Training, train_a_little
 
 PAPER_ROWS = ("nystrom:conv_kernel=33", "flash:form=quadratic")  # with its convolution, as in the paper; FLASH-Quad
 RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # as the recipes train, where other rows have none
@@ -70,7 +66,7 @@ def resident_peak(name: str, length: int, args: argparse.Namespace) -> int:
 
 
 def measure(rows: list[Row], length: int, args: argparse.Namespace) -> None:
-    """Fills in the rows of one length. What is out of memory, now or in an earlier run, is not timed."""
+    """Fill in the rows of one length. What is out of memory is not timed."""
     for row in rows if args.memory else []:
         try:
             row.memory, row.oom = peak_memory(row.attention, length, args), False
@@ -141,7 +137,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         f"{SMALL_VOCABULARY} with --preset nano or tiny")  # fmt: skip
     add_training_options(parser)
     parser.add_argument("--compile", action="store_true", help="with torch.compile")
-    parser.add_argument("--add", action="store_true", help="keep what --json holds and is not measured now")
     parser.add_argument("--png", type=Path, help="draw them here, on logarithmic axes")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one repeat: does everything work?")
     parser.set_defaults(training=Training)  # what an iteration is
@@ -149,8 +144,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check_outputs(parser, args.json, args.png)
     if min(*args.lengths, args.batch) < 1:
         parser.error("lengths and batch must be at least 1")
-    if args.add and not args.json:
-        parser.error("--add needs --json")
     if args.smoke:
         args.preset, args.lengths, args.repeats = "tiny", [96], 1  # more than a block, and than the landmarks
     args.vocabulary = args.vocabulary or (SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY)
@@ -176,8 +169,8 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpa
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {args.threads} threads"
     keys = ("preset", "batch", "vocabulary", "dropout", "attention_dropout", "dtype", "compile")
-    model = "fairseq's RoBERTa" if has_fairseq() else "RoBERTa in plain torch"
-    return {"device": device, "torch": torch.__version__, "model": model} | {key: getattr(args, key) for key in keys}
+    found = {"device": device, "torch": torch.__version__, "model": "fairseq's RoBERTa"}
+    return found | {key: getattr(args, key) for key in keys}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -186,19 +179,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    keep_freed_memory()
-    rows: dict[tuple[str, int], Row] = {}
-    if args.add and args.json.exists():
-        found, old = read_rows(args.json)
-        if found != settings(args):
-            raise UserError(f"{args.json} was measured with other settings: {found}")
-        rows = {(row.attention, row.length): row for row in old}
+    disable_malloc_trim()
+    rows: list[Row] = []
     for length in args.lengths:
         with limited_memory() if args.device == "cpu" else contextlib.nullcontext():
-            measure([rows.setdefault((name, length), Row(name, length)) for name in args.attentions], length, args)
+            rows += [Row(name, length) for name in args.attentions]
+            measure(rows[-len(args.attentions) :], length, args)
         print(f"N = {length} done", file=sys.stderr)
         if args.json:
-            write_json(args.json, settings(args), rows.values())
-    print(table(settings(args), list(rows.values())))
+            write_json(args.json, settings(args), rows)
+    print(table(settings(args), rows))
     if args.png:
-        draw(args.png, settings(args), list(rows.values()))
+        draw(args.png, settings(args), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Text, JSON and picture of scripts/benchmarks/model.py, beside the paper's Table 2."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,18 +40,10 @@ class Row:
     oom: bool = False
 
 
-def write_json(path: Path, settings: dict[str, Any], rows: Iterable[Row]) -> None:
+def write_json(path: Path, settings: dict[str, Any], rows: Sequence[Row]) -> None:
     paper = {"lengths": PAPER_LENGTHS, "seconds": PAPER_SECONDS, "gigabytes": PAPER_GIGABYTES}
     content = {"settings": settings, "rows": [asdict(row) for row in rows], "paper": paper}
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def read_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    content = json.loads(path.read_text())
-    rows = [Row(**row) for row in content["rows"]]
-    for row in rows:
-        row.time = row.time and Spread(*row.time)
-    return content["settings"], rows
 
 
 def table(settings: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -93,7 +85,7 @@ def _block(head: str, rows: Sequence[Row], lengths: Sequence[int], cell: Callabl
     return _grid(head, {name: [text(name, length) for length in lengths] for name in names}, lengths)
 
 
-def _paper(head: str, values: dict[str, Sequence[float | None]], lengths: Sequence[int]) -> str:
+def _paper(head: str, values: Mapping[str, Sequence[float | None]], lengths: Sequence[int]) -> str:
     places = {length: place for place, length in enumerate(PAPER_LENGTHS)}
     cells = {
         name: ["" if length not in places else "OOM" if row[places[length]] is None else str(row[places[length]])

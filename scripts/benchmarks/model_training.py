@@ -5,7 +5,7 @@ embeddings of positions, is too little to show.
 """
 
 import argparse
-import importlib.util
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lln_fairseq
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, EncoderLayer, build_attention, build_layer
 from lln_fairseq.attention.registry import parse_row
-from lln_fairseq.presets import PRESETS
-from scripts.benchmarks.plain_roberta import PlainRoberta
+from lln_fairseq.models.presets import PRESETS
 
 SOFTMAX = "softmax"
 MATRIX = "softmax_matrix"
@@ -48,8 +47,11 @@ class Adam:
         self.masters = parameters
         if self.half:
             self.masters = [nn.Parameter(torch.cat([p.detach().float().flatten() for p in parameters]))]
-        options = {"betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01, "fused": True}
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-5, **options) if parameters else None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if parameters:
+            self.optimizer = torch.optim.AdamW(
+                self.masters, lr=1e-5, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, fused=True
+            )
 
     def step(self) -> None:
         if self.optimizer is None:
@@ -73,8 +75,9 @@ class Training:
 
     def __init__(self, args: argparse.Namespace, length: int) -> None:
         torch.manual_seed(0)
-        self.args, self.length, place = args, length, {"device": args.device, "dtype": DTYPES[args.dtype]}
-        self.model = self.build_model().to(**place).train()
+        self.args = args
+        self.length = length
+        self.model = self.build_model().to(device=args.device, dtype=DTYPES[args.dtype]).train()
         self.layers = self.model.encoder.sentence_encoder.layers
         self.robertas_layers = list(self.layers)
         self.forward = self.model
@@ -87,8 +90,9 @@ class Training:
         self.layers_adam: Adam | None = None
         self.make_batch()
 
-    def build_model(self) -> nn.Module:
-        return build_model(self.args, self.length)
+    def build_model(self) -> Any:
+        """Return a model of fairseq, whose classes have no types."""
+        return fairseq_model(self.args, self.length)
 
     def make_batch(self) -> None:
         words = self.random_words()
@@ -111,9 +115,10 @@ class Training:
             optimizers.append(self.layers_adam)
         self.rows[name] = modules, optimizers
 
-    def build_row(self, name: str) -> list[nn.Module]:
-        """What is exchanged, layer by layer."""
-        args, count = self.args, len(self.layers)
+    def build_row(self, name: str) -> Sequence[nn.Module]:
+        """Build the attentions, or the whole layers, of a row: one for each layer."""
+        args = self.args
+        count = len(self.layers)
         _, dim, _, heads = PRESETS[args.preset]
         row, options = parse_row(name)
         if row in LAYER_REGISTRY:
@@ -149,16 +154,9 @@ def build(row: str, **sizes: Any) -> Attention:
     return build_attention(name, **sizes | options)
 
 
-def build_model(args: argparse.Namespace, length: int) -> nn.Module:
-    """RoBERTa with an empty place for the attention: ours where fairseq is installed, else the same in plain torch."""
-    if not has_fairseq():
-        return PlainRoberta(PRESETS[args.preset], args.vocabulary, length, nn.Identity(), args.dropout)
-    return fairseq_model(args, length)
-
-
-def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> nn.Module:
-    """The same with fairseq, with further options of the model."""
-    lln_fairseq.register()  # before all that imports fairseq, which would talk
+def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
+    """Build RoBERTa with an identity as the attention of every layer; `options` are further options of the model."""
+    lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     from fairseq.data import Dictionary
     from omegaconf import OmegaConf
 
@@ -173,10 +171,6 @@ def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> nn.M
     for layer in model.encoder.sentence_encoder.layers:
         layer.self_attn.attention = nn.Identity()
     return model
-
-
-def has_fairseq() -> bool:
-    return importlib.util.find_spec("fairseq") is not None
 
 
 def train_a_little(name: str, length: int, args: argparse.Namespace) -> None:

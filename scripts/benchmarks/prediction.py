@@ -8,11 +8,6 @@ compared before anything is timed. All variants are timed in turn, repeat by rep
 of them alike; medians count.
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import functools
 import json
@@ -28,19 +23,14 @@ import torch
 from omegaconf import OmegaConf
 
 import lln_fairseq
-
-lln_fairseq.register()  # before all that imports fairseq, which would talk
-
-from data_prep.tokenizers import SentencePieceTokenizer, train_sentencepiece  # noqa: E402
-from data_prep.vocabulary import new_vocabulary  # noqa: E402
-from lln_fairseq.attention import MECHANISMS  # noqa: E402
-from lln_fairseq.export import export  # noqa: E402
-from lln_fairseq.memory import keep_freed_memory  # noqa: E402
-from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel  # noqa: E402
-from lln_fairseq.presets import PRESETS  # noqa: E402
-from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask  # noqa: E402
-from scripts.benchmarks.meter import Spread, check_outputs, interleaved  # noqa: E402
-from scripts.columns import aligned  # noqa: E402
+from lln_fairseq.attention import MECHANISMS
+from lln_fairseq.command import run_main
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from lln_fairseq.data.vocabulary import new_vocabulary
+from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.training.malloc import disable_malloc_trim
+from scripts.benchmarks.meter import Spread, check_outputs, interleaved
+from scripts.columns import aligned
 
 SOFTMAX = "softmax"  # the attention of the model that both sides run
 WORDS, PIECES, LABELS, POSITIONS = 2000, 1000, ("0", "1"), 512
@@ -81,9 +71,18 @@ def write_data(folder: Path) -> None:
 
 
 def write_checkpoint(path: Path, data: Path, preset: str, attention: str) -> None:
-    """A fine-tuned model of ours that nobody trained."""
-    options = dict(data=str(data), num_classes=len(LABELS), max_positions=POSITIONS, init_token=0,
-                   classification_head_name=HEAD, regression_target=False)  # fmt: skip
+    """Write a checkpoint of a classification model with random parameters."""
+    from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel
+    from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
+
+    options: dict[str, Any] = {
+        "data": str(data),
+        "num_classes": len(LABELS),
+        "max_positions": POSITIONS,
+        "init_token": 0,
+        "classification_head_name": HEAD,
+        "regression_target": False,
+    }
     task = LLNSentencePredictionTask.setup_task(LLNSentencePredictionConfig(**options))
     sizes = {**dict(zip(SIZE_FIELDS, PRESETS[preset], strict=True)), "attention": attention, "max_positions": POSITIONS}
     torch.manual_seed(SEED)
@@ -125,6 +124,8 @@ def check(ours: Predict, theirs: Predict, texts: list[str]) -> None:
 
 
 def variants(preset: str, folder: Path, data: Path, args: argparse.Namespace) -> dict[str, Predict]:
+    from lln_fairseq.conversion.export import export
+
     found: dict[str, Predict] = {}
     for attention in dict.fromkeys([SOFTMAX, *args.attentions]):
         checkpoint = folder / f"{preset}_{attention}.pt"
@@ -185,7 +186,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    keep_freed_memory()
+    lln_fairseq.register()  # before fairseq is imported, which configures the root logger
+    disable_malloc_trim()
     torch.set_num_threads(args.threads)
     rows = []
     with tempfile.TemporaryDirectory() as place:
@@ -200,3 +202,7 @@ def benchmark(args: argparse.Namespace) -> None:
     print(f"{title}\n{table(rows, args.sentences)}")
     if args.json:
         args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

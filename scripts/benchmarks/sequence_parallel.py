@@ -8,11 +8,6 @@ peak of a worker's resident set above what it was before, the greatest and the s
 to the collectives of a forward and backward pass. Freed memory goes back to the system, unlike in a training.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import json
 import math
@@ -33,9 +28,10 @@ from torch import Tensor
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.command import UserError, run_main
+from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.modules.encoder import LLNEncoderLayer
-from lln_fairseq.presets import PRESETS
-from lln_fairseq.sequence_parallel import bounds
+from lln_fairseq.modules.token_shards import bounds
 from scripts.benchmarks.meter import can_measure_resident_peak, check_outputs, resident_peak_of
 from scripts.columns import aligned
 
@@ -183,3 +179,7 @@ def benchmark(args: argparse.Namespace) -> None:
     print(f"{title}\n{table(rows)}")
     if args.json:
         args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,19 +2,15 @@
 
     python -m scripts.experiments.conversion TEACHER DATA OUT --steps 0 100 --lengths 64 128 512 --seeds 1 2
 
-TEACHER and DATA as for lln_fairseq.linearize. Every row is a transfer of its own, measured on the same held-out texts:
+TEACHER and DATA as for lln-fairseq linearize. Every row is a transfer of its own, measured on the same held-out texts:
 the cosine of mean-pooled vectors to the teacher's, for which share of the texts the nearest other text is the same,
 and with --masked the share of masked tokens that the language model gets right. --whole takes every line of the data
 as a text, not pieces of so many tokens: proteins, say. What is in OUT/conversion.json is not run again.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,23 +21,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import lln_fairseq
-
-lln_fairseq.register()  # before all that imports fairseq, which would talk
-
-from data_prep.files import write_bytes  # noqa: E402
-from lln_fairseq.linearize import COUNT, read_texts  # noqa: E402
-from lln_fairseq.loading import load_model  # noqa: E402
-from lln_fairseq.memory import keep_freed_memory  # noqa: E402
-from lln_fairseq.students import SEED, HeldOut, Students  # noqa: E402
-from lln_fairseq.transfer import Texts, exchanged  # noqa: E402
-from scripts.columns import aligned  # noqa: E402
+from lln_fairseq.command import UserError, run_main
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.linearize.attention_transfer import Texts, exchanged
+from lln_fairseq.linearize.layerwise import SEED, HeldOut, Students
+from lln_fairseq.training.malloc import disable_malloc_trim
+from scripts.columns import aligned
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LLN alone": ("lln", {}),
     "blocks alone": ("block_diag", {}),
     "average": ("lln_diag", {}),
     "joint": ("lln_diag", {"mix": "joint"}),
-    "joint_share": ("lln_diag", {"mix": "joint_share"}),
     "joint_offset": ("lln_diag", {"mix": "joint_offset"}),
     "joint_offset, entropy": ("lln_diag", {"mix": "joint_offset", "constants": "entropy"}),
     "joint_offset, gain": ("lln_diag", {"mix": "joint_offset", "gain": "learned"}),
@@ -101,6 +92,10 @@ class Conversion:
             if saved["settings"] != self.settings:
                 raise UserError(f"{self.file} is of other settings: give another OUT")
             self.rows = saved["rows"]
+        lln_fairseq.register()  # before fairseq is imported, which configures the root logger
+        from lln_fairseq.inference.loading import load_model
+        from lln_fairseq.linearize.linearize import COUNT, read_texts
+
         self.model, task = load_model(str(args.teacher))
         dictionary = task.source_dictionary
         self.train, valid = (read_texts(args.data, split, dictionary) for split in ("train", "valid"))
@@ -129,10 +124,10 @@ class Conversion:
         for _ in range(steps):
             students.train_step(self.train, self.args.tokens, max(self.args.lengths))
         seconds = time.process_time() - begin
-        return {"quality": self.quality(list(students.modules)), "cpu_seconds": round(seconds, 1)}
+        return {"quality": self.quality(students.students), "cpu_seconds": round(seconds, 1)}
 
-    def quality(self, attentions: list[nn.Module]) -> list[list[float]]:
-        """FIGURES by length."""
+    def quality(self, attentions: Sequence[nn.Module]) -> list[list[float]]:
+        """Return the FIGURES for each length."""
         found = [list(texts.similarity(attentions)) for texts in self.held_out]
         if self.args.masked:
             with exchanged(list(self.model.encoder.sentence_encoder.layers), attentions):
@@ -173,5 +168,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--whole", action="store_true", help="every line is a text")
     parser.add_argument("--block-size", type=int, default=32, help="tokens (%(default)s)")
     args = parser.parse_args(argv)
-    keep_freed_memory()
+    disable_malloc_trim()
     return run_main(lambda: Conversion(args).all(), "\ninterrupted; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

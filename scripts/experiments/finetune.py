@@ -1,22 +1,22 @@
-"""Fine-tunes a pre-trained checkpoint on a GLUE task and scores it; the same command goes on after an interruption.
+"""Fine-tunes a pre-trained checkpoint on GLUE tasks and scores it; the same command goes on after an interruption.
 
     scripts/finetune_sst2.sh runs/pretrain_lln_diag/checkpoint_best.pt attention=lln_diag model=base run=gpu1
+    scripts/glue_all.sh runs/pretrain_lln_diag/checkpoint_best.pt --seeds "1 2 3 4 5" attention=lln_diag run=gpu1
 
-finetune_mnli.sh, finetune_qnli.sh and finetune_qqp.sh are the same for their tasks. Results: glue/TASK/seedN beside the
-checkpoint, unless an override names another checkpoint.save_dir. The data: python -m data_prep.glue --help
+finetune_mnli.sh, finetune_qnli.sh and finetune_qqp.sh are the same for their tasks; glue_all.sh takes several tasks and
+seeds, skips what is finished, and prints the paper's Table 1. Results: glue/TASK/seedN beside the checkpoint, unless an
+override of a single task names another checkpoint.save_dir. The data: python -m data_prep.glue --help
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
+import itertools
 import os
 import sys
 from pathlib import Path
 
-from lln_fairseq.recipes import CONFIGS
+from lln_fairseq.command import UserError, run_main
+from lln_fairseq.training.recipes import CONFIGS
+from scripts import glue_table
 from scripts.experiments.settings import done_before, keep_settings, last_of, setting
 from scripts.experiments.steps import call, evaluation, training
 
@@ -45,6 +45,23 @@ def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> No
     call(evaluation(out, splits))
 
 
+def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Fine-tune on every task with every seed and show the table. Return the exit code.
+
+    Raises: UserError if a task has no recipe, other settings or a training that fails.
+    """
+    if last_of(SAVE_DIR, overrides):
+        raise UserError("checkpoint.save_dir is not for glue_all.sh: every task and seed has its own directory")
+    checkpoint = existing_checkpoint(args.checkpoint)
+    for task, seed in itertools.product(args.tasks.split(), args.seeds):
+        finetune(task, checkpoint, seed, overrides)
+    return glue_table.main([str(checkpoint.parent.parent)])
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
 def existing_checkpoint(given: str | None) -> Path:
     """Raises: UserError where there is none."""
     if given is None:
@@ -55,10 +72,21 @@ def existing_checkpoint(given: str | None) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    task, *rest = argv or sys.argv[1:] or ["TASK"]
-    parser = argparse.ArgumentParser(prog=f"scripts/finetune_{task}.sh", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    name, *rest = argv or sys.argv[1:] or ["finetune_TASK"]
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/{name}.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", nargs="?")
+    if name == "glue_all":
+        parser.add_argument("--seeds", type=numbers, default="1 2 3 4 5", help='default: "%(default)s"')
+        parser.add_argument("--tasks", default="mnli qnli qqp sst2", help='default: "%(default)s"')
+        args, overrides = parser.parse_known_args(rest)
+        return run_main(lambda: finetune_all(args, overrides), "")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     args, overrides = parser.parse_known_args(rest)
+    task = name.removeprefix("finetune_")
     return run_main(lambda: finetune(task, existing_checkpoint(args.checkpoint), args.seed, overrides), "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """The quickstart with a real pre-trained encoder: all-MiniLM-L6-v2 becomes linear, and learns the demo's reviews.
 
 Three models are fine-tuned alike: with its own softmax, with LLN+Diag put in its place, and with LLN+Diag after
-attention transfer on the demo's text (lln_fairseq.linearize).
+attention transfer on the demo's text (lln-fairseq linearize).
 """
 
 import argparse
@@ -42,13 +42,13 @@ class FromPretrained:
         encoder, teacher, linear = self.out / "encoder", self.out / TEACHER, self.out / "linear"
         if not (encoder / ENCODERS[NAME].files[-1]).is_file():
             call([*python, "data_prep.encoders", NAME, "--out", str(encoder)])
-        command = [*python, "lln_fairseq.convert", str(encoder), str(teacher), "--attention", TEACHER]
+        command = [*python, "lln_fairseq", "convert", str(encoder), str(teacher), "--attention", TEACHER]
         self.steps.run("convert", command)
         archive = ["--archive", self.args.archive] if self.args.archive else []
         call([*python, "data_prep.demo", "--out", str(self.data), "--tokenizer", str(teacher), *archive])
         options = [f"{key}={value}" for key, value in OPTIONS.items()]
         steps = ["--steps", str(self.args.updates or STEPS)]
-        command = [*python, "lln_fairseq.linearize", str(teacher / "model.pt"), str(self.data / "lm"), str(linear),
+        command = [*python, "lln_fairseq", "linearize", str(teacher / "model.pt"), str(self.data / "lm"), str(linear),
                    "--attention", ATTENTION, "--option", *options, "--length", LENGTH, *steps]  # fmt: skip
         self.steps.run("linearize", command)
         print((self.out / "logs" / "linearize.log").read_text().partition("held-out")[2].partition("held-out")[0])

@@ -7,20 +7,15 @@ Results: runs/lra/ATTENTION/TASK/seedN, unless an override names another checkpo
 paper's Table 5. The data: python -m data_prep.lra --help; tasks whose names end in _stand_in are not the paper's.
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import itertools
 import sys
 from pathlib import Path
 
-from lln_fairseq.recipes import CONFIGS
+from lln_fairseq.command import UserError, run_main
+from lln_fairseq.training.recipes import CONFIGS
 from scripts import lra_table
-from scripts.experiments.finetune import SAVE_DIR
-from scripts.experiments.glue_all import numbers
+from scripts.experiments.finetune import SAVE_DIR, numbers
 from scripts.experiments.settings import done_before, keep_settings, last_of
 from scripts.experiments.steps import call, evaluation, training
 
@@ -78,3 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=numbers, default="1", help='default: "%(default)s"')
     args, overrides = parser.parse_known_args(rest)
     return run_main(lambda: train_all(args, overrides), "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

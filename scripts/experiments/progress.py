@@ -16,7 +16,10 @@ class Progress:
     def __init__(self, name: str, updates: int | None = None, silence: float = SILENCE) -> None:
         self.name, self.total, self._silence = name, updates, silence
         self._bar = tqdm(total=updates, desc=name, unit="update", dynamic_ncols=True, disable=None)
-        self._start, self._first, self._now, self._loss = time.monotonic(), None, 0, ""
+        self._start = time.monotonic()
+        self._first: tuple[float, int] | None = None  # time and number of the first update that was reported
+        self._now = 0
+        self._loss = ""
         self._ended = threading.Event()
         self._lines = threading.Thread(target=self._write_lines, daemon=True)
 
@@ -33,10 +36,11 @@ class Progress:
             tqdm.write(f"{self.name}: {'interrupted' if kind else 'ended'} {self._elapsed()}", file=sys.stderr)
 
     def update(self, updates: int, loss: str) -> None:
-        """That a training has made so many updates, and its loss now."""
+        """Report the number of updates that a training has made, and its current loss."""
         if self._first is None:
             self._first = (time.monotonic(), updates)
-        self._now, self._loss = updates, f"loss {loss} bits"
+        self._now = updates
+        self._loss = f"loss {loss} bits"
         self._bar.set_postfix_str(self._loss)
         self._bar.update(updates - self._bar.n)
 

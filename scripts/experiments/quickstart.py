@@ -3,14 +3,10 @@
 Every step that finished is kept: a second run does only what is missing, and an interrupted training resumes.
 """
 
-from lln_fairseq.command import run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +14,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
+from lln_fairseq.command import run_main
 from scripts.experiments.bag_of_words import bag_of_words
 from scripts.experiments.from_pretrained import FromPretrained, seed_suffix
 from scripts.experiments.quickstart_report import draw, table
@@ -103,7 +100,7 @@ class Quickstart:
         print(f"\ncurves: {picture}\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {self.out}")
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/quickstart.sh", description=__doc__)
     parser.add_argument("--compare", action="store_true", help="also softmax, and fine-tuning without pre-training")
     parser.add_argument("--from-pretrained", action="store_true", help="instead: fetches all-MiniLM-L6-v2 (84 MB), "
@@ -116,6 +113,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the fine-tunings (default: %(default)s); with another, "
                         "in the same --out, they alone are done again")  # fmt: skip
     parser.add_argument("--updates", type=int, help="at most so many updates a training: a quick try of everything")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     what = FromPretrained if args.from_pretrained else Quickstart
     return run_main(lambda: what(args).all(), "\ninterrupted; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,12 +12,13 @@ from scripts.columns import aligned
 
 
 def table(out: Path, scores: dict[str, dict], pretrained: dict[str, str | None], times: dict[str, float]) -> str:
-    """One column for every variant; `pretrained` names the attention whose pre-training it started from, or None."""
+    """Format a column for each variant; `pretrained` has the attention it was pre-trained with, or None."""
     columns = list(scores)
     valid = {name: _pretraining(out, attention).get("valid/loss") for name, attention in pretrained.items()}
 
     def loss(name: str, index: int) -> str:
-        return "-" if valid[name] is None else f"{valid[name].values[index]:.2f}"
+        curve = valid[name]
+        return "-" if curve is None else f"{curve.values[index]:.2f}"
 
     rows = {
         "pre-training valid loss, first [bits]": [loss(name, 0) for name in columns],

@@ -9,8 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import UserError
+from lln_fairseq.data.files import write_bytes
 
 FILE = "settings.json"  # beside a result
 # What may differ for the same result: the device, where it lies, and which splits have labels here.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_prep.files import write_bytes
 from lln_fairseq.command import UserError, child_environment
+from lln_fairseq.data.files import write_bytes
 from scripts.experiments.progress import Progress
 from scripts.experiments.settings import check_settings, setting
 
@@ -27,16 +27,33 @@ class Steps:
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.times_file = out, out / "times.json"
+        self.out = out
+        self.times_file = out / "times.json"
         self.times, self._commands = read_times(self.times_file)
-        self._lock, self._running, self._stopped = threading.Lock(), set(), False
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
 
-    def run(self, name: str, command: list[str], total_updates: int | None = None,
-            environment: Mapping[str, str] | None = None) -> None:  # fmt: skip
-        """Runs a command once: its wall time is written down when it ends well, and it is not run again.
+    def run(
+        self,
+        name: str,
+        command: list[str],
+        total_updates: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = threading.TIMEOUT_MAX,
+    ) -> None:
+        """Run a command once: when it ends well its wall time is written down, and it is not run again.
 
-        `total_updates`: those of a training. Raises: StepFailed with the last line it printed, UserError where the step
-        ended well before, with another command.
+        Args:
+            name: of the step, unique in the directory.
+            command: program and arguments.
+            total_updates: number of updates, if the step is a training.
+            environment: variables added to those of this process.
+            timeout: after so many seconds the step is ended with SIGTERM and has failed.
+
+        Raises:
+            StepFailed: if the command failed, with the last line that it printed.
+            UserError: if the step ended well before, with another command.
         """
         words = [word.replace(f"{self.out}/", "OUT/") for word in command[1:]]  # whatever the Python and the directory
         if name in self.times:
@@ -46,7 +63,13 @@ class Steps:
         log = self.out / "logs" / f"{name.replace(' ', '_')}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
-        code = self._follow(command, log, name, total_updates, environment or {})
+        process = self._start(command, environment or {})
+        limit = threading.Timer(timeout, process.terminate)
+        limit.start()
+        try:
+            code = self._follow(process, log, name, total_updates)
+        finally:
+            limit.cancel()
         if code:
             tail = [line for line in log.read_text().splitlines() if line.strip()][-1:]
             raise StepFailed(f"{name} failed (exit code {code}): {' '.join(tail)}\nthe whole output is in {log}")
@@ -63,8 +86,8 @@ class Steps:
             for process in self._running:
                 process.terminate()
 
-    def _start(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
-        environment = child_environment() | {"PYTHONUNBUFFERED": "1"} | environment
+    def _start(self, command: list[str], added_variables: Mapping[str, str]) -> subprocess.Popen[str]:
+        environment = {**child_environment(), "PYTHONUNBUFFERED": "1", **added_variables}
         with self._lock:
             if self._stopped:
                 raise StepFailed("stopped")
@@ -73,10 +96,9 @@ class Steps:
             self._running.add(process)
         return process
 
-    def _follow(self, command: list[str], log: Path, name: str, total_updates: int | None,
-                environment: Mapping[str, str]) -> int:  # fmt: skip
-        """Runs a command with its output in a log; shows the progress. Its exit code."""
-        process = self._start(command, environment)
+    def _follow(self, process: subprocess.Popen[str], log: Path, name: str, total_updates: int | None) -> int:
+        """Write the output of a process to a log, show its progress and return its exit code."""
+        assert process.stdout is not None  # _start gave it a pipe
         try:
             with log.open("a", buffering=1) as file, Progress(name, total_updates) as progress:
                 for line in process.stdout:
@@ -99,28 +121,25 @@ def call(command: list[str]) -> None:
     finally:
         end(process)
     if code:
-        raise UserError(f"{command[2]} ended with exit code {code}, see above; the same command goes on from here")
+        raise UserError(f"a step ended with exit code {code}, see above; the same command goes on from here")
 
 
-def end(process: subprocess.Popen, grace: float | None = None) -> None:
-    """Ends a child that is still running as Ctrl-C would, and waits for that; after `grace` seconds it is killed."""
+def end(process: subprocess.Popen) -> None:
+    """End a child that is still running as Ctrl-C would, and wait for that."""
     if process.poll() is None:
         process.terminate()
-        try:
-            process.wait(grace)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait()
 
 
 def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
-    """Wall times in seconds and commands by step, none where the file is missing or damaged. Without a command: what is
-    no step, and what an earlier version did, whose files hold the seconds alone."""
+    """Return wall times in seconds and commands by step, none if the file is missing or damaged.
+
+    An entry without a command is a time that somebody added, such as that of the installation.
+    """
     if not file.exists():
         return {}, {}
     try:
-        entries = {name: entry if isinstance(entry, dict) else {"seconds": entry}
-                   for name, entry in json.loads(file.read_text()).items()}  # fmt: skip
+        entries = json.loads(file.read_text())
         times = {name: float(entry["seconds"]) for name, entry in entries.items()}
         return times, {name: entry["command"] for name, entry in entries.items() if entry.get("command")}
     except (ValueError, TypeError, AttributeError, KeyError):
@@ -131,12 +150,12 @@ def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
 def training(stage: str, save_dir: Path, *overrides: str) -> list[str]:
     """The command of a training with configs/STAGE.yaml (pretrain or finetune), which resumes if it was interrupted."""
     settings = [setting("checkpoint.save_dir", save_dir), "common.log_format=json"]
-    return [sys.executable, "-m", "lln_fairseq.train", "--config-name", stage, *settings, *overrides]
+    return [sys.executable, "-m", "lln_fairseq", "train", "--config-name", stage, *settings, *overrides]
 
 
 def evaluation(folder: Path, splits: Iterable[str]) -> list[str]:
     """The command that scores the best checkpoint of a fine-tuning on splits of its data: FOLDER/SPLIT.json."""
-    command = [sys.executable, "-m", "lln_fairseq.evaluate", str(folder / "checkpoint_best.pt")]
+    command = [sys.executable, "-m", "lln_fairseq", "evaluate", str(folder / "checkpoint_best.pt")]
     return [*command, f"--split={','.join(splits)}", "--json", str(folder / "{split}.json")]
 
 

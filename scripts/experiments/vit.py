@@ -12,19 +12,16 @@ rows, 25 % the test rows, the same in every run. With pictures of its own the mo
     OUT/figure_10.png, .csv       accuracy by fixed α = β (--fixed); with --fp16, on a GPU, the inverse loss scale
 """
 
-from lln_fairseq.command import UserError, run_main, start
-
-if __name__ == "__main__":
-    start(__spec__.name)
-
 import argparse
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lln_fairseq.command import UserError, run_main
 from scripts.columns import aligned
 from scripts.experiments.vit_figures import concentration, while_training
 from scripts.experiments.vit_model import Shape
@@ -129,3 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         Experiment(args, pictures).all()
 
     return run_main(program, "\ninterrupted; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

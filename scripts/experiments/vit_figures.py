@@ -35,7 +35,7 @@ def while_training(matched: Results, path: Path) -> str:
 def concentration(
     by_value: Mapping[float, Results], matched: Results | None, softmax: Results | None, path: Path
 ) -> str:
-    """Figure 10: accuracy on test by fixed α = β beside what is matched and softmax; the inverse loss scale of fp16."""
+    """Draw Figure 10: test accuracy by fixed α = β, compared with matched α, β and softmax; the inverse loss scale."""
     scaled = [run["history"][0]["loss_scale"] is not None for found in by_value.values() for run in found]
     panels = [Panel("(a) accuracy", "fixed α = β", "accuracy on test [%]")]
     panels += [Panel("(b) stability in fp16", "epoch", "inverse loss scale", y_scale="log")] if all(scaled) else []
@@ -43,7 +43,7 @@ def concentration(
     values = sorted(by_value)
     sheet.line(0, "mean over seeds", values, [fmean(_tests(by_value[value])) for value in values], "-", color="C0")
     dots = [(value, test) for value in values for test in _tests(by_value[value])]
-    sheet.line(0, "one seed", *zip(*dots, strict=True), "o", color="C0", alpha=0.5)
+    sheet.line(0, "one seed", [x for x, _ in dots], [y for _, y in dots], "o", color="C0", alpha=0.5)
     for label, results, style in (("matched", matched, "C1-"), ("softmax", softmax, "k:")):
         if results:
             level = fmean(_tests(results))

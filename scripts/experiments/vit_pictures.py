@@ -33,10 +33,10 @@ class Pictures:
 
     @property
     def digest(self) -> str:
-        """sha256 of pictures, labels and names of classes."""
-        found = hashlib.sha256(repr((tuple(self.pixels.shape), self.classes, self.labels.tolist())).encode())
-        found.update(self.pixels.contiguous().numpy())
-        return found.hexdigest()
+        """Return the sha256 of the pictures, the labels and the names of the classes."""
+        sha256 = hashlib.sha256(repr((tuple(self.pixels.shape), self.classes, self.labels.tolist())).encode())
+        sha256.update(self.pixels.numpy().tobytes())
+        return sha256.hexdigest()
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Pictures as numbers in [0, 1] and their labels, in random order if there is a generator."""
@@ -95,7 +95,8 @@ def _read(file: Path, side: int | None) -> np.ndarray:
     from PIL import Image, ImageOps, UnidentifiedImageError  # matplotlib needs it too
 
     try:
-        with Image.open(file) as image:
+        with Image.open(file) as opened:
+            image: Image.Image = opened
             if image.mode.startswith("I;16"):  # grey in 16 bits, which Pillow would cut off at 255
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             elif image.mode in ("I", "F"):

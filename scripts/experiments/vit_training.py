@@ -124,8 +124,8 @@ class Run:
         return 100 * right / len(part.labels)
 
     def _record(self, loss: float) -> None:
-        """After an epoch: loss of the training in nats, accuracy on valid, α and β by layer, the loss scale of fp16."""
-        row = {"loss": loss, "valid": self.accuracy("valid")}
+        """Append an epoch to the history: training loss in nats, accuracy on valid, α and β by layer, loss scale."""
+        row: dict[str, Any] = {"loss": loss, "valid": self.accuracy("valid")}
         probe, _ = next(self.splits["valid"].batches(PROBE))
         row["alpha_beta"] = alpha_beta(self.model, probe.to(self.device))
         row["loss_scale"] = self.scaler.get_scale() if self.recipe.fp16 else None

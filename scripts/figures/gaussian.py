@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Attention, build_attention
 from lln_fairseq.ops import reference
 
 HEAD_DIM = 64
@@ -35,7 +35,7 @@ class Inputs:
             return reference.kernel_matrix(*features)
         return self._build(name, options).attention_matrix(*self.scaled(s))
 
-    def _build(self, name: str, options: dict) -> torch.nn.Module:
+    def _build(self, name: str, options: dict) -> Attention:
         sizes = {"num_heads": self.heads, "head_dim": HEAD_DIM, "max_positions": self.tokens}
         return build_attention(name, **sizes, **options).double().eval()
 

@@ -1,6 +1,7 @@
 """Figures 5, 6 and 7: mean, variance and histogram of ln P, and the variance of a log-normal sum."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from scripts.figures.gaussian import HEAD_DIM, Inputs, spread
 from scripts.figures.sheet import Panel, Settings, Sheet
 
 UNMATCHED = {"alpha": 1.0, "beta": 1.0}
-LLN = (
+LLN: tuple[tuple[str, dict[str, Any], str, str], ...] = (  # label, options, style and colour of a curve
     ("LLN, α = β = 1", UNMATCHED, "^-", "C2"),
     ("LLN, matched", {}, "s--", "C1"),
     ("LLN, matched by the paper's line", {"constants": "paper"}, ":", "C1"),
@@ -33,7 +34,7 @@ def figure_5(settings: Settings) -> Sheet:
     sheet.line(0, "measured", grid, variances, "o")
     sheet.line(0, "theory: s", grid, [moments.sigma2 for moments in theory], "k--")
     sheet.line(0, "s + s²/2D", grid, [s + s**2 / (2 * HEAD_DIM) for s in grid], "k:")
-    sheet.line(1, "measured", grid, [fit.mu.mean() for fit in softmax], "o")
+    sheet.line(1, "measured", grid, [fit.mu.mean().item() for fit in softmax], "o")
     sheet.line(1, "theory: -ln N - s/2", grid, [moments.mu for moments in theory], "k--")
     sheet.line(2, "softmax", grid, variances, "o-", color="C0")
     sheet.note(f"(a) variance within {_worst(variances, grid):.1%} of s, N = {tokens}, D = {HEAD_DIM}")
@@ -82,11 +83,15 @@ def figure_7(settings: Settings) -> Sheet:
          Panel("Quantiles against a Gaussian's", "standard normal quantile", "(ln P - μ)/σ")],
         size=(6.0, 4.2),
     )  # fmt: skip
-    kinds = [("softmax", "softmax", {}, "C0")] + [(label, "lln", how, c) for label, how, _, c in LLN[:2]]
-    for label, name, options, colour in kinds:
+    attentions: list[tuple[str, str, dict[str, Any], str]] = [("softmax", "softmax", {}, "C0")]
+    for label, options, _, colour in LLN[:2]:
+        attentions.append((label, "lln", options, colour))
+    for label, name, options, colour in attentions:
         P = inputs.matrix(name, s, **options)
-        logs, fit = lognormal.log_entries(P), lognormal.lognormal_fit(P)
-        mu, sigma = fit.mu.mean().item(), fit.sigma2.mean().sqrt().item()
+        logs = lognormal.log_entries(P)
+        fit = lognormal.lognormal_fit(P)
+        mu = fit.mu.mean().item()
+        sigma = fit.sigma2.mean().sqrt().item()
         heights, edges = np.histogram(logs, bins=80, range=(mu - 5 * sigma, mu + 5 * sigma), density=True)
         sheet.steps(0, label, edges, heights, color=colour, fill=True, alpha=0.35)
         centres = (edges[1:] + edges[:-1]) / 2

@@ -67,7 +67,7 @@ def draw(sweeps: Sweeps, settings: Settings) -> Sheet:
     sheet.figure.suptitle(f"{sweeps.title}: in how many of {draws} draws are two data sets told apart?")
     for panel, (name, values) in enumerate(sweeps.values.items()):
         if settings.fast:
-            values = [12] if name == "d" else values[::4]
+            values = (12,) if name == "d" else values[::4]
         results = [sweeps.experiment(**arguments(sweeps, name, value), draws=draws) for value in values]
         for number, normalisation in enumerate(NORMALISATIONS):
             shares = [100 * result.counts[normalisation].separates / draws for result in results]

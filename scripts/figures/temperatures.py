@@ -59,13 +59,16 @@ def figure_2(settings: Settings) -> Sheet:
 
 
 def _measure(inputs: Inputs, kernel: Kernel, temperatures: list[float]) -> tuple[list[float], list[float]]:
-    """Entropies in bits and spectral gaps, means over heads."""
-    entropies, gaps = [], []
+    """Return the entropies in bits and the spectral gaps by temperature, means over the heads."""
+    entropies = []
+    gaps = []
     for tau in temperatures:
         s = tau**-2
-        P, features = (look(kernel.attention, s, **kernel.options) for look in (inputs.matrix, inputs.features))
+        P = inputs.matrix(kernel.attention, s, **kernel.options)
+        features = inputs.features(kernel.attention, s, **kernel.options)
+        gap = spectral_gap(P) if features is None else linear_spectral_gap(*features)
         entropies.append(entropy(P).mean().item())
-        gaps.append((spectral_gap(P) if features is None else linear_spectral_gap(*features)).mean().item())
+        gaps.append(gap.mean().item())
     return entropies, gaps
 
 

@@ -1,4 +1,4 @@
-"""python -m lln_fairseq.analysis on checkpoints that were trained here."""
+"""`lln-fairseq analyze` on checkpoints that were trained here."""
 
 import json
 import math
@@ -9,11 +9,12 @@ import matplotlib.image
 import pytest
 import torch
 
+from lln_fairseq.__main__ import main
 from lln_fairseq.analysis import entropy, measure
-from lln_fairseq.analysis.__main__ import analyse, main
+from lln_fairseq.analysis.analyze import analyse
 from lln_fairseq.analysis.probe import record, spread_batches
 from lln_fairseq.analysis.report import VARIANTS, collect
-from lln_fairseq.loading import load_model
+from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
 
 USER_DIR = ("--user-dir", Path(__file__).parents[2] / "lln_fairseq")
@@ -32,7 +33,7 @@ def trained(tmp_path_factory):
 
 
 def run(capsys, *arguments):
-    code = main(list(map(str, arguments)))
+    code = main(["analyze", *map(str, arguments)])
     return code, *capsys.readouterr()
 
 
@@ -97,19 +98,14 @@ def test_bad_input_is_one_line(trained, tmp_path, monkeypatch, capsys):
     data, checkpoints = trained
     ours, broken, other = checkpoints["softmax"], tmp_path / "broken.pt", make_classification(tmp_path / "other")
     broken.write_bytes(b"no checkpoint")
-    torch.save({"a": 1}, foreign := tmp_path / "foreign.pt")
     train(monkeypatch, tmp_path / "log", data, tmp_path / "stock", *MASKED_LM, *USER_DIR, "--arch", "roberta",
           "--max-update", 1)  # fmt: skip
     for arguments, message in [
-        (("nowhere.pt", data), "no such checkpoint: nowhere.pt"),
         ((broken, data), "cannot load .*broken.pt"),
-        ((ours, tmp_path / "nothing"), "is not a binarised data directory"),
         ((ours, other), "is not a binarised data directory: .*dict.txt is missing"),
-        ((ours, data, "--split", "test"), "cannot load split 'test'"),
         ((ours, data, "--batches", 0), "must be at least 1"),
         ((tmp_path / "stock" / "checkpoint_last.pt", data), "no attention of this package"),
         ((ours, data, "--json", tmp_path / "no" / "folder.json"), "no such directory: .*no"),
-        ((foreign, data), "foreign.pt is not a checkpoint of fairseq"),
     ]:
         code, _, complaint = run(capsys, *arguments)
         assert code == 1

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lln_fairseq.attention import build_layer
-from lln_fairseq.attention.flash import rotated
 
 DIM, KEY = 6, 4
 
@@ -64,16 +63,6 @@ def test_pair_by_pair(form, chunk):
         real = (~mask[b]).nonzero()[:, 0].tolist()
         expected = x[real, b] + plain_unit(layer.units[0], x[:, b].masked_fill(mask[b][:, None], 0), real, form, chunk)
         torch.testing.assert_close(out[real, b], expected)
-
-
-def test_scores_of_rotated_vectors_depend_on_their_distance():
-    q, k = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    turned_q, turned_k = (rotated(x.expand(1, 9, 1, 8))[0, :, 0] for x in (q, k))
-    scores = turned_q @ turned_k.T
-    for distance in range(-8, 9):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    torch.testing.assert_close(scores[0, 0], q @ k)
 
 
 def test_a_second_unit_adds_to_the_first():

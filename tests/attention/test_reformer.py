@@ -4,7 +4,7 @@ import torch
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.ops import reference
-from tests.helpers import random_padding, random_qkv, relative_rms
+from tests.helpers import random_qkv, relative_rms
 
 
 def build(max_positions=600, seed=0, **options):
@@ -46,30 +46,6 @@ def test_hashing_finds_the_keys_that_matter_and_more_rounds_find_more():
     assert found[1] > 0.99
     assert found[2] > 0.999
     assert errors == sorted(errors, reverse=True)
-
-
-def test_the_hash_is_of_the_direction_alone():
-    attention, (q, _, _) = build(chunk_size=8), random_qkv(length=60)
-    padding = random_padding(2, 60)
-    buckets = attention.buckets(q, attention.rotations[0], padding)
-    assert torch.equal(attention.buckets(7 * q, attention.rotations[0], padding), buckets)
-    opposite, directions = attention.buckets(-q, attention.rotations[0], padding), attention.rotations.shape[-1]
-    real = ~padding[:, None, :].expand_as(buckets)
-    assert torch.equal((buckets - opposite).abs()[real], torch.full((int(real.sum()),), directions))
-    for b, tokens in enumerate((~padding).sum(dim=1).tolist()):
-        assert (buckets[b][real[b]] % directions).max() == -(-tokens // 16) - 1  # 2 ⌈n / 2m⌉ buckets
-    assert (buckets[~real] == 2 * directions).all()
-
-
-def test_gradients_are_those_of_the_matrix():
-    attention, (q, k, v) = build(chunk_size=8), clusters(length=90, count=7)
-    mask = torch.arange(90)[None] >= 77
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    weights = torch.randn_like(v)
-    grads = torch.autograd.grad((attention(*inputs, mask) * weights).sum(), inputs)
-    expected = torch.autograd.grad((attention.attention_matrix(q, k, mask) @ v * weights).sum(), inputs)
-    for grad, other in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, other)
 
 
 def test_the_seed_is_saved_and_training_draws_anew():

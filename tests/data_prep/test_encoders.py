@@ -5,7 +5,7 @@ import zipfile
 import pytest
 
 from data_prep import encoders
-from data_prep.command import DataError
+from lln_fairseq.data.reporting import DataError
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_the_files_of_an_encoder_and_no_others(wheel, tmp_path, capsys):
     wheel("sapiens/models/v1/dict.txt", "sapiens/models/v1/checkpoint_vl.pt", "sapiens/__init__.py")
     out = tmp_path / "out"
     assert encoders.main(["sapiens-light", "--out", str(out)]) == 0
-    assert f"python -m lln_fairseq.convert {out}/checkpoint_vl.pt OUT" in capsys.readouterr().out
+    assert f"python -m lln_fairseq convert {out}/checkpoint_vl.pt OUT" in capsys.readouterr().out
     assert {path.name: path.read_text() for path in out.iterdir()} == {
         name: f"content of sapiens/models/v1/{name}" for name in ("dict.txt", "checkpoint_vl.pt")
     }

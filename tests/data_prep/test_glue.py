@@ -7,9 +7,9 @@ import pytest
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
 from data_prep import glue
-from data_prep.command import DataError
 from data_prep.glue_tasks import GLUE_TASKS
-from data_prep.vocabulary import load_vocabulary
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.vocabulary import load_vocabulary
 from tests.data_prep.conftest import killed_everywhere, tar_gz, text_of, tree
 
 A, B = 'A "quote that never ends, é', 'it\'s "fine"  \u2028 here \x85 too'
@@ -172,7 +172,7 @@ def test_settings(tmp_path, build, source, monkeypatch, gpt2):
 
 def test_published_numbers_of_rows_are_checked(build, source, monkeypatch):
     monkeypatch.setattr(glue, "obtain_tree", lambda files, given: (glue_tree(given), True))
-    from data_prep.archives import open_tree as glue_tree
+    from lln_fairseq.data.archives import open_tree as glue_tree
 
     with pytest.raises(DataError, match="RTE train has 8 rows, published are 2490"):
         build("RTE")

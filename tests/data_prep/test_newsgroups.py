@@ -8,8 +8,8 @@ import pytest
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
 from data_prep import newsgroups
-from data_prep.text import split_of
-from data_prep.vocabulary import load_vocabulary
+from lln_fairseq.data.text import split_of
+from lln_fairseq.data.vocabulary import load_vocabulary
 from tests.data_prep.conftest import text_of
 
 GROUPS = newsgroups.TASK.labels

@@ -10,11 +10,12 @@ import pytest
 from fairseq.data import indexed_dataset
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
-from data_prep import manifest, wikitext103
-from data_prep.command import DataError
-from data_prep.files import sha256_of
-from data_prep.mirrors import Published
-from data_prep.vocabulary import load_vocabulary
+from data_prep import wikitext103
+from lln_fairseq.data import binary_format, manifest
+from lln_fairseq.data.files import sha256_of
+from lln_fairseq.data.published_files import Published
+from lln_fairseq.data.reporting import DataError
+from lln_fairseq.data.vocabulary import load_vocabulary
 from tests.data_prep.conftest import BAD, GOOD, WORDS, killed_everywhere, text_of, tree
 
 SPLITS = ("train", "valid", "test")
@@ -165,7 +166,7 @@ def test_full_disk(tmp_path, build, monkeypatch, source, capfd, gpt2):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(indexed_dataset.MMapIndexedDataset.Index, "writer", full)
+    monkeypatch.setattr(binary_format, "index_bytes", full)
     arguments = ["--out", str(tmp_path / "out"), "--source", str(source), "--tokenizer", str(gpt2), "--workers", "1"]
     assert wikitext103.main(arguments) == 1
     assert re.fullmatch(r"error: .*No space left on device: '.*out/train\.\w+'\n", capfd.readouterr().err)

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from fairseq.models.transformer import TransformerConfig
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.host.advice import hide_advice
-from lln_fairseq.host.errors import InputError
-from lln_fairseq.loading import load_model
+from lln_fairseq.errors import InputError
+from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
 from lln_fairseq.modules.encoder import LLNEncoderLayer
 from tests.fairseq_runs import (
@@ -28,7 +26,7 @@ from tests.fairseq_runs import (
     read_log,
     train,
 )
-from tests.helpers import FLOAT32_FORWARD, relative_rms
+from tests.helpers import FLOAT32_FORWARD, relative_rms, with_representatives
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,13 +45,12 @@ def test_softmax_reproduces_stock_roberta(corpus, tmp_path, monkeypatch):
     assert stock["valid"][0]["valid_loss"] == ours["valid"][0]["valid_loss"]
 
 
-@pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
-def test_a_stock_checkpoint_fine_tunes(attention, corpus, task_data, tmp_path, monkeypatch):
+def test_a_stock_checkpoint_fine_tunes(corpus, task_data, tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "stock", *MASKED_LM, "--arch", "roberta",
           "--user-dir", ROOT / "lln_fairseq", "--max-positions", 64)  # fmt: skip
     stock = tmp_path / "stock" / "checkpoint_last.pt"
     log = train(monkeypatch, tmp_path / "f.log", task_data, tmp_path / "tuned", *CLASSIFICATION, *LLN,
-                "--attention", attention, "--finetune-from-model", stock, "--max-update", 1, "--lr", 0)  # fmt: skip
+                "--finetune-from-model", stock, "--max-update", 1, "--lr", 0)  # fmt: skip
     assert len(log["train"]) == 1
     before = torch.load(stock)["model"]
     after = torch.load(tmp_path / "tuned" / "checkpoint_last.pt")["model"]
@@ -61,7 +58,7 @@ def test_a_stock_checkpoint_fine_tunes(attention, corpus, task_data, tmp_path, m
     assert torch.equal(before[weight], after[weight])
 
 
-@pytest.mark.parametrize("attention", sorted(ATTENTION_REGISTRY))
+@pytest.mark.parametrize("attention", with_representatives(sorted(ATTENTION_REGISTRY), "lln", "linformer"))
 def test_every_attention_trains_and_loads_again(attention, corpus, tmp_path, monkeypatch):
     log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--attention", attention)
     assert len(log["train"]) == 3
@@ -122,17 +119,13 @@ def test_both_command_lines_build_the_same_model(corpus, tmp_path, monkeypatch):
                "--save-dir", tmp_path / "a", "--weight-decay", 0.01, "--adam-betas", "(0.9,0.98)",
                "--adam-eps", 1e-6)  # fmt: skip
     assert ours.returncode == 0, ours.stderr
-    assert "Warning" not in ours.stderr
-    with warnings.catch_warnings(record=True) as found:
-        hide_advice()
-        hydra_train(monkeypatch, *HYDRA, f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'b'}",
-                    f"common.log_file={tmp_path / 'b.log'}", "task.tokens_per_sample=64", "task.sample_break_mode=none",
-                    "model.encoder_layers=2", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
-                    "model.encoder_attention_heads=2", "model.lln_diag_scope=batch", "model.lln_diag_block_size=24",
-                    "dataset.batch_size=8", "common.seed=3", "common.log_format=json", "common.log_interval=1",
-                    "lr_scheduler._name=fixed", "~lr_scheduler.warmup_updates", "~lr_scheduler.total_num_update",
-                    "optimization.max_update=3", "optimization.lr=[0.001]", "task.mask_prob=0.15")  # fmt: skip
-    assert not [str(x.message) for x in found if re.search("/(torch|fairseq)/", x.filename)]
+    hydra_train(monkeypatch, *HYDRA, f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'b'}",
+                f"common.log_file={tmp_path / 'b.log'}", "task.tokens_per_sample=64", "task.sample_break_mode=none",
+                "model.encoder_layers=2", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
+                "model.encoder_attention_heads=2", "model.lln_diag_scope=batch", "model.lln_diag_block_size=24",
+                "dataset.batch_size=8", "common.seed=3", "common.log_format=json", "common.log_interval=1",
+                "lr_scheduler._name=fixed", "~lr_scheduler.warmup_updates", "~lr_scheduler.total_num_update",
+                "optimization.max_update=3", "optimization.lr=[0.001]", "task.mask_prob=0.15")  # fmt: skip
     logs = [ours.stdout + ours.stderr, (tmp_path / "b.log").read_text()]
     counts = [re.search(r"num\. shared model params: ([\d,]+)", log)[1] for log in logs]
     assert counts[0] == counts[1]
@@ -152,7 +145,6 @@ def test_presets_give_way_to_what_is_set(preset):
 
 BAD_OPTIONS = [
     (("--attention", "lln_dia"), "invalid choice.*softmax"),
-    (("--lln-diag-blocksize", "3"), "unrecognized arguments: --lln-diag-blocksize"),
     (("--encoder-attention-heads", "5"), "embedding dimension 32 is not divisible by 5"),
     (("--lln-diag-block-size", "0"), "block_size must be at least 1, got 0"),
 ]
@@ -174,26 +166,12 @@ def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path):
     assert "Traceback" not in failed.stderr
 
 
-def test_bad_input_of_a_recipe_ends_in_one_line_and_an_exit_code(tmp_path):
-    failed = run(sys.executable, "-m", "fairseq_cli.hydra_train", "--config-dir", "configs", "--config-name",
-                 "pretrain", *HYDRA, f"checkpoint.save_dir={tmp_path}", "task.data=nowhere")  # fmt: skip
-    assert failed.returncode == 1
-    assert failed.stderr.splitlines()[-1] == (
-        "error: nowhere is not a binarised data directory: nowhere/dict.txt is missing"
-    )
-    assert "Traceback" not in failed.stderr
-    assert not list(tmp_path.rglob("*.pt"))
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["attention=lln_dia"], "Could not find 'attention/lln_dia'.*lln_diag"),
-        (["model.attention=lln_dia"], "option 'attention': Invalid value 'lln_dia'.*softmax"),
-        (["model.lln_diag_blocksize=3"], "Key 'lln_diag_blocksize' is not in struct"),
+        (["task.data=nowhere"], "^error: nowhere is not a binarised data directory: nowhere/dict.txt is missing$"),
         (["+model.lln_diag_blocksize=3"], "unknown option 'lln_diag_blocksize'; did you mean 'lln_diag_block_size'"),
-        (["model.encoder_attention_heads=5"], "embedding dimension 128 is not divisible by 5"),
-        (["model.lln_diag_block_size=0"], "block_size must be at least 1, got 0"),
         (["run=gpu8"], "^error: 8 workers here, but this machine has \\d GPUs"),
     ],
 )

@@ -84,7 +84,6 @@ def test_gradients_of_gradients():
     def function(*x):
         return lln_attention(*x, 0.9, mask, causal=True)
 
-    assert torch.autograd.gradcheck(function, (q, k, v, alpha))
     assert torch.autograd.gradgradcheck(function, (q, k, v, alpha))
 
 
@@ -223,14 +222,10 @@ def test_what_it_refuses():
         running_moments(q, k, constants="best")
 
 
-def test_no_tokens():
+def test_no_tokens_and_large_values():
     q, k, v = (x.requires_grad_() for x in random_qkv(length=0))
-    out = lln_attention(q, k, v, 1.0, 1.0, causal=True)
-    out.sum().backward()
-    assert out.shape == q.shape == q.grad.shape
-
-
-def test_large_values_and_keys_stay_finite():
+    lln_attention(q, k, v, 1.0, 1.0, causal=True).sum().backward()
+    assert q.grad.shape == q.shape
     q, k, v = (scale * x for scale, x in zip((1, 15, 1e25), random_qkv(length=130), strict=True))
     assert lln_attention(q, k, v, 2.0, 2.0, causal=True).isfinite().all()
 
@@ -238,7 +233,6 @@ def test_large_values_and_keys_stay_finite():
 def test_running_moments_of_no_tokens_are_those_before_them():
     q, k, _ = random_qkv(length=5)
     *_, moments = running_moments(q, k)
-    more = running_moments(q[:, :, :0], k[:, :, :0], before=moments)
-    assert more[0].shape == more[1].shape == (*q.shape[:2], 0)
-    assert more[2] is moments
-    assert not running_moments(q[:, :, :0], k[:, :, :0])[2].any()
+    alpha, _, after = running_moments(q[:, :, :0], k[:, :, :0], before=moments)
+    assert alpha.shape == (2, 3, 0)
+    assert after is moments

@@ -7,9 +7,10 @@ import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from scripts.benchmarks import attention as benchmark
-from scripts.benchmarks.meter import in_child
+from scripts.benchmarks.meter import copy_bandwidth, in_child
 
 
+@pytest.mark.exhaustive
 def test_smoke_run_covers_every_attention(tmp_path, capsys):
     outputs = ["--json", str(tmp_path / "b.json"), "--png", str(tmp_path / "b.png")]
     assert benchmark.main(["--smoke", "--no-memory", *outputs]) == 0  # memory takes a process for each of them
@@ -21,7 +22,7 @@ def test_smoke_run_covers_every_attention(tmp_path, capsys):
 
 
 def test_rows_may_have_options(tmp_path, capsys):
-    row = "lln_diag:mix=joint_share,block_size=16"
+    row = "lln_diag:mix=joint_offset,block_size=16"
     output = tmp_path / "b.json"
     assert benchmark.main(["--smoke", "--no-memory", "--attentions", row, "--json", str(output)]) == 0
     assert {found["attention"] for found in json.loads(output.read_text())["rows"]} == {row, "sdpa"}
@@ -40,24 +41,24 @@ def test_the_gate_refuses_a_wrong_attention(monkeypatch):
         benchmark.check("lln", args)
 
 
+@pytest.mark.exhaustive
 def test_memory_is_measured_in_a_child(tmp_path):
     sizes = ["--attentions", "lln", "--lengths", "1024", "--heads", "2", "--repeats", "1"]
     assert benchmark.main([*sizes, "--json", str(tmp_path / "b.json")]) == 0
     assert all(row["memory"] > 0 for row in json.loads((tmp_path / "b.json").read_text())["rows"])
 
 
-def test_the_gate_knows_what_has_no_matrix(monkeypatch):
-    args = Namespace(lengths=[64], tokens=0, batch=1, heads=2, head_dim=8, device="cpu", dtype="float32")
-    benchmark.check("transnormer_t1", args)
-    cls = ATTENTION_REGISTRY["transnormer_t1"].cls
-    monkeypatch.setattr(cls, "forward", lambda self, q, k, v, mask=None: v.float() + (v.dtype == torch.float64))
-    with pytest.raises(RuntimeError, match="transnormer_t1 is off by"):
-        benchmark.check("transnormer_t1", args)
+def test_causal_rows_are_compared(tmp_path, capsys):
+    rows = ["lln:alpha=2,beta=2", "causal_lln", "causal_sdpa"]
+    assert benchmark.main(["--smoke", "--no-memory", "--attentions", *rows, "--json", str(tmp_path / "b.json")]) == 0
+    assert [row["attention"] for row in json.loads((tmp_path / "b.json").read_text())["rows"][:4]] == ["sdpa", *rows]
 
 
-def test_growth_exponent():
-    rows = [benchmark.Row("a", n, 1, (1, 1), 3e-4 * n**1.5, (1, 1), None) for n in (512, 2048, 8192)]
-    assert abs(benchmark.growth(rows, "a") - 1.5) < 1e-9
+def test_times_are_compared_with_their_floors():
+    assert copy_bandwidth("cpu", 2**20) > 0
+    least = benchmark.floors(torch.ones(2, 3, 50, 10), bandwidth=12e6)  # 12,000 bytes take a millisecond
+    rows = [benchmark.Row("sdpa", 50, 8.0, (8, 8), 22.0, (22, 22), None, least)]
+    assert benchmark.table(rows, ["sdpa"]).splitlines()[1].split()[-2:] == ["0.50", "0.50"]
 
 
 def peak_of(moment, args):

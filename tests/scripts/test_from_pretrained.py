@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lln_fairseq import linearize
+from lln_fairseq.linearize import linearize
+from scripts.compare_attentions import configuration
 from scripts.experiments import from_pretrained
 from scripts.experiments.bag_of_words import bag_of_words
-from scripts.experiments.compare_attentions import configuration
 from scripts.experiments.steps import Steps
 
 
@@ -49,7 +49,7 @@ def test_every_command_is_understood(updates, seed, tmp_path, monkeypatch, capsy
     said = capsys.readouterr().out
     assert "cosine 0.9" in said
     assert said.count("87.5") == 6
-    tuned = {name: configuration("finetune", command[5:]) for name, command in commands.items() if "fine-tune" in name}
+    tuned = {name: configuration("finetune", command[6:]) for name, command in commands.items() if "fine-tune" in name}
     assert [config.model.attention for config in tuned.values()] == ["softmax", "lln_diag", "lln_diag"]
     assert all(name.endswith("_seed2") == (seed == 2) for name in tuned)
     for config in tuned.values():
@@ -60,5 +60,5 @@ def test_every_command_is_understood(updates, seed, tmp_path, monkeypatch, capsy
     assert (swapped.lln_diag_mix, swapped.lln_diag_gain, swapped.lln_diag_block_size) == ("joint_offset", "learned", 32)
     found = []
     monkeypatch.setattr(linearize, "linearize", found.append)
-    assert linearize.main(commands["linearize"][3:]) == 0
+    linearize.main(commands["linearize"][4:])
     assert found[0].option == {"mix": "joint_offset", "gain": "learned", "block_size": 32}

@@ -64,6 +64,7 @@ def test_quickstart_without_its_data_ends_in_one_line(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.exhaustive
 def test_quickstart_from_the_archive_to_the_table_and_again(tmp_path, monkeypatch, capfd):
     data = subprocess.run([sys.executable, "-m", "data_prep.demo", "--out", tmp_path / "data"], cwd=ROOT,
                           capture_output=True, text=True)  # fmt: skip

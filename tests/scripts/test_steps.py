@@ -35,10 +35,6 @@ def test_a_step_of_that_name_with_other_settings_is_refused(tmp_path):
     said = r"out holds one with other settings: lr=1, here: lr=2\. Give what it had, or another --out"
     with pytest.raises(UserError, match=said):
         Steps(out).run("one", python(APPEND, out / "file", "lr=2", "run=cpu"))
-    (out / "times.json").write_text('{"one": 2.5}')  # of an earlier version
-    steps = Steps(out)
-    steps.run("one", python(APPEND, out / "file", "lr=2", "run=cpu"))
-    assert steps.times == {"one": 2.5}
     assert (out / "file").read_text() == "x"
 
 
@@ -50,7 +46,14 @@ def test_a_step_that_failed_shows_its_last_line_and_is_run_again(tmp_path):
     assert (tmp_path / "file").read_text() == "xx"
 
 
-@pytest.mark.parametrize("content", ["", '{"one": 1.0', "[1]", '{"one": null}'])
+def test_step_that_exceeds_its_timeout_fails_and_is_run_again(tmp_path):
+    with pytest.raises(StepFailed, match=r"one failed \(exit code -15\)"):
+        Steps(tmp_path).run("one", python("import time; time.sleep(60)"), timeout=1)
+    Steps(tmp_path).run("one", python(APPEND, tmp_path / "file"), timeout=60)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("content", ["", '{"one": null}'])
 def test_damaged_times_are_said_and_the_steps_done_again(content, tmp_path, capsys):
     (tmp_path / "times.json").write_text(content)
     Steps(tmp_path).run("one", python(APPEND, tmp_path / "file"))

@@ -5,7 +5,7 @@ from fairseq.data import data_utils
 from fairseq.tasks import setup_task
 from omegaconf import OmegaConf
 
-from lln_fairseq.host.errors import InputError
+from lln_fairseq.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
 
 
@@ -89,11 +89,6 @@ def test_the_host_makes_samples_that_are_too_long(tmp_path):
     ours = make_task("lln_masked_lm", data, **options)
     ours.load_dataset("valid")
     assert ours.dataset("valid").sizes[0].max() == 32
-
-
-def test_whole_word_masking_is_refused(corpus):
-    with pytest.raises(InputError, match="mask_whole_words"):
-        make_masked_lm(corpus, "none", mask_whole_words=True)
 
 
 def test_another_number_of_classes_than_labels_is_refused(tmp_path):

@@ -28,7 +28,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class Mixture:
     """out = lln_weight · LLN + diag_weight · block-diagonal softmax; a part of weight 0 is not computed.
 
-    Or, where `joint` names one of joint.FORMS, that form, with both weights 1.
+    Or, where `joint` is true, the joint form of ops/joint.py, with both weights 1.
     """
 
     lln_weight: float
@@ -36,8 +36,8 @@ class Mixture:
     block_size: int = 1
     dropout_p: float = 0.0  # of the block-diagonal probabilities
     seed: int | Tensor | None = None  # of the dropout, from the backend's draw_seed
-    joint: str | None = None
-    parameter: Tensor | None = None  # of the joint form, (B, H) as α and β
+    joint: bool = False
+    parameter: Tensor | None = None  # the offset of the joint form, (B, H) as α and β
     exchange: Exchange | None = None  # with the workers that hold the other tokens; not for a joint form
 
     @property
@@ -56,9 +56,8 @@ class Backend(Protocol):
     the queries, backward `sum_slopes` between the queries and the keys, each once.
     """
 
-    def is_supported(self, q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
-        """None where it can run on tensors like q, with blocks of so many tokens and a joint form if any; else why not,
-        one sentence."""
+    def is_supported(self, q: Tensor, block_size: int | None = None) -> str | None:
+        """None where it can run on tensors like q, with blocks of so many tokens if any; else why not, one sentence."""
 
     def draw_seed(self, device: torch.device) -> int | Tensor:
         """What the dropout of one call depends on, from torch's generator."""
@@ -87,10 +86,8 @@ class Backend(Protocol):
         """α and β by `moment_matching.match_moments` of scope "head", with a `moment_matching.calibration_table`."""
 
 
-def choose_backend(
-    backend: str, q: Tensor, block_size: int | None = None, *others: object, joint: str | None = None
-) -> str:
-    """The name of the backend for tensors like q, (B, H, N, D), and blocks of so many tokens and a joint form if any.
+def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *others: object) -> str:
+    """The name of the backend for tensors like q, (B, H, N, D), and blocks of so many tokens if any.
 
     Args: others: whatever else takes part; kernels read tensors alone that lie in memory as they are.
     Raises: ValueError for an unknown backend, or with the reason if one is asked for where it cannot run.
@@ -102,12 +99,12 @@ def choose_backend(
         return wanted
     if is_compiled(q, *others):
         block = None if block_size is None else index(block_size)  # sizes may be symbols
-        if _kernels_take(wanted, q.device, q.dtype, index(q.shape[-1]), block, joint):
+        if _kernels_take(wanted, q.device, q.dtype, index(q.shape[-1]), block):
             return wanted
     if is_recorded(q, *others):
         reason: str | None = "The kernels are no operations of torch: what records or imitates those does not see them."
     else:
-        reason = _reason_against(wanted, q, block_size, joint)
+        reason = _reason_against(wanted, q, block_size)
     if reason and backend != "auto":
         raise ValueError(f"backend '{backend}' cannot run here: {reason}")
     return "torch" if reason else wanted
@@ -142,21 +139,19 @@ def is_compiled(*values: object) -> bool:
     )
 
 
-def _reason_against(name: str, q: Tensor, block_size: int | None, joint: str | None) -> str | None:
+def _reason_against(name: str, q: Tensor, block_size: int | None) -> str | None:
     if name == "triton" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed."
-    return load_backend(name).is_supported(q, block_size, joint)
+    return load_backend(name).is_supported(q, block_size)
 
 
-def _kernels_take(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None, joint: str | None
-) -> bool:
+def _kernels_take(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> bool:
     """Whether a backend runs on such tensors, here; torch.compile asks once and takes the answer as it is."""
     if torch._C._are_functorch_transforms_active():
         return False
     with _disable_current_modes():
         q = torch.empty(0, 0, 0, head_dim, dtype=dtype, device=device)
-        return _reason_against(name, q, block_size, joint) is None
+        return _reason_against(name, q, block_size) is None
 
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes seconds.

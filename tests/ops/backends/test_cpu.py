@@ -1,6 +1,6 @@
-"""The C kernels of a CPU: against PyTorch in float64, in every layout, and where they cannot be compiled.
+"""The C kernels of a CPU: the sizes that they alone take, their numbers, and where they cannot be compiled.
 
-test_lln.py, test_block_diag.py and the contract tests run on them too, wherever their inputs are float32.
+test_backends.py compares them with the oracles, as it does all backends.
 """
 
 import ctypes
@@ -9,86 +9,50 @@ import multiprocessing
 import os
 import platform
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.ops.autograd import mixture
 from lln_fairseq.ops.backends import Mixture, choose_backend, cpu
 from lln_fairseq.ops.backends.cpu import compile
-from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
-from lln_fairseq.ops.joint import FORMS
+from lln_fairseq.ops.backends.cpu.compile import load_library
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
+from tests.ops.mixes import MIXES, attend, errors, holes, inputs, oracle, output_and_gradients
 
 reason = cpu.is_supported(torch.empty(1, 1, 1, 64))
 needs_compiler = pytest.mark.skipif(reason is not None, reason=str(reason))
-ZEROS = torch.zeros(3, 2)  # α and β where there is no LLN
-JOINT = [Mixture(1.0, 1.0, size, joint=form) for size in (5, 64, 256) for form in FORMS]
-MIXTURES = [
-    Mixture(1.0, 0.0),
-    *(Mixture(0.5, 0.5, size) for size in (1, 5, 50, 64, 256)),
-    Mixture(0.0, 1.0, 64),
-    *JOINT,
-]
+ZEROS = torch.zeros(2, 2)  # α and β where there is no LLN
 
 
-def results(backend, mix, tensors, mask=None, dtype=torch.float32):
-    """The output and the gradients of q, k, v, α, β for an incoming gradient; those of α, β only with LLN, and of the
-    parameter with a joint form."""
-    *inputs, grad = [x.detach().to(dtype) for x in tensors]
-    wanted = [x.requires_grad_() for x in inputs][: 5 if mix.lln_weight else 3]
-    if mix.joint:
-        mix = replace(mix, parameter=torch.linspace(0.1, 0.9, inputs[3].numel(), dtype=dtype).view_as(inputs[3]))
-        wanted.append(mix.parameter.requires_grad_())
-    out = mixture(*inputs, mask, mix, backend)
-    return out.detach(), *torch.autograd.grad(out, wanted, grad)
-
-
-def random_tensors(length, dim, batch=3, heads=2):
-    q, k, v = random_qkv(batch, heads, length, dim)
-    alpha, beta = 1 + torch.rand(2, batch, heads, generator=torch.Generator().manual_seed(1))
-    return q, k, v, alpha, beta, torch.randn(q.shape, generator=torch.Generator().manual_seed(2))
-
-
-def check(actual, expected, about=None):
-    names = ("out", "q", "k", "v", "alpha", "beta", "parameter")
-    for name, a, e in zip(names, actual, expected, strict=False):
-        assert relative_rms(a, e) <= (FLOAT32_FORWARD if name == "out" else FLOAT32_GRADIENT), (name, about)
+def check(actual, expected):
+    wrong = errors(actual, expected)
+    assert wrong.pop("out") <= FLOAT32_FORWARD
+    assert max(wrong.values()) <= FLOAT32_GRADIENT, wrong
 
 
 @needs_compiler
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("mix", MIXTURES, ids=lambda m: f"{m.joint or ''}{m.lln_weight}-{m.diag_weight}-{m.block_size}")
-@pytest.mark.parametrize(("length", "dim"), [(3, 64), (64, 64), (130, 64), (300, 64), (97, 16), (97, 48), (97, 112)])
-def test_equals_pytorch_in_float64(length, dim, mix, padded):
-    tensors = random_tensors(length, dim)
-    mask = random_padding(3, length, full_row=True) if padded else None
-    check(results("cpu", mix, tensors, mask), results("torch", mix, tensors, mask, torch.float64))
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("length", "dim", "block"), [(3, 64, 1), (97, 16, 5), (97, 112, 50), (300, 48, 256)])
+def test_blocks_and_head_dimensions_of_these_kernels_alone(length, dim, block, mix):
+    tensors, mask = inputs(mix, batch=3, length=length, dim=dim), holes(3, length)
+    expected = output_and_gradients(oracle(mix, mask, block), tensors, torch.float64)
+    if (expected[-1].abs() < 1e-12).all():  # no query sees a key outside its block
+        expected[-1].zero_()
+    check(output_and_gradients(attend(mix, "cpu", mask, block), tensors), expected)
 
 
 @needs_compiler
-@pytest.mark.parametrize("mix", [*MIXTURES[:3], *JOINT[:4]], ids=lambda m: f"{m.joint or ''}{m.block_size}")
-def test_layouts_and_threads_change_no_bit(mix):
-    tensors = random_tensors(130, 32)
-    expected = results("cpu", mix, tensors)
-    q, k, v, alpha, beta, grad = tensors
-    layouts = {
-        "sequence first": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-        "features apart": lambda x: x.mT.contiguous().mT,
-        "part of a wider tensor": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]],
-    }
-    for layout in layouts.values():
-        changed = results("cpu", mix, (*map(layout, (q, k, v)), alpha, beta, layout(grad)))
-        assert all(map(torch.equal, changed, expected))
-    threads = torch.get_num_threads()
+@pytest.mark.parametrize("mix", MIXES)
+def test_threads_change_no_bit(mix):
+    tensors, threads = inputs(mix, length=130), torch.get_num_threads()
+    expected = output_and_gradients(attend(mix, "cpu"), tensors)
     try:
         torch.set_num_threads(3 - min(threads, 2))
-        assert all(map(torch.equal, results("cpu", mix, tensors), expected))
+        assert all(map(torch.equal, output_and_gradients(attend(mix, "cpu"), tensors), expected))
     finally:
         torch.set_num_threads(threads)
 
@@ -97,7 +61,8 @@ def test_layouts_and_threads_change_no_bit(mix):
 def test_windows_that_overlap():
     """torch.empty_like of such a tensor has its features apart."""
     q = torch.randn(2, 2, 102).unfold(-1, 64, 1)
-    check([lln_attention(q, q, q, backend="cpu")], [lln_attention(*3 * [q.double()], backend="torch")])
+    expected = lln_attention(*3 * [q.double()], backend="torch")
+    assert relative_rms(lln_attention(q, q, q, backend="cpu"), expected) <= FLOAT32_FORWARD
 
 
 @needs_compiler
@@ -108,37 +73,11 @@ def test_sums_over_many_tokens_are_exact():
 
 
 @needs_compiler
-def test_tensors_without_data_and_what_is_recorded_go_to_pytorch():
-    q = torch.zeros(1, 2, 20, 64)
-    assert choose_backend("auto", q) == "cpu"
-    with FakeTensorMode():
-        assert choose_backend("auto", torch.zeros(1, 2, 20, 64)) == "torch"
-    traced = torch.jit.trace(lambda q: q + float(choose_backend("auto", q) == "torch"), q)
-    assert (traced(q) == 1).all()
-
-
-@needs_compiler
-def test_gradients_with_dropout_are_those_of_the_same_draw():
-    """The output is linear in v, so <grad, out> = <v, dv>; along q it is compared with a difference quotient."""
-    q, k, v, _, _, grad = random_tensors(150, 32)
-    mix = Mixture(0.0, 1.0, 64, dropout_p=0.3, seed=5)
-
-    def value(q):
-        return (mixture(q, k, v, ZEROS, ZEROS, None, mix, "cpu").double() * grad).sum().item()
-
-    _, dq, _, dv = results("cpu", mix, (q, k, v, torch.zeros(3, 2), torch.zeros(3, 2), grad))
-    assert (v.double() * dv).sum().item() == pytest.approx(value(q), rel=1e-4)
-    step = 1e-2 * torch.randn(q.shape, generator=torch.Generator().manual_seed(3))
-    assert (step * dq).sum().item() == pytest.approx((value(q + step) - value(q - step)) / 2, rel=2e-3)
-
-
-@needs_compiler
 def test_dropout_differs_between_heads_blocks_and_seeds():
     q, k, _ = random_qkv(batch=2, heads=2, length=128, dim=64)
     v = torch.eye(64).repeat(2, 1).expand_as(q)  # the output is then the matrices of the blocks
     draws = [
-        mixture(q, k, v, ZEROS[:2], ZEROS[:2], None, Mixture(0.0, 1.0, 64, 0.5, seed), "cpu") != 0
-        for seed in (1, 2, 2**40)
+        mixture(q, k, v, ZEROS, ZEROS, None, Mixture(0.0, 1.0, 64, 0.5, seed), "cpu") != 0 for seed in (1, 2, 2**40)
     ]
     blocks = torch.stack(draws).reshape(-1, 64 * 64).double()
     assert blocks.mean().item() == pytest.approx(0.5, abs=0.01)
@@ -147,24 +86,13 @@ def test_dropout_differs_between_heads_blocks_and_seeds():
 
 
 @needs_compiler
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 30.0])
-def test_matched_moments_equal_pytorch_in_float64(scale, padded):
+def test_matched_moments_equal_pytorch_in_float64(scale):
     q, k, _ = random_qkv(length=130, dim=64, scale=scale)
-    mask = random_padding(2, 130, full_row=True) if padded else None
-    expected = match_moments((q + 3 * scale).double(), k.double(), mask, backend="torch")
-    for a, e in zip(match_moments(q + 3 * scale, k, mask, backend="cpu"), expected, strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=0)
-
-
-@needs_compiler
-@pytest.mark.parametrize(("mean", "first"), [(1000.0, 1000.0), (0.0, 300.0)])
-def test_a_large_mean_or_an_outlier_takes_no_digits_from_the_moments(mean, first):
-    q, k, _ = random_qkv(length=130, dim=64)
-    q = q + mean
-    q[:, :, 0, 0] = first
-    expected = match_moments(q.double(), k.double(), backend="torch")
-    for a, e in zip(match_moments(q, k, backend="cpu"), expected, strict=True):
+    q[:, :, 0, 0] = 300 * scale  # an outlier takes no digits
+    mask = random_padding(2, 130, full_row=True)
+    expected = match_moments(q.double(), k.double(), mask, backend="torch")
+    for a, e in zip(match_moments(q, k, mask, backend="cpu"), expected, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=0)
 
 
@@ -182,6 +110,7 @@ def test_nan_shows_in_its_head_unless_it_is_padding():
     assert match_moments(q, k, mask, backend="cpu")[0].isnan().tolist() == [[True, False]]
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
 @pytest.mark.parametrize("arch", ["x86-64", "haswell"])
@@ -190,10 +119,11 @@ def test_narrower_vectors_give_the_same(arch, monkeypatch, cache, compiled):
         pytest.skip("this CPU has no AVX2")
     flags = [f"-march={arch}" if flag.startswith("-march") else flag for flag in compile.FLAGS]
     monkeypatch.setattr(compile, "FLAGS", flags)
-    tensors = random_tensors(130, 48)
-    for mix in (Mixture(0.5, 0.5, 48), Mixture(1.0, 1.0, 48, joint="share")):
+    for mix in MIXES[1:]:
+        tensors = inputs(mix, length=130, dim=48)
         cpu._library.cache_clear()
-        check(results("cpu", mix, tensors), results("torch", mix, tensors, None, torch.float64), mix)
+        expected = output_and_gradients(oracle(mix), tensors, torch.float64)
+        check(output_and_gradients(attend(mix, "cpu"), tensors), expected)
     assert len(compiled) == len(list(cache.iterdir())) == 1  # the second time it came from the cache
 
 
@@ -239,8 +169,6 @@ def compiled(monkeypatch):
     ("environment", "message"),
     [
         ({"CC": "false"}, "false ended with 1"),
-        ({"CC": "no-such-compiler"}, "no-such-compiler"),
-        ({"CC": "gcc '-DX"}, "No closing quotation"),
         ({"CC": "", "PATH": "/nowhere"}, "none of gcc, cc, clang is installed"),
     ],
 )
@@ -277,7 +205,7 @@ def test_the_library_is_compiled_once_and_again_if_it_is_broken(source, cache, c
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", [lambda x: x[:5000], lambda x: x[:9000] + b"!" + x[9001:], lambda x: b""])
+@pytest.mark.parametrize("damage", [lambda x: x[:9000] + b"!" + x[9001:], lambda x: b""])
 def test_a_damaged_library_is_compiled_again(source, damage, cache, compiled):
     load_library(source, A=42)
     (library,) = cache.iterdir()
@@ -303,10 +231,9 @@ def test_a_cache_of_somebody_else_is_not_trusted(source, cache, compiled, monkey
 
 
 @needs_compiler
-@pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_a_cache_that_others_can_write_to_is_not_trusted(source, mode, cache, compiled, caplog):
+def test_a_cache_that_others_can_write_to_is_not_trusted(source, cache, compiled, caplog):
     load_library(source, A=42)
-    cache.chmod(mode)
+    cache.chmod(0o770)
     with caplog.at_level(logging.WARNING):
         assert load_library(source, A=42).answer() == 42
     assert len(compiled) == 2
@@ -327,11 +254,10 @@ def test_a_library_that_others_can_write_or_have_linked_is_not_trusted(source, c
 
 
 @needs_compiler
-@pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_the_cache_is_private_whatever_the_umask(source, umask, tmp_path, monkeypatch):
+def test_the_cache_is_private_whatever_the_umask(source, tmp_path, monkeypatch):
     cache = tmp_path / "above" / "cache"
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(cache))
-    before = os.umask(umask)
+    before = os.umask(0)
     try:
         load_library(source, A=42)
     finally:
@@ -367,14 +293,6 @@ def test_processes_that_compile_at_the_same_time(source, cache, monkeypatch):
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len(list(cache.iterdir())) == 1
-
-
-@needs_compiler
-def test_what_the_compiler_says_is_passed_on(tmp_path, cache):
-    source = tmp_path / "wrong.c"
-    source.write_text("int f(void) { return nothing; }\n")
-    with pytest.raises(CannotCompile, match="nothing"):
-        load_library(source)
 
 
 OFFSETS = """

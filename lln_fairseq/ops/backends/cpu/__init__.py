@@ -19,7 +19,6 @@ from lln_fairseq.ops.backends import Mixture
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 from lln_fairseq.ops.backends.pytorch import draw_seed
 from lln_fairseq.ops.exchange import Exchange
-from lln_fairseq.ops.joint import FORMS
 from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table
 from lln_fairseq.ops.scratch import kept_buffers
@@ -52,7 +51,7 @@ _PROBLEM = struct.Struct("".join(kind * len(names) for kind, names in FIELDS))
 _NO_VIEW = (0, 0, 0, 0)
 
 
-def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
     if q.device.type != "cpu" or q.dtype != torch.float32:
         return f"The CPU kernels take float32 on a CPU, not {q.dtype} on {q.device.type}."
@@ -122,8 +121,7 @@ def _run(
     scratch = _scratch(threads * _scratch_floats(dim, tile))
     problem = _PROBLEM.pack(
         batch, heads, tokens, tile, threads, _rows(dim, mix), mix.kept_values if mix.dropout_p else 0,
-        1 + FORMS.index(mix.joint) if mix.joint else 0,
-        int(mix.seed or 0), mix.lln_weight, mix.diag_weight,
+        mix.joint, int(mix.seed or 0), mix.lln_weight, mix.diag_weight,
         *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(),
         *(0, 0, 0) if table is None else (table[0].data_ptr(), table[1].data_ptr(), len(table[0])),
         *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (len(VIEWS) - len(views)),

@@ -21,7 +21,7 @@ from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table, matched_moments
 
 
-def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
     """None: it runs everywhere."""
     return None
 

@@ -1,4 +1,4 @@
-"""The joint forms of LLN+Diag for one group of heads in PyTorch, forward and backward: the formulas of ops/joint.py.
+"""The joint form of LLN+Diag for one group of heads in PyTorch, forward and backward: the formulas of ops/joint.py.
 
 With M = A W_bᵀ, the block's part of P, what is outside comes out as O = A S - M v_b, so that one product serves both
 parts, (a D - c M) v_b with a = 1 - c u. Backward, E = do v_bᵀ, de_i = Σ_j D_ij E_ij, oe_i = do_i O_i:
@@ -23,12 +23,12 @@ from lln_fairseq.ops.joint import Blocks, count_blocks, outside_mass, outside_sl
 
 
 class Joint:
-    """One group of heads; per_head is α, β, L, S, the two parts of L and the parameter of the form."""
+    """One group of heads; per_head is α, β, L, S, the two parts of L and the offset."""
 
     def __init__(self, run: Run, group: slice, per_head: Sequence[Tensor]) -> None:
         self.run, self.group, self.diag = run, group, BlockDiag(run, group)
         self.alpha, self.beta, self.log_sum, self.state, self.top, self.total, parameter = per_head
-        self.heads, self.form = parameter.shape[0], run.mix.joint
+        self.heads = parameter.shape[0]
         self.blocks = self.diag.blocks
         count = self.run.scratch.length // run.block
         # One number for every block, (G * blocks, 1, 1), beside (G * blocks, block, 1).
@@ -47,7 +47,7 @@ class Joint:
         inside = self._inside(a, self._key_weights(inputs[1]))
         q, k, v, out = (self.blocks(x) for x in (*inputs, out))
         u = outside_mass(inside)
-        c = outside_weight(u, self._form, self.parameter, self.kinds)
+        c = outside_weight(u, self.parameter, self.kinds)
         p = self.diag.kept_probabilities(q, k)
         out.mul_(c).baddbmm_(p.mul_(1 - c * u).addcmul_(inside, c, value=-1), v)
 
@@ -93,8 +93,8 @@ class Joint:
         kept = self.diag.scaled_kept(p)
         dropped = p if kept is None else kept * p
         u = outside_mass(inside)
-        c = outside_weight(u, self._form, self.parameter, self.kinds)
-        by_u, by_parameter = outside_slopes(c, u, self._form, self.parameter, self.kinds)
+        c = outside_weight(u, self.parameter, self.kinds)
+        by_u, by_parameter = outside_slopes(c, u, self.parameter, self.kinds)
         diag = torch.linalg.vecdot(dropped, e)[..., None]
         outside = (torch.linalg.vecdot(a, da) - torch.linalg.vecdot(inside, e))[..., None]
         du = by_u * outside - (c + by_u * u) * diag
@@ -106,11 +106,6 @@ class Joint:
         x = torch.mul(e, -c, out=inside).sub_(du)
         e.mul_(1 - c * u)
         return softmax_backward(e if kept is None else e.mul_(kept), p), x, c
-
-    @property
-    def _form(self) -> str:
-        assert self.form is not None
-        return self.form
 
     def _key_weights(self, k: Tensor) -> Tensor:
         """W to the same bits that S was made of: e^(β k - L) would differ by what rounding does to a large L."""

@@ -1,4 +1,4 @@
-"""Host side of the joint forms' Triton kernels: 6 passes over N x D forward, 13 backward."""
+"""Host side of the joint form's Triton kernels: 6 passes over N x D forward, 13 backward."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,6 @@ from lln_fairseq.ops.backends.triton.launch import (
     tiles_for,
     workspace,
 )
-from lln_fairseq.ops.joint import FORMS
 
 ROWS_OF_A_QUERY = 6  # see joint_query_kernels.py
 
@@ -32,7 +31,7 @@ def joint_out(
     joint_kernels._joint_out_kernel[batch * heads, triton.cdiv(length, chunk)](
         q, k, v, pad, _padded_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, out,
         *strides(q), *strides(out), heads, length,
-        FORM=_form(mix), SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
+        SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
         D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q), **tile.options,
     )  # fmt: skip
     return out
@@ -76,7 +75,7 @@ def _rows_and_dq(
         q, k, v, do, pad, _padded_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, rows,
         dq, dalpha, dparameter,
         *strides(q), *strides(do), *strides(dq), rows.stride(0), heads, length,
-        FORM=_form(mix), SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
+        SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
         D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **dot_options(q), **tile.options,
     )  # fmt: skip
     return dq, dalpha, dparameter
@@ -105,11 +104,6 @@ def _dstate(
 def _padded_keys(pad: Tensor | None) -> Tensor | None:
     """(B,) padded keys of each sequence."""
     return None if pad is None else pad.sum(dim=-1, dtype=torch.int32)
-
-
-def _form(mix: Mixture) -> int:
-    assert mix.joint is not None
-    return 1 + FORMS.index(mix.joint)
 
 
 def _parameter(mix: Mixture) -> Tensor:

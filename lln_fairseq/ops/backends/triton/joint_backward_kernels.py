@@ -1,4 +1,4 @@
-"""Triton kernels of the backward pass of the joint forms. Formulas: backends/pytorch/joint.py, notation of its header.
+"""Triton kernels of the backward pass of the joint form. Formulas: backends/pytorch/joint.py, notation of its header.
 
     _joint_dq_kernel       q, k, v, do -> dq, dα, and six numbers of every query; joint_query_kernels.py
     _joint_dstate_kernel   q, do -> dS = Aᵀ (c do), g = Σ_i A δ per split of the tokens, joined by _lln_dcombine_kernel

@@ -1,4 +1,4 @@
-"""Triton kernels of the joint forms of LLN+Diag, forward, and the pieces that the backward pass shares.
+"""Triton kernels of the joint form of LLN+Diag, forward, and the pieces that the backward pass shares.
 
 Formulas: ops/joint.py and backends/pytorch/joint.py; notation of forward_kernels.py, whose first two kernels made m, s
 and S. M, the block's part of P, is A W_bᵀ / s: the factor min s / s goes to A, where it is at most 1, the rest to the
@@ -28,7 +28,6 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
 from lln_fairseq.ops.joint import FLOOR as _FLOOR
 
 FLOOR = tl.constexpr(_FLOOR)
-OFFSET = tl.constexpr(1)  # 1 + the place in joint.FORMS
 
 
 @triton.jit
@@ -69,19 +68,13 @@ def _keys_of_sequence(padded, i_b, N, HAS_PAD: tl.constexpr):
 
 
 @triton.jit
-def _outside(b_u, b_t, b_count, total, FORM: tl.constexpr):
+def _outside(b_u, b_t, b_count, total):
     """c, dc/du and dc/dparameter of rows with the mass u outside and b_count of `total` real keys inside."""
-    if FORM == OFFSET:
-        b_e = tl.exp2(b_t * -LOG2E)
-        b_d = b_u + (1.0 - b_u) * b_e
-        b_c = 1.0 / tl.maximum(b_d, FLOOR)
-        b_by_u = tl.where(b_d > FLOOR, -b_c * b_c * (1.0 - b_e), 0.0)
-        b_by_t = tl.where(b_d > FLOOR, b_c * (1.0 - b_c * b_u), 0.0)
-    else:
-        b_f = tl.maximum(b_u, FLOOR)
-        b_c = (1.0 - b_t) / b_f
-        b_by_u = tl.where(b_u > FLOOR, -b_c / b_f, 0.0)
-        b_by_t = -1.0 / b_f
+    b_e = tl.exp2(b_t * -LOG2E)
+    b_d = b_u + (1.0 - b_u) * b_e
+    b_c = 1.0 / tl.maximum(b_d, FLOOR)
+    b_by_u = tl.where(b_d > FLOOR, -b_c * b_c * (1.0 - b_e), 0.0)
+    b_by_t = tl.where(b_d > FLOOR, b_c * (1.0 - b_c * b_u), 0.0)
     none = b_count == 0
     special = none | (b_count == total)
     b_c = tl.where(none, 1.0, tl.where(special, 0.0, b_c))
@@ -129,7 +122,7 @@ def _joint_rows(
 def _joint_out_kernel(
     q, k, v, pad, padded, alpha, beta, parameter, m, log_s, S, seed, out,
     stride_b, stride_h, stride_n, stride_out_b, stride_out_h, stride_out_n, H, N,
-    FORM: tl.constexpr, SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = (1 - c u) Diag + c (A S - M v), u = 1 - Σ_j M; padded: (B,) padded keys of a sequence, or None.
@@ -168,7 +161,7 @@ def _joint_out_kernel(
         )  # fmt: skip
         b_u = _outside_mass(b_inside)
         b_count = _keys_in_block(pad, i_b, o_q, start, end, N, BLOCK, CHUNK, HAS_PAD)
-        b_c, _, _ = _outside(b_u, tl.load(parameter + i_bh), b_count, total, FORM)
+        b_c, _, _ = _outside(b_u, tl.load(parameter + i_bh), b_count, total)
         b_o = ((1.0 - b_c * b_u) * _inverse(b_sum))[:, None] * b_o + b_c[:, None] * b_outside
         p_out = _rows(out + offset_out, i_t, stride_out_n, ROWS, D)
         tl.store(p_out, b_o.to(out.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""Triton kernel of the first backward launch of the joint forms: q, k, v, do -> dq, dα, the parameter's gradient, and
+"""Triton kernel of the first backward launch of the joint form: q, k, v, do -> dq, dα, the parameter's gradient, and
 what the other launches need of every query, six numbers.
 
 They are the log-normaliser of the block's softmax, de, c, 1 - c u, du and δ = Σ_d A dA = c oe - du Σ_j M. As rows of P
@@ -96,7 +96,7 @@ def _joint_dq_kernel(
     q, k, v, do, pad, padded, alpha, beta, parameter, m, log_s, S, seed, rows, dq, dalpha, dparameter,
     stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n,
     stride_row, H, N,
-    FORM: tl.constexpr, SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def _joint_dq_kernel(
         b_oe = tl.sum(b_a * b_da, 1) - unbalance * b_me
         b_u = _outside_mass(b_inside)
         b_count = _keys_in_block(pad, i_b, o_q, start, end, N, BLOCK, CHUNK, HAS_PAD)
-        b_c, b_by_u, b_by_t = _outside(b_u, tl.load(parameter + i_bh), b_count, total, FORM)
+        b_c, b_by_u, b_by_t = _outside(b_u, tl.load(parameter + i_bh), b_count, total)
         b_diag = 1.0 - b_c * b_u
         b_du = b_by_u * b_oe - (b_c + b_by_u * b_u) * b_de
         b_delta = b_c * b_oe - b_du * b_inside

@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
         return getattr(self, f"{kernel}_long" if block_size > LONG_BLOCK else kernel)
 
 
-# (architecture, bytes of an element, head dim up to): chosen by what scripts/gpu/predict.py promises, with few spilled
+# (architecture, bytes of an element, head dim up to): chosen by the machine code of the kernels, with few spilled
 # registers in half precision (tests/ops/backends/test_triton_aot.py lists them; scripts/benchmarks/tiles.py times
 # others). Compute capability 8.x and 12.x take the rows of 80, 9.x and 10.x those of 90. float32 works on small tiles:
 # tf32x3 needs three operands for one.
@@ -102,7 +102,7 @@ def tiles_key(q: Tensor) -> tuple[int, int, int]:
     return arch, q.element_size(), 64 if q.shape[-1] <= 64 else 128
 
 
-def is_supported(q: Tensor, block_size: int | None = None, joint: str | None = None) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
     """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
     if q.dtype not in _DTYPES:
         return f"The Triton kernels take float16, bfloat16 and float32, not {q.dtype}."

@@ -1,6 +1,5 @@
-/* The joint forms of LLN+Diag: the formulas of ops/joint.py and backends/pytorch/joint.py. A block is a tile. */
+/* The joint form of LLN+Diag: the formulas of ops/joint.py and backends/pytorch/joint.py. A block is a tile. */
 
-enum { OFFSET = 1, SHARE = 2 };   /* the forms; 0 is none of them */
 static const float FLOOR = 0.0625f; /* of ops/joint.py */
 
 /* The maximum t and the sum Σ_j e^(beta k_j - t) of the keys, the two parts of L, behind it. */
@@ -17,14 +16,13 @@ static int64_t real_keys(const problem *p, int64_t head, int64_t start, int64_t 
 
 /* What the queries of a block multiply the outside by. */
 typedef struct {
-    int share, all, none; /* the form; whether all real keys of the sequence are in the block, or none of them */
-    float parameter;      /* e^-o, or g */
+    int all, none; /* whether all real keys of the sequence are in the block, or none of them */
+    float odds;    /* e^-o */
 } rule;
 
 static rule rule_of(const problem *p, int64_t head, span s, int64_t keys) {
     const int64_t inside = real_keys(p, head, s.start, s.count);
-    const float x = p->parameter[head];
-    return (rule){p->joint == SHARE, inside == keys && inside, !inside, p->joint == SHARE ? x : expf(-x)};
+    return (rule){inside == keys && inside, !inside, expf(-p->parameter[head])};
 }
 
 typedef struct {
@@ -34,14 +32,10 @@ typedef struct {
 static inline outside outside_of(rule r, float u) {
     if (r.all) return (outside){0, 0, 0};
     if (r.none) return (outside){1, 0, 0};
-    const float divisor = r.share ? u : u + (1 - u) * r.parameter;
+    const float divisor = u + (1 - u) * r.odds;
     const int floored = !(divisor > FLOOR);
     const float unit = 1 / (floored ? FLOOR : divisor);
-    if (r.share) {
-        const float c = (1 - r.parameter) * unit;
-        return (outside){c, floored ? 0 : -c * unit, -unit};
-    }
-    return (outside){unit, floored ? 0 : -unit * unit * (1 - r.parameter), floored ? 0 : unit * (1 - unit * u)};
+    return (outside){unit, floored ? 0 : -unit * unit * (1 - r.odds), floored ? 0 : unit * (1 - unit * u)};
 }
 
 /* u, from the mass inside the block; rounding must not leave [0, 1] */

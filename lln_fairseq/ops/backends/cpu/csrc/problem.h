@@ -11,14 +11,14 @@ typedef struct { /* backends/cpu/__init__.py packs it, field by field */
     int64_t batches, heads, tokens, tile, threads;
     int64_t rows;  /* of a state, see below */
     int64_t kept; /* of the 2^16 values of 16 random bits, those that keep a weight; 0 = no dropout */
-    int64_t joint; /* a joint form, see joint.h; 0 = none */
+    int64_t joint; /* whether it is the joint form, see joint.h */
     uint64_t seed;
     double lln, diag;              /* weights of the two parts; a part of weight 0 is not computed */
     const uint8_t *padding;        /* (B, N), 1 = padded, or NULL */
     float *alpha, *beta;           /* (B H) */
     float *states;                 /* (B H, rows, D): S, and L; of D + 3 rows the last are max and sum of L */
     float *dalpha, *dbeta;         /* (B H) or NULL */
-    float *parameter, *dparameter; /* (B H) or NULL, of the joint form */
+    float *parameter, *dparameter; /* (B H) or NULL, the offset of the joint form */
     float *shared;                 /* (B H, D + 1, D): dS and g, between the two halves of backward; or NULL */
     float *scratch;                /* threads x scratch_floats(tile) */
     table calibration;             /* alpha and beta are matched with it if it has points */

@@ -1,0 +1,54 @@
+"""The command `lln-fairseq`, also `python -m lln_fairseq`: one table of programs."""
+
+import argparse
+import sys
+
+from lln_fairseq import register
+from lln_fairseq.command import run_main
+
+# What each program does; run_program imports it.
+PROGRAMS = {
+    "train": "pre-train or fine-tune a model with a recipe",
+    "evaluate": "score a fine-tuned model on a split of its data",
+    "predict": "write a label or a score for every line of text",
+    "convert": "read a model of Hugging Face or fairseq",
+    "export": "write a model for Hugging Face or ONNX",
+    "linearize": "give a trained softmax encoder a linear attention",
+    "analyze": "measure what the attention of a trained model does",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program that the first argument names, and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="lln-fairseq", epilog="lln-fairseq PROGRAM --help lists its options.")
+    programs = parser.add_subparsers(dest="program", metavar="PROGRAM", required=True)
+    for name, purpose in PROGRAMS.items():
+        programs.add_parser(name, help=purpose, add_help=False)
+    name = parser.parse_args(arguments[:1]).program
+    return run_main(lambda: run_program(name, arguments[1:]))
+
+
+def run_program(name: str, arguments: list[str]) -> None:
+    """Import a program, which takes seconds, and run it."""
+    register()  # before the program imports fairseq, which configures the root logger
+    match name:
+        case "train":
+            from lln_fairseq.training.train import main
+        case "evaluate":
+            from lln_fairseq.inference.evaluate import main
+        case "predict":
+            from lln_fairseq.inference.predict import main
+        case "convert":
+            from lln_fairseq.conversion.convert import main
+        case "export":
+            from lln_fairseq.conversion.export import main
+        case "linearize":
+            from lln_fairseq.linearize.linearize import main
+        case "analyze":
+            from lln_fairseq.analysis.analyze import main
+    main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

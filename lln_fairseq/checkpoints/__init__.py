@@ -1,0 +1,1 @@
+"""Read checkpoints safely, check that they are compatible, and write them whole."""

@@ -1,1 +1,0 @@
-"""All that repairs fairseq or asks things of it: patches, settings, errors, checkpoints."""

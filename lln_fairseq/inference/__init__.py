@@ -1,0 +1,1 @@
+"""Trained models: load them, give them text, score them."""

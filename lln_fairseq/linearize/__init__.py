@@ -1,0 +1,1 @@
+"""Turn a trained softmax encoder into one with a linear attention."""

@@ -1,0 +1,147 @@
+"""Nothing of a checkpoint's configuration reaches fairseq but known options of known models, with their types."""
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+
+import fairseq_cli.validate
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.models import build_model
+
+from lln_fairseq.__main__ import main
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.errors import InputError
+from lln_fairseq.inference.loading import load_model
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
+
+SMALL = ("--max-update", 1, "--attention", "softmax")
+
+
+@pytest.fixture(scope="module")
+def state(corpus, tmp_path_factory):
+    """Of a pre-training; a test changes a copy of it."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        train(monkeypatch, folder / "log", corpus, folder, *MASKED_LM, *LLN, *SMALL)
+    return torch.load(folder / "checkpoint_last.pt")
+
+
+def copy_of(tree):
+    return {key: copy_of(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def forged(state, path, changes):
+    """`state` with the values of {"cfg.model._name": ...} in a file."""
+    state = copy_of(state)
+    for keys, value in changes.items():
+        *groups, last = keys.split(".")
+        group = state
+        for key in groups:
+            group = group[key]
+        group[last] = value
+    torch.save(state, path)
+    return str(path)
+
+
+def touch(path):
+    return f"__import__('pathlib').Path({str(path)!r}).touch() or (0.9, 0.98)"
+
+
+def payloads(mark):
+    return [
+        ({"cfg.model": {"_name": "wav2vec2", "conv_feature_layers": touch(mark)}}, "holds the model 'wav2vec2'"),
+        ({"cfg.model": argparse.Namespace(arch="fconv", encoder_layers=touch(mark))}, "holds the model 'fconv'"),
+        ({"cfg.model._name": ["lln_roberta"]}, "holds the model"),
+        ({"cfg.task._name": "audio_pretraining", "cfg.task.post_save_script": "touch x"}, "holds the task"),
+        ({"cfg.model.activation_fn": touch(mark)}, "the model's option activation_fn: Invalid value"),
+        ({"cfg.model.dropout": touch(mark)}, "the model's option dropout: Value .* could not be converted"),
+        ({"cfg.model.encoder_layers_to_keep": "${oc.env:HOME}"}, "encoder_layers_to_keep is no plain value"),
+        ({"cfg.task.data": {"a": 1}}, "the task's option data is no plain value"),
+        ({"cfg.model.encoder_embed_dim": 1 << 40}, r"encoder_embed_dim is \d+, but its parameters have 32"),
+        ({"cfg.model.encoder_layers": 9}, "encoder_layers is 9, but its parameters have 2"),
+        ({"cfg.model.max_positions": 1 << 40}, r"max_positions is \d+, but its positional table has 66 rows"),
+        ({"cfg.model.encoder_attention_heads": 0}, "cannot build the model of .*integer modulo by zero"),
+        ({"cfg.model.lln_diag_mix": "joint_share"}, "Invalid value 'joint_share', expected .*joint_offset"),
+        ({"cfg": None}, "it has no configuration"),
+        ({"model": [1, 2]}, "it holds no model"),
+        ({"model": {"encoder.x": "text"}}, "its model is not made of named tensors"),
+        ({"extra_state.train_iterator": "soon"}, "the state of its training is incomplete"),
+        ({"extra_state.train_iterator.epoch": "soon"}, r"its update, epoch and position in it are \[1, 'soon'"),
+        ({"extra_state.train_iterator.epoch": 1 << 40}, r"its update, epoch and position in it are \[\d+, 1099"),
+        ({"extra_state.best": torch.ones(2)}, "damaged: its best is no number"),
+        ({"extra_state.best": None}, "damaged: its best is no number"),
+        ({"extra_state.previous_training_time": "long"}, "damaged: its previous_training_time is no number"),
+        ({"optimizer_history": []}, "the state of its training is incomplete"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(payloads("x"))))
+def test_a_forged_checkpoint_is_refused_before_anything_is_built(number, state, corpus, tmp_path):
+    changes, message = payloads(tmp_path / "mark")[number]
+    with pytest.raises(InputError, match=message):
+        load_model(forged(state, tmp_path / "forged.pt", changes), str(corpus))
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("content", [[1, 2], torch.ones(2)], ids=lambda value: type(value).__name__)
+def test_other_objects_of_torch_are_no_checkpoints(content, tmp_path):
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"a\.pt is not a checkpoint of fairseq: it holds no model"):
+        load_checkpoint_lazily(str(tmp_path / "a.pt"))
+
+
+def test_options_that_fairseq_evaluates_do_not_reach_it(state, corpus, tmp_path):
+    mark = tmp_path / "mark"
+    changes = {"cfg.optimizer.adam_betas": touch(mark), "cfg.criterion._name": "ctc", "cfg.bpe": {"_name": "gpt2"},
+               "cfg.model.xformers_att_config": touch(mark), "cfg.model.adaptive_input_cutoff": touch(mark),
+               "cfg.task.unknown": touch(mark)}  # fmt: skip
+    path = forged(state, tmp_path / "forged.pt", changes)
+    load_model(path, str(corpus))
+    found = checkpoint_utils.load_checkpoint_to_cpu(path)["cfg"]
+    assert "optimizer" not in found
+    assert (found.criterion, found.bpe) == (None, None)
+    assert not {"xformers_att_config", "adaptive_input_cutoff", "unknown"} & {*found.model, *found.task}
+    assert not mark.exists()
+
+
+def test_the_host_alone_runs_what_a_checkpoint_says(state, tmp_path):
+    """What test_a_forged_checkpoint_is_refused... refuses would have run in fairseq's own loader."""
+    mark = tmp_path / "mark"
+    changes = {"cfg.model": {"_name": "wav2vec2", "conv_feature_layers": touch(mark)}}
+    path = forged(state, tmp_path / "forged.pt", changes)
+    options = checkpoint_utils.load_checkpoint_to_cpu.__wrapped__(path)["cfg"].model
+    with pytest.raises(TypeError, match="not subscriptable"):  # of what eval gave
+        build_model(options, None)
+    assert mark.exists()
+
+
+def test_every_program_refuses_it(state, corpus, tmp_path, monkeypatch, capsys):
+    mark = tmp_path / "mark"
+    changes = {"cfg.model": {"_name": "wav2vec2", "conv_feature_layers": touch(mark)}}
+    path = forged(state, tmp_path / "forged.pt", changes)
+    assert main(["analyze", path, str(corpus)]) == 1
+    assert re.search(r"error: .* holds the model 'wav2vec2', and may hold lln_roberta", capsys.readouterr().err)
+    tuned = forged(state, tmp_path / "tuned.pt", changes | {"cfg.task._name": "sentence_prediction"})
+    assert main(["evaluate", tuned, str(make_classification(tmp_path / "data"))]) == 1
+    assert "wav2vec2" in capsys.readouterr().err
+    arguments = ["fairseq-validate", corpus, *USER_DIR, "--path", path, "--batch-size", 4, "--task", "lln_masked_lm"]
+    monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
+    with pytest.raises((InputError, SystemExit), match=r"wav2vec2|1"):
+        fairseq_cli.validate.cli_main()
+    assert not mark.exists()
+
+
+def test_a_training_takes_the_parameters_and_nothing_of_the_configuration(state, tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    changes = {"cfg": {"model": {"_name": "wav2vec2", "conv_feature_layers": touch(mark)}, "task": "x"}}
+    path = forged(state, tmp_path / "forged.pt", changes)
+    data = make_classification(tmp_path / "data")
+    options = (*CLASSIFICATION, *LLN, "--attention", "softmax", "--lr", 0, "--finetune-from-model", path)
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
+    after = torch.load(tmp_path / "run" / "checkpoint_last.pt")["model"]
+    key = "encoder.sentence_encoder.layers.0.fc1.weight"
+    assert torch.equal(after[key], state["model"][key])
+    assert not mark.exists()

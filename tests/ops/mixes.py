@@ -1,0 +1,99 @@
+"""LLN and the mixes of LLN+Diag as functions of their tensors, with float64 oracles and half-precision references."""
+
+import torch
+
+from lln_fairseq.ops import reference
+from lln_fairseq.ops.joint import Blocks, outside_mass, outside_weight
+from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
+from tests.helpers import random_padding, random_qkv, relative_rms
+
+MIXES = ("lln", "average", "joint_offset")
+NAMES = ("out", "q", "k", "v", "alpha", "beta", "offset")
+OFFSETS = torch.tensor([0.8, -1.5, 0.0, 0.3, -0.7, 1.0])
+BLOCK = 16
+
+
+def inputs(mix, batch=2, heads=3, length=40, dim=32, dtype=torch.float32, scale=1.0, device="cpu"):
+    """Return q, k, v, α, β and, for joint_offset, the offset of each head."""
+    tensors = list(random_qkv(batch, heads, length, dim, dtype, scale, device=device))
+    generator = torch.Generator().manual_seed(1)
+    tensors.extend((0.6 + torch.rand(2, batch, heads, generator=generator)).to(device))
+    if mix == "joint_offset":
+        tensors.append(OFFSETS[:heads].to(device))
+    return tensors
+
+
+def holes(batch, length, device="cpu"):
+    """Return a mask with padding at the end, blocks without a real key and, if batch > 2, a row that is all padding."""
+    mask = random_padding(batch, length, seed=length, full_row=batch > 2)
+    mask[0] = torch.arange(length) >= length // 2 + 3
+    mask[1, 3 : 2 * length // 3] = True
+    return mask.to(device)
+
+
+def attend(mix, backend="auto", mask=None, block=BLOCK, **options):
+    """Return the attention as a function of the tensors that `inputs` gives."""
+
+    def function(q, k, v, alpha, beta, offset=None):
+        if mix == "lln":
+            return lln_attention(q, k, v, alpha, beta, mask, backend)
+        return lln_diag_attention(
+            q, k, v, alpha, beta, mask, block, backend, mix=mix, mix_parameter=offset, **options
+        )  # fmt: skip
+
+    return function
+
+
+def oracle(mix, mask=None, block=BLOCK):
+    """Return the quadratic definition as a function of the same tensors."""
+
+    def function(q, k, v, alpha, beta, offset=None):
+        if mix == "lln":
+            return reference.lln_matrix(q, k, alpha, beta, mask) @ v
+        if mix == "average":
+            return reference.lln_diag_matrix(q, k, alpha, beta, block, mask) @ v
+        return reference.joint_matrix(q, k, alpha, beta, block, offset, mask) @ v
+
+    return function
+
+
+def plain(mix, mask, block=BLOCK):
+    """Return the formula in plain PyTorch: matrices in the dtype of q, exponentials and weights in float32."""
+
+    def function(q, k, v, alpha, beta, offset=None):
+        dtype = q.dtype
+        y = (beta[..., None, None] * k.float()).masked_fill(mask[:, None, :, None], float("-inf"))
+        a = (alpha[..., None, None] * q.float() + y.logsumexp(-2, keepdim=True)).softmax(-1).to(dtype)
+        w = y.softmax(-2).to(dtype)
+        lln = a @ (w.mT @ v)
+        if mix == "lln":
+            return lln
+        block_of = torch.arange(q.shape[-2], device=q.device) // block
+        same = (block_of[:, None] == block_of[None, :]) & ~mask[:, None, None, :]  # (B, 1, N, N)
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).float().masked_fill(~same, torch.finfo(torch.float32).min)
+        p = scores.softmax(-1).masked_fill(~same, 0.0)
+        if mix == "average":
+            return (lln + p.to(dtype) @ v) / 2
+        inside = (a @ w.mT).masked_fill(~same, 0.0).float()
+        mass = outside_mass(inside)
+        count = same.sum(-1, keepdim=True)
+        real = (~mask).sum(-1)[:, None, None, None]
+        weight = outside_weight(mass, offset[:, None, None], Blocks((count == real) & (count > 0), count == 0))
+        corrected = ((1 - weight * mass) * p - weight * inside).to(dtype)
+        return (weight * lln + corrected @ v).to(dtype)
+
+    return function
+
+
+def output_and_gradients(function, tensors, dtype=None, grad=None):
+    """Return function(*tensors) and its gradients with respect to every tensor, by default for a fixed random grad."""
+    tensors = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
+    out = function(*tensors)
+    if grad is None:
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    return [out.detach(), *torch.autograd.grad(out, tensors, grad.to(out))]
+
+
+def errors(found, expected):
+    """Return the relative errors of the output and the gradients, by name."""
+    return {name: relative_rms(x, y) for name, x, y in zip(NAMES, found, expected, strict=False)}
