@@ -1,7 +1,6 @@
 """cosFormer: ReLU features reweighted by the distance of the tokens (Qin et al. 2022, arXiv 2202.08791)."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,12 +10,7 @@ from lln_fairseq.attention.registry import register_attention
 from lln_fairseq.ops.dtypes import compute_dtype
 
 
-@dataclass
-class CosformerConfig:
-    """No options."""
-
-
-@register_attention("cosformer", CosformerConfig)
+@register_attention("cosformer")
 class CosformerAttention(KernelFeatureAttention):
     """P_ij ∝ ReLU(q_i)·ReLU(k_j) cos(π/2 · (i - j)/M), by the features [ReLU(x) cos θ_i, ReLU(x) sin θ_i].
 

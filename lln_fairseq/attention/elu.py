@@ -1,19 +1,12 @@
 """Linear attention with the features elu(x) + 1 (Katharopoulos et al. 2020, arXiv 2006.16236)."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from lln_fairseq.attention.kernel_features import KernelFeatureAttention
 from lln_fairseq.attention.registry import register_attention
 
 
-@dataclass
-class EluConfig:
-    """No options."""
-
-
-@register_attention("elu", EluConfig)
+@register_attention("elu")
 class EluAttention(KernelFeatureAttention):
     """φ(x) = elu(x) + 1."""
 

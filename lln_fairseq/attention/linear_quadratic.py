@@ -1,19 +1,12 @@
 """Linear attention with the features x²: the linear counterpart of `quadratic` in Figure 2 of arXiv 2311.13541."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from lln_fairseq.attention.kernel_features import KernelFeatureAttention
 from lln_fairseq.attention.registry import register_attention
 
 
-@dataclass
-class LinearQuadraticConfig:
-    """No options."""
-
-
-@register_attention("linear_quadratic", LinearQuadraticConfig)
+@register_attention("linear_quadratic")
 class LinearQuadraticAttention(KernelFeatureAttention):
     """φ(x) = x² feature by feature: P depends neither on the scale of q and k nor on a temperature.
 

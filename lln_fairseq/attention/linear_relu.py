@@ -1,19 +1,12 @@
 """Linear attention with the features ReLU(x): the linear counterpart of `relu` in Figure 2 of arXiv 2311.13541."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from lln_fairseq.attention.kernel_features import KernelFeatureAttention
 from lln_fairseq.attention.registry import register_attention
 
 
-@dataclass
-class LinearReluConfig:
-    """No options."""
-
-
-@register_attention("linear_relu", LinearReluConfig)
+@register_attention("linear_relu")
 class LinearReluAttention(KernelFeatureAttention):
     """φ(x) = max(x, 0): P depends neither on the scale of q and k nor on a temperature."""
 

@@ -1,19 +1,12 @@
 """Kernel attention with κ(s) = s², of quadratic cost: one of the kernels of Figure 2 of arXiv 2311.13541."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from lln_fairseq.attention.registry import register_attention
 from lln_fairseq.attention.relu import ScoreKernelAttention
 
 
-@dataclass
-class QuadraticConfig:
-    """No options."""
-
-
-@register_attention("quadratic", QuadraticConfig)
+@register_attention("quadratic")
 class QuadraticAttention(ScoreKernelAttention):
     """κ(s) = s²: opposite keys count like equal ones."""
 

@@ -101,7 +101,12 @@ MECHANISMS = ChainMap(ATTENTION_REGISTRY, LAYER_REGISTRY)  # all that --attentio
 _T = TypeVar("_T", bound=type[nn.Module])
 
 
-def register_attention(name: str, config: type) -> Callable[[_T], _T]:
+@dataclasses.dataclass
+class NoOptions:
+    """The options of a mechanism that has none."""
+
+
+def register_attention(name: str, config: type = NoOptions) -> Callable[[_T], _T]:
     """Class decorator: registers a mechanism with the dataclass of its options under a name."""
     return register_in(ATTENTION_REGISTRY, name, config)
 

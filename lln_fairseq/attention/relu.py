@@ -1,18 +1,11 @@
 """Kernel attention with κ = ReLU, of quadratic cost: one of the kernels of Figure 2 of arXiv 2311.13541."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.score_kernel import score_kernel_attention
-
-
-@dataclass
-class ReluConfig:
-    """No options."""
 
 
 class ScoreKernelAttention(Attention):
@@ -34,7 +27,7 @@ class ScoreKernelAttention(Attention):
         raise NotImplementedError
 
 
-@register_attention("relu", ReluConfig)
+@register_attention("relu")
 class ReluAttention(ScoreKernelAttention):
     """κ(s) = max(s, 0); a query without a positive score attends to all tokens alike."""
 

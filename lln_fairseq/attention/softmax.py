@@ -1,7 +1,5 @@
 """Softmax attention, the baseline: torch's fused kernel, the same numbers as fairseq's own RoBERTa."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, register_attention
@@ -10,12 +8,7 @@ from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.softmax import softmax_attention
 
 
-@dataclass
-class SoftmaxConfig:
-    """No options."""
-
-
-@register_attention("softmax", SoftmaxConfig)
+@register_attention("softmax")
 class SoftmaxAttention(Attention):
     """softmax(q kᵀ / √D) v (Vaswani et al. 2017); a sequence without a real key gives 0."""
 
