@@ -31,15 +31,15 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
     Processes that compile at the same time do not disturb each other: each renames its own finished file.
     Raises: CannotCompile.
     """
-    if os.name != "posix":
-        raise CannotCompile(f"this system ({os.name}) has no shared libraries of the kind")
     command = [*_compiler(), *FLAGS, *(f"-D{name}={value}" for name, value in macros.items()), str(main)]
-    name, folder = f"{main.stem}-{_digest(main.parent, command)}", cache_directory()
-    if folder and (reason := _distrust(folder, 0o700)):
+    name = f"{main.stem}-{_digest(main.parent, command)}.so"
+    folder = cache_directory()
+    if folder and (reason := _distrust(folder)):
         logger.warning("%s, so the compiled kernels are neither taken from there nor kept", reason)
         folder = None
-    if folder and (library := _kept(folder, name)):
-        return library
+    if folder:
+        with contextlib.suppress(OSError):  # there is none yet, or it may not be executed
+            return ctypes.CDLL(str(folder / name))
     logger.info("compiling %s for this CPU, once: %s", main.name, shlex.join(command))
     if folder:
         with contextlib.suppress(CannotCompile):  # the directory is full, read-only, its files may not be executed, ...
@@ -47,53 +47,35 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
     return _build(command, name, None)
 
 
-def _distrust(path: Path, mode: int) -> str | None:
-    """Why code from this file or directory must not run: it is somebody else's, or others can write to it."""
+def _distrust(folder: Path) -> str | None:
+    """Return why code from this directory must not run: it is somebody else's, or others can write to it."""
     try:
-        status = path.lstat()
+        status = folder.lstat()
     except OSError:  # not there yet, or nothing can be in it
         return None
     if status.st_uid != os.geteuid():
-        return f"{path} belongs to another user: set LLN_KERNEL_CACHE to a directory of your own"
+        return f"{folder} belongs to another user: set LLN_KERNEL_CACHE to a directory of your own"
     if status.st_mode & 0o022:
-        return f"others may write to {path}: empty it, and then chmod {mode:o} {path}"
-    return None
-
-
-def _kept(folder: Path, name: str) -> ctypes.CDLL | None:
-    """The library from the cache. Its sha256 is in its name: half a file would end every process that loads it."""
-    for path in folder.glob(f"{name}-*.so"):
-        if _distrust(path, 0o600) is None and path.is_file() and _sha256(path.read_bytes()) == path.stem[-64:]:
-            with contextlib.suppress(OSError):  # may not be executed, say
-                return ctypes.CDLL(str(path))
+        return f"others may write to {folder}: empty it, and then chmod 700 {folder}"
     return None
 
 
 def _build(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
-    """Compiles in `folder` and leaves the library there, or in a temporary directory if it is None."""
+    """Compile in `folder` and leave the library there, or in a temporary directory if it is None."""
     try:
         if folder:
-            _make_private(folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / f"{name}.so"
+            built = Path(scratch) / name
             _compile([*command, "-o", str(built), "-lm"])
-            built.chmod(0o600)
             library = ctypes.CDLL(str(built))
             if folder:
                 with open(built, "rb") as file:
-                    content = file.read()
                     os.fsync(file)
-                built.replace(folder / f"{name}-{_sha256(content)}.so")
+                built.replace(folder / name)
             return library
     except OSError as error:
         raise CannotCompile(str(error)) from error
-
-
-def _make_private(folder: Path) -> None:
-    """Makes the directory and those above it that are missing, for this user alone whatever the umask."""
-    if not folder.is_dir():
-        _make_private(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def cache_directory() -> Path | None:
@@ -130,11 +112,7 @@ def _compile(command: list[str]) -> None:
 def _digest(folder: Path, command: list[str]) -> str:
     """Of the sources, the command and the CPU: a home directory may be shared by machines with different ones."""
     sources = b"".join(path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".c", ".h"))
-    return _sha256(sources + repr((command, _cpu())).encode())[:16]
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(sources + repr((command, _cpu())).encode()).hexdigest()[:16]
 
 
 def _cpu() -> str:
