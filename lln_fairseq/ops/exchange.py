@@ -36,11 +36,6 @@ class Exchange:
         parts = packed.split([x.numel() for x in tensors])
         return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
-    def sum_slopes(self, dstate: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """dS (..., D, D) and g (..., D) of all queries from those of this worker's."""
-        dstate, g = self.sum(dstate, g)
-        return dstate, g
-
     def merge_states(self, top: Tensor, total: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three of all keys from those of this worker's keys, each normalised by its own total.
 

@@ -53,7 +53,7 @@ class Backend(Protocol):
     (B, H, N, D) with any strides, α and β (B, H) of any strides in float32 (float64 for float64 q), the mask bool
     (B, N) with True = padded or None. What padding holds must not get into results and gradients, see ops/padding.py.
     Where the mixture has an exchange, α and β are given; forward puts `merge_states` of it between the keys' sums and
-    the queries, backward `sum_slopes` between the queries and the keys, each once.
+    the queries, backward the `sum` of dS and g between the queries and the keys, each once.
     """
 
     def is_supported(self, q: Tensor, block_size: int | None = None) -> str | None:

@@ -25,7 +25,7 @@ def backward(
 ) -> Sequence[Tensor | None]:  # fmt: skip
     assert mix.exchange is not None
     vector, square = _zeros(q)
-    mix.exchange.sum_slopes(square, vector)
+    mix.exchange.sum(square, vector)
     scalars = (torch.zeros_like(alpha) if need else None for need in needed)
     return *(torch.empty_like(x) for x in (q, k, v)), *scalars
 

@@ -191,7 +191,7 @@ def backward(
     else:
         _run("backward_queries", mix, views, pointers)
         dstate, g = shared.split((q.shape[-1], 1), dim=2)
-        dstate_of_all, g_of_all = mix.exchange.sum_slopes(dstate, g)
+        dstate_of_all, g_of_all = mix.exchange.sum(dstate, g)
         dstate.copy_(dstate_of_all)
         g.copy_(g_of_all)
         _run("backward_keys", mix, views, pointers)

@@ -47,7 +47,7 @@ def shared_backward(
         (dq,) = targets = run.targets(cut)
         dstate[group], g[group] = queries_backward(run, group, loaded, run.cut(group, per_head), dq, scalars[0])
         run.store(targets, cut)
-    slopes = exchange.sum_slopes(dstate, g)
+    slopes = exchange.sum(dstate, g)
     for group in run.groups:
         loaded, cut = run.load(group, inputs), run.cut(group, grads)
         targets = run.targets(cut)

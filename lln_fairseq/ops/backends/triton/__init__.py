@@ -162,7 +162,7 @@ def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor |
         **tile.options,
     )  # fmt: skip
     if exchange is not None:  # the sum over all workers is one split
-        dstate_sum, g_sum = exchange.sum_slopes(parts[1].sum(dim=1), parts[0].sum(dim=1))
+        dstate_sum, g_sum = exchange.sum(parts[1].sum(dim=1), parts[0].sum(dim=1))
         parts, splits = (g_sum, dstate_sum), 1
     if not final:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
