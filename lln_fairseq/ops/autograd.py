@@ -36,13 +36,9 @@ def mixture(
         return compiled_mixture(q, k, v, alpha, beta, mask, mix, backend)
     if mix.dropout_p and mix.seed is None:
         mix = replace(mix, seed=load_backend(backend).draw_seed(q.device))
-    # A tensor may carry a sign that it has yet to take; kernels read the numbers alone.
-    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    if alpha is not None and beta is not None:
-        alpha, beta = alpha.resolve_neg(), beta.resolve_neg()
     parameter = mix.parameter
     if parameter is not None:  # a differentiable input of its own
-        parameter, mix = parameter.resolve_neg(), replace(mix, parameter=None)
+        mix = replace(mix, parameter=None)
     return MixtureFunction.apply(q, k, v, alpha, beta, parameter, mask, mix, backend)
 
 
@@ -81,7 +77,7 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     needed, mix = ctx.needs_input_grad[:6], ctx.mix
     if not (torch.is_grad_enabled() or is_recorded(grad)):
         backend, mix = _kernels(ctx.backend, q), _with(mix, parameter)
-        return backend.backward(q, k, v, alpha, beta, mask, mix, saved, grad.resolve_neg(), needed[3:])
+        return backend.backward(q, k, v, alpha, beta, mask, mix, saved, grad, needed[3:])
     if mix.dropout_p:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
     if mix.exchange is not None:

@@ -82,7 +82,7 @@ def match_moments(
         return matched_moments(q, k, key_padding_mask, scope, constants, exchange=exchange)
     if scope != "head" or constants not in TABLES_FILES or q.numel() == 0 or is_recorded(q, k, key_padding_mask):
         return matched_moments(q, k, key_padding_mask, scope, constants)
-    q, k = q.detach().resolve_neg(), k.detach().resolve_neg()
+    q, k = q.detach(), k.detach()
     return load_backend(name).match_moments(q, k, key_padding_mask, calibration_table(q.shape[-1], q.device, constants))
 
 

@@ -31,7 +31,6 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """The mixture, α and β as they were used, and what the backward pass wants to see again."""
     mix = Mixture(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
-    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     out, used_alpha, used_beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, mix)
     if alpha is not None:  # no operator may return what it was given
         used_alpha, used_beta = used_alpha.clone(), used_beta.clone()
@@ -61,7 +60,6 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, α, β and the parameter; without an element for those of the last that need none."""
     mix = Mixture(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
-    q, k, v, grad = q.resolve_neg(), k.resolve_neg(), v.resolve_neg(), grad.resolve_neg()
     found = load_backend(backend).backward(q, k, v, alpha, beta, mask, mix, saved, grad, needed)
     return [q.new_empty(0) if x is None else x for x in found]
 

@@ -329,33 +329,6 @@ def test_gradients_with_dropout_are_those_of_the_same_draw(mix, backend):
 # ---- tensors that are not what they seem ----
 
 
-def negated(x):
-    """-x without having computed it: a view with the negative bit, as of the imaginary part of a conjugate."""
-    return torch._neg_view(x)
-
-
-@both
-def test_pending_signs_are_taken(mix, backend):
-    device = device_of(backend)
-    tensors, grad = inputs(mix, device=device), torch.randn(2, 3, 40, 32, device=device)
-
-    def run(tensors, grad):
-        tensors = [x.requires_grad_() for x in tensors]
-        out = attend(mix, backend)(*tensors)
-        return out, *torch.autograd.grad(out, tensors, grad)
-
-    lazy = run([negated(x) for x in tensors], negated(grad))
-    eager = run([-x for x in tensors], -grad)
-    torch.testing.assert_close(lazy, eager, rtol=0, atol=0)
-
-
-def test_the_moments_of_a_pending_sign(backend):
-    q, k, _ = random_qkv(length=40, device=device_of(backend))
-    q = (q + 3).abs()
-    found = match_moments(negated(q), k, backend=backend)
-    assert all(map(torch.equal, found, match_moments(-q, k, backend=backend)))
-
-
 class Subclass(torch.Tensor):
     pass
 
