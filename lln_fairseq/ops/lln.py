@@ -26,7 +26,6 @@ from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments
 
 MIXES = ("average", "joint", "joint_offset")  # of LLN and block-diagonal softmax
-LARGEST_OFFSET = 80
 
 IN_ONE_PASS = ("head", "calibrated")  # scope and constants that every backend can match while it reads q and k
 
@@ -109,8 +108,8 @@ def lln_diag_attention(
     Args: as `lln_attention` and `block_diag_attention`; dropout concerns the block-diagonal probabilities alone, since
     LLN has no matrix to drop from. With dropout the result can be differentiated once.
         mix: "average", "joint" or "joint_offset".
-        mix_parameter: o of joint_offset in [-80, 80], None = 0: a number or a tensor that broadcasts to (B, H), whose
-            values are not checked; gradients flow to it. The other mixes take none.
+        mix_parameter: o of joint_offset in [-80, 80], None = 0: a number or a tensor that broadcasts to (B, H); values
+            are not checked, and gradients flow to it. The other mixes take none.
         group: as `lln_attention`; all workers but the last must hold a multiple of block_size tokens, so that no block
             lies on two of them, and the mix must be the average.
     """
@@ -151,8 +150,6 @@ def head_offsets(mix: str, offset: float | Tensor | None, q: Tensor) -> Tensor |
         raise ValueError(f"mix '{mix}' takes no mix_parameter")
     if mix == "average":
         return None
-    if isinstance(offset, int | float) and not -LARGEST_OFFSET <= offset <= LARGEST_OFFSET:
-        raise ValueError(f"mix_parameter must be in [-{LARGEST_OFFSET}, {LARGEST_OFFSET}], got {offset}")
     return per_head(0.0 if offset is None else offset, q, "mix_parameter")
 
 

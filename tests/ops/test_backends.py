@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.ops import checks
 from lln_fairseq.ops.backends import Backend, Mixture, choose_backend, load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
@@ -488,32 +487,23 @@ def test_nothing_in_nothing_out(mix, matched, shape, backend):
 
 REFUSED = [
     (dict(q=torch.zeros(1, 2, 4, 0), k=torch.zeros(1, 2, 4, 0), v=torch.zeros(1, 2, 4, 0)), "D > 0"),
-    (dict(q=[[1.0]]), "q, k, v must be tensors, got list"),
     (dict(q=torch.zeros(2, 3, 4)), "one shape"),
     (dict(k=torch.zeros(1, 2, 5, 8)), "one shape"),
     (dict(k=torch.zeros(1, 2, 4, 8, device="meta")), "one device, got cpu, meta, cpu"),
-    (dict(k=torch.zeros(1, 2, 4, 8).to_sparse()), "must be dense tensors"),
     (dict(v=torch.zeros(1, 2, 4, 8, dtype=torch.float16)), "dtype"),
-    ({x: torch.zeros(1, 2, 4, 8).to(torch.float8_e4m3fn) for x in "qkv"}, "got torch.float8_e4m3fn"),
     ({x: torch.zeros(1, 2, 4, 8, dtype=torch.int64) for x in "qkv"}, "share one floating-point dtype"),
-    (dict(key_padding_mask=[[False] * 4]), "key_padding_mask must be a tensor or None, got list"),
     (dict(key_padding_mask=torch.zeros(1, 4)), "bool"),
     (dict(key_padding_mask=torch.zeros(4, 1, dtype=torch.bool)), "shape"),
     (dict(block_size=0), "block_size"),
     (dict(block_size=3.5), r"block_size must be a whole number, got 3\.5"),
     (dict(dropout_p=1.0), "dropout_p"),
-    (dict(dropout_p="0.1"), r"dropout_p must be a number in \[0, 1\), got '0.1'"),
     (dict(alpha=torch.zeros(3)), "alpha"),
-    (dict(alpha="1"), "alpha must be a number or a tensor, got str"),
     (dict(beta=None), "together or not at all"),
-    (dict(beta=torch.zeros(1, dtype=torch.complex64)), "beta must be real"),
     (dict(backend="cuda"), "choose from auto, torch, triton, cpu"),
     (dict(backend="triton"), "cannot run here: .*head dims"),
     (dict(mix="mean"), "unknown mix 'mean', choose from average, joint, joint_offset"),
-    (dict(mix="joint_share"), "unknown mix 'joint_share'"),
     (dict(mix="joint", mix_parameter=1.0), "mix 'joint' takes no mix_parameter"),
     (dict(mix="joint_offset", mix_parameter=torch.zeros(5)), "does not broadcast"),
-    (dict(mix="joint_offset", mix_parameter=float("nan")), r"mix_parameter must be in \[-80, 80\], got nan"),
 ]
 
 
@@ -531,7 +521,3 @@ def test_moments_check_their_inputs(backend):
         match_moments(q, q[:, :, :3], backend=backend)
     with pytest.raises(ValueError, match="key_padding_mask must be bool"):
         match_moments(q, q, torch.zeros(1, 4), backend=backend)
-
-
-def test_whole_numbers_of_other_libraries_are_block_sizes():
-    assert checks.check_block_size(torch.tensor(3), 8) == 3
