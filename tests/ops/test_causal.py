@@ -50,8 +50,8 @@ def gradients(function, tensors, weight):
 
 
 @pytest.mark.parametrize("padding", MASKS)
-@pytest.mark.parametrize("length", [1, 63, 97, 130])
-@pytest.mark.parametrize("alpha", [0.5, 2.1, 8.0, 30.0])
+@pytest.mark.parametrize("length", [1, 63, 130])
+@pytest.mark.parametrize("alpha", [0.5, 30.0])
 def test_forward_equals_the_oracle(alpha, length, padding, monkeypatch):
     q, k, v = random_qkv(heads=1, length=length)
     mask = mask_of(padding, length)
@@ -61,7 +61,7 @@ def test_forward_equals_the_oracle(alpha, length, padding, monkeypatch):
 
 
 @pytest.mark.parametrize("padding", MASKS)
-@pytest.mark.parametrize("length", [1, 63, 130])
+@pytest.mark.parametrize("length", [1, 130])
 def test_gradients_equal_the_oracle(length, padding, monkeypatch):
     q, k, v = random_qkv(length=length)
     alpha, beta = 1 + torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(1))

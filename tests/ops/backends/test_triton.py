@@ -47,16 +47,13 @@ def assert_float32(found, expected):
 
 
 @every_mix
-@pytest.mark.parametrize("block", [16, 64])
-def test_several_splits(many_splits, block, mix):
+def test_several_splits(many_splits, mix):
     tensors = inputs(mix, length=130, device=DEVICE)
     mask = torch.zeros(2, 130, dtype=torch.bool, device=DEVICE)
     mask[0, 20:100] = True  # splits and blocks without a real key
     mask[1, 3:] = True
-    found = output_and_gradients(attend(mix, "triton", mask, block), tensors)
-    assert_float32(found, output_and_gradients(oracle(mix, mask, block), tensors, torch.float64))
-    again = output_and_gradients(attend(mix, "triton", mask, block), tensors)
-    torch.testing.assert_close(found, again, rtol=0, atol=0)
+    found = output_and_gradients(attend(mix, "triton", mask), tensors)
+    assert_float32(found, output_and_gradients(oracle(mix, mask), tensors, torch.float64))
 
 
 @pytest.mark.exhaustive
