@@ -4,11 +4,19 @@ The keys and values of padding are 0 in every sum. A padded query is answered li
 nobody; only numbers that no computation would survive are taken as 0 in it. Selected, not multiplied: 0 · NaN is NaN.
 """
 
+import torch
 from torch import Tensor
 
 # Numbers of a padded query from here on count as 0: all of float16 that can be told from inf, and α q and q·k stay
 # finite. csrc/problem.h and the Triton kernels have the same limit.
 PADDED_QUERY_LIMIT = 3e4
+
+
+def written_out(key_padding_mask: Tensor | None, q: Tensor) -> Tensor:
+    """Return the mask (B, N) of queries q (B, H, N, D), all False for None."""
+    if key_padding_mask is not None:
+        return key_padding_mask
+    return torch.zeros(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
 
 
 def clear_padding(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
