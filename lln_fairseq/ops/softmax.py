@@ -1,13 +1,7 @@
 """Softmax attention over padded batches by torch's fused kernel, shared by every mechanism that is softmax in parts."""
 
-import functools
-import logging
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 
 def softmax_attention(
@@ -22,8 +16,6 @@ def softmax_attention(
 
     Returns: (B, H, M, D); 0 for a sequence without a real key.
     """
-    if dropout_p and q.device.type == "cpu" and not torch.compiler.is_compiling():
-        _say_that_it_is_slow()
     if key_padding_mask is None:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
     # A sequence that is all padding keeps all its keys here: its softmax would otherwise be 0/0.
@@ -31,12 +23,3 @@ def softmax_attention(
     allowed = ~key_padding_mask | empty[:, None]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None, None, :], dropout_p=dropout_p)
     return out.masked_fill(empty[:, None, None, None], 0.0)
-
-
-@functools.cache
-def _say_that_it_is_slow() -> None:
-    """Once in a process."""
-    logger.warning(
-        "softmax attention with dropout is not fused on a CPU: it builds the N x N matrix and takes several times as "
-        "long; attention_dropout=0 avoids that, and is another recipe"
-    )
