@@ -14,7 +14,7 @@ from lln_fairseq.ops.backends import Mixture
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.joint import Blocks, count_blocks, outside_mass, outside_weight
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
-from lln_fairseq.ops.padding import clear_padding
+from lln_fairseq.ops.padding import clear_padding, written_out
 
 
 def mixture_formula(
@@ -59,11 +59,10 @@ def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
 
 def _blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -> list[Tensor]:
     """Padding (B, 1, blocks, 1, size) and the tensors (B, H, N, D) as (B, H, blocks, size, D)."""
-    (batch, _, length, _), device = tensors[0].shape, tensors[0].device
+    length = tensors[0].shape[2]
     size = max(1, min(block_size, length))
     count = -(-length // size)
-    padding = torch.zeros(batch, length, dtype=torch.bool, device=device) if mask is None else mask
-    padding = F.pad(padding, (0, count * size - length), value=True).unflatten(1, (count, size))[:, None, :, None]
+    padding = F.pad(written_out(mask, tensors[0]), (0, count * size - length), value=True).unflatten(1, (count, size))[:, None, :, None]
     return [padding, *(F.pad(x, (0, 0, 0, count * size - length)).unflatten(2, (count, size)) for x in tensors)]
 
 

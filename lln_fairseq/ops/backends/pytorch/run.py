@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops.backends import Mixture
-from lln_fairseq.ops.padding import clear_queries
+from lln_fairseq.ops.padding import clear_queries, written_out
 from lln_fairseq.ops.scratch import Scratch, head_groups
 
 
@@ -26,8 +26,7 @@ class Run:
         self.groups = list(head_groups(self.heads, length * max(dim, self.block), q))
         self.padding, self.masked, self.length = None, mask is not None, n
         if mask is not None or length != n:
-            padding = q.new_zeros(batch, n, dtype=torch.bool) if mask is None else mask
-            padding = torch.nn.functional.pad(padding, (0, length - n), value=True)
+            padding = torch.nn.functional.pad(written_out(mask, q), (0, length - n), value=True)
             self.padding = padding.repeat_interleave(heads, dim=0)
 
     def by_head(self, *alpha_beta: Tensor) -> list[Tensor]:
