@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
-from lln_fairseq.ops.transnormer import block_relu_attention, norm_attention
+
+EPSILON = 1e-12  # of a mean square: an output of 0 stays 0
 
 
 @dataclass
@@ -67,4 +69,41 @@ class TransNormerT1Attention(TransNormerAttention):
     features = staticmethod(F.elu)
 
     def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        return block_relu_attention(q, k, v, self.config.block_size, key_padding_mask, self.active_dropout)
+        return block_relu_attention(q, k, v, self.config.block_size, self.active_dropout)
+
+
+@without_autocast
+def norm_attention(
+    q: Tensor, k: Tensor, v: Tensor, features: Callable[[Tensor], Tensor], key_padding_mask: Tensor | None
+) -> Tensor:
+    """Return RMSNorm(φ(q) (φ(k)ᵀ v)) of (B, H, N, D) in linear time, without a denominator that could vanish.
+
+    Computed in float32 (float64 for float64 inputs). Padded values must be 0.
+    """
+    dtype = compute_dtype(v.dtype)
+    phi_q, phi_k = features(q.to(dtype)), features(k.to(dtype))
+    if key_padding_mask is not None:
+        phi_k = phi_k.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+    return rms_norm_over_heads(phi_q @ (phi_k.mT @ v.to(dtype))).to(v.dtype)
+
+
+@without_autocast
+def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropout_p: float) -> Tensor:
+    """Return RMSNorm(ReLU(q kᵀ / √D) v) inside blocks of tokens (ReLA, arXiv 2104.07012); the last may be shorter.
+
+    dropout_p is the probability of dropping a weight. A row without a positive score gives 0. Padded values must be 0.
+    """
+    dtype, length = compute_dtype(v.dtype), v.shape[-2]
+    block_size = min(block_size, length)
+
+    def blocks(x: Tensor) -> Tensor:
+        return F.pad(x.to(dtype), (0, 0, 0, -length % block_size)).unflatten(-2, (-1, block_size))
+
+    weights = F.dropout((blocks(q) @ blocks(k).mT * q.shape[-1] ** -0.5).relu(), dropout_p)
+    out = (weights @ blocks(v)).flatten(-3, -2)[..., :length, :]
+    return rms_norm_over_heads(out).to(v.dtype)
+
+
+def rms_norm_over_heads(x: Tensor) -> Tensor:
+    """Return x / RMS(x), the root mean square over the heads and features of a token, (B, H, N, D)."""
+    return x * (x.square().mean(dim=(1, 3), keepdim=True) + EPSILON).rsqrt()

@@ -62,8 +62,10 @@ def _blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -> list[Tens
     length = tensors[0].shape[2]
     size = max(1, min(block_size, length))
     count = -(-length // size)
-    padding = F.pad(written_out(mask, tensors[0]), (0, count * size - length), value=True).unflatten(1, (count, size))[:, None, :, None]
-    return [padding, *(F.pad(x, (0, 0, 0, count * size - length)).unflatten(2, (count, size)) for x in tensors)]
+    missing = count * size - length
+    padding = F.pad(written_out(mask, tensors[0]), (0, missing), value=True)
+    padding = padding.unflatten(1, (count, size))[:, None, :, None]
+    return [padding, *(F.pad(x, (0, 0, 0, missing)).unflatten(2, (count, size)) for x in tensors)]
 
 
 def _probabilities(q: Tensor, k: Tensor, padding: Tensor, mix: Mixture) -> Tensor:
