@@ -38,13 +38,13 @@ class LLNMultiheadAttention(MultiheadAttention):
         key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
-        **unsupported: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """query (T, B, C), mask (B, T) with True = padded -> (T, B, C) and no weights.
 
-        Raises: ValueError for what an encoder's self-attention never asks for: attention masks, other keys, weights.
+        Raises: ValueError for a mask of pairs and for weights, which an encoder's self-attention never asks for.
         """
-        self._refuse(query, key, value, need_weights, attn_mask, unsupported)
+        if need_weights or attn_mask is not None:
+            raise ValueError("an encoder's attention takes no attention mask and returns no weights")
         q, k, v = (self._split_heads(proj(query)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         mask = None if key_padding_mask is None else key_padding_mask.bool()
         out = self.attention(q, k, v, mask)
@@ -56,14 +56,3 @@ class LLNMultiheadAttention(MultiheadAttention):
         """(T, B, H · D) -> (B, H, T, D): a view on a GPU; on a CPU one copy is cheaper than many strided reads"""
         heads = x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3)
         return heads if heads.is_cuda else heads.contiguous()
-
-    @staticmethod
-    def _refuse(query: Tensor, key: Tensor | None, value: Tensor | None, need_weights: bool,
-                attn_mask: Tensor | None, unsupported: dict[str, Any]) -> None:  # fmt: skip
-        if any(x is not None and x is not query for x in (key, value)):
-            raise ValueError("this is self-attention: key and value must be the query")
-        asked = {k for k, v in unsupported.items() if v not in (None, False)}
-        asked |= {"attn_mask"} if attn_mask is not None else set()
-        asked |= {"need_weights"} if need_weights else set()
-        if asked:
-            raise ValueError(f"an encoder's attention does not support {', '.join(sorted(asked))}")

@@ -1,7 +1,5 @@
 """What every operation refuses, and what every operation fills in."""
 
-import operator
-
 import torch
 from torch import Tensor
 
@@ -28,16 +26,12 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | Non
 
 
 def check_block_size(block_size: int | None, head_dim: int) -> int:
-    """The block size with its default, the head dimension, filled in; ValueError unless a whole number from 1 on."""
+    """The block size with its default, the head dimension, filled in; ValueError if it is below 1."""
     if block_size is None:
         return head_dim
-    try:
-        size = operator.index(block_size)
-    except TypeError:
-        raise ValueError(f"block_size must be a whole number, got {block_size!r}") from None
-    if size < 1:
+    if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
-    return size
+    return block_size
 
 
 def check_dropout(dropout_p: float) -> float:

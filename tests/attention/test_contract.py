@@ -1,13 +1,10 @@
 """What every registered mechanism promises; a new file in lln_fairseq/attention is tested without a line here."""
 
-import dataclasses
-from typing import Literal  # noqa: F401 - in an annotation that is text
-
 import pytest
 import torch
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
-from lln_fairseq.attention.registry import Entry, checked_config, parse_row
+from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.attention.registry import parse_row
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 
 HEADS, DIM, MAX_POSITIONS = 3, 32, 1100
@@ -179,17 +176,6 @@ def test_unknown_names_options_and_values_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             build_attention(**arguments, **size)
-
-
-def test_options_of_a_plugin_are_told_apart_by_their_types(monkeypatch):
-    """Written as text by "from __future__ import annotations", and a name may contain "int"."""
-    config = dataclasses.make_dataclass(
-        "Config", [("print", "Literal['floats', 'ints']"), ("width", "int | None")], namespace={"__module__": __name__}
-    )
-    monkeypatch.setitem(ATTENTION_REGISTRY, "plugin", Entry(Attention, config))
-    assert checked_config("plugin", {"print": "ints", "width": None}).print == "ints"
-    with pytest.raises(ValueError, match="width must be a number, got 'wide'"):
-        checked_config("plugin", {"print": "ints", "width": "wide"})
 
 
 def test_an_option_without_a_value_is_named():

@@ -486,7 +486,6 @@ REFUSED = [
     (dict(key_padding_mask=torch.zeros(1, 4)), "bool"),
     (dict(key_padding_mask=torch.zeros(4, 1, dtype=torch.bool)), "shape"),
     (dict(block_size=0), "block_size"),
-    (dict(block_size=3.5), r"block_size must be a whole number, got 3\.5"),
     (dict(dropout_p=1.0), "dropout_p"),
     (dict(alpha=torch.zeros(3)), "alpha"),
     (dict(beta=None), "together or not at all"),

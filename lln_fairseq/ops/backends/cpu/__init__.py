@@ -134,16 +134,12 @@ def _rows(dim: int, mix: Mixture) -> int:
     return dim + (3 if mix.joint or mix.exchange else 1)
 
 
-def _parameter(mix: Mixture) -> Tensor | None:
-    return None if mix.parameter is None else mix.parameter.contiguous()
-
-
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _dense_mask(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous()
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def forward(
@@ -155,9 +151,8 @@ def forward(
     out, (states,), table = fresh_result(q), empty_saved(q, mix), None
     if alpha is None or beta is None:
         alpha, beta, table = q.new_empty(batch, heads), q.new_empty(batch, heads), calibration_table(dim)
-    pointers = (
-        _dense_mask(mask), alpha.contiguous(), beta.contiguous(), states, None, None, _parameter(mix), None, None,
-    )  # fmt: skip
+    parameter = _contiguous(mix.parameter)
+    pointers = (_contiguous(mask), alpha.contiguous(), beta.contiguous(), states, None, None, parameter, None, None)
     if mix.exchange is None:
         _run("forward", mix, (q, k, v, out), pointers, table)
         return out, alpha, beta, (states,)
@@ -184,7 +179,7 @@ def backward(
     alpha, beta = alpha.contiguous(), beta.contiguous()
     dalpha, dbeta, dparameter = (torch.empty_like(alpha) if need else None for need in needed)
     shared = None if mix.exchange is None else q.new_empty(*q.shape[:2], q.shape[-1] + 1, q.shape[-1])
-    pointers = (_dense_mask(mask), alpha, beta, *saved, dalpha, dbeta, _parameter(mix), dparameter, shared)
+    pointers = (_contiguous(mask), alpha, beta, *saved, dalpha, dbeta, _contiguous(mix.parameter), dparameter, shared)
     views = (q, k, v, grad, dq, dk, dv)
     if mix.exchange is None or shared is None:
         _run("backward", mix, views, pointers)
@@ -210,6 +205,6 @@ def empty_saved(q: Tensor, mix: Mixture) -> Sequence[Tensor]:
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     alpha, beta = q.new_empty(*q.shape[:2]), q.new_empty(*q.shape[:2])
-    pointers = (_dense_mask(mask), alpha, beta, None, None, None, None, None, None)
+    pointers = (_contiguous(mask), alpha, beta, None, None, None, None, None, None)
     _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)
     return alpha, beta
