@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lln_fairseq.attention import build_attention
-from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
+from tests.attention.definition import assert_equals_definition
+from tests.helpers import random_padding, random_qkv
 
 # κ(q, k) of all pairs, as the paper writes it.
 KERNELS = {
@@ -23,17 +24,12 @@ def build(name, **options):
 @every_kernel
 def test_is_the_definition_forward_and_backward(name):
     mask = random_padding(2, 97)
-    inputs = [x.requires_grad_() for x in random_qkv()]
-    q, k, v = exact = [x.detach().double().requires_grad_() for x in inputs]
-    kernel = KERNELS[name](q, k) * ~mask[:, None, None, :]
-    expected = kernel / kernel.sum(dim=-1, keepdim=True) @ v
-    out = build(name)(*inputs, mask)
-    assert relative_rms(out, expected) <= FLOAT32_FORWARD
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    out.backward(grad)
-    expected.backward(grad.double())
-    for x, y in zip(inputs, exact, strict=True):
-        assert relative_rms(x.grad, y.grad) <= FLOAT32_GRADIENT
+
+    def definition(q, k, v):
+        kernel = KERNELS[name](q, k) * ~mask[:, None, None, :]
+        return kernel / kernel.sum(dim=-1, keepdim=True) @ v
+
+    assert_equals_definition(build(name), definition, random_qkv(), mask)
 
 
 @every_kernel

@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.ops import reference
-from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, poison_empty, random_padding, random_qkv, relative_rms
+from tests.attention.definition import assert_equals_definition
+from tests.helpers import poison_empty, random_padding, random_qkv
 
 
 def build(seed=0, dim=32, **options):
@@ -28,17 +29,10 @@ def naive(attention, q, k, v, mask):
 @pytest.mark.parametrize("length", [97, 1025])  # one group of heads and several
 def test_is_the_papers_formula_forward_and_backward(length, monkeypatch):
     attention, mask = build(), random_padding(2, length, full_row=True)
-    inputs = [x.requires_grad_() for x in random_qkv(length=length)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = naive(attention, *exact, mask)
     poison_empty(monkeypatch)
-    out = attention(*inputs, mask)
-    assert relative_rms(out, expected) <= FLOAT32_FORWARD
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    out.backward(grad)
-    expected.backward(grad.double())
-    for x, y in zip(inputs, exact, strict=True):
-        assert relative_rms(x.grad, y.grad) <= FLOAT32_GRADIENT
+    assert_equals_definition(
+        attention, lambda q, k, v: naive(attention, q, k, v, mask), random_qkv(length=length), mask
+    )
 
 
 def test_the_kernel_is_unbiased():

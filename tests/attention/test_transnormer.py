@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from lln_fairseq.attention import build_attention
-from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
+from tests.attention.definition import assert_equals_definition
+from tests.helpers import random_padding, random_qkv
 
 LENGTH, BLOCK = 97, 20
 SAME_BLOCK = torch.arange(LENGTH)[:, None] // BLOCK == torch.arange(LENGTH)[None, :] // BLOCK
@@ -23,21 +24,14 @@ def test_is_the_papers_formula_forward_and_backward(name, local_layers):
     attention = build_attention(name, num_heads=3, head_dim=32, max_positions=100, block_size=BLOCK,
                                 local_layers=local_layers)  # fmt: skip
     mask = random_padding(2, LENGTH)
-    inputs = [x.requires_grad_() for x in random_qkv(length=LENGTH)]
-    q, k, v = exact = [x.detach().double().requires_grad_() for x in inputs]
-    heads = (WEIGHTS[name, local_layers](q, k) * ~mask[:, None, None, :] @ v).transpose(1, 2)  # (B, N, H, D)
-    # Outputs at padding are nobody's business: in a block without a real key the formula is 0 / 0, the code gives 0.
-    tokens = heads.flatten(2).masked_fill(mask[:, :, None], 1.0)
-    expected = (tokens / tokens.norm(dim=-1, keepdim=True) * (3 * 32) ** 0.5).unflatten(-1, (3, 32)).transpose(1, 2)
-    real = ~mask[:, None, :, None].expand(expected.shape)
-    out = attention(*inputs, mask)
-    assert relative_rms(out[real], expected[real]) <= FLOAT32_FORWARD
-    assert out.isfinite().all()
-    grad = torch.randn(out[real].shape, generator=torch.Generator().manual_seed(1))
-    out[real].backward(grad)
-    (expected[real] * grad.double()).sum().backward()
-    for x, y in zip(inputs, exact, strict=True):
-        assert relative_rms(x.grad, y.grad) <= FLOAT32_GRADIENT
+
+    def definition(q, k, v):
+        heads = (WEIGHTS[name, local_layers](q, k) * ~mask[:, None, None, :] @ v).transpose(1, 2)  # (B, N, H, D)
+        # Outputs at padding are nobody's business: in a block without a real key the formula is 0 / 0.
+        tokens = heads.flatten(2).masked_fill(mask[:, :, None], 1.0)
+        return (tokens / tokens.norm(dim=-1, keepdim=True) * (3 * 32) ** 0.5).unflatten(-1, (3, 32)).transpose(1, 2)
+
+    assert_equals_definition(attention, definition, random_qkv(length=LENGTH), mask)
 
 
 def test_the_kind_follows_the_depth():
