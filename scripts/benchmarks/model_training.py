@@ -80,10 +80,6 @@ class Training:
         self.model = self.build_model().to(device=args.device, dtype=DTYPES[args.dtype]).train()
         self.layers = self.model.encoder.sentence_encoder.layers
         self.robertas_layers = list(self.layers)
-        self.forward = self.model
-        if args.compile:
-            torch._dynamo.config.recompile_limit = 64  # each exchanged attention is a graph of its own
-            self.forward = torch.compile(self.model)
         self.rows: dict[str, tuple[nn.ModuleList, list[Adam]]] = {}
         of_layers = {id(parameter) for parameter in self.layers.parameters()}
         self.adam = Adam([parameter for parameter in self.model.parameters() if id(parameter) not in of_layers])
@@ -103,7 +99,7 @@ class Training:
         return torch.randint(FIRST_WORD, self.args.vocabulary, (self.args.batch, self.length))
 
     def loss(self) -> Tensor:
-        logits, _ = self.forward(src_tokens=self.words, masked_tokens=self.masked)
+        logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
         return F.cross_entropy(logits.float(), self.words[self.masked])
 
     def add(self, name: str) -> None:
