@@ -26,7 +26,7 @@ from lln_fairseq.data.files import write_bytes
 from lln_fairseq.linearize.attention_transfer import Texts, exchanged
 from lln_fairseq.linearize.layerwise import SEED, HeldOut, Students
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.columns import aligned
+from scripts.terminal import aligned, program_parser
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LLN alone": ("lln", {}),
@@ -153,8 +153,7 @@ def key(name: str, steps: int, seed: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.experiments.conversion", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = program_parser("python -m scripts.experiments.conversion", __doc__)
     parser.add_argument("teacher", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
