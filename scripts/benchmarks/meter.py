@@ -131,7 +131,8 @@ def _with_limited_memory(function: Callable[..., Any], arguments: tuple) -> Any:
     """Let this process fail with an exception, where Linux would kill it or another, when memory runs out."""
     if _MACHINE.exists():
         limit = 1024 * (_kibibytes("VmData") + int(MEMORY_SHARE * _kibibytes("MemAvailable", _MACHINE)))
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
     return function(*arguments)
 
 
@@ -159,10 +160,10 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
     """
     if device == "cpu":
         return in_child(_prepared_resident_peak, prepare, *arguments)
-    gc.collect()
-    torch.cuda.empty_cache()
     try:
         run = prepare(*arguments)
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
