@@ -79,21 +79,3 @@ class ViT(nn.Module):
         patches = F.unfold(2 * pictures - 1, self.patch, stride=self.patch).mT
         x = torch.cat([self.start.expand(len(pictures), -1, -1), self.embed(patches)], dim=1) + self.positions
         return self.head(self.norm(self.layers(x)[:, 0]))
-
-
-@torch.no_grad()
-def alpha_beta(model: ViT, pictures: Tensor) -> list[tuple[float, float]]:
-    """α and β of every layer for these pictures, means over them and the heads; [] for an attention without."""
-    found: list[tuple[float, float]] = []
-
-    def look(attention: Attention, inputs: tuple[Tensor, ...]) -> None:
-        if (pair := attention.alpha_beta(*inputs[:2])) is not None:
-            found.append((pair[0].mean().item(), pair[1].mean().item()))
-
-    hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, Attention)]
-    try:
-        model(pictures)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found

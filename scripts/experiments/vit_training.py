@@ -11,16 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from lln_fairseq.analysis.layer_scalars import NAMES, observe
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.command import UserError
 from lln_fairseq.data.files import atomic_path, write_bytes
 from scripts.experiments.progress import progress_bar, report_update
-from scripts.experiments.vit_model import Shape, ViT, alpha_beta
+from scripts.experiments.vit_model import Shape, ViT
 from scripts.experiments.vit_pictures import Pictures
 
 CHECKPOINT, RESULT = "checkpoint.pt", "result.json"
 WARMUP = 0.1  # of the updates; then the learning rate falls to 0 along a cosine
 PROBE = 64  # pictures of the valid split that α and β are measured on
+ALPHA_BETA = [NAMES.index("alpha"), NAMES.index("beta")]
 EVALUATED = 256  # pictures at a time
 
 
@@ -125,7 +127,10 @@ class Run:
         """Append an epoch to the history: training loss in nats, accuracy on valid, α and β by layer, loss scale."""
         row: dict[str, Any] = {"loss": loss, "valid": self.accuracy("valid")}
         probe, _ = next(self.splits["valid"].batches(PROBE))
-        row["alpha_beta"] = alpha_beta(self.model, probe.to(self.device))
+        with torch.no_grad(), observe(self.model) as layers:
+            self.model(probe.to(self.device))
+        pairs = [scalars[ALPHA_BETA].tolist() for scalars in layers]
+        row["alpha_beta"] = [pair for pair in pairs if not math.isnan(pair[0])]  # none of an attention without them
         row["loss_scale"] = self.scaler.get_scale() if self.recipe.fp16 else None
         self.history.append(row)
 
