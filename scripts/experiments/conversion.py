@@ -11,7 +11,6 @@ as a text, not pieces of so many tokens: proteins, say. What is in OUT/conversio
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,11 +119,9 @@ class Conversion:
         attention, options = VARIANTS[name]
         blocks = {} if attention in WITHOUT_BLOCKS else {"block_size": self.args.block_size}
         students = Students(self.model, attention, {**options, **blocks}, self.args.lr, steps, seed)
-        begin = time.process_time()
         for _ in range(steps):
             students.train_step(self.train, self.args.tokens, max(self.args.lengths))
-        seconds = time.process_time() - begin
-        return {"quality": self.quality(students.students), "cpu_seconds": round(seconds, 1)}
+        return {"quality": self.quality(students.students)}
 
     def quality(self, attentions: Sequence[nn.Module]) -> list[list[float]]:
         """Return the FIGURES for each length."""
