@@ -43,19 +43,15 @@ class Adam:
     """Adam as in the recipe. Parameters in half precision have one flat float32 copy, as fairseq's --fp16 keeps it."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.half = parameters if parameters and parameters[0].dtype == torch.float16 else []
+        self.half = parameters if parameters[0].dtype == torch.float16 else []
         self.masters = parameters
         if self.half:
             self.masters = [nn.Parameter(torch.cat([p.detach().float().flatten() for p in parameters]))]
-        self.optimizer: torch.optim.Optimizer | None = None
-        if parameters:
-            self.optimizer = torch.optim.AdamW(
-                self.masters, lr=1e-5, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, fused=True
-            )
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=1e-5, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, fused=True
+        )
 
     def step(self) -> None:
-        if self.optimizer is None:
-            return
         if self.half:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.half]
             self.masters[0].grad = torch.cat([g.flatten() for g in gradients]).float().div_(LOSS_SCALE)
@@ -105,7 +101,9 @@ class Training:
     def add(self, name: str) -> None:
         modules = nn.ModuleList(self.build_row(name))
         modules.to(device=self.args.device, dtype=DTYPES[self.args.dtype]).train()
-        optimizers = [self.adam, Adam(list(modules.parameters()))]
+        optimizers = [self.adam]
+        if parameters := list(modules.parameters()):
+            optimizers.append(Adam(parameters))
         if not isinstance(modules[0], EncoderLayer):  # then RoBERTa's layers are trained too
             self.layers_adam = self.layers_adam or Adam(list(nn.ModuleList(self.robertas_layers).parameters()))
             optimizers.append(self.layers_adam)
