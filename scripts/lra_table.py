@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.command import UserError, run_main
-from scripts.benchmarks.model_report import title
 from scripts.score_table import ScoreTable, options
-from scripts.terminal import grid
+from scripts.terminal import grid, settings_line
 
 TASKS = {
     "text": "Text", "listops": "ListOps", "retrieval": "Retrieval", "pathfinder": "Pathfinder", "image": "Image",
@@ -68,7 +67,7 @@ def benchmark_text(content: Mapping[str, Any]) -> str:
         key = (row["attention"], row["task"])
         milliseconds[key] = row["time"] and row["time"][0]
         gigabytes[key] = row["memory"] and row["memory"] / 1e9
-    blocks = [title(content["settings"])]
+    blocks = [settings_line(content["settings"])]
     blocks += _measured("time [ms/iteration]", milliseconds, 1, PAPER_SECONDS)
     blocks += _measured("peak memory [GB]", gigabytes, 3, PAPER_MEGABYTES)
     return "\n\n".join(blocks)

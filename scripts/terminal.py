@@ -42,3 +42,11 @@ def grid(head: str, columns: Mapping[Any, str], cells: Mapping[tuple[str, Any], 
     for name in dict.fromkeys(name for name, _ in cells):
         lines.append([name, *(cells.get((name, column), "") for column in columns)])
     return f"{head}\n{aligned(lines)}"
+
+
+def settings_line(settings: Mapping[str, Any]) -> str:
+    """Return what a benchmark of training iterations measured, and where."""
+    return (
+        "{model}, {preset}, batch {batch}, {dtype}, dropout {dropout}, of attention {attention_dropout}; {device}, "
+        "torch {torch}".format(**settings)
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.benchmarks.meter import Spread
 from scripts.benchmarks.model_training import SOFTMAX
-from scripts.terminal import grid
+from scripts.terminal import grid, settings_line
 
 # Table 2 of arXiv 2311.13541: RoBERTa-base, batch 1, "a commodity GPU". None: out of memory.
 PAPER_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -49,7 +49,7 @@ def table(settings: dict[str, Any], rows: Sequence[Row]) -> str:
     def gigabytes(row: Row) -> str:
         return f"{row.memory / 1e9:.3f}" if row.memory else "-"
 
-    blocks = [title(settings)]
+    blocks = [settings_line(settings)]
     blocks.append(_measured("time [ms/iteration], median (fastest-slowest)", rows, lengths, milliseconds))
     blocks.append(_measured(f"times as fast as {SOFTMAX}, fused", rows, lengths, ratio))
     if any(row.memory for row in rows):
@@ -73,10 +73,3 @@ def _paper(head: str, values: Mapping[str, Sequence[float | None]], lengths: Seq
         for length, value in zip(PAPER_LENGTHS, line, strict=True):
             cells[name, length] = "OOM" if value is None else str(value)
     return grid(head, {length: str(length) for length in lengths}, cells, "N =")
-
-
-def title(settings: dict[str, Any]) -> str:
-    return (
-        "{model}, {preset}, batch {batch}, {dtype}, dropout {dropout}, of attention {attention_dropout}; {device}, "
-        "torch {torch}".format(**settings)
-    )
