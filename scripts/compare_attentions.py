@@ -32,9 +32,10 @@ from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.recipes import CONFIGS
-from scripts.compare_report import draw, read_rows, run_folder, table, write_json
+from scripts.compare_report import draw, read_rows, run_folder, table
 from scripts.experiments.settings import setting
 from scripts.experiments.steps import StepFailed, Steps, evaluation, prepare_demo_data, training
+from scripts.terminal import at_least_one, program_parser
 
 DEMO = "demo"
 DEFAULT_ATTENTIONS = "softmax,lln,lln_diag,elu,performer,nystrom"
@@ -91,7 +92,6 @@ class Comparison:
         self.args, self.out, self.overrides = args, args.out, Overrides(args)
         self.pretraining = configuration("pretrain", self.overrides.of_pretraining(args.attentions[0], 1))
         self.tasks = {task: self._task(task) for task in self.overrides.tasks}
-        self._check_settings()
         self.steps = Steps(self.out)
         self.slots: queue.Queue[int] = queue.Queue()
         for slot in range(args.jobs):
@@ -99,16 +99,6 @@ class Comparison:
 
     def _task(self, task: str) -> Any:
         return configuration("finetune", self.overrides.of_finetuning(self.args.attentions[0], 1, task, self.args.data))
-
-    def _check_settings(self) -> None:
-        """Rows with different budgets must not get into one table."""
-        settings = {name: getattr(self.overrides, name) for name in ("corpus", "tasks", "pretrain", "finetune")}
-        settings["tasks"], file = None, self.out / "settings.json"  # a task more changes no other row
-        if file.exists() and (found := json.loads(file.read_text())) != settings:
-            differing = ", ".join(f"{key}: {found[key]}" for key in settings if found[key] != settings[key])
-            raise InputError(f"{self.out} holds runs with other settings ({differing}): give these, or another --out")
-        self.out.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(settings, indent=1) + "\n")
 
     def one(self, attention: str, seed: int) -> None:
         """Pre-training, then fine-tuning and evaluation on every task. Raises: StepFailed."""
@@ -157,7 +147,6 @@ class Comparison:
         rows = read_rows(self.out, self.args.attentions, self.args.seeds, metrics)
         text = table(rows, self.args.seeds)
         (self.out / "comparison.txt").write_text(text + "\n")
-        write_json(self.out / "comparison.json", rows, self.steps.times)
         print(f"\n{text}\n\nplot: {draw(self.out / 'comparison.png', rows)}")
 
 
@@ -194,14 +183,15 @@ def labelled_splits(data: Path) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/compare_attentions.sh", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = program_parser("scripts/compare_attentions.sh", __doc__)
     parser.add_argument("--attentions", default=DEFAULT_ATTENTIONS, metavar="NAME[:OPTION=VALUE,...],...",
                         help="default: %(default)s")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="default: 1 2")
-    parser.add_argument("--updates", type=int, help="of a pre-training (default: those of the corpus)")
-    parser.add_argument("--finetune-updates", type=int, help="of a fine-tuning (default: those of the task)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; small models on a CPU: one for each core")
+    parser.add_argument("--updates", type=at_least_one, help="of a pre-training (default: those of the corpus)")
+    parser.add_argument("--finetune-updates", type=at_least_one, help="of a fine-tuning (default: those of the task)")
+    parser.add_argument(
+        "--jobs", type=at_least_one, default=1, help="runs at a time; small models on a CPU: one for each core"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="default: %(default)s")
     parser.add_argument("--data", default="data-bin/demo", help="where the demo data is or will be (%(default)s)")
     parser.add_argument("--archive", help="the demo's source archive, for machines without a network")
@@ -210,10 +200,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"neither an option nor a Hydra override: {' '.join(unknown)}")
     # A name or a seed that is given twice is one run.
     rows = re.split(r",(?!\w+=)", args.attentions)  # a comma before an option belongs to the row
-    args.attentions, args.seeds = list(dict.fromkeys(rows)), list(dict.fromkeys(args.seeds))
-    args.overrides, counts = rest, (args.jobs, args.updates, args.finetune_updates)
-    if min(count for count in counts if count is not None) < 1:
-        parser.error("--jobs, --updates and --finetune-updates must be at least 1")
+    args.attentions = list(dict.fromkeys(rows))
+    args.seeds = list(dict.fromkeys(args.seeds))
+    args.overrides = rest
     for row in args.attentions:
         try:
             check_row(row)

@@ -4,7 +4,7 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from lln_fairseq.analysis.events import Curve, read_curves
-from scripts.columns import aligned
+from scripts.terminal import aligned
 
 
 @dataclass
@@ -94,11 +94,6 @@ def table(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     over = f"median (lowest to highest) over the seeds {', '.join(map(str, seeds))}"
     note = f"{over}; valid loss: of pre-training, its last, and how much it is above the first row's of the same seed"
     return f"{aligned(lines)}\n{note}"
-
-
-def write_json(path: Path, rows: Sequence[Row], times: dict[str, float]) -> None:
-    content = {"rows": [asdict(row) | {"last_valid_loss": row.last} for row in rows], "seconds": times}
-    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def draw(path: Path, rows: Sequence[Row]) -> Path:

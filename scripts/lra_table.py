@@ -8,13 +8,13 @@ wrote. Stand-ins have columns of their own and no part in the mean.
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lln_fairseq.command import UserError, run_main
-from scripts.columns import aligned
 from scripts.score_table import ScoreTable, options
+from scripts.terminal import grid, settings_line
 
 TASKS = {
     "text": "Text", "listops": "ListOps", "retrieval": "Retrieval", "pathfinder": "Pathfinder", "image": "Image",
@@ -48,61 +48,57 @@ PAPER_MEGABYTES = {
 }
 BASELINE = "softmax"
 
+Values = dict[tuple[str, str], float | None]  # by attention and task; None: out of memory
+
 
 def read_benchmark(file: Path) -> str:
-    """Raises: UserError for a file that is missing or not what scripts.benchmarks.lra wrote."""
+    """Raises: UserError for a file that scripts.benchmarks.lra has not written."""
     try:
         return benchmark_text(json.loads(file.read_text()))
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is not what scripts.benchmarks.lra writes: {error!r}") from error
 
 
 def benchmark_text(content: Mapping[str, Any]) -> str:
     """What scripts.benchmarks.lra measured, and the ratios to softmax beside the paper's."""
-    settings, rows = content["settings"], content["rows"]
-    found = {(row["attention"], row["task"]): row for row in rows}
-    tasks, names = [list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "attention")]
-
-    def block(title: str, value: Callable[[Any], float | None], digits: int, paper: dict[str, tuple]) -> list[str]:
-        values = {key: value(row) for key, row in found.items()}
-        measured = {name: [values.get((name, task)) for task in tasks] for name in names}
-        if not any(number for line in measured.values() for number in line):
-            return []
-        places = [list(TASKS).index(task) for task in tasks]
-        stated = {f"{name} (paper)": [line[place] for place in places] for name, line in paper.items()}
-        ratios = _relative(measured, BASELINE) | _relative(stated, f"{BASELINE} (paper)")
-        return [
-            _grid(title, tasks, measured, digits, oom={key for key, row in found.items() if row["oom"]}),
-            _grid(f"the same as a multiple of {BASELINE}'s", tasks, ratios, 2),
-        ]
-
-    head = (
-        "{model}, {preset}, batches {batch}, {dtype}, dropout {dropout}, of attention {attention_dropout}; {device}, "
-        "torch {torch}".format(**settings)
-    )
-    time = block("time [ms/iteration]", lambda row: row["time"] and row["time"][0], 1, PAPER_SECONDS)
-    memory = block("peak memory [GB]", lambda row: row["memory"] and row["memory"] / 1e9, 3, PAPER_MEGABYTES)
-    return "\n\n".join([head, *time, *memory])
+    milliseconds: Values = {}
+    gigabytes: Values = {}
+    for row in content["rows"]:
+        key = (row["attention"], row["task"])
+        milliseconds[key] = row["time"] and row["time"][0]
+        gigabytes[key] = row["memory"] and row["memory"] / 1e9
+    blocks = [settings_line(content["settings"])]
+    blocks += _measured("time [ms/iteration]", milliseconds, 1, PAPER_SECONDS)
+    blocks += _measured("peak memory [GB]", gigabytes, 3, PAPER_MEGABYTES)
+    return "\n\n".join(blocks)
 
 
-def _relative(lines: Mapping[str, list], baseline: str) -> dict[str, list]:
-    base = lines.get(baseline)
-    if base is None:
-        return {}
-    return {
-        name: [number / of if number and of else None for number, of in zip(line, base, strict=True)]
-        for name, line in lines.items()
-    }
+def _measured(head: str, values: Values, digits: int, paper: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the tables of the values and of their ratios, none if nothing was measured."""
+    if not any(values.values()):
+        return []
+    stated: Values = {}
+    for name, line in paper.items():
+        for task, value in zip(TABLE.in_paper, line, strict=True):
+            stated[f"{name} (paper)", task] = value
+    columns = {task: TASKS[task] for _, task in values}
+    ratios = _ratios(values, BASELINE) | _ratios(stated, f"{BASELINE} (paper)")
+    return [
+        grid(head, columns, _texts(values, digits, missing="OOM")),
+        grid(f"the same as a multiple of {BASELINE}'s", columns, _texts(ratios, 2, missing="-")),
+    ]
 
 
-def _grid(title: str, tasks: list[str], lines: Mapping[str, list], digits: int, oom: set | None = None) -> str:
-    def cell(name: str, task: str, number: float | None) -> str:
-        return "OOM" if (name, task) in (oom or ()) else "-" if number is None else f"{number:.{digits}f}"
+def _ratios(values: Values, baseline: str) -> Values:
+    found: Values = {}
+    for (name, task), value in values.items():
+        base = values.get((baseline, task))
+        found[name, task] = value / base if value and base else None
+    return found
 
-    rows = [[name, *map(cell, [name] * len(tasks), tasks, line)] for name, line in lines.items()]
-    return f"{title}\n{aligned([['', *(TASKS[task] for task in tasks)], *rows])}"
+
+def _texts(values: Values, digits: int, missing: str) -> dict[tuple[str, str], str]:
+    return {key: missing if value is None else f"{value:.{digits}f}" for key, value in values.items()}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.command import run_main
 from scripts.figures import moments, runs, separation_sweeps, temperatures
 from scripts.figures.sheet import Settings, Sheet, Skipped
+from scripts.terminal import program_parser
 
 FIGURES: dict[str, Callable[[Settings], Sheet]] = {
     "1": runs.figure_1,
@@ -45,8 +46,7 @@ def labelled_run(text: str) -> tuple[str, dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.paper_figures", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = program_parser("python -m scripts.paper_figures", __doc__)
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), metavar="FIGURE",
                         help=f"of {', '.join(FIGURES)}")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/figures"), help="directory (default: %(default)s)")
@@ -54,10 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fast", action="store_true", help="tiny sizes: does everything work?")
     args = parser.parse_args(argv)
     settings, drawn = Settings(args.fast, dict(args.run)), 0
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error.strerror}")
+    args.out.mkdir(parents=True, exist_ok=True)
     for name in args.only:
         try:
             sheet = FIGURES[name](settings)

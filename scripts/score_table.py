@@ -4,11 +4,11 @@ import argparse
 import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lln_fairseq.command import UserError
-from scripts.columns import aligned
+from scripts.terminal import aligned, program_parser
 
 Accuracies = tuple[float | None, ...]
 
@@ -87,8 +87,6 @@ class ScoreTable:
             raise UserError(f"no RUN/{self.pattern} below {args.directory}: run {begin_with}")
         rows = [*self.paper_rows(), *ours]
         print("\n\n".join(filter(None, [self.as_text(rows), more])))
-        if args.json:
-            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
         if args.latex:
             args.latex.write_text(self.as_latex(rows), encoding="utf-8")
 
@@ -98,11 +96,8 @@ class ScoreTable:
 
 def options(program: str, description: str | None, directory: str) -> argparse.ArgumentParser:
     """What every program that shows such a table takes: where the runs are, and files to write."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {program}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(f"python -m {program}", description)
     parser.add_argument("directory", nargs="?", type=Path, default=Path(directory), help="default: %(default)s")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--latex", type=Path, help="also write a LaTeX tabular to this file")
     return parser
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fairseq import models, tasks
 from fairseq.dataclass.initialize import add_defaults, hydra_init
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig
 from hydra import compose, initialize_config_dir
@@ -22,7 +21,6 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.models.lln_roberta import PRESETS, RobertaConfig
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig
 from lln_fairseq.training.settings import split_global_batch
-from tests.fairseq_runs import make_classification, make_corpus
 from tests.helpers import metrics_of, with_representatives
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -192,27 +190,6 @@ def test_the_devices_change_nothing_but_the_split_of_the_batch(combination, comp
     assert not config.common.fp16 or run != "cpu"
 
 
-DATA = {"pretrain": (make_corpus, "corpus=demo"), "finetune": (make_classification, "glue=demo")}
-
-
-def built_model(composed, stage, folder, *overrides):
-    make, recipe = DATA[stage]
-    config = composed(stage, recipe, f"task.data={make(folder, sizes=())}", *overrides)
-    return config.model, models.build_model(config.model, tasks.setup_task(config.task))
-
-
-@pytest.mark.parametrize("attention", with_representatives(sorted(MECHANISMS), "lln_diag", "linformer", "flash"))
-def test_every_attention_builds_at_the_smallest_size(attention, composed, tmp_path):
-    config, model = built_model(composed, "pretrain", tmp_path, "model=tiny", f"attention={attention}")
-    assert config.attention == attention
-    assert len(model.encoder.sentence_encoder.layers) == PRESETS["tiny"][0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", DATA)
-def test_every_size_composes_and_the_next_one_builds(stage, composed, tmp_path):
+def test_every_size_composes(composed):
     for size in PRESETS:
-        config = composed(stage, f"model={size}", DATA[stage][1])
-        assert (config.model._name, config.model.attention) == (f"lln_roberta_{size}", "lln_diag")
-    _, model = built_model(composed, stage, tmp_path, "model=small")
-    assert len(model.encoder.sentence_encoder.layers) == PRESETS["small"][0]
+        assert composed("pretrain", f"model={size}").model._name == f"lln_roberta_{size}"

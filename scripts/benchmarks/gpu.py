@@ -25,6 +25,7 @@ import triton
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.data.files import write_bytes
 from scripts.experiments.steps import StepFailed, Steps
+from scripts.terminal import program_parser
 
 MINUTES = {"kernels": 6, "attention": 5, "model": 5, "training": 13}
 TESTS = Path(__file__).parents[2] / "tests/ops"
@@ -150,8 +151,7 @@ def report_text(steps: Steps, names: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/gpu_run.sh", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = program_parser("scripts/gpu_run.sh", __doc__)
     parser.add_argument("steps", nargs="*", metavar="step", help=f"of {', '.join(MINUTES)} (default: all)")
     parser.add_argument("--minutes", type=float, default=29.0, help="for all steps together (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: runs/gpu; runs/rehearsal with --rehearse")

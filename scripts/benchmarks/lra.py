@@ -9,7 +9,6 @@ GPU: what can be compared is the ratio to softmax.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
@@ -21,11 +20,11 @@ from torch import Tensor
 
 from lln_fairseq.command import run_main
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.benchmarks.meter import check_outputs, limited_memory
-from scripts.benchmarks.model import add_training_options, complete, measure, row_name, settings
+from scripts.benchmarks.model import add_training_options, complete, measure, settings
 from scripts.benchmarks.model_report import Row
 from scripts.benchmarks.model_training import Training, fairseq_model
 from scripts.lra_table import benchmark_text
+from scripts.terminal import at_least_one, program_parser
 
 HEAD = "head"
 TASKS = {  # length, batch, classes, towers
@@ -35,10 +34,10 @@ TASKS = {  # length, batch, classes, towers
     "pathfinder": (1024, 128, 2, 1),
     "image": (1024, 256, 10, 1),
 }
-ATTENTIONS = (  # with the options that the code base gives them
+ATTENTIONS = [  # with the options that the code base gives them
     "softmax", "lln", "lln_diag", "performer:num_features=128", "reformer:hashes=2", "skyformer:landmarks=128",
     "nystrom:landmarks=128",
-)  # fmt: skip
+]  # fmt: skip
 VOCABULARY = 264  # bytes or pixels
 
 
@@ -61,24 +60,18 @@ class LraTraining(Training):
         self.labels = torch.randint(classes, (self.args.batch,), device=self.args.device)
 
     def loss(self) -> Tensor:
-        logits, _ = self.forward(**self.inputs, features_only=True, classification_head_name=HEAD)
+        logits, _ = self.model(**self.inputs, features_only=True, classification_head_name=HEAD)
         return F.cross_entropy(logits.float(), self.labels)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.lra", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--attentions", nargs="+", type=row_name, default=ATTENTIONS, metavar="NAME[:OPTION=VALUE,...]")
+    parser = program_parser("python -m scripts.benchmarks.lra", __doc__)
+    add_training_options(parser, ATTENTIONS)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--divide", type=int, default=1 if cuda else 16, help="the batches by this (%(default)s)")
-    add_training_options(parser)
-    parser.set_defaults(training=LraTraining, preset="lra", vocabulary=VOCABULARY, compile=False)
-    args = parser.parse_args(argv)
-    check_outputs(parser, args.json)
-    if args.divide < 1:
-        parser.error("divide must be at least 1")
-    return complete(parser, args)
+    divisor = 1 if torch.cuda.is_available() else 16
+    parser.add_argument("--divide", type=at_least_one, default=divisor, help="the batches by this (%(default)s)")
+    parser.set_defaults(training=LraTraining, preset="lra", vocabulary=VOCABULARY)
+    return complete(parser.parse_args(argv))
 
 
 def rows_of(args: argparse.Namespace, task: str) -> list[Row]:
@@ -86,8 +79,7 @@ def rows_of(args: argparse.Namespace, task: str) -> list[Row]:
     length, batch, _, _ = TASKS[task]
     args = argparse.Namespace(**vars(args) | {"task": task, "batch": max(batch // args.divide, 1)})
     rows = [Row(name, length) for name in args.attentions]
-    with limited_memory() if args.device == "cpu" else contextlib.nullcontext():
-        measure(rows, length, args)
+    measure(rows, length, args)
     return rows
 
 

@@ -1,18 +1,18 @@
-"""What the benchmarks share: one call's time, interleaved repeats, memory in a child process, figures on log axes."""
+"""What the benchmarks share: one call's time, interleaved repeats, peak memory, options."""
 
 import argparse
 import contextlib
 import ctypes
 import functools
 import gc
+import math
 import multiprocessing
 import resource
-import signal
 import statistics
-import textwrap
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,18 +20,27 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.training.malloc import disable_malloc_trim
+from scripts.terminal import output_file
 
-MIN_REPEATS = 3  # of what takes longer than the limit
+MAX_SECONDS = 20.0
+MIN_REPEATS = 3  # of what takes longer
 MEMORY_SHARE = 0.9  # of what is free: a process that takes more is out of memory
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "bad_alloc")
 _STATUS, _CLEAR, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-def check_outputs(parser: argparse.ArgumentParser, *paths: Path | None) -> None:
-    """Ends with a message if a file cannot be put where it is wanted: better before measuring than after."""
-    for path in paths:
-        if path and not path.parent.is_dir():
-            parser.error(f"no such directory: {path.parent}")
+def add_device_options(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=dtypes, help="default: %(default)s")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="skip the measurement of memory")
+    parser.add_argument("--json", type=output_file, help="write the figures here")
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 class Spread(NamedTuple):
@@ -79,16 +88,15 @@ def copy_bandwidth(device: str, size: int = 2**30) -> float:
     return 2 * size / (1e-3 * statistics.median(times))
 
 
-def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats: int,
-                seconds: float) -> dict[_Key, list[float]]:  # fmt: skip
+def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats: int) -> dict[_Key, list[float]]:
     """Times in ms of every run, taken in turn, repeat by repeat, so that a noisy machine slows all of them alike.
 
-    A first round warms up. What has taken `seconds` is not repeated more than MIN_REPEATS times.
+    A first round warms up. What has taken MAX_SECONDS is not repeated more than MIN_REPEATS times.
     """
     times: dict[_Key, list[float]] = {key: [] for key in runs}
     for repeat in range(repeats + 1):
         for key, run in runs.items():
-            if repeat > MIN_REPEATS and sum(times[key]) > 1e3 * seconds:
+            if repeat > MIN_REPEATS and sum(times[key]) > 1e3 * MAX_SECONDS:
                 continue
             passed = milliseconds(run, device)
             if repeat:
@@ -100,59 +108,32 @@ class OutOfMemory(Exception):
     """What was measured needs more memory than there is."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that torch, on either device, or Python could not get memory."""
-    words = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "bad_alloc")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
-
-
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments) in a process of its own, whose memory nobody else has used.
+    """Return function(*arguments), computed in a process of its own, whose memory nobody else has used.
 
-    The process is forked from a server that has imported torch and fairseq and done nothing else: it starts in an
-    instant. Raises: OutOfMemory; RuntimeError for any other exception of the function, with its message.
+    The process is forked from a server that has imported torch and done nothing else. Raises: OutOfMemory, also if the
+    process was killed, as Linux does when there is no memory left; any other exception of the function.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lln_fairseq.attention"])
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, function, arguments))
-    process.start()
-    sender.close()
     try:
-        result, problem = receiver.recv()
-    except EOFError:
-        process.join()
-        killed = process.exitcode == -signal.SIGKILL  # as Linux does when there is no memory left
-        result, problem = None, OutOfMemory() if killed else RuntimeError(f"exit code {process.exitcode}")
-    process.join()
-    if problem is not None:
-        raise problem
-    return result
+        with ProcessPoolExecutor(1, context, disable_malloc_trim) as pool:
+            return pool.submit(_with_limited_memory, function, arguments).result()
+    except BrokenProcessPool:
+        raise OutOfMemory from None
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY):
+            raise OutOfMemory from None
+        raise
 
 
-def _child(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
-    disable_malloc_trim()
-    try:
-        with limited_memory():
-            sender.send((function(*arguments), None))
-    except BaseException as error:
-        failed = f"{function.__name__} failed: {type(error).__name__}: {error}"
-        sender.send((None, OutOfMemory() if is_out_of_memory(error) else RuntimeError(failed)))
-
-
-@contextlib.contextmanager
-def limited_memory() -> Iterator[None]:
-    """Lets this process fail with an exception, where Linux would kill it or another, when memory runs out."""
-    if not _MACHINE.exists():
-        yield
-        return
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = 1024 * (_kibibytes("VmData") + int(MEMORY_SHARE * _kibibytes("MemAvailable", _MACHINE)))
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+def _with_limited_memory(function: Callable[..., Any], arguments: tuple) -> Any:
+    """Let this process fail with an exception, where Linux would kill it or another, when memory runs out."""
+    if _MACHINE.exists():
+        limit = 1024 * (_kibibytes("VmData") + int(MEMORY_SHARE * _kibibytes("MemAvailable", _MACHINE)))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
+    return function(*arguments)
 
 
 def resident_peak_of(run: Callable[[], object]) -> int:
@@ -166,6 +147,35 @@ def resident_peak_of(run: Callable[[], object]) -> int:
     return 1024 * (_kibibytes("VmHWM") - before)
 
 
+def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
+    """Return the bytes by which memory grows at its peak while the call that `prepare` returns runs.
+
+    Args:
+        device: "cuda", or "cpu", where a child process measures.
+        prepare: returns the call that is measured; what it allocates itself is not counted.
+        arguments: of `prepare`.
+
+    Raises:
+        OutOfMemory: if there is not enough memory.
+    """
+    if device == "cpu":
+        return in_child(_prepared_resident_peak, prepare, *arguments)
+    try:
+        run = prepare(*arguments)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+    except torch.OutOfMemoryError:
+        raise OutOfMemory from None
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _prepared_resident_peak(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
+    return resident_peak_of(prepare(*arguments))
+
+
 def can_measure_resident_peak() -> bool:
     return _CLEAR.exists()
 
@@ -174,46 +184,15 @@ def _kibibytes(key: str, file: Path = _STATUS) -> int:
     return int(next(line for line in file.read_text().splitlines() if line.startswith(key)).split()[1])
 
 
+def growth(points: Sequence[tuple[int, float]]) -> float | None:
+    """Return the exponent p of time ~ length^p between the shortest and the longest of (length, time)."""
+    (first, first_time), (last, last_time) = min(points), max(points)
+    if first == last:
+        return None
+    return math.log(last_time / first_time) / math.log(last / first)
+
+
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
     """√(mean (actual - expected)² / mean expected²) in float64."""
     actual, expected = actual.double(), expected.double()
     return ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()
-
-
-def draw_by_length(
-    path: Path,
-    title: str,
-    panels: Sequence[str],
-    names: Sequence[str],
-    points: Callable[[str, str], list[tuple[int, float]]],
-    bold: Sequence[str] = (),
-) -> None:
-    """Draw a panel for each axis label with a line for each name; `points(name, panel)` returns (length, value)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    size = (5 * len(panels) + 1.5, 4.8)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, constrained_layout=True, squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        lengths: set[int] = set()
-        for number, name in enumerate(names):
-            if line := points(name, panel):
-                lengths.update(length for length, _ in line)
-                axis.loglog(*zip(*line, strict=True), label=name, **_style(number, name in bold))
-        axis.set(xlabel="sequence length N [tokens]", ylabel=panel)
-        axis.set_xticks(sorted(lengths), list(map(str, sorted(lengths))))
-        axis.set_xticks([], minor=True)
-        axis.grid(True, which="major", alpha=0.3)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    figure.suptitle(textwrap.fill(title, 30 * len(panels) + 10), fontsize=10)
-    figure.savefig(path, format="png", dpi=120)
-    plt.close(figure)
-
-
-def _style(number: int, bold: bool) -> dict[str, Any]:
-    """Ten colours, then the same with other lines and markers."""
-    turn, width = number // 10 % 3, 3.0 if bold else 1.2
-    lines = {"marker": "os^"[turn], "linestyle": ("-", "--", ":")[turn], "markersize": 4, "linewidth": width}
-    return {"color": f"C{number % 10}", **lines}

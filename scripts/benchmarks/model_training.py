@@ -43,19 +43,15 @@ class Adam:
     """Adam as in the recipe. Parameters in half precision have one flat float32 copy, as fairseq's --fp16 keeps it."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.half = parameters if parameters and parameters[0].dtype == torch.float16 else []
+        self.half = parameters if parameters[0].dtype == torch.float16 else []
         self.masters = parameters
         if self.half:
             self.masters = [nn.Parameter(torch.cat([p.detach().float().flatten() for p in parameters]))]
-        self.optimizer: torch.optim.Optimizer | None = None
-        if parameters:
-            self.optimizer = torch.optim.AdamW(
-                self.masters, lr=1e-5, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, fused=True
-            )
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=1e-5, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, fused=True
+        )
 
     def step(self) -> None:
-        if self.optimizer is None:
-            return
         if self.half:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.half]
             self.masters[0].grad = torch.cat([g.flatten() for g in gradients]).float().div_(LOSS_SCALE)
@@ -80,10 +76,6 @@ class Training:
         self.model = self.build_model().to(device=args.device, dtype=DTYPES[args.dtype]).train()
         self.layers = self.model.encoder.sentence_encoder.layers
         self.robertas_layers = list(self.layers)
-        self.forward = self.model
-        if args.compile:
-            torch._dynamo.config.recompile_limit = 64  # each exchanged attention is a graph of its own
-            self.forward = torch.compile(self.model)
         self.rows: dict[str, tuple[nn.ModuleList, list[Adam]]] = {}
         of_layers = {id(parameter) for parameter in self.layers.parameters()}
         self.adam = Adam([parameter for parameter in self.model.parameters() if id(parameter) not in of_layers])
@@ -103,13 +95,15 @@ class Training:
         return torch.randint(FIRST_WORD, self.args.vocabulary, (self.args.batch, self.length))
 
     def loss(self) -> Tensor:
-        logits, _ = self.forward(src_tokens=self.words, masked_tokens=self.masked)
+        logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
         return F.cross_entropy(logits.float(), self.words[self.masked])
 
     def add(self, name: str) -> None:
         modules = nn.ModuleList(self.build_row(name))
         modules.to(device=self.args.device, dtype=DTYPES[self.args.dtype]).train()
-        optimizers = [self.adam, Adam(list(modules.parameters()))]
+        optimizers = [self.adam]
+        if parameters := list(modules.parameters()):
+            optimizers.append(Adam(parameters))
         if not isinstance(modules[0], EncoderLayer):  # then RoBERTa's layers are trained too
             self.layers_adam = self.layers_adam or Adam(list(nn.ModuleList(self.robertas_layers).parameters()))
             optimizers.append(self.layers_adam)

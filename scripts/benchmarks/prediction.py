@@ -1,6 +1,6 @@
 """Time of `predict` of a loaded model, for one sentence and for many, beside transformers' text-classification.
 
-    python -m scripts.benchmarks.prediction --presets tiny small --json out.json
+    python -m scripts.benchmarks.prediction --presets tiny small --threads 1
 
 The models have random weights and 2 classes, the sentences random words; nothing is fetched. The pipeline runs the same
 softmax model, exported for Hugging Face. Both sides start from text and end with labels and probabilities, which are
@@ -10,12 +10,11 @@ of them alike; medians count.
 
 import argparse
 import functools
-import json
 import random
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,20 @@ import torch
 from omegaconf import OmegaConf
 
 import lln_fairseq
-from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.command import run_main
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import new_vocabulary
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.benchmarks.meter import Spread, check_outputs, interleaved
-from scripts.columns import aligned
+from scripts.benchmarks.meter import Spread, device_name, interleaved
+from scripts.terminal import aligned, at_least_one, program_parser
 
 SOFTMAX = "softmax"  # the attention of the model that both sides run
 WORDS, PIECES, LABELS, POSITIONS = 2000, 1000, ("0", "1"), 512
 HEAD = "sentence_classification_head"
+BATCHES = (1, 32)  # of the pipeline
+LONGEST = 40  # words of a sentence
+REPEATS = 7
 SINGLE = 20  # sentences, one after the other, whose mean is the time of one
 SEED, TOLERANCE = 0, 1e-4  # of probabilities
 NOISE = 0.1  # on the initial weights, which would give every text the same probability
@@ -62,7 +63,7 @@ def sentences(count: int, longest: int) -> list[str]:
 
 def write_data(folder: Path) -> None:
     """What `load` takes from a run: a tokenizer and the dictionaries."""
-    model = train_sentencepiece(sentences(2000, 40), PIECES)
+    model = train_sentencepiece(sentences(2000, LONGEST), PIECES)
     vocabulary = new_vocabulary(SentencePieceTokenizer(model))
     (folder / "spm.model").write_bytes(model)
     for name, text in (("input0", vocabulary.dictionary), ("label", "".join(f"{label} 1\n" for label in LABELS))):
@@ -123,22 +124,22 @@ def check(ours: Predict, theirs: Predict, texts: list[str]) -> None:
         raise RuntimeError(f"predict and the pipeline differ by {off:.1e} in probabilities that spread by {spread:.1e}")
 
 
-def variants(preset: str, folder: Path, data: Path, args: argparse.Namespace) -> dict[str, Predict]:
+def variants(preset: str, folder: Path, data: Path) -> dict[str, Predict]:
     from lln_fairseq.conversion.export import export
 
     found: dict[str, Predict] = {}
-    for attention in dict.fromkeys([SOFTMAX, *args.attentions]):
+    for attention in (SOFTMAX, "lln_diag"):
         checkpoint = folder / f"{preset}_{attention}.pt"
         write_checkpoint(checkpoint, data, preset, attention)
         found[f"predict, {attention}"] = ours(checkpoint, data)
     export(folder / f"{preset}_{SOFTMAX}.pt", folder / f"{preset}_hf", data)
-    for batch in args.batches:
+    for batch in BATCHES:
         found[f"pipeline, batches of {batch}"] = theirs(folder / f"{preset}_hf", batch)
     return found
 
 
 def measure(preset: str, folder: Path, data: Path, args: argparse.Namespace) -> list[Row]:
-    texts, predicts = sentences(args.sentences, args.words), variants(preset, folder, data, args)
+    texts, predicts = sentences(args.sentences, LONGEST), variants(preset, folder, data)
     for name, predict in predicts.items():
         if name.startswith("pipeline"):
             check(predicts[f"predict, {SOFTMAX}"], predict, texts[:SINGLE])
@@ -146,12 +147,13 @@ def measure(preset: str, folder: Path, data: Path, args: argparse.Namespace) -> 
     for name, predict in predicts.items():
         runs[name, "single"] = functools.partial(one_by_one, predict, texts[:SINGLE])
         runs[name, "many"] = functools.partial(predict, texts)
-    times = interleaved(runs, "cpu", args.repeats, args.seconds)  # all of them end with numbers on the CPU
-    return [
-        Row(preset, name, Spread.of([passed / len(texts[:SINGLE]) for passed in times[name, "single"]]),
-            Spread.of([1e3 * len(texts) / passed for passed in times[name, "many"]]))
-        for name in predicts
-    ]  # fmt: skip
+    times = interleaved(runs, "cpu", REPEATS)  # all of them end with numbers on the CPU
+    rows = []
+    for name in predicts:
+        single = Spread.of([passed / len(texts[:SINGLE]) for passed in times[name, "single"]])
+        many = Spread.of([1e3 * len(texts) / passed for passed in times[name, "many"]])
+        rows.append(Row(preset, name, single, many))
+    return rows
 
 
 def one_by_one(predict: Predict, texts: list[str]) -> None:
@@ -166,22 +168,11 @@ def table(rows: list[Row], sentences: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.prediction", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = program_parser("python -m scripts.benchmarks.prediction", __doc__)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["tiny", "small"])
-    parser.add_argument("--attentions", nargs="+", choices=sorted(MECHANISMS), default=["lln_diag"],
-                        help="beside softmax (lln_diag)")  # fmt: skip
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32], help="batch sizes of the pipeline (1 32)")
-    parser.add_argument("--sentences", type=int, default=1000)
-    parser.add_argument("--words", type=int, default=40, help="of the longest sentence (%(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=20.0, help="no more repeats of what took longer than this")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--sentences", type=at_least_one, default=1000)
+    parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads())
     args = parser.parse_args(argv)
-    check_outputs(parser, args.json)
-    if min(args.sentences, args.repeats, args.threads, *args.batches) < 1 or not 3 <= args.words <= 60:
-        parser.error("numbers must be at least 1, words from 3 to 60")
     return run_main(lambda: benchmark(args))
 
 
@@ -197,11 +188,8 @@ def benchmark(args: argparse.Namespace) -> None:
         for preset in args.presets:
             rows += measure(preset, folder, data, args)
             print(f"{preset} done", file=sys.stderr)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    title = f"{device}, torch {torch.__version__}, sentences of 3 to {args.words} words"
-    print(f"{title}\n{table(rows, args.sentences)}")
-    if args.json:
-        args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{device}, torch {torch.__version__}, sentences of 3 to {LONGEST} words\n{table(rows, args.sentences)}")
 
 
 if __name__ == "__main__":

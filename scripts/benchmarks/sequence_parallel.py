@@ -1,21 +1,20 @@
 """One encoder layer over a sequence that lies on several workers of this machine: time, memory, and what is sent.
 
-    python -m scripts.benchmarks.sequence_parallel --tokens 131072 262144 524288 1048576 --json layer.json
+    python -m scripts.benchmarks.sequence_parallel --tokens 131072 262144 524288 1048576
 
 Every worker is a process (gloo) with its part of the tokens: forward and backward of fairseq's layer with our
-attention, once for the memory and then `--repeats` times for the time. Time is that of the slowest worker; memory the
-peak of a worker's resident set above what it was before, the greatest and the sum; sent is what each worker gives
+attention, once for the memory and then three times for the time. Time is that of the slowest worker; memory the
+peak of a worker's resident set above what it was before, the greatest of all; sent is what each worker gives
 to the collectives of a forward and backward pass. Freed memory goes back to the system, unlike in a training.
 """
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,15 +25,16 @@ import torch.multiprocessing as processes
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
-from lln_fairseq.attention import build_attention
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.modules.encoder import LLNEncoderLayer
 from lln_fairseq.modules.token_shards import bounds
-from scripts.benchmarks.meter import can_measure_resident_peak, check_outputs, resident_peak_of
-from scripts.columns import aligned
+from scripts.benchmarks.meter import can_measure_resident_peak, growth, resident_peak_of
+from scripts.terminal import aligned, at_least_one, program_parser
 
+PRESET = "small"
+REPEATS = 3
 COLLECTIVES = {"all_gather": 1, "all_reduce": 0}  # which argument a worker sends
 
 
@@ -45,13 +45,12 @@ class Row:
     tokens: int
     seconds: float
     peak: int  # of the worker that needs most
-    total_peak: int
     sent: int  # by each worker
 
 
 def build_layer(args: argparse.Namespace, tokens: int) -> LLNEncoderLayer:
     """A layer of the preset's size without dropout."""
-    _, width, inner, heads = PRESETS[args.preset]
+    _, width, inner, heads = PRESETS[PRESET]
     cfg = TransformerConfig(dropout=0.0, attention_dropout=0.0, activation_fn="gelu", max_source_positions=tokens)
     cfg.encoder.embed_dim, cfg.encoder.ffn_embed_dim, cfg.encoder.attention_heads = width, inner, heads
     name, options = parse_row(args.attention)
@@ -98,7 +97,7 @@ def measure(rank: int, args: argparse.Namespace, tokens: int, folder: str) -> No
     x = hidden(end - first)
     peak = resident_peak_of(lambda: run(x))
     seconds = []
-    for _ in range(args.repeats):
+    for _ in range(REPEATS):
         dist.barrier()
         begin = time.perf_counter()
         run(x)
@@ -116,46 +115,28 @@ def measure_length(args: argparse.Namespace, tokens: int) -> Row:
             raise UserError(f"{tokens} tokens: a worker has ended, is there memory enough? {reason}") from error
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.workers)]
     seconds = [max(times) for times in zip(*(worker["seconds"] for worker in found), strict=True)]
-    peaks = [worker["peak"] for worker in found]
-    return Row(tokens, median(seconds), max(peaks), sum(peaks), found[0]["sent"])
-
-
-def growth(rows: list[Row]) -> float | None:
-    """Exponent p of seconds ~ tokens^p between the shortest and the longest."""
-    first, last = rows[0], rows[-1]
-    if last.tokens == first.tokens:
-        return None
-    return math.log(last.seconds / first.seconds) / math.log(last.tokens / first.tokens)
+    peak = max(worker["peak"] for worker in found)
+    return Row(tokens, median(seconds), peak, found[0]["sent"])
 
 
 def table(rows: list[Row]) -> str:
-    cells = [("tokens", "seconds", "peak of a worker [GB]", "of all [GB]", "sent by a worker [kB]")]
-    cells += [(f"{row.tokens:,}", f"{row.seconds:.2f}", f"{row.peak / 1e9:.2f}", f"{row.total_peak / 1e9:.2f}",
-               f"{row.sent / 1e3:.1f}") for row in rows]  # fmt: skip
-    exponent = growth(rows)
-    last = [] if exponent is None else [f"seconds grow like N^{exponent:.2f}"]
-    return "\n".join([aligned(cells), *last])
+    cells = [["tokens", "seconds", "peak of a worker [GB]", "sent by a worker [kB]"]]
+    for row in rows:
+        cells.append([f"{row.tokens:,}", f"{row.seconds:.2f}", f"{row.peak / 1e9:.2f}", f"{row.sent / 1e3:.1f}"])
+    exponent = growth([(row.tokens, row.seconds) for row in rows])
+    if exponent is None:
+        return aligned(cells)
+    return f"{aligned(cells)}\nseconds grow like N^{exponent:.2f}"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.sequence_parallel", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--tokens", nargs="+", type=int, default=[131072, 262144, 524288])
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="of each worker")
-    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser = program_parser("python -m scripts.benchmarks.sequence_parallel", __doc__)
+    parser.add_argument("--tokens", nargs="+", type=at_least_one, default=[131072, 262144, 524288])
+    parser.add_argument("--workers", type=at_least_one, default=2)
+    parser.add_argument("--threads", type=at_least_one, default=1, help="of each worker")
     parser.add_argument("--attention", default="lln_diag", metavar="NAME[:OPTION=VALUE,...]")
     parser.add_argument("--feed-forward-tokens", type=int, default=0, help="the model's option: less memory; 0 = all")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
-    check_outputs(parser, args.json)
-    if min(*args.tokens, args.workers, args.threads, args.repeats) < 1:
-        parser.error("tokens, workers, threads and repeats must be at least 1")
-    try:
-        build_attention(parse_row(args.attention)[0], num_heads=1, head_dim=64, max_positions=64)
-    except ValueError as error:
-        parser.error(str(error))
     if not can_measure_resident_peak():
         parser.error("memory is measured on Linux alone")
     return args
@@ -168,17 +149,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> None:
     """Raises: UserError for an attention that cannot, and where memory runs out."""
-    if build_layer(args, 1).self_attn.attention.shard_multiple is None:
+    try:
+        layer = build_layer(args, 1)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if layer.self_attn.attention.shard_multiple is None:
         raise UserError(f"attention {args.attention} cannot share a sequence over workers")
     rows = []
     for tokens in sorted(args.tokens):
         rows.append(measure_length(args, tokens))
         print(f"N = {tokens} done: {rows[-1].seconds:.2f} s", file=sys.stderr)
-    sizes = f"{args.preset}, {args.attention}, feed_forward_tokens {args.feed_forward_tokens}"
-    title = f"{args.workers} workers of {args.threads} threads, {sizes}, torch {torch.__version__}"
-    print(f"{title}\n{table(rows)}")
-    if args.json:
-        args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    sizes = f"{PRESET}, {args.attention}, feed_forward_tokens {args.feed_forward_tokens}"
+    print(f"{args.workers} workers of {args.threads} threads, {sizes}, torch {torch.__version__}\n{table(rows)}")
 
 
 if __name__ == "__main__":

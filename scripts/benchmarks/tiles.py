@@ -20,6 +20,7 @@ from lln_fairseq.ops.backends.triton import launch
 from lln_fairseq.ops.backends.triton.launch import Tile
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from scripts.benchmarks.meter import milliseconds, relative_rms
+from scripts.terminal import program_parser
 
 # The pass that each kernel is timed in: the mix (None: LLN alone), whether backward, and the tokens of a block.
 PASSES = {
@@ -98,8 +99,7 @@ def search(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.tiles", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = program_parser("python -m scripts.benchmarks.tiles", __doc__)
     parser.add_argument("--kernels", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=32768, help="in a batch")

@@ -11,7 +11,6 @@ as a text, not pieces of so many tokens: proteins, say. What is in OUT/conversio
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from lln_fairseq.data.files import write_bytes
 from lln_fairseq.linearize.attention_transfer import Texts, exchanged
 from lln_fairseq.linearize.layerwise import SEED, HeldOut, Students
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.columns import aligned
+from scripts.terminal import aligned, program_parser
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LLN alone": ("lln", {}),
@@ -120,11 +119,9 @@ class Conversion:
         attention, options = VARIANTS[name]
         blocks = {} if attention in WITHOUT_BLOCKS else {"block_size": self.args.block_size}
         students = Students(self.model, attention, {**options, **blocks}, self.args.lr, steps, seed)
-        begin = time.process_time()
         for _ in range(steps):
             students.train_step(self.train, self.args.tokens, max(self.args.lengths))
-        seconds = time.process_time() - begin
-        return {"quality": self.quality(students.students), "cpu_seconds": round(seconds, 1)}
+        return {"quality": self.quality(students.students)}
 
     def quality(self, attentions: Sequence[nn.Module]) -> list[list[float]]:
         """Return the FIGURES for each length."""
@@ -153,8 +150,7 @@ def key(name: str, steps: int, seed: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.experiments.conversion", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = program_parser("python -m scripts.experiments.conversion", __doc__)
     parser.add_argument("teacher", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)

@@ -15,41 +15,27 @@ import sys
 from pathlib import Path
 
 from lln_fairseq.command import UserError, run_main
-from lln_fairseq.training.recipes import CONFIGS
 from scripts import glue_table
-from scripts.experiments.settings import done_before, keep_settings, last_of, setting
-from scripts.experiments.steps import call, evaluation, training
+from scripts.experiments.settings import check_task, last_of, setting
+from scripts.experiments.steps import train_and_score, training
+from scripts.terminal import program_parser
 
 SAVE_DIR, START = "checkpoint.save_dir", "checkpoint.finetune_from_model"
-FINISHED = "valid.json"  # the last file written
 
 
 def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> None:
-    """Trains, then scores the best checkpoint on every labelled split, unless that has been done before.
-
-    Raises: UserError for a task without recipe, where that was done with other settings, and for a training or an
-    evaluation that fails.
-    """
-    known = sorted(path.stem for path in (CONFIGS / "glue").glob("*.yaml"))
-    if task not in known:
-        raise UserError(f"no such task: {task} (known: {' '.join(known)})")
+    """Fine-tune on a task and score the best checkpoint on every labelled split. Raises: UserError."""
+    check_task("glue", task)
     out = Path(last_of(SAVE_DIR, overrides) or checkpoint.parent / "glue" / task / f"seed{seed}")
     start_from = setting(START, os.path.relpath(checkpoint, out))  # wherever both are moved
     settings = [f"glue={task}", f"common.seed={seed}", *overrides]
-    if done_before(out / FINISHED, [start_from, *settings]):
-        print(f"{task}, seed {seed}: done before, see {out}", flush=True)
-        return
-    call(training("finetune", out, setting(START, checkpoint), *settings))
-    keep_settings(out, [start_from, *settings])
+    command = training("finetune", out, setting(START, checkpoint), *settings)
     splits = ("valid1", "valid") if task == "mnli" else ("valid",)
-    call(evaluation(out, splits))
+    train_and_score(f"{task}, seed {seed}", out, command, [start_from, *settings], splits)
 
 
 def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Fine-tune on every task with every seed and show the table. Return the exit code.
-
-    Raises: UserError if a task has no recipe, other settings or a training that fails.
-    """
+    """Fine-tune on every task with every seed and show the table. Return the exit code. Raises: UserError."""
     if last_of(SAVE_DIR, overrides):
         raise UserError("checkpoint.save_dir is not for glue_all.sh: every task and seed has its own directory")
     checkpoint = existing_checkpoint(args.checkpoint)
@@ -73,9 +59,7 @@ def existing_checkpoint(given: str | None) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     name, *rest = argv or sys.argv[1:] or ["finetune_TASK"]
-    parser = argparse.ArgumentParser(
-        prog=f"scripts/{name}.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(f"scripts/{name}.sh", __doc__)
     parser.add_argument("checkpoint", nargs="?")
     if name == "glue_all":
         parser.add_argument("--seeds", type=numbers, default="1 2 3 4 5", help='default: "%(default)s"')

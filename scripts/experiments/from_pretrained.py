@@ -5,7 +5,6 @@ attention transfer on the demo's text (lln-fairseq linearize).
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -13,10 +12,10 @@ import torch
 from omegaconf import OmegaConf
 
 from data_prep.encoders import ENCODERS
-from scripts.columns import aligned
 from scripts.experiments.bag_of_words import bag_of_words
 from scripts.experiments.settings import setting
-from scripts.experiments.steps import Steps, call, evaluation, training
+from scripts.experiments.steps import Steps, call, finetune_and_score
+from scripts.terminal import aligned
 
 NAME = "minilm"
 ATTENTION, TEACHER = "lln_diag", "softmax"
@@ -72,10 +71,7 @@ class FromPretrained:
                      f"common.seed={self.args.seed}", *attention]  # fmt: skip
         if self.args.updates:
             overrides.append(f"optimization.max_update={self.args.updates}")
-        start_from = setting("checkpoint.finetune_from_model", start / "model.pt")
-        command = training("finetune", folder, start_from, *overrides)
+        overrides.append(setting("checkpoint.finetune_from_model", start / "model.pt"))
         updates = self.args.updates or OmegaConf.load("configs/glue/demo_minilm.yaml").lr_scheduler.total_num_update
-        self.steps.run(f"fine-tune {name}", command, updates)
-        splits = ("valid", "test")
-        self.steps.run(f"evaluate {name}", evaluation(folder, splits))
-        return [json.loads((folder / f"{split}.json").read_text())["accuracy"] for split in splits]
+        scores = finetune_and_score(self.steps, name, folder, overrides, updates)
+        return [score["accuracy"] for score in scores.values()]

@@ -13,31 +13,24 @@ import sys
 from pathlib import Path
 
 from lln_fairseq.command import UserError, run_main
-from lln_fairseq.training.recipes import CONFIGS
 from scripts import lra_table
 from scripts.experiments.finetune import SAVE_DIR, numbers
-from scripts.experiments.settings import done_before, keep_settings, last_of
-from scripts.experiments.steps import call, evaluation, training
+from scripts.experiments.settings import check_task, last_of
+from scripts.experiments.steps import train_and_score, training
+from scripts.terminal import program_parser
 
 RUNS = Path("runs/lra")
 ATTENTION, DEFAULT = "attention", "lln_diag"  # that of configs/finetune.yaml
-FINISHED = "test.json"  # the last file written
 PAPER = "text listops retrieval pathfinder image"
 
 
 def train(task: str, seed: int, overrides: list[str]) -> None:
-    """Trains, then scores the best checkpoint, unless that has been done before. Raises: UserError, also where that
-    was done with other settings."""
-    check_task(task)
+    """Train on a task and score the best checkpoint. Raises: UserError."""
+    check_task("lra", task)
     attention = last_of(ATTENTION, overrides) or DEFAULT
     out = Path(last_of(SAVE_DIR, overrides) or RUNS / attention / task / f"seed{seed}")
     settings = [f"lra={task}", f"common.seed={seed}", f"{ATTENTION}={attention}", *overrides]
-    if done_before(out / FINISHED, settings):
-        print(f"{task}, seed {seed}: done before, see {out}", flush=True)
-        return
-    call(training("lra", out, *settings))
-    keep_settings(out, settings)
-    call(evaluation(out, ("valid", "test")))
+    train_and_score(f"{task}, seed {seed}", out, training("lra", out, *settings), settings, ("valid", "test"))
 
 
 def train_all(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -45,23 +38,15 @@ def train_all(args: argparse.Namespace, overrides: list[str]) -> int:
     if last_of(SAVE_DIR, overrides) or last_of(ATTENTION, overrides):
         raise UserError("attention and checkpoint.save_dir are not for lra_all.sh: give --attentions, each has its own")
     for task in args.tasks.split():
-        check_task(task)
+        check_task("lra", task)
     for seed, task, attention in itertools.product(args.seeds, args.tasks.split(), args.attentions.split()):
         train(task, seed, [f"{ATTENTION}={attention}", *overrides])
     return lra_table.main([str(RUNS)])
 
 
-def check_task(task: str) -> None:
-    """Raises: UserError for a task without recipe."""
-    known = sorted(path.stem for path in (CONFIGS / "lra").glob("*.yaml") if path.stem != "recipe")
-    if task not in known:
-        raise UserError(f"no such task: {task} (known: {' '.join(known)})")
-
-
 def main(argv: list[str] | None = None) -> int:
     name, *rest = argv or sys.argv[1:]
-    parser = argparse.ArgumentParser(prog=f"scripts/{name}.sh", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = program_parser(f"scripts/{name}.sh", __doc__)
     if name == "lra":
         parser.add_argument("task")
         parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")

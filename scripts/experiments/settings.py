@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 
 from lln_fairseq.command import UserError
 from lln_fairseq.data.files import write_bytes
+from lln_fairseq.training.recipes import CONFIGS
 
 FILE = "settings.json"  # beside a result
 # What may differ for the same result: the device, where it lies, and which splits have labels here.
@@ -31,6 +32,13 @@ def last_of(option: str, overrides: list[str]) -> str:
         return str(OverridesParser.create().parse_override(given[-1]).value()) if given else ""
     except HydraException as error:
         raise UserError(f"{given[-1]}: {str(error).splitlines()[0]}") from None
+
+
+def check_task(group: str, task: str) -> None:
+    """Raise UserError if there is no recipe for a task in configs/GROUP."""
+    known = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml") if path.stem != "recipe")
+    if task not in known:
+        raise UserError(f"no such task: {task} (known: {' '.join(known)})")
 
 
 def keep_settings(folder: Path, settings: list[str]) -> None:

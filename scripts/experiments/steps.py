@@ -6,15 +6,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from lln_fairseq.command import UserError, child_environment
 from lln_fairseq.data.files import write_bytes
-from scripts.experiments.progress import Progress
-from scripts.experiments.settings import check_settings, setting
+from scripts.experiments.progress import progress_bar, report_update
+from scripts.experiments.settings import check_settings, done_before, keep_settings, setting
 
 
 class StepFailed(UserError):
@@ -100,13 +100,13 @@ class Steps:
         """Write the output of a process to a log, show its progress and return its exit code."""
         assert process.stdout is not None  # _start gave it a pipe
         try:
-            with log.open("a", buffering=1) as file, Progress(name, total_updates) as progress:
+            with log.open("a", buffering=1) as file, progress_bar(name, total_updates) as bar:
                 for line in process.stdout:
                     file.write(line)
                     updates = re.search(r'"num_updates": "?(\d+)', line)
                     loss = re.search(r'"(?:train_|valid_)?loss": "?([\d.]+)', line)
                     if updates and loss and "train_inner" in line:
-                        progress.update(int(updates[1]), loss[1])
+                        report_update(bar, int(updates[1]), loss[1])
             return process.wait()
         finally:
             end(process)
@@ -132,19 +132,13 @@ def end(process: subprocess.Popen) -> None:
 
 
 def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
-    """Return wall times in seconds and commands by step, none if the file is missing or damaged.
+    """Return wall times in seconds and commands by step, none if the file is missing.
 
     An entry without a command is a time that somebody added, such as that of the installation.
     """
-    if not file.exists():
-        return {}, {}
-    try:
-        entries = json.loads(file.read_text())
-        times = {name: float(entry["seconds"]) for name, entry in entries.items()}
-        return times, {name: entry["command"] for name, entry in entries.items() if entry.get("command")}
-    except (ValueError, TypeError, AttributeError, KeyError):
-        tqdm.write(f"{file} is damaged: its steps are done again, and a training that is complete ends at once")
-        return {}, {}
+    entries = json.loads(file.read_text()) if file.exists() else {}
+    times = {name: entry["seconds"] for name, entry in entries.items()}
+    return times, {name: entry["command"] for name, entry in entries.items() if entry["command"]}
 
 
 def training(stage: str, save_dir: Path, *overrides: str) -> list[str]:
@@ -157,6 +151,38 @@ def evaluation(folder: Path, splits: Iterable[str]) -> list[str]:
     """The command that scores the best checkpoint of a fine-tuning on splits of its data: FOLDER/SPLIT.json."""
     command = [sys.executable, "-m", "lln_fairseq", "evaluate", str(folder / "checkpoint_best.pt")]
     return [*command, f"--split={','.join(splits)}", "--json", str(folder / "{split}.json")]
+
+
+def finetune_and_score(
+    steps: Steps, name: str, folder: Path, overrides: Sequence[str], updates: int
+) -> dict[str, dict[str, float]]:
+    """Fine-tune with so many updates, each stage a step, and return the scores of valid and test."""
+    splits = ("valid", "test")
+    steps.run(f"fine-tune {name}", training("finetune", folder, *overrides), updates)
+    steps.run(f"evaluate {name}", evaluation(folder, splits))
+    return {split: json.loads((folder / f"{split}.json").read_text()) for split in splits}
+
+
+def train_and_score(name: str, out: Path, command: list[str], settings: list[str], splits: Sequence[str]) -> None:
+    """Run a training, then score its best checkpoint on the splits, unless that has been done before.
+
+    Args:
+        name: what is said to be done before.
+        out: directory of the training and of the scores, SPLIT.json.
+        command: starts the training.
+        settings: what the scores depend on; they are kept beside them.
+        splits: of the data.
+
+    Raises:
+        UserError: if it was done with other settings, or if the training or the evaluation fails.
+    """
+    last_written = out / f"{splits[-1]}.json"
+    if done_before(last_written, settings):
+        print(f"{name}: done before, see {out}", flush=True)
+        return
+    call(command)
+    keep_settings(out, settings)
+    call(evaluation(out, splits))
 
 
 def prepare_demo_data(directory: str, archive: str | None) -> None:

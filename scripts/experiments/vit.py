@@ -8,12 +8,12 @@ rows, 25 % the test rows, the same in every run. With pictures of its own the mo
 128; the digits have a smaller one. Every finished run and epoch is kept: the same command goes on.
 
     OUT/NAME/seedN/result.json    losses, accuracies, α and β by epoch
-    OUT/figure_9.png, .csv        α and β of every layer while it trains, matched
-    OUT/figure_10.png, .csv       accuracy by fixed α = β (--fixed); with --fp16, on a GPU, the inverse loss scale
+    OUT/figure_9.png, .csv        α and β of every layer while it trains, a row for each run of LLN
+    OUT/figure_10.png, .csv       accuracy on dev by α, fixed (--fixed) or matched; with --fp16, on a GPU, the inverse
+                                  loss scale
 """
 
 import argparse
-import math
 import re
 import sys
 from pathlib import Path
@@ -22,19 +22,15 @@ from typing import Any
 import torch
 
 from lln_fairseq.command import UserError, run_main
-from scripts.columns import aligned
-from scripts.experiments.vit_figures import concentration, while_training
+from scripts.experiments.vit_figures import draw
 from scripts.experiments.vit_model import Shape
 from scripts.experiments.vit_pictures import Pictures, digits, folder
 from scripts.experiments.vit_training import Recipe, Run
+from scripts.terminal import aligned, at_least_one, program_parser
 
-MATCHED = "lln"  # whose α and β are drawn, and which --fixed fixes
+MATCHED = "lln"  # whose α and β --fixed fixes
 PAPER = {"layers": 12, "width": 128, "heads": 8, "patch": 32}
 SMALL = {"layers": 4, "width": 64, "heads": 4, "patch": 2}  # for the digits
-
-
-def fixed_row(value: float) -> str:
-    return f"{MATCHED}:alpha={value:g},beta={value:g}"
 
 
 class Experiment:
@@ -64,14 +60,12 @@ class Experiment:
         quarter = max(self.shape.tokens // 4, 1)
         attentions = self.args.attentions or ["softmax", MATCHED, f"linformer:projected_length={quarter}"]
         rows = {attention: self.runs(attention) for attention in attentions}
-        by_value = {value: self.runs(fixed_row(value)) for value in self.args.fixed}
-        rows |= {fixed_row(value): found for value, found in by_value.items()}
+        for value in self.args.fixed:
+            row = f"{MATCHED}:alpha={value:g},beta={value:g}"
+            rows[row] = self.runs(row)
         print(f"{self.shape}\n{table(rows)}")
-        matched = rows.get(MATCHED)
-        if matched:
-            print(while_training(matched, self.out / "figure_9"))
-        if by_value:
-            print(concentration(by_value, matched, rows.get("softmax"), self.out / "figure_10"))
+        for path in draw(rows, self.out):
+            print(path)
 
 
 def table(rows: dict[str, list[dict[str, Any]]]) -> str:
@@ -88,30 +82,24 @@ def spread(values: list[float]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.experiments.vit", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = program_parser("python -m scripts.experiments.vit", __doc__)
     parser.add_argument("--out", default="runs/vit", help="where everything goes (default: %(default)s)")
     parser.add_argument("--images", type=Path, metavar="DIR", help="pictures, a sub-folder a class; default: digits")
-    parser.add_argument("--side", type=int, help="scale and cut pictures to so many pixels")
+    parser.add_argument("--side", type=at_least_one, help="scale and cut pictures to so many pixels")
     parser.add_argument("--attentions", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
                         help="default: softmax, lln, and linformer with a quarter of the tokens")  # fmt: skip
     parser.add_argument("--fixed", nargs="*", type=float, default=[], metavar="VALUE", help="fixed values of α = β")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     for name, value in PAPER.items():
-        parser.add_argument(f"--{name}", type=int, help=f"default: {value}, {SMALL[name]} for the digits")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=64, help="pictures an update")
+        parser.add_argument(f"--{name}", type=at_least_one, help=f"default: {value}, {SMALL[name]} for the digits")
+    parser.add_argument("--epochs", type=at_least_one, default=20)
+    parser.add_argument("--batch", type=at_least_one, default=64, help="pictures an update")
     parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW, at its highest")
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--fp16", action="store_true", help="half precision with a loss scale, on a GPU")
     args = parser.parse_args(argv)
     if args.fp16 and not torch.cuda.is_available():
         parser.error("--fp16 needs a GPU, and torch finds none")
-    whole = [args.epochs, args.batch, *(getattr(args, name) for name in (*PAPER, "side"))]
-    if min(number for number in whole if number is not None) < 1:
-        parser.error("sizes, epochs and batch must be at least 1")
-    if not all(0 < number < math.inf for number in (args.lr, *args.fixed)) or not 0 <= args.weight_decay < math.inf:
-        parser.error("learning rate and fixed values must be positive numbers, and weight decay no negative one")
     args.seeds = list(dict.fromkeys(args.seeds))
     if args.side and not args.images:
         parser.error("--side is for --images: the digits have 8 pixels")

@@ -35,12 +35,11 @@ class Layer(nn.Module):
     def __init__(self, shape: Shape, attention: Attention) -> None:
         super().__init__()
         width = shape.width
-        self.heads, self.attention = shape.heads, attention
-        self.attention_norm, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+        self.heads = shape.heads
+        self.attention = attention
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -48,9 +47,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, C) -> (B, N, C)"""
-        q, k, v = (
-            self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).contiguous()
-        )
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))  # (B, N, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).contiguous()
         x = x + self.dropout(self.out(self.attention(q, k, v).transpose(1, 2).flatten(2)))
         return x + self.dropout(self.mlp(x))
 
@@ -68,40 +66,16 @@ class ViT(nn.Module):
         self.embed = nn.Linear(shape.channels * shape.patch**2, shape.width)
         self.start = nn.Parameter(0.02 * torch.randn(1, 1, shape.width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, shape.tokens, shape.width))
-        self.layers = nn.Sequential(*(self._layer(shape, index, attention, options) for index in range(shape.layers)))
-        self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.classes)
-
-    @staticmethod
-    def _layer(shape: Shape, index: int, name: str, options: dict[str, Any]) -> Layer:
-        attention = build_attention(
-            name,
-            num_heads=shape.heads,
-            head_dim=shape.width // shape.heads,
-            max_positions=shape.tokens,
-            **options,
-        )
-        attention.place(index, shape.layers)
-        return Layer(shape, attention)
+        self.layers = nn.Sequential()
+        sizes = dict(num_heads=shape.heads, head_dim=shape.width // shape.heads, max_positions=shape.tokens)
+        for index in range(shape.layers):
+            module = build_attention(attention, **sizes, **options)
+            module.place(index, shape.layers)
+            self.layers.append(Layer(shape, module))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.classes)
 
     def forward(self, pictures: Tensor) -> Tensor:
         patches = F.unfold(2 * pictures - 1, self.patch, stride=self.patch).mT
         x = torch.cat([self.start.expand(len(pictures), -1, -1), self.embed(patches)], dim=1) + self.positions
         return self.head(self.norm(self.layers(x)[:, 0]))
-
-
-@torch.no_grad()
-def alpha_beta(model: ViT, pictures: Tensor) -> list[tuple[float, float]]:
-    """α and β of every layer for these pictures, means over them and the heads; [] for an attention without."""
-    found: list[tuple[float, float]] = []
-
-    def look(attention: Attention, inputs: tuple[Tensor, ...]) -> None:
-        if (pair := attention.alpha_beta(*inputs[:2])) is not None:
-            found.append((pair[0].mean().item(), pair[1].mean().item()))
-
-    hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, Attention)]
-    try:
-        model(pictures)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +9,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
+from lln_fairseq.analysis.layer_scalars import NAMES, observe
 from lln_fairseq.attention.registry import parse_row
 from lln_fairseq.command import UserError
-from scripts.experiments.progress import Progress
-from scripts.experiments.vit_model import Shape, ViT, alpha_beta
+from lln_fairseq.data.files import atomic_path, write_bytes
+from scripts.experiments.progress import progress_bar, report_update
+from scripts.experiments.vit_model import Shape, ViT
 from scripts.experiments.vit_pictures import Pictures
 
 CHECKPOINT, RESULT = "checkpoint.pt", "result.json"
 WARMUP = 0.1  # of the updates; then the learning rate falls to 0 along a cosine
 PROBE = 64  # pictures of the valid split that α and β are measured on
+ALPHA_BETA = [NAMES.index("alpha"), NAMES.index("beta")]
 EVALUATED = 256  # pictures at a time
 
 
@@ -61,33 +62,32 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Trains what is left to be trained; the result, of which `test` is the accuracy after the last epoch."""
-        if (self.folder / RESULT).is_file():
-            with self._readable(RESULT) as path:
-                found = json.loads(path.read_text())
-                self._check(found)
-                return {name: found[name] for name in ("history", "test")}
-        if (self.folder / CHECKPOINT).is_file():
-            with self._readable(CHECKPOINT) as path:
-                self._resume(torch.load(path, weights_only=True))
-        with Progress(str(self.folder), self.updates) as progress:
+        result_file = self.folder / RESULT
+        checkpoint = self.folder / CHECKPOINT
+        if result_file.is_file():
+            found = json.loads(result_file.read_text())
+            self._check(found)
+            return {name: found[name] for name in ("history", "test")}
+        if checkpoint.is_file():
+            self._resume(torch.load(checkpoint, weights_only=True))
+        with progress_bar(str(self.folder), self.updates) as bar:
             if not self.history:
                 self._record(math.nan)
             while len(self.history) <= self.recipe.epochs:
-                self._epoch(progress)
+                self._epoch(bar)
                 self._save()
         result = {**self.settings, "history": self.history, "test": self.accuracy("test")}
-        with _replacing(self.folder / RESULT) as path:
-            path.write_text(json.dumps(result, indent=1) + "\n")
-        (self.folder / CHECKPOINT).unlink()
+        write_bytes(result_file, (json.dumps(result, indent=1) + "\n").encode())
+        checkpoint.unlink()
         return result
 
-    def _epoch(self, progress: Progress) -> None:
+    def _epoch(self, bar: tqdm) -> None:
         self.model.train()
         train, total = self.splits["train"], 0.0
         for pictures, labels in train.batches(self.recipe.batch, self.order):
             loss = self._step(pictures.to(self.device), labels.to(self.device))
             total += loss * len(labels)
-            progress.update(self.schedule.last_epoch, f"{loss / math.log(2):.3f}")
+            report_update(bar, self.schedule.last_epoch, f"{loss / math.log(2):.3f}")
         if not math.isfinite(total):
             raise UserError(
                 f"{self.folder}: the loss is no number any more, in epoch {len(self.history)}; a lower --lr?"
@@ -127,17 +127,19 @@ class Run:
         """Append an epoch to the history: training loss in nats, accuracy on valid, α and β by layer, loss scale."""
         row: dict[str, Any] = {"loss": loss, "valid": self.accuracy("valid")}
         probe, _ = next(self.splits["valid"].batches(PROBE))
-        row["alpha_beta"] = alpha_beta(self.model, probe.to(self.device))
+        with torch.no_grad(), observe(self.model) as layers:
+            self.model(probe.to(self.device))
+        pairs = [scalars[ALPHA_BETA].tolist() for scalars in layers]
+        row["alpha_beta"] = [pair for pair in pairs if not math.isnan(pair[0])]  # none of an attention without them
         row["loss_scale"] = self.scaler.get_scale() if self.recipe.fp16 else None
         self.history.append(row)
 
     def _save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         state = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule", "scaler")}
         random = {"order": self.order.get_state(), "cpu": torch.get_rng_state()}
         if self.device == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
-        with _replacing(self.folder / CHECKPOINT) as path:
+        with atomic_path(self.folder / CHECKPOINT) as path:
             torch.save({**self.settings, "state": state, "random": random, "history": self.history}, path)
 
     def _resume(self, found: dict[str, Any]) -> None:
@@ -150,26 +152,7 @@ class Run:
             torch.cuda.set_rng_state(found["random"]["cuda"])
         self.history = found["history"]
 
-    @contextmanager
-    def _readable(self, name: str) -> Iterator[Path]:
-        """A file of this folder. Raises: UserError where what is done with it fails."""
-        try:
-            yield self.folder / name
-        except UserError:
-            raise
-        except Exception as error:  # torch.load has a dozen of them
-            raise UserError(f"{self.folder / name} is damaged: without it the run begins again") from error
-
     def _check(self, found: dict[str, Any]) -> None:
         for group, ours in self.settings.items():
             if found[group] != ours:
                 raise UserError(f"{self.folder} holds another run, with {group} {found[group]}; choose another --out")
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    yield new
-    os.replace(new, path)

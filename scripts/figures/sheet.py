@@ -11,8 +11,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.axis import Axis
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from lln_fairseq.analysis.events import Curve
 
@@ -80,10 +78,6 @@ class Sheet:
 
     def save(self, path: Path) -> None:
         """path.png and path.csv."""
-        for axes, panel in zip(self.axes, self.panels, strict=False):
-            for axis, scale in ((axes.xaxis, panel.x_scale), (axes.yaxis, panel.y_scale)):
-                if scale == "log":
-                    _plain_ticks(axis)
         self.figure.savefig(path.with_suffix(".png"), dpi=120)
         plt.close(self.figure)
         with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
@@ -94,13 +88,3 @@ class Sheet:
     def _record(self, panel: int, label: str, x: list[float], y: list[float]) -> None:
         title, x_name, y_name = (text.replace("$", "") for text in self.panels[panel][:3])
         self.rows += [(title, x_name, y_name, label, *(f"{v:.6g}" for v in pair)) for pair in zip(x, y, strict=True)]
-
-
-def _plain_ticks(axis: Axis) -> None:
-    """0.5, 1, 2, 5 ... on a logarithmic axis of a few decades, powers of ten beyond, written as plain numbers."""
-    low, high = axis.get_view_interval()
-    if high < 1e3 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    if high < 1e6 * low:
-        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.set_minor_formatter(NullFormatter())

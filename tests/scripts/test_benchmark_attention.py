@@ -7,7 +7,7 @@ import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from scripts.benchmarks import attention as benchmark
-from scripts.benchmarks.meter import copy_bandwidth, in_child
+from scripts.benchmarks.meter import Spread, copy_bandwidth, peak_memory
 
 
 @pytest.mark.exhaustive
@@ -16,7 +16,7 @@ def test_smoke_run_covers_every_attention(tmp_path, capsys):
     assert benchmark.main(["--smoke", "--no-memory", *outputs]) == 0  # memory takes a process for each of them
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert {row["attention"] for row in rows} == {*ATTENTION_REGISTRY, "sdpa"}
-    assert all(row["forward"] > 0 and row["both"] > 0 for row in rows)
+    assert all(min(*row["forward"], *row["both"]) > 0 for row in rows)
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     assert "lln_diag" in capsys.readouterr().out
 
@@ -32,22 +32,6 @@ def test_rows_may_have_options(tmp_path, capsys):
         assert re.search(message, capsys.readouterr().err)
 
 
-def test_the_gate_refuses_a_wrong_attention(monkeypatch):
-    args = Namespace(lengths=[64], tokens=0, batch=1, heads=2, head_dim=8, device="cpu", dtype="float32")
-    benchmark.check("lln", args)
-    cls = ATTENTION_REGISTRY["lln"].cls
-    monkeypatch.setattr(cls, "forward", lambda self, q, k, v, mask=None: v)
-    with pytest.raises(RuntimeError, match="lln is off by"):
-        benchmark.check("lln", args)
-
-
-@pytest.mark.exhaustive
-def test_memory_is_measured_in_a_child(tmp_path):
-    sizes = ["--attentions", "lln", "--lengths", "1024", "--heads", "2", "--repeats", "1"]
-    assert benchmark.main([*sizes, "--json", str(tmp_path / "b.json")]) == 0
-    assert all(row["memory"] > 0 for row in json.loads((tmp_path / "b.json").read_text())["rows"])
-
-
 def test_causal_rows_are_compared(tmp_path, capsys):
     rows = ["lln:alpha=2,beta=2", "causal_lln", "causal_sdpa"]
     assert benchmark.main(["--smoke", "--no-memory", "--attentions", *rows, "--json", str(tmp_path / "b.json")]) == 0
@@ -57,13 +41,11 @@ def test_causal_rows_are_compared(tmp_path, capsys):
 def test_times_are_compared_with_their_floors():
     assert copy_bandwidth("cpu", 2**20) > 0
     least = benchmark.floors(torch.ones(2, 3, 50, 10), bandwidth=12e6)  # 12,000 bytes take a millisecond
-    rows = [benchmark.Row("sdpa", 50, 8.0, (8, 8), 22.0, (22, 22), None, least)]
+    rows = [benchmark.Row("sdpa", 50, Spread(8, 8, 8), Spread(22, 22, 22), None, least)]
     assert benchmark.table(rows, ["sdpa"]).splitlines()[1].split()[-2:] == ["0.50", "0.50"]
 
 
-def peak_of(moment, args):
-    """In a process of its own: what freed memory an allocator keeps depends on what a process did before."""
-
+def prepare(moment, args):
     def attention(q, k, v):
         short = torch.ones(moment, *q.shape)
         out = q + short.sum(0)
@@ -71,11 +53,12 @@ def peak_of(moment, args):
         return out
 
     benchmark.attention_function = lambda *_: attention
-    return benchmark.resident_peak("x", 4096, args)
+    return benchmark.prepare_both("x", 4096, args)
 
 
 def test_resident_peak_sees_tensors_that_are_alive_for_a_moment():
     """These, their sum and the output at once, and q's gradient unless it lies where they were; to the page."""
-    args = Namespace(lengths=[4096], tokens=0, batch=1, heads=12, head_dim=64, device="cpu", dtype="float32")
+    args = Namespace(lengths=[4096], tokens=1, heads=12, head_dim=64, device="cpu", dtype="float32")
+    bytes_of_q = 4 * 12 * 4096 * 64
     for moment in (8, 16):
-        assert moment + 2 - 1e-2 <= in_child(peak_of, moment, args) <= moment + 3 + 1e-2
+        assert moment + 2 - 1e-2 <= peak_memory("cpu", prepare, moment, args) / bytes_of_q <= moment + 3 + 1e-2

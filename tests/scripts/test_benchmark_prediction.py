@@ -1,4 +1,3 @@
-import json
 import os
 
 import pytest
@@ -13,13 +12,13 @@ def offline(monkeypatch, tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_a_small_run(offline, tmp_path, capsys):
-    sizes = ["--presets", "tiny", "--sentences", "21", "--batches", "4", "--repeats", "1"]
-    assert benchmark.main([*sizes, "--json", str(tmp_path / "b.json")]) == 0
-    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    assert [row["model"] for row in rows] == ["predict, softmax", "predict, lln_diag", "pipeline, batches of 4"]
-    assert all(row["single"][0] > 0 and row["many"][0] > 0 for row in rows)
-    assert "pipeline, batches of 4" in capsys.readouterr().out
+def test_a_small_run(offline, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "REPEATS", 1)
+    monkeypatch.setattr(benchmark, "BATCHES", (4,))
+    assert benchmark.main(["--presets", "tiny", "--sentences", "21"]) == 0
+    said = capsys.readouterr().out
+    for row in ("predict, softmax", "predict, lln_diag", "pipeline, batches of 4"):
+        assert row in said
 
 
 def test_what_predicts_something_else_is_not_timed():

@@ -6,14 +6,10 @@ from lln_fairseq.ops.moment_matching import TABLES_FILES
 from scripts import calibrate_moment_matching as calibrate
 
 
-def test_a_small_simulation_agrees_with_the_shipped_tables(tmp_path, capsys):
-    assert calibrate.main(["--fast", "--out", str(tmp_path)]) == 0
-    assert not list(tmp_path.iterdir())
-    worst = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.split()[0] == "worst"]
-    for row, largest in zip(worst, (5, 10), strict=True):
-        ours, paper = (float(cell.rstrip("%")) for cell in row)
-        assert ours < largest
-        assert paper > 100  # the straight line is far off at small s
+def test_a_small_simulation_agrees_with_the_shipped_tables():
+    before = {path: path.read_bytes() for path in TABLES_FILES.values()}
+    assert calibrate.main(["--fast"]) == 0
+    assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.parametrize("constants", TABLES_FILES)

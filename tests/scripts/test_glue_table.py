@@ -19,15 +19,13 @@ def test_medians_beside_the_paper(tmp_path, capsys):
     for task in TASKS:
         results(tmp_path, "pretrain_lln_diag", task, (0.8, 0.9, 0.7))
     results(tmp_path, "pretrain_elu", "sst2", (0.5,))
-    out, tex = tmp_path / "table.json", tmp_path / "table.tex"
-    assert main([str(tmp_path), "--json", str(out), "--latex", str(tex)]) == 0
+    tex = tmp_path / "table.tex"
+    assert main([str(tmp_path), "--latex", str(tex)]) == 0
     table = {line.rsplit("   ", 1)[0].split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert table["pretrain_lln_diag"][1:] == ["80.0", "80.0", "80.0", "80.0", "80.0", "3/3/3/3"]
     assert table["pretrain_elu"][1:] == ["-", "-", "-", "50.0", "-", "0/0/0/1"]
     assert table["LLN+Diag (paper)"][2:] == ["80.0", "86.5", "89.7", "91.6", "86.9"]
-    rows = {row["name"]: row for row in json.loads(out.read_text())}
-    assert rows["pretrain_lln_diag"]["mean"] == 80
-    assert rows["Reformer (paper)"]["accuracy"].keys() == {"mnli", "qqp", "sst2"}
+    assert table["Reformer (paper)"][2:] == ["35.4", "-", "63.2", "50.9", "49.8"]
     assert re.search(r"pretrain\\_elu & - & - & - & 50\.0 & - \\\\", tex.read_text())
 
 

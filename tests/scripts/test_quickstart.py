@@ -84,7 +84,8 @@ def test_quickstart_from_the_archive_to_the_table_and_again(tmp_path, monkeypatc
         "wall time",
     ):
         assert line in first
-    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for stage in ("pretraining", "finetuning"):
+        assert (tmp_path / "out" / f"{stage}.png").read_bytes().startswith(b"\x89PNG")
     score = json.loads((tmp_path / "out" / "finetune_lln_diag" / "test.json").read_text())
     assert score["rows"] == 992  # every row of the test split
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))

@@ -4,7 +4,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lln_fairseq.command import UserError
-from scripts.experiments import finetune, lra_runs
+from scripts.experiments import finetune, lra_runs, steps
 from scripts.experiments.settings import last_of, setting
 
 PATHS = ("runs/a_b/checkpoint.pt", "runs/common.seed=1,x y/it's", "back\\slash/", "[a]{b}:c")
@@ -26,8 +26,7 @@ def test_a_value_that_hydra_cannot_read_is_said():
 def commands(monkeypatch):
     """What finetune and lra start, which writes what a training and an evaluation would."""
     started = []
-    for program in (finetune, lra_runs):
-        monkeypatch.setattr(program, "call", started.append)
+    monkeypatch.setattr(steps, "call", started.append)
     return started
 
 

@@ -12,10 +12,8 @@ import pytest
 
 from lln_fairseq.analysis.events import read_curves
 from tests.fairseq_runs import make_classification, make_corpus
-from tests.helpers import with_representatives
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-FINETUNING = ("finetune_mnli", "finetune_qnli", "finetune_qqp", "finetune_sst2")
 SMALL = ("corpus=demo", "model=tiny", "run=cpu", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
          "dataset.validate_interval_updates=0", "common.log_interval=2")  # fmt: skip
 
@@ -81,10 +79,7 @@ def test_a_task_without_recipe_and_one_directory_for_all(tmp_path):
     assert output.startswith("error: attention and checkpoint.save_dir are not for lra_all.sh")
 
 
-OTHERS = ("pretrain_wikitext103", "glue_all", "lra", "lra_all", "tensorboard", "compare_attentions")
-
-
-@pytest.mark.parametrize("name", with_representatives([*OTHERS, *FINETUNING], "pretrain_wikitext103", "finetune_sst2"))
+@pytest.mark.parametrize("name", ["pretrain_wikitext103", "finetune_sst2", "tensorboard"])
 def test_help_says_how(name, tmp_path):
     output = finished(script(tmp_path, f"{name}.sh", "--help"))
     assert f"scripts/{name}.sh" in output
