@@ -147,6 +147,10 @@ BAD_OPTIONS = [
     (("--attention", "lln_dia"), "invalid choice.*softmax"),
     (("--encoder-attention-heads", "5"), "embedding dimension 32 is not divisible by 5"),
     (("--lln-diag-block-size", "0"), "block_size must be at least 1, got 0"),
+    (
+        ("--max-positions", "32"),
+        "a sample has 64 tokens, but the model .* at most 32: set --tokens-per-sample .* or raise --max-positions",
+    ),
 ]
 
 
