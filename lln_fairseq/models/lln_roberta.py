@@ -102,10 +102,6 @@ class LLNRobertaModel(RobertaModel):
     """fairseq's RoBERTa; parameters, their names and their initialisation are those of the stock model."""
 
     @classmethod
-    def hub_models(cls) -> dict[str, str]:
-        return {}
-
-    @classmethod
     def from_pretrained(cls, *args: Any, bpe: str | None = None, **kwargs: Any) -> RobertaHubInterface:
         """fairseq's, which without `bpe` downloads that of GPT-2, even where everything that it needs is local."""
         return super().from_pretrained(*args, bpe=bpe, **kwargs)
