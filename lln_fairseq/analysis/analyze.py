@@ -30,11 +30,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--json", type=Path, help="write the numbers of every layer and head to this file")
     parser.add_argument("--png", type=Path, help="draw them to this file")
     args = parser.parse_args(argv)
-    show(args)
-
-
-def show(args: argparse.Namespace) -> None:
-    """Prints, writes and draws what the command line asks for. Raises: InputError, OSError."""
     for path in (args.json, args.png):
         if path and not path.parent.is_dir():
             raise InputError(f"no such directory: {path.parent}")

@@ -1,6 +1,6 @@
-"""How concentrated attention is: entropy, spectral gap, variance and temperature (arXiv 2311.13541, sections 3, A.4).
+"""How concentrated attention is: entropy, spectral gap and variance (arXiv 2311.13541, sections 3, A.4).
 
-Shapes: P (..., N, N), each row a distribution over the keys; q, k (B, H, N, D). key_padding_mask is bool (B, N) with
+Shapes: P (..., N, N), each row a distribution over the keys. key_padding_mask is bool (B, N) with
 True = padded, for tensors that begin with B: rows and columns of padding are left out everywhere, and a sequence
 without a real token has NaN. Entropy and variance also take some rows of a matrix, (..., R, N), without a mask.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table, interpolate, standard_deviations
+from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table, interpolate
 
 
 def entropy(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -68,44 +68,6 @@ def linear_spectral_gap(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor |
     normaliser = phi_q @ phi_k.sum(dim=-2).unsqueeze(-1)
     rows = phi_q / normaliser.masked_fill(normaliser == 0, 1.0)
     return _gap(phi_k.mT @ rows, phi_q.device, tokens)
-
-
-def principal_variance(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """The largest variance of the rows of P along a direction: σ_max(P̄)², P̄ = P - 1 μᵀ, μ the mean row (A.4.2).
-
-    As in the proof of Theorem 3.3 the sum over the rows is not divided by N. The theorem says that it equals |λ2|².
-    What its proof shows is that the variance along the *eigenvector* v̄ of P̄ that belongs to λ2, ‖P̄ v̄‖² / ‖v̄‖², is
-    |λ2|². That eigenvector is the principal component only where P̄ is normal, for example where P is symmetric;
-    otherwise |λ2|² is less than this, since a spectral radius is at most the spectral norm. Attention matrices are not
-    normal.
-    """
-    P, tokens = _without_padding(P, key_padding_mask).double(), _tokens(P, key_padding_mask)
-    mean = P.sum(dim=-2) / tokens.clamp_min(1)[..., None]
-    centred = _without_padding(P - mean[..., None, :], key_padding_mask)
-    return torch.linalg.matrix_norm(centred, ord=2).square().masked_fill(tokens == 0, torch.nan)
-
-
-def softmax_temperature(q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """τ_sm = 1/(σ_q σ_k), the temperature of softmax attention (eq. 5), (B, H)."""
-    sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask)
-    return 1 / (sigma_q * sigma_k)
-
-
-def lln_temperature(
-    q: Tensor,
-    k: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    key_padding_mask: Tensor | None = None,
-    constants: str = "calibrated",
-) -> Tensor:
-    """τ_lln = 1/σ_lln, the temperature of LLN attention with α, β of shape (B, H) (eq. 11), (B, H).
-
-    Moment matching makes it equal to `softmax_temperature`.
-    """
-    sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask)
-    sigma_tilde2 = (alpha * sigma_q).square() + (beta * sigma_k).square()
-    return lln_log_variance(sigma_tilde2, q.shape[-1], constants).rsqrt()
 
 
 def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "calibrated") -> Tensor:

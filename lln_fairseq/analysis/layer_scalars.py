@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lln_fairseq.analysis.concentration import lln_log_variance
 from lln_fairseq.attention import Attention
@@ -18,38 +17,33 @@ from lln_fairseq.ops.moment_matching import standard_deviations
 NAMES = ("sigma_q", "sigma_k", "tau_sm", "tau_lln", "alpha", "beta")
 
 
-def layer_scalars(
-    q: Tensor,
-    k: Tensor,
-    key_padding_mask: Tensor | None = None,
-    alpha_beta: tuple[Tensor, Tensor] | None = None,
-    constants: str = "calibrated",
-    group: ProcessGroup | None = None,
-) -> Tensor:
-    """(6,) float32 in the order of NAMES: means over sequences and heads of q, k (B, H, N, D), without gradient.
+@torch.no_grad()
+def layer_scalars(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """Return the means over sequences and heads, in the order of NAMES.
 
     τ_sm = 1/(σ_q σ_k)   the temperature of softmax attention, eq. 5
     τ_lln = 1/σ_lln      the same for LLN attention with α, β (B, H), eq. 11 (concentration.py)
 
-    Of the whole sequences where the workers of `group` hold them together.
+    Where several workers hold the sequences together, these are the values of the whole sequences.
+
+    Args:
+        attention: the mechanism, with α and β or without
+        q: queries (B, H, N, D)
+        k: keys (B, H, N, D)
+        key_padding_mask: bool (B, N), True = padded
+    Returns: (6,) float32
     """
-    with torch.no_grad():
-        sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask, exchange=exchange_within(group, q))
-        if alpha_beta is None:
-            rest = [torch.full_like(sigma_q, torch.nan)] * 3
-        else:
-            alpha, beta = alpha_beta
-            sigma_tilde2 = (alpha * sigma_q).square() + (beta * sigma_k).square()
-            rest = [lln_log_variance(sigma_tilde2, q.shape[-1], constants).rsqrt(), alpha, beta]
-        values = torch.stack([sigma_q, sigma_k, 1 / (sigma_q * sigma_k), *rest])
-        return values.mean(dim=(1, 2)).float()
-
-
-@torch.no_grad()
-def of_attention(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """`layer_scalars` with the α and β of this mechanism, if it has them."""
+    exchange = exchange_within(attention.group, q)
+    sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask, exchange=exchange)
     alpha_beta = attention.alpha_beta(q, k, key_padding_mask)
-    return layer_scalars(q, k, key_padding_mask, alpha_beta, attention.constants, attention.group)
+    if alpha_beta is None:
+        rest = [torch.full_like(sigma_q, torch.nan)] * 3
+    else:
+        alpha, beta = alpha_beta
+        sigma_tilde2 = (alpha * sigma_q).square() + (beta * sigma_k).square()
+        rest = [lln_log_variance(sigma_tilde2, q.shape[-1], attention.constants).rsqrt(), alpha, beta]
+    values = torch.stack([sigma_q, sigma_k, 1 / (sigma_q * sigma_k), *rest])
+    return values.mean(dim=(1, 2)).float()
 
 
 def queries_keys_mask(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -66,7 +60,7 @@ def observe(model: nn.Module) -> Iterator[list[Tensor]]:
     seen: list[Tensor] = []
 
     def look(module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(of_attention(module, *queries_keys_mask(module, args, kwargs)))
+        seen.append(layer_scalars(module, *queries_keys_mask(module, args, kwargs)))
 
     hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules() if isinstance(m, Attention)]
     try:

@@ -106,28 +106,6 @@ def fenton_variance(sigma2: float, terms: int) -> float:
     return math.log1p(math.expm1(sigma2) / terms)
 
 
-def lln_moments_paper(sigma2: float, head_dim: int, tokens: int) -> Moments:
-    """ln P of LLN attention for σ̃² = α²σ_q² + β²σ_k² in the moderate case, σ̃² up to about 1 (eq. 28, 29 and 32).
-
-    σ² = σ_nom² + σ_den² by Fenton's approximation, with D terms in the numerator and N in the denominator;
-    μ = -ln N + (σ_den² - σ_nom²)/2. It takes both for independent and exceeds what is measured by a factor of two.
-    """
-    numerator, denominator = fenton_variance(sigma2, head_dim), fenton_variance(sigma2, tokens)
-    return Moments(-math.log(tokens) + (denominator - numerator) / 2, numerator + denominator)
-
-
-def lln_moments(sigma2: float, head_dim: int, tokens: int) -> Moments:
-    """The same with the query shared by numerator and denominator: 1 % off at σ̃² = 0.5, 5 % at 1, 15 % at 1.5 (D = 64).
-
-    P_ij = Σ_d A_id W_jd (the exact form in ops/lln.py) where A = softmax_d(αq + L) does not depend on j. Given the
-    query, only W is random: D terms of log-variance σ̃²/2 with the weights A, and E Σ_d A² = e^{σ̃²/2}/D, so that
-    Fenton's approximation becomes σ² = ln(1 + (e^{σ̃²/2} - 1) e^{σ̃²/2} / D); rows sum to 1, hence μ = -ln N - σ²/2.
-    """
-    half = sigma2 / 2
-    variance = math.log1p(math.expm1(half) * math.exp(half) / head_dim)
-    return Moments(-math.log(tokens) - variance / 2, variance)
-
-
 def _flat(x: Tensor, key_padding_mask: Tensor | None, square: bool) -> tuple[Tensor, Tensor]:
     """x (..., N, M) as (..., N*M) in double precision, and which entries are between real tokens."""
     x = x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64)

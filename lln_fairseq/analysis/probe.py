@@ -39,7 +39,7 @@ class Layer:
 
     def scalars(self) -> Tensor:
         """`layer_scalars` of this layer, (6,)."""
-        return layer_scalars.of_attention(self.attention, self.q, self.k, self.key_padding_mask)
+        return layer_scalars.layer_scalars(self.attention, self.q, self.k, self.key_padding_mask)
 
 
 @contextmanager

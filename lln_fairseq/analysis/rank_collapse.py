@@ -1,11 +1,9 @@
-"""How fast attention makes all tokens alike: residual, composite norm, numerical rank, the bound on their decay.
+"""How fast attention makes all tokens alike: residual, composite norm, numerical rank.
 
 Source: Dong, Cordonnier and Loukas 2021, "Attention is not all you need: pure attention loses rank doubly
 exponentially with depth" (arXiv 2103.03404), below with its numbers. X (..., N, C) holds the N tokens of a sequence.
 key_padding_mask: bool (B, N), True = padded, for tensors that begin with B; padded tokens are left out.
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -54,40 +52,6 @@ def numerical_rank(X: Tensor, tolerance: float = 1e-3) -> Tensor:
     """The number of singular values of X (..., N, M) greater than `tolerance` times the largest, int64 (...)."""
     values = torch.linalg.svdvals(X.to(compute_dtype(X.dtype)))
     return (values > tolerance * values[..., :1]).sum(dim=-1)
-
-
-def collapse_bound(residual_norm: float, beta: float, head_dim: int, layers: int, heads: int = 1) -> float:
-    """log10 of (4 H β / √D)^{(3^L - 1)/2} ‖res X‖^{3^L}, the most that ‖res SAN(X)‖ can be (Theorem 2.2).
-
-    SAN(X) is L layers of H heads of softmax attention without skip connections, MLPs or layer norms; β is at least
-    ‖W_QK‖₁ ‖W_h‖_{1,∞} in every head of every layer, see `weight_factor`. A logarithm, since 3^12 is half a million.
-    It tends to -∞ with L, doubly exponentially, only where 4 H β ‖res X‖² / √D < 1, and it presupposes scores within
-    a row that differ by at most 1.256 (Lemma A.3 of the source). With skip connections there is no such bound: the
-    path that skips every layer keeps the residual, see `paths`.
-    """
-    power = 3**layers
-    return (power - 1) / 2 * math.log10(4 * heads * beta / math.sqrt(head_dim)) + power * math.log10(residual_norm)
-
-
-def weight_factor(w_qk: Tensor, w_h: Tensor) -> Tensor:
-    """‖W_QK‖₁ ‖W_h‖_{1,∞} with scores X W_QK Xᵀ / √D and output P X W_h, W_h = W_V W_O; both (..., C, C) -> (...)."""
-    return torch.linalg.matrix_norm(w_qk, ord=1) * composite_norm(w_h)
-
-
-def paths(X: Tensor, matrices: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """Path decomposition (Theorem 2.1) of X -> X + Σ_h P_h X W_h, layer after layer, by the length of the paths.
-
-    A path takes one head or the skip connection in every layer, [H + 1]^L in all; its length is how many heads it
-    takes. Entry l of the result (L + 1, N, C) is the sum over the paths of length l: their sum is the output with skip
-    connections, entry L that without.
-
-    Args: X (N, C); for every layer its attention matrices P (H, N, N) and weights W (H, C, C).
-    """
-    terms = [X, *(torch.zeros_like(X) for _ in matrices)]
-    for depth, (P, W) in enumerate(zip(matrices, weights, strict=True), start=1):
-        for length in range(depth, 0, -1):  # from the longest: each takes what the shorter one was before this layer
-            terms[length] = terms[length] + (P @ terms[length - 1] @ W).sum(dim=0)
-    return torch.stack(terms)
 
 
 def _rows(key_padding_mask: Tensor, X: Tensor) -> Tensor:

@@ -118,11 +118,7 @@ def self_attention(
     a1 > 1; linear attention gives row j a share of about a²/(c² n), which a1 = 2 makes harmless from n = 700 on only.
     LLN cannot separate with X all ones at any α, β: each query is then the same number in every feature, and cancels
     as a factor of its row.
-    Raises: ValueError if n is no multiple of d - 2 or for an unknown `mixing`.
     """
-    if mixing not in SELF_ATTENTION_A1:
-        raise ValueError(f"unknown mixing '{mixing}', choose from {', '.join(SELF_ATTENTION_A1)}")
-    _check_blocks(n, d - 2)
     scale = math.sqrt(math.log(n))
 
     def problem(a: float) -> Problem:
@@ -151,9 +147,7 @@ def cross_attention(
     score of query i and key j is (1 + a) ln n and every other one ln n: n^{1+a} against n · n in row i, so that key j
     dominates for a1 > 1 and does not for a0 < 0.1. Chosen: τ = 1.1 √(ln n), between √(ln n), which a mean of the rows
     of A2 cannot pass, and 2 √(ln n), the value of key j for the quarter of sign vectors that has both its signs.
-    Raises: ValueError if n is no multiple of d - 1.
     """
-    _check_blocks(n, d - 1)
     scale = math.sqrt(math.log(n))
     keys = torch.cat((_one_hot(n, 1.0), _stacked_identity(n, d - 1)), dim=1)[None, None] * scale
 
@@ -199,8 +193,3 @@ def _column(n: int, value: float) -> Tensor:
 
 def _stacked_identity(n: int, size: int) -> Tensor:
     return torch.eye(size, dtype=torch.float64).repeat(n // size, 1)
-
-
-def _check_blocks(n: int, size: int) -> None:
-    if size < 1 or n % size:
-        raise ValueError(f"n = {n} tokens are not a multiple of {size}, the width of the stacked identities")

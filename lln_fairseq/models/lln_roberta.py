@@ -102,10 +102,6 @@ class LLNRobertaModel(RobertaModel):
     """fairseq's RoBERTa; parameters, their names and their initialisation are those of the stock model."""
 
     @classmethod
-    def hub_models(cls) -> dict[str, str]:
-        return {}
-
-    @classmethod
     def from_pretrained(cls, *args: Any, bpe: str | None = None, **kwargs: Any) -> RobertaHubInterface:
         """fairseq's, which without `bpe` downloads that of GPT-2, even where everything that it needs is local."""
         return super().from_pretrained(*args, bpe=bpe, **kwargs)
@@ -122,7 +118,6 @@ class LLNRobertaModel(RobertaModel):
         """Raises InputError for sizes and options that do not fit together."""
         with input_errors():
             cfg = complete_config(cfg)
-            check_quantization(cfg)
             if cfg.max_positions is None:
                 cfg.max_positions = task.max_positions()
             encoder = LLNRobertaEncoder(
@@ -201,22 +196,6 @@ def complete_config(cfg: DictConfig) -> DictConfig:
         cfg.layernorm_embedding = not cfg.encoder_normalize_before
     base_architecture(cfg)
     return cfg
-
-
-def check_quantization(cfg: DictConfig) -> None:
-    """Raise ValueError for quantization noise that fairseq cannot add to this model."""
-    if cfg.quant_noise_scalar:
-        raise ValueError(
-            "model.quant_noise_scalar does not work: fairseq cannot quantize learned positions. Leave it out or "
-            "use model.quant_noise_pq"
-        )
-    block_size = cfg.quant_noise_pq_block_size
-    for option in ("encoder_embed_dim", "encoder_ffn_embed_dim", "pooler_dim"):
-        size = cfg[option]
-        if cfg.quant_noise_pq and size and size % block_size:
-            raise ValueError(
-                f"model.quant_noise_pq_block_size is {block_size}, and must be a divisor of model.{option}, {size}"
-            )
 
 
 def apply_preset(cfg: Any, name: str) -> None:

@@ -31,10 +31,6 @@ class LLNTransformerLanguageModel(TransformerLanguageModel):
     """Parameters, their names and their initialisation are those of fairseq's model, so checkpoints load both ways."""
 
     @classmethod
-    def hub_models(cls) -> dict[str, str]:
-        return {}
-
-    @classmethod
     def build_model(cls, args: Any, task: Any) -> "LLNTransformerLanguageModel":
         """Raises InputError for options that do not fit together."""
         # fairseq's own without a layer: it knows all kinds of embeddings, and fills in what args leaves open.

@@ -1,10 +1,8 @@
 """Resume a run exactly: what a checkpoint needs besides what fairseq saves, and where in its epoch a run continues."""
 
-import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
@@ -207,18 +205,14 @@ def forget_previous_run(main: Callable) -> None:
     """Delete what fairseq's functions keep of the run before this one, and close its TensorBoard files.
 
     Args:
-        main: fairseq's; its module, which may be `__main__`, has what stops early and validates
+        main: fairseq's; its module, which may be `__main__`, has what stops early
     """
     global _should_stop_early
-    module = main.__globals__
-    _should_stop_early = module.get("should_stop_early")
+    _should_stop_early = main.__globals__.get("should_stop_early")
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
     for name in PATIENCE:
         if hasattr(_should_stop_early, name):
             delattr(_should_stop_early, name)
-    statistics = module.get("get_valid_stats")
-    if statistics and not hasattr(statistics, "__wrapped__"):
-        module["get_valid_stats"] = functools.wraps(statistics)(functools.partial(_valid_stats, statistics))
     for writer in progress_bar._tensorboard_writers.values():
         writer.close()
     progress_bar._tensorboard_writers.clear()
@@ -234,17 +228,3 @@ def restore_patience(saved: dict[str, float]) -> None:
     for name in PATIENCE:
         if _should_stop_early is not None and name in saved:
             setattr(_should_stop_early, name, saved[name])
-
-
-class ReportedStatistics(OrderedDict):
-    """The statistics of a validation, by name. Raises: InputError for a name that is not among them."""
-
-    def __missing__(self, name: str) -> NoReturn:
-        raise InputError(
-            f"checkpoint.best_checkpoint_metric is {name}, which the validation does not report; it does: "
-            f"{', '.join(self)}"
-        )
-
-
-def _valid_stats(original: Callable, cfg: Any, trainer: Trainer, stats: dict[str, Any], *args: Any) -> dict[str, Any]:
-    return original(cfg, trainer, ReportedStatistics(stats), *args)

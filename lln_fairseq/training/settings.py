@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_REGISTRY
-from fairseq.optim.fused_adam import FusedAdamV1, get_fused_adam_class
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
@@ -48,8 +47,6 @@ NOT_TRAINABLE = {  # options with which fairseq ends in a traceback, or saves ch
     "model.spectral_norm_classification_head": "its checkpoints cannot be loaded. Leave it out",
     "model.encoder_layers_to_keep": "its checkpoints would state all layers. Set model.encoder_layers instead",
     "model.decoder_layers_to_keep": "its checkpoints would state all layers. Set model.decoder_layers instead",
-    "optimizer.relative_step": "fairseq always sets a learning rate. Leave it out",
-    "optimizer.warmup_init": "it needs relative_step, which does not work either. Leave it out",
 }
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # by these fairseq sees that torchrun started it
 
@@ -170,10 +167,6 @@ def check_precision(cfg: Any) -> None:
         raise InputError(
             f"{wanted} needs a GPU, and there is none or --cpu is set: leave {wanted} out (common.{wanted}=false, or "
             "run=cpu for fp16)"
-        )
-    if getattr(cfg.optimizer, "fp16_adam_stats", False) and (on_cpu or get_fused_adam_class() is not FusedAdamV1):
-        raise InputError(
-            "fp16_adam_stats needs a GPU and apex's fused_adam_cuda: leave it out (optimizer.fp16_adam_stats=false)"
         )
 
 

@@ -23,7 +23,3 @@ def test_files_of_one_second_are_joined_in_their_order(tmp_path):
         (file,) = (tmp_path / str(counter)).iterdir()
         file.rename(tmp_path / f"events.out.tfevents.1700000000.host.1.{counter}")
     assert read_curves(tmp_path) == {"./loss": Curve([1], [2.0])}
-
-
-def test_an_empty_directory_has_no_curves(tmp_path):
-    assert read_curves(tmp_path) == {}

@@ -9,33 +9,38 @@ from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import random_padding, random_qkv
 
 
-def scalars(*args, **kwargs):
-    return dict(zip(NAMES, layer_scalars(*args, **kwargs).tolist(), strict=True))
+def build(name, **options):
+    return build_attention(name, num_heads=3, head_dim=32, max_positions=97, **options).eval()
+
+
+def scalars(*args):
+    return dict(zip(NAMES, layer_scalars(*args).tolist(), strict=True))
 
 
 @pytest.mark.parametrize(("constants", "scale"), [("calibrated", 1.0), ("paper", 1.4)])
 def test_moment_matching_makes_the_temperatures_equal(constants, scale):
-    q, k, _ = random_qkv(scale=scale, dim=64)
+    q, k, _ = random_qkv(scale=scale)
     mask = random_padding(2, 97)
-    matched = match_moments(q, k, mask, constants=constants)
-    found = scalars(q, k, mask, matched, constants)
+    alpha, _ = match_moments(q, k, mask, constants=constants)
+    found = scalars(build("lln", constants=constants), q, k, mask)
     assert found["tau_lln"] == pytest.approx(found["tau_sm"], rel=1e-3)
     assert found["tau_sm"] == pytest.approx(1 / scale**2, rel=0.05)
     assert found["sigma_q"] == pytest.approx(scale, rel=0.05)
-    assert found["alpha"] == pytest.approx(matched[0].mean().item(), rel=1e-6)
+    assert found["alpha"] == pytest.approx(alpha.mean().item(), rel=1e-6)
 
 
 def test_padding_does_not_count():
     q, k, _ = random_qkv()
     mask = random_padding(2, 97)
-    before = scalars(q, k, mask)
-    q.transpose(1, 2)[mask], k.transpose(1, 2)[mask] = 1e4, 1e4
-    assert scalars(q, k, mask)["tau_sm"] == pytest.approx(before["tau_sm"])
+    before = scalars(build("lln"), q, k, mask)
+    q.transpose(1, 2)[mask] = 1e4
+    k.transpose(1, 2)[mask] = 1e4
+    assert scalars(build("lln"), q, k, mask) == pytest.approx(before)
 
 
 @pytest.mark.parametrize("name", sorted(ATTENTION_REGISTRY))
 def test_every_attention_can_be_observed_and_is_left_as_it_was(name):
-    attention = build_attention(name, num_heads=3, head_dim=32, max_positions=97).eval()
+    attention = build(name)
     q, k, v = random_qkv()
     model = torch.nn.Sequential(attention)
     expected = attention(q, k, v, None)
@@ -52,11 +57,11 @@ def test_every_attention_can_be_observed_and_is_left_as_it_was(name):
 
 
 def test_a_mask_given_by_keyword_is_seen():
-    attention = build_attention("lln", num_heads=3, head_dim=32, max_positions=97).eval()
+    attention = build("lln")
     q, k, v = random_qkv()
     mask = random_padding(2, 97)
     with observe(attention) as seen:
         attention(q, k, v, mask)
         attention(q, k, v, key_padding_mask=mask)
     assert torch.equal(*seen)
-    assert not torch.equal(seen[0], layer_scalars(q, k, None, attention.alpha_beta(q, k)))
+    assert not torch.equal(seen[0], layer_scalars(attention, q, k))

@@ -52,12 +52,3 @@ def test_success_follows_the_number_of_sign_vectors():
             error = math.sqrt(expected * (1 - expected) / draws)
             found = experiment(m=m, draws=draws, n=220).counts["softmax"].separates / draws
             assert abs(found - expected) < 4 * error, (experiment.__name__, m)
-
-
-def test_wrong_parameters_are_refused():
-    with pytest.raises(ValueError, match="n = 101 tokens are not a multiple of 10"):
-        self_attention(n=101)
-    with pytest.raises(ValueError, match="not a multiple of 11"):
-        cross_attention(n=100)
-    with pytest.raises(ValueError, match="choose from ones, identity"):
-        self_attention(mixing="random")

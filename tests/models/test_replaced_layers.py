@@ -1,6 +1,7 @@
 """Models whose whole layers are replaced: they train, go on, fine-tune and are evaluated as others; what needs queries
 and keys, or RoBERTa's layers, refuses them in one line."""
 
+import functools
 import json
 import re
 from types import SimpleNamespace
@@ -28,14 +29,17 @@ SCORES = ("--criterion", "lln_sentence_prediction")
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
-    """name -> the checkpoint of a short pre-training."""
-    folder, found = tmp_path_factory.mktemp("trained"), {}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in (*EVERY, "softmax"):
+    """trained(name) is the checkpoint of a short pre-training with this attention."""
+    folder = tmp_path_factory.mktemp("trained")
+
+    @functools.cache
+    def checkpoint(name):
+        with pytest.MonkeyPatch.context() as monkeypatch:
             options = (*MASKED_LM, *LLN, "--attention", name, "--max-update", 1)
             train(monkeypatch, folder / f"{name}.log", corpus, folder / name, *options)
-            found[name] = folder / name / "checkpoint_last.pt"
-    return found
+        return folder / name / "checkpoint_last.pt"
+
+    return checkpoint
 
 
 def built(**options):
@@ -76,8 +80,8 @@ def test_checkpoint_activations_change_nothing(name, corpus, tmp_path, monkeypat
 @every_layer
 def test_a_pretrained_one_is_fine_tuned_and_evaluated(name, trained, task_data, tmp_path, monkeypatch, capsys):
     options = (*CLASSIFICATION, *LLN, *SCORES, "--attention", name, "--max-update", 1, "--lr", 0)
-    train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *options, "--finetune-from-model", trained[name])
-    before, after = (torch.load(path)["model"] for path in (trained[name], tmp_path / "run" / "checkpoint_last.pt"))
+    train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *options, "--finetune-from-model", trained(name))
+    before, after = (torch.load(path)["model"] for path in (trained(name), tmp_path / "run" / "checkpoint_last.pt"))
     ours = [key for key in before if ".layers." in key or ".layer_norm." in key]
     assert len(ours) > 20
     assert all(torch.equal(before[key], after[key]) for key in ours)
@@ -90,7 +94,7 @@ def test_a_pretrained_one_is_fine_tuned_and_evaluated(name, trained, task_data, 
 def test_the_length_of_a_pretrained_one_is_that_of_its_fine_tuning(name, trained, task_data, tmp_path, monkeypatch):
     """Whether it has a table of positions or not."""
     train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *CLASSIFICATION[:-2], *LLN, "--attention", name,
-          "--finetune-from-model", trained[name], "--max-update", 1)  # fmt: skip
+          "--finetune-from-model", trained(name), "--max-update", 1)  # fmt: skip
     model, task = load_model(str(tmp_path / "run" / "checkpoint_last.pt"))
     assert (model.max_positions(), task.max_positions()) == (64, 64)
 
@@ -137,7 +141,7 @@ def test_parameters_of_other_layers_are_refused(before, now, trained, task_data,
         InputError, match=f"has {before}, this model {now}: neither has the other's parameters"
     ) as error:
         train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *CLASSIFICATION, *LLN, "--attention", now,
-              "--finetune-from-model", trained[before])  # fmt: skip
+              "--finetune-from-model", trained(before))  # fmt: skip
     assert "\n" not in str(error.value)
 
 
@@ -152,7 +156,7 @@ def test_sequences_on_several_workers_and_probes_are_refused(name):
 @every_layer
 def test_programs_that_need_an_attention_refuse_it_in_one_line(name, trained, corpus, tmp_path, capsys):
     out, whole = str(tmp_path / "out"), f"{name} replaces the whole encoder layer, and "
-    softmax, own, data = str(trained["softmax"]), str(trained[name]), str(corpus)
+    softmax, own, data = str(trained("softmax")), str(trained(name)), str(corpus)
     for program, arguments, message in [
         ("analyze", [own, data], whole + "has no queries and keys to look at"),
         ("export", [own, out], f"the attention {name} cannot be exported"),

@@ -123,8 +123,15 @@ def train(monkeypatch, data, task, attention, out, *options):
     return out / "checkpoint_best.pt"
 
 
-LRA_TASKS = ("listops", "text", "retrieval", "pathfinder", "image")
-LRA_RUNS = [*((task, "lln_diag") for task in LRA_TASKS), ("listops", "softmax"), ("retrieval", "reformer")]
+LRA_RUNS = [
+    ("listops", "lln_diag"),
+    ("retrieval", "lln_diag"),
+    pytest.param("text", "lln_diag", marks=pytest.mark.exhaustive),
+    pytest.param("pathfinder", "lln_diag", marks=pytest.mark.exhaustive),
+    pytest.param("image", "lln_diag", marks=pytest.mark.exhaustive),
+    pytest.param("listops", "softmax", marks=pytest.mark.exhaustive),
+    pytest.param("retrieval", "reformer", marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.parametrize(("task", "attention"), LRA_RUNS)

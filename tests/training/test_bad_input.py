@@ -146,13 +146,6 @@ def test_numbers_that_cannot_be_meant(options, message, corpus, tmp_path, monkey
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
 
 
-def test_a_best_metric_that_is_not_reported(corpus, tmp_path, monkeypatch):
-    said = r"best_checkpoint_metric is accuracy, which the validation does not report; it does: loss, ppl, "
-    with pytest.raises(InputError, match=said):
-        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", 1,
-              "--best-checkpoint-metric", "accuracy")  # fmt: skip
-
-
 def test_two_kinds_of_half_precision(corpus, tmp_path, monkeypatch, capsys):
     arguments = (monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN)
     with pytest.raises(InputError, match="fp16 and amp exclude each other: set one of them alone"):

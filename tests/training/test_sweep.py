@@ -33,6 +33,7 @@ def files_of(folder):
     return sorted(path.parent.relative_to(folder) / path.name.split(".")[0] for path in folder.rglob("*.*"))
 
 
+@pytest.mark.exhaustive
 def test_a_job_after_a_better_one_equals_a_process_of_its_own(tmp_path, monkeypatch):
     make_corpus(tmp_path / "corpus")
     worse = ("optimization.lr=[0.00001]", "common.seed=2")

@@ -35,6 +35,7 @@ def two_workers(data, save_dir, *options):
     return read_log(outputs[0])
 
 
+@pytest.mark.exhaustive
 def test_two_workers_measure_what_one_does_and_resume(tmp_path, monkeypatch):
     data = make_classification(tmp_path / "data")
     two = two_workers(data, tmp_path / "two", "--batch-size", 4, "--global-batch", 8)
@@ -60,6 +61,7 @@ def test_two_workers_measure_what_one_does_and_resume(tmp_path, monkeypatch):
     assert state["iterations_in_epoch"] == 2 * 6  # batches of the one that goes on with what two have left
 
 
+@pytest.mark.exhaustive
 def test_two_workers_score_a_regression_as_one_does(tmp_path, monkeypatch):
     data = make_classification(tmp_path / "data")
     for split, rows in (("train", 60), ("valid", 11)):

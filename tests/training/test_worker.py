@@ -86,13 +86,6 @@ def test_the_lock_is_free_after_the_training(tmp_path):
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
-def test_a_training_keeps_the_memory_that_it_frees(monkeypatch):
-    asked = []
-    monkeypatch.setattr(worker, "disable_malloc_trim", lambda: asked.append(True))
-    assert worker.run_worker(lambda cfg: cfg, "done") == "done"
-    assert asked == [True]
-
-
 def test_spawned_workers_end_with_the_process_that_spawned_them(monkeypatch):
     ended_with = []
     monkeypatch.setattr(command, "end_with", ended_with.append)
