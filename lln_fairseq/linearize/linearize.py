@@ -39,7 +39,6 @@ from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.run_identity import data_hash, file_hash
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
-AGAIN = "; remove it to begin again"
 SECOND_STAGE = ("distill", "distill_lr")  # settings that a run may change before that stage has begun
 RATES = {"transfer": "--lr", "distillation": "--distill-lr"}
 LOG_INTERVAL, SAVE_INTERVAL = 10, 50  # steps
@@ -124,8 +123,6 @@ class Progress:
         if there:
             saved = load_plain_data(str(self.file))
             check_sums(str(self.file))
-            if not is_progress(saved):
-                raise InputError(f"{self.file} is damaged: it is not what a conversion has saved{AGAIN}")
             self.stages = saved["stages"]
             differing = [key for key, value in self.settings.items() if saved["settings"].get(key) != value]
             if fixed := [key for key in differing if key not in SECOND_STAGE or "distillation" in self.stages]:
@@ -145,10 +142,7 @@ class Progress:
     def train(self, name: str, stage: Stage, texts: Texts, longest: int, writer: SummaryWriter) -> None:
         """Train a stage to its end, from where an earlier run stopped."""
         if name in self.stages:
-            try:
-                stage.restore(self.stages[name])
-            except Exception as error:  # torch's functions end in many ways on a state that is none
-                raise InputError(f"{self.file} is damaged: {first_line(error)}{AGAIN}") from error
+            stage.restore(self.stages[name])
         errors: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
         with tqdm(total=stage.steps, initial=stage.step, desc=name, disable=None) as bar:
             while stage.step < stage.steps:
@@ -192,13 +186,6 @@ def report_distillation(
         print(f"held-out texts of {texts.length} tokens, after the distillation")
         print(f"  cosine of the texts' vectors    {was[0]:.3f} -> {now[0]:.3f}")
         print(f"  same nearest text               {was[1]:.2f} -> {now[1]:.2f}")
-
-
-def is_progress(saved: Any) -> bool:
-    """Whether it has the parts of OUT/linearize.pt: settings, and a dict for every stage."""
-    if not isinstance(saved, dict) or not all(isinstance(saved.get(part), dict) for part in ("settings", "stages")):
-        return False
-    return all(isinstance(stage, dict) for stage in saved["stages"].values())
 
 
 def read_texts(data: Path, split: str, dictionary: Any) -> Texts:

@@ -204,32 +204,6 @@ def test_full_disk_ends_in_one_line_and_keeps_the_last_save(teacher, tmp_path, c
     assert not (tmp_path / "out" / "linearize.tmp").exists()
 
 
-SPOILT = {
-    "list": (lambda saved: [1], "is damaged: it is not what a conversion has saved"),
-    "no stage": (lambda saved: saved | {"stages": {"transfer": torch.ones(2)}},
-                 "is damaged: it is not what a conversion has saved"),
-    "step": (lambda saved: saved["stages"]["transfer"].update(step="x") or saved, "is damaged: its step is 'x'"),
-    "optimizer": (lambda saved: saved["stages"]["transfer"]["optimizer"]["state"][0].update(exp_avg=torch.ones(3))
-                  or saved, "is damaged: its optimizer's state is of other parameters"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SPOILT)
-def test_a_damaged_file_of_its_own_is_named(name, teacher, tmp_path, capsys):
-    change, message = SPOILT[name]
-    short = ("--steps", 2, "--tokens", 64)
-    assert run(*teacher, tmp_path / "out", *short) == 0
-    (tmp_path / "out" / "model.pt").unlink()
-    saved = torch.load(tmp_path / "out" / "linearize.pt")
-    torch.save(change(saved), tmp_path / "out" / "linearize.pt")
-    capsys.readouterr()
-    assert run(*teacher, tmp_path / "out", *short) == 1
-    error = capsys.readouterr().err
-    assert f"linearize.pt {message}" in error
-    assert error.endswith("; remove it to begin again\n")
-    assert error.count("\n") == 1
-
-
 def test_two_of_them_do_not_share_a_directory(teacher, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "out" / "training.lock"], stdout=subprocess.PIPE)
