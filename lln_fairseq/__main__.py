@@ -26,7 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     for name, purpose in PROGRAMS.items():
         programs.add_parser(name, help=purpose, add_help=False)
     name = parser.parse_args(arguments[:1]).program
-    return run_main(lambda: run_program(name, arguments[1:]))
+    interrupted = "interrupted"
+    if name == "linearize":
+        interrupted = "interrupted; the same command continues from the last saved step"
+    return run_main(lambda: run_program(name, arguments[1:]), interrupted)
 
 
 def run_program(name: str, arguments: list[str]) -> None:
