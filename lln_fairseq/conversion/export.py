@@ -52,7 +52,7 @@ def export(
         options = attention_options(args.attention, args)
         found = to_hf.export(model.cpu().state_dict(), args, options, head, labels)
         folders = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
-        files = tokenizer_out.find([tokenizer] if tokenizer else folders)
+        files = tokenizer_out.find_tokenizer([tokenizer] if tokenizer else folders)
         if tokenizer and not files:
             raise InputError(f"{tokenizer} has no tokenizer")
         is_approximate = tokenizer_out.is_approximate(files)

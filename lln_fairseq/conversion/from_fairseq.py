@@ -19,11 +19,11 @@ from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
 from lln_fairseq.conversion.directory import as_float32
 from lln_fairseq.conversion.encoder import DICTIONARY, EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
 from lln_fairseq.conversion.parameter_names import ENCODER, HEAD_WEIGHT, Sizes, encoder_names, head_names
-from lln_fairseq.conversion.read_tokenizer import TOKENIZER, check_dictionary
+from lln_fairseq.conversion.read_tokenizer import check_dictionary
+from lln_fairseq.conversion.write_tokenizer import find_tokenizer
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.errors import InputError
 
-TOKENIZERS = ("spm.model", "encoder.json", "vocab.bpe", TOKENIZER)
 LAYERS = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")
 TRAINED_WITH = ("activation_fn", "dropout", "attention_dropout", "activation_dropout", "layer_norm_eps")
 IGNORED = re.compile(r"(\.version|_float_tensor)$")
@@ -146,6 +146,6 @@ def _dictionary(path: Path, dictionary: Path | None, rows: int) -> tuple[list[st
     count = NUM_SPECIAL + len(symbols) + (MASK not in symbols)
     if count != rows:
         raise InputError(f"{place} has {count} symbols with fairseq's own, and {path} has {rows}")
-    files = {name: file.read_bytes() for name in TOKENIZERS if (file := folder / name).is_file()}
-    check_dictionary(symbols, files, place)
+    files = find_tokenizer([folder])
+    check_dictionary(files, place)
     return symbols, files
