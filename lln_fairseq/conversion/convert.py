@@ -131,10 +131,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dictionary", type=Path, help="dict.txt of a checkpoint of fairseq (default: beside it)")
     parser.add_argument("--heads", type=int, help="attention heads, where a checkpoint of fairseq does not say")
     args = parser.parse_args(argv)
-    report(args)
-
-
-def report(args: argparse.Namespace) -> None:
     encoder = convert(args.source, args.out, args.attention, args.positions, args.dictionary, args.heads)
     for note in encoder.notes:
         print(note)

@@ -17,7 +17,16 @@ from lln_fairseq.checkpoints.config import stored_options
 from lln_fairseq.checkpoints.reading import check_sums, check_weights, load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
 from lln_fairseq.conversion.directory import as_float32
-from lln_fairseq.conversion.encoder import DICTIONARY, EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
+from lln_fairseq.conversion.encoder import (
+    DICTIONARY,
+    EMBEDDING,
+    HEAD,
+    OFFSET,
+    POSITIONS,
+    Encoder,
+    first_few,
+    require_shapes,
+)
 from lln_fairseq.conversion.parameter_names import ENCODER, HEAD_WEIGHT, Sizes, encoder_names, head_names
 from lln_fairseq.conversion.read_tokenizer import check_dictionary
 from lln_fairseq.conversion.write_tokenizer import find_tokenizer
@@ -54,10 +63,11 @@ def read(path: Path, dictionary: Path | None = None, heads: int | None = None, a
     wanted |= dict.fromkeys(PRE_NORM, (sizes.C,)) if options["encoder_normalize_before"] else {}
     if not options["layernorm_embedding"]:
         wanted = {name: shape for name, shape in wanted.items() if "layernorm_embedding" not in name}
-    _check(tensors, wanted, path)
+    require_shapes(tensors, wanted, path, "the others need")
     parameters, notes = {name: tensors[name] for name in wanted}, []
     if has_head:
-        _check({HEAD_WEIGHT: tensors[EMBEDDING], **tensors}, {HEAD_WEIGHT: (sizes.V, sizes.C)}, path)
+        with_head = {HEAD_WEIGHT: tensors[EMBEDDING], **tensors}
+        require_shapes(with_head, {HEAD_WEIGHT: (sizes.V, sizes.C)}, path, "the others need")
         parameters[HEAD_WEIGHT] = tensors.get(HEAD_WEIGHT, tensors[EMBEDDING])
         options["untie_weights_roberta"] = not torch.equal(parameters[HEAD_WEIGHT], parameters[EMBEDDING])
     own = {name: value for name, value in tensors.items() if ".self_attn.attention." in name}
@@ -89,7 +99,7 @@ def _names_of_today(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sizes(tensors: Mapping[str, Tensor], path: Path) -> Sizes:
-    """Sizes that the tensors themselves have; `_check` compares every one with them."""
+    """Sizes that the tensors themselves have; `require_shapes` compares every one with them."""
     layers = {int(found[1]) for name in tensors if (found := LAYERS.match(name))}
     first = tensors.get(f"{ENCODER}layers.0.fc1.weight")
     tables = (tensors[EMBEDDING], tensors[POSITIONS], first)
@@ -120,15 +130,6 @@ def _options(
         "untie_weights_roberta": False,
         **{key: given[key] for key in TRAINED_WITH if given.get(key) is not None},
     }
-
-
-def _check(tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    if missing := [name for name in wanted if name not in tensors]:
-        raise InputError(f"{path} lacks {first_few(missing)}")
-    for name, shape in wanted.items():
-        if tuple(tensors[name].shape) != shape:
-            shapes = (" x ".join(map(str, x)) for x in (tensors[name].shape, shape))
-            raise InputError(f"{path}: {name} is {', and the others need '.join(shapes)}")
 
 
 def _dictionary(path: Path, dictionary: Path | None, rows: int) -> tuple[list[str], dict[str, bytes]]:
