@@ -66,12 +66,6 @@ def test_several_splits_give_what_each_gives(tuned, tmp_path, capsys):
     assert not (tmp_path / "one.json").exists()
 
 
-def test_scale_that_is_not_finite_is_wrong_usage(capsys):
-    with pytest.raises(SystemExit):
-        main(["evaluate", "unread.pt", "--predict", "a.tsv", "--scale", "nan"])
-    assert "must be above 0 and finite" in capsys.readouterr().err
-
-
 def test_empty_split_is_wrong_usage(capsys):
     with pytest.raises(SystemExit):
         main(["evaluate", "unread.pt", "--split", "valid,"])
