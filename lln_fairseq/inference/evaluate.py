@@ -143,8 +143,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--predict", type=Path, help="write a label for every row to this file, e.g. SST-2.tsv")
     args = parser.parse_args(argv)
     args.splits = args.split.split(",")
-    if "" in args.splits:
-        parser.error("--split names an empty split: give for example valid,test")
     for option in ("json", "predict"):
         file = getattr(args, option)
         if file and len(args.splits) > 1 and SPLIT not in file.name:
