@@ -226,7 +226,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="(%(default)s)")
     parser.add_argument("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="options of the attention, as in docs/attentions.md: mix=joint_offset")  # fmt: skip
-    parser.add_argument("--mix", help="short for --option mix=...")
     parser.add_argument("--steps", type=int, default=400, help="updates (%(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of each update (%(default)s)")
     parser.add_argument("--length", type=int, help="of the longest texts (default: the model's positions)")
@@ -240,15 +239,9 @@ def main(argv: list[str]) -> None:
         parser.error("--steps and --distill must be at least 0, --tokens 1, --length 3")
     if not all(0 < lr < math.inf for lr in (args.lr, args.distill_lr)):
         parser.error("--lr and --distill-lr must be above 0 and finite")
-    if not 0 <= args.seed < 2**64:
-        parser.error("--seed must be from 0 to 2**64 - 1")
-    pairs = [*args.option, *([f"mix={args.mix}"] if args.mix else [])]
     try:
-        args.option = parse_options(pairs)
+        args.option = parse_options(args.option)
     except ValueError:
         parser.error("--option takes KEY=VALUE, as in mix=joint_offset")
-    if len(args.option) < len(pairs):
-        parser.error("--option and --mix give an option twice")
-    del args.mix
     disable_malloc_trim()
     linearize(args)
