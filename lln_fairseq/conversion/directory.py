@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,6 @@ def new_directory(out: Path) -> Iterator[Path]:
     """
     if out.exists() or out.is_symlink():
         raise InputError(f"{out} is there already")
-    above = [path for path in out.parents if not path.exists()]
     part = out.with_name(f".{out.name}.part")
     part.mkdir(parents=True, exist_ok=True)
     lock_file = lock_directory(part, "conversion", "OUT")
@@ -112,9 +111,6 @@ def new_directory(out: Path) -> Iterator[Path]:
         part.rename(out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
-        for path in above:  # innermost first
-            with suppress(OSError):  # something else is in it by now
-                path.rmdir()
         raise
     finally:
         lock_file.close()
