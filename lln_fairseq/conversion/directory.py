@@ -67,10 +67,8 @@ def _read(path: Path) -> dict[str, Tensor]:
         if not isinstance(content, dict):
             raise InputError(f"{path} holds no model: {type(content).__name__}")
         return content
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise InputError("model.safetensors needs the package safetensors: pip install 'lln-fairseq[hf]'") from error
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary

@@ -101,10 +101,8 @@ def _logits(model: Any, head: str) -> Callable[[Tensor], Tensor]:
 
 
 def _save(tensors: dict[str, Any], path: Path) -> None:
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError as error:
-        raise InputError("model.safetensors needs the package safetensors: pip install 'lln-fairseq[hf]'") from error
+    from safetensors.torch import save_file
+
     write_large(path, lambda place: save_file(tensors, place, metadata={"format": "pt"}))
 
 

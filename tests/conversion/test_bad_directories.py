@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -138,12 +137,6 @@ def test_a_full_disk_leaves_nothing(sources, tmp_path, monkeypatch, capsys):
     assert said.startswith("error: cannot write model.pt: [enforce fail")
     assert "MB free" in said
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_package_is_named_with_its_extra(sources, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(InputError, match=r"needs the package safetensors: pip install 'lln-fairseq\[hf\]'"):
-        convert(sources["bert"][1], tmp_path / "out", "softmax")
 
 
 def test_an_output_that_is_there_is_left_alone(sources, tmp_path):
