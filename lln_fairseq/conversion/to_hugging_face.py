@@ -25,7 +25,7 @@ from lln_fairseq.errors import InputError
 from lln_fairseq.ops.moment_matching import TABLES_FILES, calibration_table
 
 MODELING = "modeling_lln_roberta"
-OURS = ("lln", "lln_diag")  # that the modeling file knows, and its values of the options below
+OURS = ("lln", "lln_diag")  # what the modeling file knows; below, the values that it knows of its options
 KNOWN = {
     "mix": ("average", "ratio", "scale", "joint", "joint_offset"),
     "constants": ("calibrated", "entropy", "paper"),
