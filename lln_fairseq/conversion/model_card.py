@@ -19,9 +19,12 @@ APPROXIMATE = (
 
 
 def model_card(
-    config: Mapping[str, Any], purpose: str, tokenizer: bool, is_approximate: bool, versions: Mapping[str, str],
-    updates: int, folders: list[Path],
-) -> str:  # fmt: skip
+    config: Mapping[str, Any],
+    purpose: str,
+    tokenizer: bool,
+    is_approximate: bool,
+    folders: list[Path],
+) -> str:
     """The text; `folders` are where the data's manifest and the scores of the checkpoint may lie.
 
     `is_approximate`: the tokenizer gives some texts other ids than lln_fairseq does.
@@ -40,9 +43,7 @@ def model_card(
     if labels := config.get("id2label"):
         lines += [f" - labels: {', '.join(labels.values())}"]
     lines += [APPROXIMATE] if is_approximate else []
-    lines += [f" - updates of its last training: {updates}"] if updates else []
     lines += _data(folders) + _scores(folders)
-    lines += ["", "## Made with", "", *(f" - {name} {version}" for name, version in versions.items())]
     lines += ["", "## Licence", "", "To be stated by whoever publishes this model.", ""]
     return "\n".join(lines)
 
@@ -61,9 +62,7 @@ def _data(folders: list[Path]) -> list[str]:
     content = _first(folders, MANIFEST)
     sources = content.get("sources")
     names = [str(source["name"]) for source in sources or () if isinstance(source, dict) and "name" in source]
-    program = content.get("settings", {}).get("program") if isinstance(content.get("settings"), dict) else None
-    lines = [f" - data: {', '.join(names)}"] if names else []
-    return lines + ([f" - prepared with: {program}"] if program else [])
+    return [f" - data: {', '.join(names)}"] if names else []
 
 
 def _scores(folders: list[Path]) -> list[str]:
