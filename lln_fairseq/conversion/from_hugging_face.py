@@ -23,7 +23,7 @@ from lln_fairseq.conversion.parameter_names import (
     encoder_names,
     head_names,
 )
-from lln_fairseq.conversion.read_tokenizer import PIECES, Vocabulary, read_vocabulary
+from lln_fairseq.conversion.read_tokenizer import PIECES, SourceVocabulary, read_vocabulary
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 
@@ -153,7 +153,7 @@ def _positions(parameters: dict[str, Tensor], tensors: dict[str, Tensor], bert: 
     parameters[POSITIONS] = table
 
 
-def _reorder(parameters: dict[str, Tensor], vocabulary: Vocabulary) -> None:
+def _reorder(parameters: dict[str, Tensor], vocabulary: SourceVocabulary) -> None:
     """Puts everything that has a row a symbol into fairseq's order, in place."""
     order = torch.tensor(vocabulary.order)
     for name in (EMBEDDING, HEAD_BIAS, HEAD_WEIGHT):

@@ -15,7 +15,7 @@ from lln_fairseq.conversion.directory import read_json
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
 from lln_fairseq.data.tokenizers import TOKENIZER_FILES, make_tokenizer
-from lln_fairseq.data.vocabulary import Vocabulary as DataVocabulary
+from lln_fairseq.data.vocabulary import Vocabulary
 from lln_fairseq.errors import InputError, first_line
 
 TOKENIZER = "tokenizer.json"
@@ -36,7 +36,7 @@ KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTra
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class SourceVocabulary:
     """`order`: the row of the source's embedding for each of fairseq's ids; `symbols`, `files`: as in Encoder."""
 
     order: list[int]
@@ -44,7 +44,7 @@ class Vocabulary:
     files: dict[str, bytes]
 
 
-def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> Vocabulary:
+def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> SourceVocabulary:
     """Return the tokenizer in `folder` as transformers' AutoTokenizer loads it.
 
     Args:
@@ -90,8 +90,8 @@ def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> Vocab
     others = sorted(set(range(rows)) - set(special))
     order = [*special[:-1], *others, special[-1]]
     if not document:
-        return Vocabulary(order, _piece_symbols(ids, others), {"spm.model": (folder / PIECES).read_bytes()})
-    return Vocabulary(order, [str(row) for row in others], {TOKENIZER: document})
+        return SourceVocabulary(order, _piece_symbols(ids, others), {"spm.model": (folder / PIECES).read_bytes()})
+    return SourceVocabulary(order, [str(row) for row in others], {TOKENIZER: document})
 
 
 def _ids(folder: Path) -> dict[str, int] | None:
@@ -275,6 +275,6 @@ def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
     for kind, names in TOKENIZER_FILES.items():
         if names[0] in files:
             try:
-                DataVocabulary(make_tokenizer(kind, files), path.read_text(encoding="utf-8"))
+                Vocabulary(make_tokenizer(kind, files), path.read_text(encoding="utf-8"))
             except DataError as error:
-                raise InputError(f"{path} does not fit the tokenizer beside it: {error}") from error
+                raise InputError(f"{path}: {error}") from error
