@@ -29,6 +29,7 @@ from lln_fairseq.conversion.convert import CHECKPOINT, write
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.encoder import Encoder
 from lln_fairseq.data.checks import check_lines
+from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError, first_line, input_errors
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize.attention_transfer import Stage, Texts
@@ -164,13 +165,9 @@ class Progress:
                         print(f"{name}: step {stage.step} of {stage.steps}, {shown}", flush=True)
 
     def _save(self) -> None:
-        part = self.file.with_suffix(".tmp")
         state = {"settings": self.settings, "stages": self.stages, "complete": self.complete}
-        try:
+        with atomic_path(self.file) as part:
             write_large(part, lambda path: torch.save(state, path))
-            part.replace(self.file)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def need_finite(values: list[float], stage: str, where: str) -> None:

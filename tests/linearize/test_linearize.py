@@ -198,10 +198,10 @@ def test_full_disk_ends_in_one_line_and_keeps_the_last_save(teacher, tmp_path, c
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err
-    assert error.startswith("error: cannot write linearize.tmp: ")
+    assert error.startswith("error: cannot write linearize.pt.part: ")
     assert error.count("\n") == 1
     assert (tmp_path / "out" / "linearize.pt").read_bytes() == saved
-    assert not (tmp_path / "out" / "linearize.tmp").exists()
+    assert not (tmp_path / "out" / "linearize.pt.part").exists()
 
 
 def test_two_of_them_do_not_share_a_directory(teacher, tmp_path, capsys):
