@@ -101,27 +101,20 @@ def _projected_size(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tenso
     return tokens.square().sum()
 
 
-class _Recorder(nn.Module):
-    """An attention that keeps the inputs and the output of its last call."""
-
-    def __init__(self, attention: Attention) -> None:
-        super().__init__()
-        self.attention = attention
-        self.last: Heads | None = None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        out = self.attention(q, k, v, key_padding_mask)
-        self.last = Heads(q, k, v, key_padding_mask, out)
-        return out
-
-
 @contextmanager
-def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[_Recorder]]:
-    """Record each layer's attention in this context: `.last` has the inputs and the output of its last call."""
-    originals = [layer.self_attn.attention for layer in layers]
-    recorders = [_Recorder(attention) for attention in originals]
-    with exchanged(layers, recorders):
-        yield recorders
+def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[Heads]]:
+    """Record the inputs and the output of every call of the layers' attentions in this context, in their order."""
+    calls: list[Heads] = []
+
+    def record(attention: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
+        calls.append(Heads(*inputs, out))
+
+    hooks = [layer.self_attn.attention.register_forward_hook(record) for layer in layers]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
