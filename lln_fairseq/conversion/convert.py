@@ -21,7 +21,7 @@ from lln_fairseq.checkpoints.reading import OUR_STATE
 from lln_fairseq.conversion import from_fairseq
 from lln_fairseq.conversion import from_hugging_face as from_hf
 from lln_fairseq.conversion.directory import new_directory, write_large
-from lln_fairseq.conversion.encoder import DICTIONARY, OFFSET, POSITIONS, Encoder
+from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, OFFSET, POSITIONS, Encoder
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models.adapt import MECHANISM, resize_positions
@@ -110,7 +110,7 @@ def load(model: nn.Module, encoder: Encoder) -> None:
     fresh = [name for name in own if MECHANISM in name and name not in encoder.parameters]
     if fresh:
         encoder.notes.append(f"new in this attention, at their initial values: {len(fresh)} parameters")
-    if not encoder.has_head:
+    if not any(name.startswith(HEAD) for name in encoder.parameters):
         encoder.notes.append("no masked LM's head in the source: a new one, untrained")
     nn.Module.load_state_dict(model, own | encoder.parameters)
 

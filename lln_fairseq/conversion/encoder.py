@@ -28,11 +28,6 @@ class Encoder:
     files: dict[str, bytes]  # the tokenizer's, by the names that data_prep knows; empty where there are none
     notes: list[str] = field(default_factory=list)  # what is not as in the source, for the user
 
-    @property
-    def has_head(self) -> bool:
-        """Whether it can predict masked tokens."""
-        return any(name.startswith(HEAD) for name in self.parameters)
-
 
 def first_few(names: list[str], count: int = 3) -> str:
     """The names for a message: a, b, c and 7 more."""

@@ -8,8 +8,7 @@ from typing import Any
 from lln_fairseq.errors import InputError
 
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
-AUTO = {"ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
-        "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification")}  # fmt: skip
+PIPELINES = {"ForMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification"}
 MANIFEST, SCORES = "manifest.json", "valid.json"
 APPROXIMATE = (
     " - tokenizer: SentencePiece with a table of normalized characters. `transformers` applies the table to whole\n"
@@ -29,9 +28,16 @@ def model_card(
 
     `is_approximate`: the tokenizer gives some texts other ids than lln_fairseq does.
     """
-    auto, task = AUTO[purpose]
+    auto = f"AutoModel{purpose}"
     trusted = ", trust_remote_code=True" if "auto_map" in config else ""
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [lln_fairseq, roberta]", "---", ""]
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"pipeline_tag: {PIPELINES[purpose]}",
+        "tags: [lln_fairseq, roberta]",
+        "---",
+        "",
+    ]
     lines += ["# A RoBERTa of lln_fairseq", "", _about(config), "", "## Use", ""]
     lines += [f"    from transformers import {'AutoTokenizer, ' if tokenizer else ''}{auto}", ""]
     lines += [f"    tokenizer = AutoTokenizer.from_pretrained(DIRECTORY{trusted})"] if tokenizer else []

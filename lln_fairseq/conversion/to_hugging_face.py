@@ -31,8 +31,7 @@ KNOWN = {
     "constants": ("calibrated", "entropy", "paper"),
     "gain": ("none", "learned"),
 }
-CLASSES = {"": "AutoModel", "ForMaskedLM": "AutoModelForMaskedLM",
-           "ForSequenceClassification": "AutoModelForSequenceClassification"}  # fmt: skip
+PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # what transformers' class names end in
 FIXED = {  # options of which Hugging Face's RoBERTa has one value
     "encoder_normalize_before": False, "layernorm_embedding": True, "activation_fn": "gelu",
     "pooler_activation_fn": "tanh", "spectral_norm_classification_head": False,
@@ -135,8 +134,10 @@ def _attention(name: str, options: Mapping[str, Any], head_dim: int) -> dict[str
     if found["constants"] in TABLES_FILES:
         table = calibration_table(head_dim, constants=found["constants"])
         found["moment_table"] = [numbers.tolist() for numbers in table]
-    places = {auto: f"{MODELING}.LLNRoberta{purpose or 'Model'}" for purpose, auto in CLASSES.items()}
-    return {**found, "auto_map": {"AutoConfig": f"{MODELING}.LLNRobertaConfig", **places}}
+    places = {"AutoConfig": f"{MODELING}.LLNRobertaConfig", "AutoModel": f"{MODELING}.LLNRobertaModel"}
+    for purpose in PURPOSES:
+        places[f"AutoModel{purpose}"] = f"{MODELING}.LLNRoberta{purpose}"
+    return {**found, "auto_map": places}
 
 
 def _mechanism(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
