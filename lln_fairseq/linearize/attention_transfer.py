@@ -107,7 +107,8 @@ def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[Heads]]:
     calls: list[Heads] = []
 
     def record(attention: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
-        calls.append(Heads(*inputs, out))
+        q, k, v, mask = inputs
+        calls.append(Heads(q, k, v, mask, out))
 
     hooks = [layer.self_attn.attention.register_forward_hook(record) for layer in layers]
     try:
