@@ -1,20 +1,21 @@
 """The command `lln-fairseq`, also `python -m lln_fairseq`: one table of programs."""
 
 import argparse
+import importlib
 import sys
 
 from lln_fairseq import register
 from lln_fairseq.command import run_main
 
-# What each program does; run_program imports it.
+# The module with each program's `main`, and what the program does.
 PROGRAMS = {
-    "train": "pre-train or fine-tune a model with a recipe",
-    "evaluate": "score a fine-tuned model on a split of its data",
-    "predict": "write a label or a score for every line of text",
-    "convert": "read a model of Hugging Face or fairseq",
-    "export": "write a model for Hugging Face or ONNX",
-    "linearize": "give a trained softmax encoder a linear attention",
-    "analyze": "measure what the attention of a trained model does",
+    "train": ("training.train", "pre-train or fine-tune a model with a recipe"),
+    "evaluate": ("inference.evaluate", "score a fine-tuned model on a split of its data"),
+    "predict": ("inference.predict", "write a label or a score for every line of text"),
+    "convert": ("conversion.convert", "read a model of Hugging Face or fairseq"),
+    "export": ("conversion.export", "write a model for Hugging Face or ONNX"),
+    "linearize": ("linearize.linearize", "give a trained softmax encoder a linear attention"),
+    "analyze": ("analysis.analyze", "measure what the attention of a trained model does"),
 }
 
 
@@ -23,31 +24,20 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="lln-fairseq", epilog="lln-fairseq PROGRAM --help lists its options.")
     programs = parser.add_subparsers(dest="program", metavar="PROGRAM", required=True)
-    for name, purpose in PROGRAMS.items():
+    for name, (_, purpose) in PROGRAMS.items():
         programs.add_parser(name, help=purpose, add_help=False)
     name = parser.parse_args(arguments[:1]).program
-    return run_main(lambda: run_program(name, arguments[1:]))
+    interrupted = "interrupted"
+    if name == "linearize":
+        interrupted = "interrupted; the same command continues from the last saved step"
+    return run_main(lambda: run_program(name, arguments[1:]), interrupted)
 
 
 def run_program(name: str, arguments: list[str]) -> None:
     """Import a program, which takes seconds, and run it."""
     register()  # before the program imports fairseq, which configures the root logger
-    match name:
-        case "train":
-            from lln_fairseq.training.train import main
-        case "evaluate":
-            from lln_fairseq.inference.evaluate import main
-        case "predict":
-            from lln_fairseq.inference.predict import main
-        case "convert":
-            from lln_fairseq.conversion.convert import main
-        case "export":
-            from lln_fairseq.conversion.export import main
-        case "linearize":
-            from lln_fairseq.linearize.linearize import main
-        case "analyze":
-            from lln_fairseq.analysis.analyze import main
-    main(arguments)
+    module, _ = PROGRAMS[name]
+    importlib.import_module(f"lln_fairseq.{module}").main(arguments)
 
 
 if __name__ == "__main__":

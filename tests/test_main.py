@@ -30,4 +30,4 @@ def test_wrong_usage_lists_the_programs(arguments, capsys):
 def test_a_signal_ends_a_program_in_one_line(number, code, monkeypatch, capsys):
     monkeypatch.setattr(linearize, "linearize", lambda args: os.kill(os.getpid(), number))
     assert main(["linearize", "teacher.pt", "data", "out"]) == code
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err == "interrupted; the same command continues from the last saved step\n"

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from fairseq import checkpoint_utils
 
+from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError, first_line
 
 LAST = "checkpoint_last.pt"
@@ -56,16 +57,12 @@ def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
 
     Raises: InputError if the file system refuses, for example because it is full; `dst_path` is then as before.
     """
-    part = f"{dst_path}.tmp"
     if os.path.exists(dst_path) and not overwrite:
         return False
     try:
-        shutil.copyfile(src_path, part)
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, dst_path)
+        with atomic_path(Path(dst_path)) as part:
+            shutil.copyfile(src_path, part)
     except OSError as error:
-        _remove(part)
         raise _cannot_save(dst_path, error) from error
     return True
 
@@ -80,7 +77,7 @@ def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any)
     except (OSError, RuntimeError) as error:
         if not isinstance(filename, str):  # the open file of a call inside this one
             raise
-        _remove(f"{filename}.tmp")
+        Path(f"{filename}.tmp").unlink(missing_ok=True)
         raise _cannot_save(filename, _root_cause(error)) from error
     finally:
         log.disabled = was_disabled
@@ -119,8 +116,3 @@ def _root_cause(error: BaseException) -> BaseException:
     while not isinstance(error, OSError) and error.__context__ is not None:
         error = error.__context__
     return error
-
-
-def _remove(path: str) -> None:
-    if os.path.exists(path):
-        os.remove(path)

@@ -21,7 +21,7 @@ from lln_fairseq.checkpoints.reading import OUR_STATE
 from lln_fairseq.conversion import from_fairseq
 from lln_fairseq.conversion import from_hugging_face as from_hf
 from lln_fairseq.conversion.directory import new_directory, write_large
-from lln_fairseq.conversion.encoder import DICTIONARY, OFFSET, POSITIONS, Encoder
+from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, OFFSET, POSITIONS, Encoder
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models.adapt import MECHANISM, resize_positions
@@ -30,7 +30,6 @@ from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 
 CHECKPOINT = "model.pt"
 SEED = 1  # of what the source does not have
-MOST_POSITIONS = 1 << 20  # a table of 4 GB for 1,024 features
 NOT_OF_A_TRAINING = ("max_positions", "dropout", "attention_dropout", "activation_dropout")
 
 
@@ -43,9 +42,6 @@ def convert(
         require_attention(attention, "takes no parameters of another encoder")
     if not source.exists():
         raise InputError(f"no such directory or checkpoint: {source}")
-    if source.is_dir() and (heads is not None or dictionary is not None):
-        option = "--dictionary" if heads is None else "--heads"
-        raise InputError(f"{option} is for a checkpoint of fairseq, and {source} is a directory: leave it out")
     with new_directory(out) as folder:
         encoder = from_hf.read(source) if source.is_dir() else from_fairseq.read(source, dictionary, heads, attention)
         if positions is not None:
@@ -66,8 +62,8 @@ def write(encoder: Encoder, attention: str, folder: Path) -> None:
 
 def resize(encoder: Encoder, positions: int) -> list[str]:
     """Cuts the positional table, or repeats it from its start as Longformer does; returns what to say about it."""
-    if not 1 <= positions <= MOST_POSITIONS:
-        raise InputError(f"--positions is {positions}, and must be from 1 to {MOST_POSITIONS}")
+    if positions < 1:
+        raise InputError(f"--positions is {positions}, and must be at least 1")
     before = encoder.options["max_positions"]
     if positions == before:
         return []
@@ -114,7 +110,7 @@ def load(model: nn.Module, encoder: Encoder) -> None:
     fresh = [name for name in own if MECHANISM in name and name not in encoder.parameters]
     if fresh:
         encoder.notes.append(f"new in this attention, at their initial values: {len(fresh)} parameters")
-    if not encoder.has_head:
+    if not any(name.startswith(HEAD) for name in encoder.parameters):
         encoder.notes.append("no masked LM's head in the source: a new one, untrained")
     nn.Module.load_state_dict(model, own | encoder.parameters)
 
@@ -131,10 +127,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dictionary", type=Path, help="dict.txt of a checkpoint of fairseq (default: beside it)")
     parser.add_argument("--heads", type=int, help="attention heads, where a checkpoint of fairseq does not say")
     args = parser.parse_args(argv)
-    report(args)
-
-
-def report(args: argparse.Namespace) -> None:
     encoder = convert(args.source, args.out, args.attention, args.positions, args.dictionary, args.heads)
     for note in encoder.notes:
         print(note)

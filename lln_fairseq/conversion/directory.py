@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,8 @@ def _read(path: Path) -> dict[str, Tensor]:
         if not isinstance(content, dict):
             raise InputError(f"{path} holds no model: {type(content).__name__}")
         return content
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise InputError("model.safetensors needs the package safetensors: pip install 'lln-fairseq[hf]'") from error
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary
@@ -95,7 +93,6 @@ def new_directory(out: Path) -> Iterator[Path]:
     """
     if out.exists() or out.is_symlink():
         raise InputError(f"{out} is there already")
-    above = [path for path in out.parents if not path.exists()]
     part = out.with_name(f".{out.name}.part")
     part.mkdir(parents=True, exist_ok=True)
     lock_file = lock_directory(part, "conversion", "OUT")
@@ -112,9 +109,6 @@ def new_directory(out: Path) -> Iterator[Path]:
         part.rename(out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
-        for path in above:  # innermost first
-            with suppress(OSError):  # something else is in it by now
-                path.rmdir()
         raise
     finally:
         lock_file.close()

@@ -10,16 +10,13 @@ the model as model.onnx.
 import argparse
 import json
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lln_fairseq import __version__
 from lln_fairseq.checkpoints.compatibility import label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER
 from lln_fairseq.conversion import to_hugging_face as to_hf
 from lln_fairseq.conversion import to_onnx
@@ -32,7 +29,6 @@ from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
 
 STOCK = {"attention": STOCK_ATTENTION, "layer_norm_eps": 1e-5}
-MADE_WITH = ("ve-fairseq", "torch")
 
 
 def export(
@@ -52,7 +48,7 @@ def export(
         options = attention_options(args.attention, args)
         found = to_hf.export(model.cpu().state_dict(), args, options, head, labels)
         folders = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
-        files = tokenizer_out.find([tokenizer] if tokenizer else folders)
+        files = tokenizer_out.find_tokenizer([tokenizer] if tokenizer else folders)
         if tokenizer and not files:
             raise InputError(f"{tokenizer} has no tokenizer")
         is_approximate = tokenizer_out.is_approximate(files)
@@ -62,11 +58,8 @@ def export(
         files[CONFIG] = (json.dumps(found.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in found.config:
             files[f"{to_hf.MODELING}.py"] = Path(to_hf.__file__).with_name(f"{to_hf.MODELING}.py").read_bytes()
-        history = load_checkpoint_lazily(str(checkpoint)).get("optimizer_history") or [{}]
-        updates = history[-1].get("num_updates", 0)
-        versions = {"lln_fairseq": __version__} | {name: metadata.version(name) for name in MADE_WITH}
         has_tokenizer = tokenizer_out.TOKENIZER in files
-        card = model_card(found.config, found.purpose, has_tokenizer, is_approximate, versions, updates, folders)
+        card = model_card(found.config, found.purpose, has_tokenizer, is_approximate, folders)
         files["README.md"] = card.encode()
         for name, content in files.items():
             (folder / name).write_bytes(content)
@@ -101,10 +94,8 @@ def _logits(model: Any, head: str) -> Callable[[Tensor], Tensor]:
 
 
 def _save(tensors: dict[str, Any], path: Path) -> None:
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError as error:
-        raise InputError("model.safetensors needs the package safetensors: pip install 'lln-fairseq[hf]'") from error
+    from safetensors.torch import save_file
+
     write_large(path, lambda place: save_file(tensors, place, metadata={"format": "pt"}))
 
 

@@ -17,13 +17,22 @@ from lln_fairseq.checkpoints.config import stored_options
 from lln_fairseq.checkpoints.reading import check_sums, check_weights, load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
 from lln_fairseq.conversion.directory import as_float32
-from lln_fairseq.conversion.encoder import DICTIONARY, EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
+from lln_fairseq.conversion.encoder import (
+    DICTIONARY,
+    EMBEDDING,
+    HEAD,
+    OFFSET,
+    POSITIONS,
+    Encoder,
+    first_few,
+    require_shapes,
+)
 from lln_fairseq.conversion.parameter_names import ENCODER, HEAD_WEIGHT, Sizes, encoder_names, head_names
-from lln_fairseq.conversion.read_tokenizer import TOKENIZER, check_dictionary
+from lln_fairseq.conversion.read_tokenizer import check_dictionary
+from lln_fairseq.conversion.write_tokenizer import find_tokenizer
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.errors import InputError
 
-TOKENIZERS = ("spm.model", "encoder.json", "vocab.bpe", TOKENIZER)
 LAYERS = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")
 TRAINED_WITH = ("activation_fn", "dropout", "attention_dropout", "activation_dropout", "layer_norm_eps")
 IGNORED = re.compile(r"(\.version|_float_tensor)$")
@@ -54,10 +63,11 @@ def read(path: Path, dictionary: Path | None = None, heads: int | None = None, a
     wanted |= dict.fromkeys(PRE_NORM, (sizes.C,)) if options["encoder_normalize_before"] else {}
     if not options["layernorm_embedding"]:
         wanted = {name: shape for name, shape in wanted.items() if "layernorm_embedding" not in name}
-    _check(tensors, wanted, path)
+    require_shapes(tensors, wanted, path, "the others need")
     parameters, notes = {name: tensors[name] for name in wanted}, []
     if has_head:
-        _check({HEAD_WEIGHT: tensors[EMBEDDING], **tensors}, {HEAD_WEIGHT: (sizes.V, sizes.C)}, path)
+        with_head = {HEAD_WEIGHT: tensors[EMBEDDING], **tensors}
+        require_shapes(with_head, {HEAD_WEIGHT: (sizes.V, sizes.C)}, path, "the others need")
         parameters[HEAD_WEIGHT] = tensors.get(HEAD_WEIGHT, tensors[EMBEDDING])
         options["untie_weights_roberta"] = not torch.equal(parameters[HEAD_WEIGHT], parameters[EMBEDDING])
     own = {name: value for name, value in tensors.items() if ".self_attn.attention." in name}
@@ -89,7 +99,7 @@ def _names_of_today(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sizes(tensors: Mapping[str, Tensor], path: Path) -> Sizes:
-    """Sizes that the tensors themselves have; `_check` compares every one with them."""
+    """Sizes that the tensors themselves have; `require_shapes` compares every one with them."""
     layers = {int(found[1]) for name in tensors if (found := LAYERS.match(name))}
     first = tensors.get(f"{ENCODER}layers.0.fc1.weight")
     tables = (tensors[EMBEDDING], tensors[POSITIONS], first)
@@ -122,15 +132,6 @@ def _options(
     }
 
 
-def _check(tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    if missing := [name for name in wanted if name not in tensors]:
-        raise InputError(f"{path} lacks {first_few(missing)}")
-    for name, shape in wanted.items():
-        if tuple(tensors[name].shape) != shape:
-            shapes = (" x ".join(map(str, x)) for x in (tensors[name].shape, shape))
-            raise InputError(f"{path}: {name} is {', and the others need '.join(shapes)}")
-
-
 def _dictionary(path: Path, dictionary: Path | None, rows: int) -> tuple[list[str], dict[str, bytes]]:
     """The symbols of dict.txt, fillers included, and the tokenizer's files, beside it or in the run's own folder."""
     folder = dictionary.parent if dictionary else next(iter(directories(str(path), None)), path.parent)
@@ -146,6 +147,6 @@ def _dictionary(path: Path, dictionary: Path | None, rows: int) -> tuple[list[st
     count = NUM_SPECIAL + len(symbols) + (MASK not in symbols)
     if count != rows:
         raise InputError(f"{place} has {count} symbols with fairseq's own, and {path} has {rows}")
-    files = {name: file.read_bytes() for name in TOKENIZERS if (file := folder / name).is_file()}
-    check_dictionary(symbols, files, place)
+    files = find_tokenizer([folder])
+    check_dictionary(files, place)
     return symbols, files

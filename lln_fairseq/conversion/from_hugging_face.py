@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.reading import check_weights
 from lln_fairseq.conversion.directory import CONFIG, as_float32, read_json, read_tensors
-from lln_fairseq.conversion.encoder import EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few
+from lln_fairseq.conversion.encoder import EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few, require_shapes
 from lln_fairseq.conversion.parameter_names import (
     HEAD_BIAS,
     HEAD_WEIGHT,
@@ -23,15 +23,16 @@ from lln_fairseq.conversion.parameter_names import (
     encoder_names,
     head_names,
 )
-from lln_fairseq.conversion.read_tokenizer import PIECES, Vocabulary, read_vocabulary
+from lln_fairseq.conversion.read_tokenizer import PIECES, SourceVocabulary, read_vocabulary
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 
+STATED = f"{CONFIG} says"
 BERT, XLM_R = "bert", "xlm-roberta"
 MODEL_TYPES = ("roberta", XLM_R, BERT)
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
 SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers")
-REFUSED = {"is_decoder": True, "add_cross_attention": True}  # what no encoder of ours can be
+DECODER_OPTIONS = ("is_decoder", "add_cross_attention")  # what no encoder of ours can be
 
 OLD_NAMES = {re.compile(r"LayerNorm\.gamma$"): "LayerNorm.weight", re.compile(r"LayerNorm\.beta$"): "LayerNorm.bias"}
 # Names of other parts: what they hold is not used, and said, if it is more than a buffer.
@@ -56,15 +57,18 @@ def read(folder: Path) -> Encoder:
     names = list(encoder_names(sizes))
     head = list(head_names(sizes, bert))
     has_head = any(name.theirs in tensors for name in head)
-    _check(tensors, {name.theirs: name.shape for name in [*names, *(head if has_head else [])]}, folder)
+    wanted = {name.theirs: name.shape for name in [*names, *(head if has_head else [])]}
+    require_shapes(tensors, wanted, folder, STATED)
     notes = _left_out(tensors, names + head, folder)
-    vocabulary = _vocabulary(folder, config, sizes.V)
+    if (folder / PIECES).is_file() and config["model_type"] != XLM_R:
+        raise InputError(f"{folder}: {PIECES} is XLM-R's, and this is a {config['model_type']}")
+    vocabulary = read_vocabulary(folder, sizes.V, config)
     parameters = as_float32({name.ours: tensors[name.theirs] for name in [*names, *(head if has_head else [])]})
     _positions(parameters, tensors, bert, vocabulary.order[PAD], sizes, folder)
     if has_head and not config.get("tie_word_embeddings", True):
         options["untie_weights_roberta"] = True
         output = "cls.predictions.decoder.weight" if bert else "lm_head.decoder.weight"
-        _check(tensors, {output: (sizes.V, sizes.C)}, folder)
+        require_shapes(tensors, {output: (sizes.V, sizes.C)}, folder, STATED)
         parameters |= as_float32({HEAD_WEIGHT: tensors[output]})
     options["max_positions"] = len(parameters[POSITIONS]) - OFFSET
     _reorder(parameters, vocabulary)
@@ -76,9 +80,9 @@ def _options(config: dict[str, Any], path: Path) -> tuple[bool, Sizes, dict[str,
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise InputError(f"{path}: this is a {kind or 'model of no known type'}, and may be {', '.join(MODEL_TYPES)}")
-    for option, value in REFUSED.items():
-        if config.get(option) == value:
-            raise InputError(f"{path}: {option} is {value}: this is no encoder")
+    for option in DECODER_OPTIONS:
+        if config.get(option) is True:
+            raise InputError(f"{path}: {option} is True: this is no encoder")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise InputError(f"{path}: its positions are {config['position_embedding_type']}, not absolute")
     activation = str(config.get("hidden_act", "gelu"))
@@ -123,18 +127,6 @@ def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def _check(tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    if missing := [name for name in shapes if name not in tensors]:
-        raise InputError(f"{folder} lacks {first_few(missing)}")
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise InputError(f"{folder}: {name} is {_by(tensors[name].shape)}, and {CONFIG} says {_by(shape)}")
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
 def _left_out(tensors: dict[str, Tensor], names: list[Name], folder: Path) -> list[str]:
     """A note about the heads that are not used. Raises: InputError for what no encoder of a RoBERTa or BERT has."""
     known = {name.theirs for name in names} | {TOKEN_TYPES}
@@ -145,12 +137,6 @@ def _left_out(tensors: dict[str, Tensor], names: list[Name], folder: Path) -> li
     return [f"left out: {', '.join(sorted(heads))}"] if heads else []
 
 
-def _vocabulary(folder: Path, config: dict[str, Any], rows: int) -> Vocabulary:
-    if (folder / PIECES).is_file() and config["model_type"] != XLM_R:
-        raise InputError(f"{folder}: {PIECES} is XLM-R's, and this is a {config['model_type']}")
-    return read_vocabulary(folder, rows, config)
-
-
 def _positions(parameters: dict[str, Tensor], tensors: dict[str, Tensor], bert: bool, padding: int,
                sizes: Sizes, folder: Path) -> None:  # fmt: skip
     """Puts position p into row p + 2 and the token type into the positions, in place."""
@@ -159,7 +145,7 @@ def _positions(parameters: dict[str, Tensor], tensors: dict[str, Tensor], bert: 
         raise InputError(f"{folder}: the positional table has {len(table)} rows, and {skipped} are no positions")
     if TOKEN_TYPES in tensors:
         kinds = tensors[TOKEN_TYPES]
-        _check(tensors, {TOKEN_TYPES: (kinds.shape[0], sizes.C)}, folder)
+        require_shapes(tensors, {TOKEN_TYPES: (kinds.shape[0], sizes.C)}, folder, STATED)
         if kinds[0].any():  # else the table stays as it is to the bit, with the rows that are no positions
             table = torch.cat([table[:skipped], table[skipped:] + kinds[0].to(table.dtype)])
     if skipped != OFFSET:
@@ -167,7 +153,7 @@ def _positions(parameters: dict[str, Tensor], tensors: dict[str, Tensor], bert: 
     parameters[POSITIONS] = table
 
 
-def _reorder(parameters: dict[str, Tensor], vocabulary: Vocabulary) -> None:
+def _reorder(parameters: dict[str, Tensor], vocabulary: SourceVocabulary) -> None:
     """Puts everything that has a row a symbol into fairseq's order, in place."""
     order = torch.tensor(vocabulary.order)
     for name in (EMBEDDING, HEAD_BIAS, HEAD_WEIGHT):

@@ -8,8 +8,7 @@ from typing import Any
 from lln_fairseq.errors import InputError
 
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
-AUTO = {"ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
-        "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification")}  # fmt: skip
+PIPELINES = {"ForMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification"}
 MANIFEST, SCORES = "manifest.json", "valid.json"
 APPROXIMATE = (
     " - tokenizer: SentencePiece with a table of normalized characters. `transformers` applies the table to whole\n"
@@ -19,16 +18,26 @@ APPROXIMATE = (
 
 
 def model_card(
-    config: Mapping[str, Any], purpose: str, tokenizer: bool, is_approximate: bool, versions: Mapping[str, str],
-    updates: int, folders: list[Path],
-) -> str:  # fmt: skip
+    config: Mapping[str, Any],
+    purpose: str,
+    tokenizer: bool,
+    is_approximate: bool,
+    folders: list[Path],
+) -> str:
     """The text; `folders` are where the data's manifest and the scores of the checkpoint may lie.
 
     `is_approximate`: the tokenizer gives some texts other ids than lln_fairseq does.
     """
-    auto, task = AUTO[purpose]
+    auto = f"AutoModel{purpose}"
     trusted = ", trust_remote_code=True" if "auto_map" in config else ""
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [lln_fairseq, roberta]", "---", ""]
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"pipeline_tag: {PIPELINES[purpose]}",
+        "tags: [lln_fairseq, roberta]",
+        "---",
+        "",
+    ]
     lines += ["# A RoBERTa of lln_fairseq", "", _about(config), "", "## Use", ""]
     lines += [f"    from transformers import {'AutoTokenizer, ' if tokenizer else ''}{auto}", ""]
     lines += [f"    tokenizer = AutoTokenizer.from_pretrained(DIRECTORY{trusted})"] if tokenizer else []
@@ -40,9 +49,7 @@ def model_card(
     if labels := config.get("id2label"):
         lines += [f" - labels: {', '.join(labels.values())}"]
     lines += [APPROXIMATE] if is_approximate else []
-    lines += [f" - updates of its last training: {updates}"] if updates else []
     lines += _data(folders) + _scores(folders)
-    lines += ["", "## Made with", "", *(f" - {name} {version}" for name, version in versions.items())]
     lines += ["", "## Licence", "", "To be stated by whoever publishes this model.", ""]
     return "\n".join(lines)
 
@@ -61,9 +68,7 @@ def _data(folders: list[Path]) -> list[str]:
     content = _first(folders, MANIFEST)
     sources = content.get("sources")
     names = [str(source["name"]) for source in sources or () if isinstance(source, dict) and "name" in source]
-    program = content.get("settings", {}).get("program") if isinstance(content.get("settings"), dict) else None
-    lines = [f" - data: {', '.join(names)}"] if names else []
-    return lines + ([f" - prepared with: {program}"] if program else [])
+    return [f" - data: {', '.join(names)}"] if names else []
 
 
 def _scores(folders: list[Path]) -> list[str]:

@@ -21,15 +21,12 @@ try:
 except ImportError:
     HAS_KERNELS = False
 
-ATTENTIONS = ("lln", "lln_diag")
 MIXES: dict[str, tuple[str, ...]] = {  # and their learned parameters
     "average": (), "ratio": ("ratio",), "scale": ("ratio", "diag_scale"),
     "joint": (), "joint_offset": ("offset",),
 }  # fmt: skip
 PER_FEATURE = ("ratio", "scale")
-GAINS = ("none", "learned")
 FLOOR = 1 / 16
-CONSTANTS = ("calibrated", "entropy", "paper")
 PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086  # σ_lln² = a σ̃² + b, of the authors' code
 MIN_SIGMA, LOG_SIGMA2_LIMIT = 1e-6, 24.0
 
@@ -44,10 +41,6 @@ class LLNRobertaConfig(RobertaConfig):
                  constants: str = "calibrated", gain: str = "none",
                  moment_table: list[list[float]] | None = None, **options: Any) -> None:  # fmt: skip
         super().__init__(**options)
-        for value, known, name in ((attention, ATTENTIONS, "attention"), (mix, MIXES, "mix"),
-                                   (constants, CONSTANTS, "constants"), (gain, GAINS, "gain")):  # fmt: skip
-            if value not in known:
-                raise ValueError(f"unknown {name} '{value}', this file knows {', '.join(known)}")
         self.attention, self.mix, self.block_size = attention, mix, block_size
         self.alpha, self.beta, self.scope, self.constants = alpha, beta, scope, constants
         self.gain, self.moment_table = gain, moment_table

@@ -5,7 +5,6 @@ own ids in decimal (tokenizer.json), or by SentencePiece's pieces (XLM-R), which
 of the two kinds.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,10 @@ from typing import Any
 
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.directory import read_json
+from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
+from lln_fairseq.data.tokenizers import TOKENIZER_FILES, make_tokenizer
+from lln_fairseq.data.vocabulary import Vocabulary
 from lln_fairseq.errors import InputError, first_line
 
 TOKENIZER = "tokenizer.json"
@@ -34,7 +36,7 @@ KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTra
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class SourceVocabulary:
     """`order`: the row of the source's embedding for each of fairseq's ids; `symbols`, `files`: as in Encoder."""
 
     order: list[int]
@@ -42,7 +44,7 @@ class Vocabulary:
     files: dict[str, bytes]
 
 
-def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> Vocabulary:
+def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> SourceVocabulary:
     """Return the tokenizer in `folder` as transformers' AutoTokenizer loads it.
 
     Args:
@@ -88,8 +90,8 @@ def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> Vocab
     others = sorted(set(range(rows)) - set(special))
     order = [*special[:-1], *others, special[-1]]
     if not document:
-        return Vocabulary(order, _piece_symbols(ids, others), {"spm.model": (folder / PIECES).read_bytes()})
-    return Vocabulary(order, [str(row) for row in others], {TOKENIZER: document})
+        return SourceVocabulary(order, _piece_symbols(ids, others), {"spm.model": (folder / PIECES).read_bytes()})
+    return SourceVocabulary(order, [str(row) for row in others], {TOKENIZER: document})
 
 
 def _ids(folder: Path) -> dict[str, int] | None:
@@ -268,35 +270,11 @@ def _merges(path: Path, ids: Mapping[str, int]) -> list[str]:
     return merges
 
 
-def check_dictionary(symbols: list[str], files: Mapping[str, bytes], path: Path) -> None:
-    """Whether data_prep can use these files with this dict.txt. Raises: InputError that names the first piece that
-    dict.txt lacks."""
-    known = {*symbols, *SPECIAL_SYMBOLS, MASK}
-    for piece in _symbols_of(files):
-        if piece not in known:
-            raise InputError(f"{path} does not fit the tokenizer beside it: it lacks {piece!r}")
-
-
-def _symbols_of(files: Mapping[str, bytes]) -> list[str]:
-    """The symbols that a tokenizer writes, as data_prep names them."""
-    if "spm.model" in files:
-        from sentencepiece import SentencePieceProcessor
-
-        try:
-            model = SentencePieceProcessor(model_proto=files["spm.model"])
-        except RuntimeError as error:
-            raise InputError(f"spm.model is damaged: {first_line(error)}") from error
-        numbers = range(model.get_piece_size())
-        return [model.id_to_piece(i) for i in numbers if not (model.is_control(i) or model.is_unknown(i))]
-    try:
-        if "encoder.json" in files:
-            return [str(number) for number in sorted(json.loads(files["encoder.json"]).values())]
-        if TOKENIZER in files:
-            content = json.loads(files[TOKENIZER])
-            special = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
-            special |= {token for names in tokenizer_json.SPECIAL.values() for token in names}
-            ids = tokenizer_json.token_ids(content)
-            return [str(number) for token, number in ids.items() if token not in special]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"the tokenizer is damaged: {first_line(error)}") from error
-    return []
+def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
+    """Raise InputError if data_prep cannot use these files of a tokenizer with the dict.txt at `path`."""
+    for kind, names in TOKENIZER_FILES.items():
+        if names[0] in files:
+            try:
+                Vocabulary(make_tokenizer(kind, files), path.read_text(encoding="utf-8"))
+            except DataError as error:
+                raise InputError(f"{path}: {error}") from error

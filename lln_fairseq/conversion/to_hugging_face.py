@@ -25,14 +25,13 @@ from lln_fairseq.errors import InputError
 from lln_fairseq.ops.moment_matching import TABLES_FILES, calibration_table
 
 MODELING = "modeling_lln_roberta"
-OURS = ("lln", "lln_diag")  # that the modeling file knows, and its values of the options below
+OURS = ("lln", "lln_diag")  # what the modeling file knows; below, the values that it knows of its options
 KNOWN = {
     "mix": ("average", "ratio", "scale", "joint", "joint_offset"),
     "constants": ("calibrated", "entropy", "paper"),
     "gain": ("none", "learned"),
 }
-CLASSES = {"": "AutoModel", "ForMaskedLM": "AutoModelForMaskedLM",
-           "ForSequenceClassification": "AutoModelForSequenceClassification"}  # fmt: skip
+PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # what transformers' class names end in
 FIXED = {  # options of which Hugging Face's RoBERTa has one value
     "encoder_normalize_before": False, "layernorm_embedding": True, "activation_fn": "gelu",
     "pooler_activation_fn": "tanh", "spectral_norm_classification_head": False,
@@ -135,8 +134,10 @@ def _attention(name: str, options: Mapping[str, Any], head_dim: int) -> dict[str
     if found["constants"] in TABLES_FILES:
         table = calibration_table(head_dim, constants=found["constants"])
         found["moment_table"] = [numbers.tolist() for numbers in table]
-    places = {auto: f"{MODELING}.LLNRoberta{purpose or 'Model'}" for purpose, auto in CLASSES.items()}
-    return {**found, "auto_map": {"AutoConfig": f"{MODELING}.LLNRobertaConfig", **places}}
+    places = {"AutoConfig": f"{MODELING}.LLNRobertaConfig", "AutoModel": f"{MODELING}.LLNRobertaModel"}
+    for purpose in PURPOSES:
+        places[f"AutoModel{purpose}"] = f"{MODELING}.LLNRoberta{purpose}"
+    return {**found, "auto_map": places}
 
 
 def _mechanism(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def write(folder: Path, config: Mapping[str, Any], logits: Callable[[Tensor], Te
         tokens = _tokens(2, min(positions, block + 3), config["vocab_size"])  # more than one block, where it may have
         try:
             program = torch.onnx.export(
-                Logits(model), (tokens, _mask(tokens)), dynamo=True, verbose=False,
+                Logits(model), (tokens, tokens.ne(PAD).long()), dynamo=True, verbose=False,
                 input_names=NAMES, output_names=["logits"], dynamic_shapes=({0: "batch", 1: "length"},) * len(NAMES),
             )  # fmt: skip
         except Exception as error:  # the exporter has dozens of its own
@@ -100,10 +100,6 @@ def _tokens(sequences: int, length: int, vocabulary: int, padded: bool = False) 
     for row in range(sequences if padded else 0):
         tokens[row, max(1, length - row * length // sequences) :] = PAD
     return tokens
-
-
-def _mask(tokens: Tensor) -> Tensor:
-    return tokens.ne(PAD).long()
 
 
 def _check(path: Path, batches: Iterator[Tensor], logits: Callable[[Tensor], Tensor]) -> None:

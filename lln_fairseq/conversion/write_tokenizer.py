@@ -13,9 +13,9 @@ from typing import Any
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
 from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
+from lln_fairseq.data.tokenizers import TOKENIZER_FILES
 from lln_fairseq.errors import InputError, first_line
 
-KINDS = (("spm.model",), ("encoder.json", "vocab.bpe"), (TOKENIZER,))
 ROLES = {"<s>": ("bos_token", "cls_token"), "<pad>": ("pad_token",), "</s>": ("eos_token", "sep_token"),
          "<unk>": ("unk_token",), MASK: ("mask_token",)}  # fmt: skip
 NEVER = -1e4  # the score of a piece that no text has
@@ -23,10 +23,10 @@ SPACES = "\t-\r\x1c- \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000" 
 UNIGRAM, BPE = 1, 2  # SentencePiece's numbers
 
 
-def find(folders: Sequence[Path]) -> dict[str, bytes]:
+def find_tokenizer(folders: Sequence[Path]) -> dict[str, bytes]:
     """The files of the first tokenizer in these directories; empty where there is none."""
     for folder in folders:
-        for names in KINDS:
+        for names in TOKENIZER_FILES.values():
             if all((folder / name).is_file() for name in names):
                 return {name: (folder / name).read_bytes() for name in names}
     return {}

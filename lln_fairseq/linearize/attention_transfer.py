@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from lln_fairseq.attention import Attention
 from lln_fairseq.modules.encoder import LLNEncoderLayer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of a parameter, beside its own step
 SHORTEST = 64  # tokens of a text: LLN+Diag is softmax in a block anyway
 
 
@@ -102,27 +101,21 @@ def _projected_size(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tenso
     return tokens.square().sum()
 
 
-class _Recorder(nn.Module):
-    """An attention that keeps the inputs and the output of its last call."""
-
-    def __init__(self, attention: Attention) -> None:
-        super().__init__()
-        self.attention = attention
-        self.last: Heads | None = None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        out = self.attention(q, k, v, key_padding_mask)
-        self.last = Heads(q, k, v, key_padding_mask, out)
-        return out
-
-
 @contextmanager
-def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[_Recorder]]:
-    """Record each layer's attention in this context: `.last` has the inputs and the output of its last call."""
-    originals = [layer.self_attn.attention for layer in layers]
-    recorders = [_Recorder(attention) for attention in originals]
-    with exchanged(layers, recorders):
-        yield recorders
+def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[Heads]]:
+    """Record the inputs and the output of every call of the layers' attentions in this context, in their order."""
+    calls: list[Heads] = []
+
+    def record(attention: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
+        q, k, v, mask = inputs
+        calls.append(Heads(q, k, v, mask, out))
+
+    hooks = [layer.self_attn.attention.register_forward_hook(record) for layer in layers]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -196,15 +189,10 @@ class Stage:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state()`. Raises: an exception of any kind where it is not of this stage."""
-        if not isinstance(state["step"], int) or not 0 <= state["step"] <= self.steps:
-            raise ValueError(f"its step is {state['step']!r:.80}")
+        """Resume from what `state()` returned."""
         self.step = state["step"]
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for parameter, entry in self.optimizer.state.items():
-            if not entry["step"].numel() == 1 or any(entry[name].shape != parameter.shape for name in MOMENTS):
-                raise ValueError("its optimizer's state is of other parameters")
         self.generator.set_state(state["generator"])
 
 

@@ -46,12 +46,10 @@ class Students(Stage):
     def errors(self, tokens: Tensor) -> list[Tensor]:
         """Return the `relative_error` of each layer, with the teacher's hidden states as its input."""
         device = next(self.model.parameters()).device
-        with torch.no_grad(), recorded(self.layers) as recorders:
+        with torch.no_grad(), recorded(self.layers) as calls:
             self.model(src_tokens=tokens.to(device), features_only=True)
         errors = []
-        for layer, recorder, student in zip(self.layers, recorders, self.students, strict=True):
-            heads = recorder.last
-            assert heads is not None  # the model has run
+        for layer, heads, student in zip(self.layers, calls, self.students, strict=True):
             out = student(heads.q, heads.k, heads.v, heads.mask)
             errors.append(relative_error(out, heads, layer.self_attn.out_proj.weight.detach()))
         return errors

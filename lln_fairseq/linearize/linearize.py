@@ -29,6 +29,7 @@ from lln_fairseq.conversion.convert import CHECKPOINT, write
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.encoder import Encoder
 from lln_fairseq.data.checks import check_lines
+from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError, first_line, input_errors
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize.attention_transfer import Stage, Texts
@@ -39,7 +40,6 @@ from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.run_identity import data_hash, file_hash
 
 PROGRESS = "linearize.pt"  # beside model.pt: goes on from there
-AGAIN = "; remove it to begin again"
 SECOND_STAGE = ("distill", "distill_lr")  # settings that a run may change before that stage has begun
 RATES = {"transfer": "--lr", "distillation": "--distill-lr"}
 LOG_INTERVAL, SAVE_INTERVAL = 10, 50  # steps
@@ -124,8 +124,6 @@ class Progress:
         if there:
             saved = load_plain_data(str(self.file))
             check_sums(str(self.file))
-            if not is_progress(saved):
-                raise InputError(f"{self.file} is damaged: it is not what a conversion has saved{AGAIN}")
             self.stages = saved["stages"]
             differing = [key for key, value in self.settings.items() if saved["settings"].get(key) != value]
             if fixed := [key for key in differing if key not in SECOND_STAGE or "distillation" in self.stages]:
@@ -145,10 +143,7 @@ class Progress:
     def train(self, name: str, stage: Stage, texts: Texts, longest: int, writer: SummaryWriter) -> None:
         """Train a stage to its end, from where an earlier run stopped."""
         if name in self.stages:
-            try:
-                stage.restore(self.stages[name])
-            except Exception as error:  # torch's functions end in many ways on a state that is none
-                raise InputError(f"{self.file} is damaged: {first_line(error)}{AGAIN}") from error
+            stage.restore(self.stages[name])
         errors: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
         with tqdm(total=stage.steps, initial=stage.step, desc=name, disable=None) as bar:
             while stage.step < stage.steps:
@@ -170,13 +165,9 @@ class Progress:
                         print(f"{name}: step {stage.step} of {stage.steps}, {shown}", flush=True)
 
     def _save(self) -> None:
-        part = self.file.with_suffix(".tmp")
         state = {"settings": self.settings, "stages": self.stages, "complete": self.complete}
-        try:
+        with atomic_path(self.file) as part:
             write_large(part, lambda path: torch.save(state, path))
-            part.replace(self.file)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def need_finite(values: list[float], stage: str, where: str) -> None:
@@ -192,13 +183,6 @@ def report_distillation(
         print(f"held-out texts of {texts.length} tokens, after the distillation")
         print(f"  cosine of the texts' vectors    {was[0]:.3f} -> {now[0]:.3f}")
         print(f"  same nearest text               {was[1]:.2f} -> {now[1]:.2f}")
-
-
-def is_progress(saved: Any) -> bool:
-    """Whether it has the parts of OUT/linearize.pt: settings, and a dict for every stage."""
-    if not isinstance(saved, dict) or not all(isinstance(saved.get(part), dict) for part in ("settings", "stages")):
-        return False
-    return all(isinstance(stage, dict) for stage in saved["stages"].values())
 
 
 def read_texts(data: Path, split: str, dictionary: Any) -> Texts:
@@ -239,7 +223,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="(%(default)s)")
     parser.add_argument("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="options of the attention, as in docs/attentions.md: mix=joint_offset")  # fmt: skip
-    parser.add_argument("--mix", help="short for --option mix=...")
     parser.add_argument("--steps", type=int, default=400, help="updates (%(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of each update (%(default)s)")
     parser.add_argument("--length", type=int, help="of the longest texts (default: the model's positions)")
@@ -253,15 +236,9 @@ def main(argv: list[str]) -> None:
         parser.error("--steps and --distill must be at least 0, --tokens 1, --length 3")
     if not all(0 < lr < math.inf for lr in (args.lr, args.distill_lr)):
         parser.error("--lr and --distill-lr must be above 0 and finite")
-    if not 0 <= args.seed < 2**64:
-        parser.error("--seed must be from 0 to 2**64 - 1")
-    pairs = [*args.option, *([f"mix={args.mix}"] if args.mix else [])]
     try:
-        args.option = parse_options(pairs)
+        args.option = parse_options(args.option)
     except ValueError:
         parser.error("--option takes KEY=VALUE, as in mix=joint_offset")
-    if len(args.option) < len(pairs):
-        parser.error("--option and --mix give an option twice")
-    del args.mix
     disable_malloc_trim()
     linearize(args)

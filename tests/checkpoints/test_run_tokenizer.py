@@ -1,13 +1,10 @@
 """A run keeps what turns text into its model's ids."""
 
 import json
-import shutil
 
 import pytest
 
-from lln_fairseq.checkpoints import run_tokenizer
 from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.errors import InputError
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_corpus, train
 from tests.text_runs import OPTIONS, make_glue
 
@@ -50,21 +47,3 @@ def test_data_of_others_has_dictionaries_alone(tmp_path, monkeypatch, caplog):
     assert "only with a --tokenizer" in caplog.text
     train(monkeypatch, tmp_path / "log", corpus, tmp_path / "none", *MASKED_LM, *LLN, "--max-update", 1, "--no-save")
     assert not (tmp_path / "none/tokenizer").exists()
-
-
-def test_a_tokenizer_with_other_ids_is_refused(glue, tmp_path):
-    class Task:
-        cfg = type("Config", (), {"data": str(glue / "SST-2")})
-        source_dictionary = type("Dictionary", (), {"symbols": ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "<mask>"]})
-
-    with pytest.raises(InputError, match="other symbols than the dictionary of"):
-        run_tokenizer.check_vocabulary(load_vocabulary(Task.cfg.data), Task, "there")
-
-
-def test_where_dictionaries_are_looked_for(glue, tmp_path):
-    run, data = tmp_path / "run", tmp_path / "data"
-    shutil.copytree(glue / "SST-2", data)
-    assert run_tokenizer.directories(str(run / "a.pt"), str(data)) == [data]
-    shutil.copytree(glue / "SST-2", run / "tokenizer")
-    assert run_tokenizer.directories(str(run / "a.pt"), str(data)) == [run / "tokenizer", data]
-    assert run_tokenizer.directories(str(run / "a.pt"), None) == [run / "tokenizer"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -45,7 +44,6 @@ BAD = {
     "positions": (lambda c, t, f: c.update(position_embedding_type="relative_key"), "its positions are relative_key"),
     "activation": (lambda c, t, f: c.update(hidden_act="silu"), "its activation is silu"),
     "layers": (lambda c, t, f: c.update(num_hidden_layers=10**9), "num_hidden_layers is 1000000000, but it holds"),
-    "no number": (lambda c, t, f: c.update(hidden_size="x"), "hidden_size is 'x', not a positive number"),
     "heads": (lambda c, t, f: c.update(num_attention_heads=5), "32 is not divisible by 5"),
     "shape": (lambda c, t, f: t.update({f"{KEY}.bias": torch.zeros(7)}),
               "encoder.layer.1.intermediate.dense.bias is 7, and config.json says 48"),
@@ -60,14 +58,10 @@ BAD = {
     "no merges": (lambda c, t, f: (f / "merges.txt").unlink(), "vocab.json without merges.txt"),
     "other merges": (lambda c, t, f: (f / "merges.txt").write_text("#version: 0.2\nq xq\n"),
                      "merges.txt does not fit vocab.json, first at 'q xq'"),
-    "damaged tokenizer": (lambda c, t, f: (f / "vocab.json").write_text("[]"), "vocab.json cannot be read"),
     "too many tokens": (lambda c, t, f: add_token(f, "zebra", 9999), "the token 'zebra' with id 9999, but the embedd"),
-    "one id twice": (lambda c, t, f: add_token(f, "<s>", 2), r"special tokens with the same id: \[2, 1, 2"),
     "two tokenizers": (lambda c, t, f: (f / "vocab.txt").write_text("<pad>\n"), "'<pad>' is 1 in vocab.json and 0 in"),
     "padding": (lambda c, t, f: c.update(pad_token_id=0), "padding is 1 to the tokenizer, and 0 in config.json"),
     "no mask": (lambda c, t, f: remove_token(f, "<mask>"), "the tokenizer has no <mask> or"),
-    "damaged settings": (lambda c, t, f: (f / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"a": 1}}'),
-                         "the tokenizer or its tokenizer_config.json is damaged: invalid literal"),
     "another id": (lambda c, t, f: (f / "added_tokens.json").write_text('{"zebra": 7000}'),
                    "the added token 'zebra' has id 7000, but transformers gives it"),
     "pickle": (pickled, "it wants to call print, which no checkpoint may"),
@@ -114,8 +108,8 @@ def test_damaged_files(name, damage, sources, copy, tmp_path):
     noise = bytes(torch.randint(256, (len(data),), generator=torch.Generator().manual_seed(0)).tolist())
     (folder / name).write_bytes({"half": data[: len(data) // 2], "noise": noise, "nothing": b""}[damage])
     with pytest.raises(InputError, match=f"{name} (is damaged|cannot be read)|cannot load .*{name}, which is damaged"):
-        convert(folder, tmp_path / "far" / "out", "softmax")
-    assert not (tmp_path / "far").exists()
+        convert(folder, tmp_path / "out", "softmax")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_part_that_an_index_lists_and_a_path_out_of_the_directory(sources, copy, tmp_path):
@@ -133,17 +127,11 @@ def test_a_full_disk_leaves_nothing(sources, tmp_path, monkeypatch, capsys):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
     monkeypatch.setattr(torch, "save", full)
-    assert main(["convert", str(sources["bert"][1]), str(tmp_path / "far" / "out")]) == 1
+    assert main(["convert", str(sources["bert"][1]), str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: cannot write model.pt: [enforce fail")
     assert "MB free" in said
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_package_is_named_with_its_extra(sources, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(InputError, match=r"needs the package safetensors: pip install 'lln-fairseq\[hf\]'"):
-        convert(sources["bert"][1], tmp_path / "out", "softmax")
 
 
 def test_an_output_that_is_there_is_left_alone(sources, tmp_path):

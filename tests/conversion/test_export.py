@@ -162,15 +162,6 @@ def test_gradients_reach_every_parameter(pretrained, tmp_path):
     torch.testing.assert_close(logits(again, tokens), logits(model, tokens))
 
 
-def test_the_modeling_file_knows_what_is_exported_and_refuses_the_rest():
-    assert modeling.ATTENTIONS == to_hf.OURS
-    known = {"mix": tuple(modeling.MIXES), "constants": modeling.CONSTANTS, "gain": modeling.GAINS}
-    assert known == to_hf.KNOWN
-    for option in ("attention", *known):
-        with pytest.raises(ValueError, match=f"unknown {option} 'new', this file knows"):
-            modeling.LLNRobertaConfig(**{option: "new"})
-
-
 def test_an_option_that_the_modeling_file_does_not_know_is_refused(pretrained):
     model, _ = load_model(str(pretrained("--attention", "lln_diag")))
     options = {"mix": "new", "constants": "calibrated"}

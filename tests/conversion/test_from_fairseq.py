@@ -1,16 +1,16 @@
 """Checkpoints of fairseq, of any age and architecture, in ours; and those that cannot be."""
 
 import argparse
-import json
 
 import pytest
 import torch
 
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
+from lln_fairseq.data.tokenizers import train_sentencepiece
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
-from tests.conversion.sources import logits
+from tests.conversion.sources import PIECES, TEXTS, logits
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 
@@ -112,6 +112,6 @@ def test_dictionaries_that_do_not_fit_a_checkpoint(trained, tmp_path):
     with pytest.raises(InputError, match=r"has 64 symbols with fairseq's own, and .* has 65"):
         convert(source, tmp_path / "out", "softmax")
     (tmp_path / "dict.txt").write_text("\n".join(lines) + "\n")
-    (tmp_path / "encoder.json").write_text(json.dumps({"a": 0}))
-    with pytest.raises(InputError, match="does not fit the tokenizer beside it: it lacks '0'"):
+    (tmp_path / "spm.model").write_bytes(train_sentencepiece(TEXTS * 3, PIECES))
+    with pytest.raises(InputError, match=r"dict\.txt does not fit the sentencepiece tokenizer: it lacks"):
         convert(source, tmp_path / "out", "softmax")

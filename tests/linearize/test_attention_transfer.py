@@ -51,19 +51,6 @@ def test_lln_notices_every_part_of_it():
         assert relative_rms(student(q, k, v), lln(q, k, v)) > 0.05
 
 
-def test_folding_gives_the_aligned_queries_and_keys():
-    alignment, x = random_alignment(), torch.randn(5, 48)
-    projections = [nn.Linear(48, HEADS * DIM) for _ in range(2)]
-
-    def heads():
-        return [projection(x).view(5, HEADS, DIM).transpose(0, 1) for projection in projections]
-
-    wanted = alignment(*heads())
-    alignment.fold(*projections)
-    for found, expected in zip(heads(), wanted, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_the_error_is_relative_to_the_teacher_and_leaves_padding_out():
     (q, k, v), mask = random_qkv(), random_padding(2, 97)
     teacher, projection = Heads(q, k, v, mask, v), torch.randn(16, HEADS * DIM)
