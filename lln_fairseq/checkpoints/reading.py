@@ -129,6 +129,9 @@ def _load(path: str, mmap: bool) -> Any:
         if not mmap or "mmap" not in str(error):
             raise
         return torch.load(path, map_location="cpu", weights_only=True)
+    except UnicodeEncodeError:  # torch opens only paths that are UTF-8; under a POSIX locale "é" is none
+        with open(path, "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _reason(error: Exception) -> str:

@@ -109,3 +109,10 @@ def test_parts_that_cannot_be_opened_are_damaged(offset, value, tmp_path):
     path.write_bytes(changed)
     with pytest.raises(InputError, match=r"a\.pt is damaged: ."):
         check_sums(str(path))
+
+
+def test_path_that_is_not_utf8_loads(tmp_path):
+    """Every non-ASCII path looks like this to Python under a POSIX locale."""
+    path = tmp_path / "\udcff.pt"
+    torch.save({"model": {"weight": torch.ones(2)}}, path)
+    assert torch.equal(load_checkpoint_lazily(str(path))["model"]["weight"], torch.ones(2))
