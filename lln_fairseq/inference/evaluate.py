@@ -32,7 +32,6 @@ SHOWN = {  # the metrics in the order in which they are printed, and how
     "spearman": "Spearman {:.4f}",
     "loss": "loss {:.3f}",
 }
-STSB_SCALE = 5.0  # the only regression of GLUE; its targets are trained as fractions of this
 SPLIT = "{split}"  # in a file's name
 
 
@@ -118,10 +117,10 @@ def score(task: Any, outputs: Outputs) -> dict[str, Any]:
     return metrics
 
 
-def predictions(task: Any, outputs: Outputs) -> list[str]:
-    """Return one label for each row by its name in label/dict.txt, or its score on the scale of STS-B."""
+def predictions(task: Any, outputs: Outputs, scale: float = 5.0) -> list[str]:
+    """One label a row by its name in label/dict.txt; of a regression the score times `scale`, within [0, scale]."""
     if task.cfg.regression_target:
-        return [f"{value:.3f}" for value in (STSB_SCALE * outputs.logits.view(-1)).clamp(0, STSB_SCALE).tolist()]
+        return [f"{value:.3f}" for value in (scale * outputs.logits.view(-1)).clamp(0, scale).tolist()]
     labels = label_names(task)
     return [labels[number] for number in outputs.logits.argmax(dim=-1).tolist()]
 
@@ -141,7 +140,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--split", default="valid", help="valid, test, valid,valid1 ... (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the score to this file; {split} in its name is replaced")
     parser.add_argument("--predict", type=Path, help="write a label for every row to this file, e.g. SST-2.tsv")
+    parser.add_argument("--scale", type=float, default=5.0, help="of predicted scores (default: 5, that of STS-B)")
     args = parser.parse_args(argv)
+    if not 0 < args.scale < math.inf:
+        parser.error(f"--scale is {args.scale}, and must be above 0 and finite")
     args.splits = args.split.split(",")
     for option in ("json", "predict"):
         file = getattr(args, option)
@@ -166,7 +168,7 @@ def write(args: argparse.Namespace, task: Any, outputs: Outputs) -> None:
         raise InputError(f"split '{split}' of {task.cfg.data} has no labels to score: use --predict OUT.tsv")
     if args.predict:
         file = of_split(args.predict, split)
-        write_predictions(file, predictions(task, outputs))
+        write_predictions(file, predictions(task, outputs, args.scale))
         print(f"{split}: {len(outputs.logits)} predictions in {file}")
     if outputs.targets is not None:
         found = score(task, outputs)

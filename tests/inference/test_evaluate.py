@@ -66,6 +66,18 @@ def test_several_splits_give_what_each_gives(tuned, tmp_path, capsys):
     assert not (tmp_path / "one.json").exists()
 
 
+def test_scale_that_is_not_finite_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit):
+        main(["evaluate", "unread.pt", "--predict", "a.tsv", "--scale", "nan"])
+    assert "must be above 0 and finite" in capsys.readouterr().err
+
+
+def test_empty_split_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit):
+        main(["evaluate", "unread.pt", "--split", "valid,"])
+    assert "--split names an empty split" in capsys.readouterr().err
+
+
 def test_predictions_have_the_names_of_the_labels_whatever_their_order(tmp_path, monkeypatch, capsys):
     names = ["yes", "no"]  # by frequency, as fairseq-preprocess does
     data = make_classification(tmp_path / "data", sizes=SIZES, names=names, class_of=lambda row, line: 0)
