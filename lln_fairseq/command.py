@@ -37,6 +37,8 @@ def run_main(program: Callable[[], int | None], interrupted: str = "interrupted"
     """
     if parent := os.environ.pop(PARENT, None):
         end_with(int(parent))
+    if sys.stderr is None:  # closed by the shell: print and tqdm would fail, or write to standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
     try:
         with signals():
             return program() or 0

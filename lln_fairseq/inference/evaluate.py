@@ -145,6 +145,8 @@ def main(argv: list[str]) -> None:
     if not 0 < args.scale < math.inf:
         parser.error(f"--scale is {args.scale}, and must be above 0 and finite")
     args.splits = args.split.split(",")
+    if "" in args.splits:
+        parser.error("--split names an empty split: give for example valid,test")
     for option in ("json", "predict"):
         file = getattr(args, option)
         if file and len(args.splits) > 1 and SPLIT not in file.name:

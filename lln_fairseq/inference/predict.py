@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from tqdm import tqdm
 
@@ -40,17 +40,25 @@ def main(argv: list[str]) -> None:
 
 def predict(args: argparse.Namespace) -> None:
     """Does what the command line asks for. Raises: UserError, OSError."""
+    if args.input == STANDARD and sys.stdin is None:
+        raise InputError("standard input is closed: give --input FILE")
+    if args.output == STANDARD and sys.stdout is None:
+        raise InputError("standard output is closed: give --output FILE")
     with ExitStack() as stack:
         file = sys.stdin.buffer if args.input == STANDARD else stack.enter_context(open(args.input, "rb"))
         model = load(args.checkpoint, args.data, args.tokenizer)
         if not model.finetuned:
             raise InputError(f"{args.checkpoint} was not fine-tuned and has no labels to predict")
         out = stack.enter_context(_output(args.output))
-        name = "standard input" if args.input == STANDARD else args.input
-        lines = enumerate(read_lines(file, name), start=1)
+        lines = read(file, "standard input" if args.input == STANDARD else args.input)
         for line in predictions(model, tqdm(lines, unit=" lines", disable=None)):
             out.write(line + "\n")
         out.flush()
+
+
+def read(file: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
+    """The number and the text of every line. Raises: UserError for one that is not UTF-8 or longer than 4 MiB."""
+    return enumerate(read_lines(file, name), start=1)
 
 
 def predictions(model: TextModel, lines: Iterable[tuple[int, str]]) -> Iterator[str]:

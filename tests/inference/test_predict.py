@@ -230,6 +230,18 @@ def test_memory_is_bounded_on_a_stream():
     assert read < 9000 + 2 * PART_TEXTS
 
 
+def test_closed_standard_streams_end_in_one_line(runs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "in").write_text("film\n")
+    for stream, option in (("stdin", "--input FILE"), ("stdout", "--output FILE")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, stream, None)
+            assert main(["predict", str(runs["SST-2"])]) == 1
+        assert f"is closed: give {option}" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", None)
+    code, output, _ = said_by(capsys, runs["SST-2"], "--input", tmp_path / "in")
+    assert (code, output.count("\n")) == (0, 1)
+
+
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("SST-2", b"a film\ta story\n", "line 1 has 2 columns, and the model takes one text"),
     ("RTE", b"a\tb\n\nalone\n", "line 3 has 1 columns, and the model takes two texts"),
