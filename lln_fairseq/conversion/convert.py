@@ -30,6 +30,7 @@ from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 
 CHECKPOINT = "model.pt"
 SEED = 1  # of what the source does not have
+MOST_POSITIONS = 1 << 20  # a table of 4 GB for 1,024 features
 NOT_OF_A_TRAINING = ("max_positions", "dropout", "attention_dropout", "activation_dropout")
 
 
@@ -42,6 +43,9 @@ def convert(
         require_attention(attention, "takes no parameters of another encoder")
     if not source.exists():
         raise InputError(f"no such directory or checkpoint: {source}")
+    if source.is_dir() and (heads is not None or dictionary is not None):
+        option = "--dictionary" if heads is None else "--heads"
+        raise InputError(f"{option} is for a checkpoint of fairseq, and {source} is a directory: leave it out")
     with new_directory(out) as folder:
         encoder = from_hf.read(source) if source.is_dir() else from_fairseq.read(source, dictionary, heads, attention)
         if positions is not None:
@@ -62,8 +66,8 @@ def write(encoder: Encoder, attention: str, folder: Path) -> None:
 
 def resize(encoder: Encoder, positions: int) -> list[str]:
     """Cuts the positional table, or repeats it from its start as Longformer does; returns what to say about it."""
-    if positions < 1:
-        raise InputError(f"--positions is {positions}, and must be at least 1")
+    if not 1 <= positions <= MOST_POSITIONS:
+        raise InputError(f"--positions is {positions}, and must be from 1 to {MOST_POSITIONS}")
     before = encoder.options["max_positions"]
     if positions == before:
         return []

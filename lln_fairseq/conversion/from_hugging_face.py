@@ -32,7 +32,7 @@ BERT, XLM_R = "bert", "xlm-roberta"
 MODEL_TYPES = ("roberta", XLM_R, BERT)
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
 SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers")
-DECODER_OPTIONS = ("is_decoder", "add_cross_attention")  # what no encoder of ours can be
+REFUSED = {"is_decoder": True, "add_cross_attention": True}  # what no encoder of ours can be
 
 OLD_NAMES = {re.compile(r"LayerNorm\.gamma$"): "LayerNorm.weight", re.compile(r"LayerNorm\.beta$"): "LayerNorm.bias"}
 # Names of other parts: what they hold is not used, and said, if it is more than a buffer.
@@ -80,9 +80,9 @@ def _options(config: dict[str, Any], path: Path) -> tuple[bool, Sizes, dict[str,
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise InputError(f"{path}: this is a {kind or 'model of no known type'}, and may be {', '.join(MODEL_TYPES)}")
-    for option in DECODER_OPTIONS:
-        if config.get(option) is True:
-            raise InputError(f"{path}: {option} is True: this is no encoder")
+    for option, value in REFUSED.items():
+        if config.get(option) == value:
+            raise InputError(f"{path}: {option} is {value}: this is no encoder")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise InputError(f"{path}: its positions are {config['position_embedding_type']}, not absolute")
     activation = str(config.get("hidden_act", "gelu"))

@@ -1,6 +1,7 @@
 """Encoders of Hugging Face in our checkpoints: the same logits, the same ids."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,9 +172,10 @@ def test_other_lengths(positions, how, sources, tmp_path):
         assert logits(tmp_path / "out", torch.full((1, 100), 5)).shape[1] == 100
 
 
-def test_no_positions_are_refused(sources, tmp_path):
-    with pytest.raises(InputError, match="--positions is 0, and must be at least 1"):
-        convert(sources["roberta"][1], tmp_path / "out", "softmax", positions=0)
+@pytest.mark.parametrize("options", [{"positions": 0}, {"heads": 7}, {"dictionary": Path("dict.txt")}])
+def test_options_that_do_not_fit_a_directory_are_refused(options, sources, tmp_path):
+    with pytest.raises(InputError, match=f"--{next(iter(options))} is"):
+        convert(sources["roberta"][1], tmp_path / "out", "softmax", **options)
     assert list(tmp_path.iterdir()) == []
 
 
