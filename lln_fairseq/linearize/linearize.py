@@ -236,6 +236,8 @@ def main(argv: list[str]) -> None:
         parser.error("--steps and --distill must be at least 0, --tokens 1, --length 3")
     if not all(0 < lr < math.inf for lr in (args.lr, args.distill_lr)):
         parser.error("--lr and --distill-lr must be above 0 and finite")
+    if not 0 <= args.seed < 2**64:
+        parser.error("--seed must be from 0 to 2**64 - 1")
     try:
         args.option = parse_options(args.option)
     except ValueError:

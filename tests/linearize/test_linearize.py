@@ -298,3 +298,9 @@ def test_the_experiment_of_several_forms(teacher, tmp_path, capsys):
     assert float(cells[1].split()[-2]) == pytest.approx((first + second) / 2, abs=1e-3)
     assert conversion.main([*command, "0", "--lr", "1"]) == 1
     assert "is of other settings" in capsys.readouterr().err
+
+
+def test_seed_that_torch_cannot_take_is_wrong_usage(teacher, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(*teacher, tmp_path / "out", "--seed", "99999999999999999999999")
+    assert "--seed must be from 0 to" in capsys.readouterr().err
