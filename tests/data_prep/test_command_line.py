@@ -10,9 +10,8 @@ from tests.data_prep.conftest import VOCAB_SIZE
 
 
 @pytest.fixture
-def command(monkeypatch, source, capfd):
+def command(archive, capfd):
     """main() with the small archive as its source: exit code, stdout, lines of stderr."""
-    monkeypatch.setattr(demo, "SOURCE", source)
 
     def call(*arguments):
         code = demo.main([str(argument) for argument in arguments])
