@@ -93,7 +93,7 @@ def obtain_tree(files: Sequence[Published], given: Path | None) -> tuple[FileTre
         raise DataError(f"cannot read {given}: No such file or directory")
     paths = [obtain(file, copy) for file, copy in zip(files, copies, strict=True)]
     if len(paths) == 1:
-        return open_tree(paths[0], verified=True), True
+        return open_tree(paths[0]), True
     return loose_files({path.name: path for path in paths}, ", ".join(path.name for path in paths)), True
 
 
