@@ -25,7 +25,6 @@ sees a sentence of the task's dev or test set.
 import argparse
 import sys
 import tarfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,18 +32,18 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.data import manifest
-from lln_fairseq.data.binary_format import DatasetCounts, binarize, class_blocks, dataset_files
+from lln_fairseq.data.binary_format import binarize
 from lln_fairseq.data.download import check_file, obtain
 from lln_fairseq.data.encode import Encoder
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES
 from lln_fairseq.data.reporting import say
-from lln_fairseq.data.special_symbols import NUM_SPECIAL
 from lln_fairseq.data.text import SPLITS, clean, sentence_key, split_of
-from lln_fairseq.data.tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, load_sentencepiece, train_sentencepiece
 from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 
 from .command import run_command
+from .folders import folder_files, write_labels
 
 FORMAT = 2  # raise it when the same settings give another result: old directories are then refused, not mixed
 NEUTRAL = 0.5
@@ -141,8 +140,7 @@ def result_files(tokenizer: Sequence[str]) -> list[str]:
     names = [*tokenizer]
     names += [f"raw/SST-2/{glue}.tsv" for glue in GLUE_NAMES.values()]
     for folder in ("lm", "sentiment/input0", "sentiment/label"):
-        names.append(f"{folder}/dict.txt")
-        names += [str(file) for split in SPLITS for file in dataset_files(Path(folder, split))]
+        names += folder_files(folder, SPLITS)
     return names
 
 
@@ -220,25 +218,21 @@ def write_result(
 
     say("writing fairseq's datasets")
     texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
-    datasets: dict[str, dict[str, DatasetCounts]] = {}
+    datasets: dict[str, dict[str, Any]] = {"lm": {}, "sentiment/input0": {}}
     with Encoder(vocabulary) as encoder:
         for folder, samples in (("lm", lines), ("sentiment/input0", texts)):
-            datasets[folder] = {
-                s: binarize(partial(encoder.blocks, samples[s]), vocabulary.size, out / folder / s, len(samples[s]))
-                for s in SPLITS
-            }
-    vocabulary = vocabulary.with_counts(datasets["lm"]["train"].by_id)
+            for split in SPLITS:
+                blocks = partial(encoder.blocks, samples[split])
+                counts = binarize(blocks, vocabulary.size, out / folder / split, len(samples[split]))
+                datasets[folder][split] = counts.record()
+                if (folder, split) == ("lm", "train"):
+                    symbol_counts = counts.by_id
+    vocabulary = vocabulary.with_counts(symbol_counts)
     for folder in ("lm", "sentiment/input0"):
         write_bytes(out / folder / "dict.txt", vocabulary.dictionary.encode())
-
     labels = {split: [label for _, label in rows[split]] for split in SPLITS}
-    classes = dictionary_text(LABELS, Counter(labels["train"]))
-    to, size = out / "sentiment/label", NUM_SPECIAL + len(classes.splitlines())
-    write_bytes(to / "dict.txt", classes.encode())
-    datasets["sentiment/label"] = {
-        s: binarize(partial(class_blocks, labels[s], LABELS), size, to / s, len(labels[s])) for s in SPLITS
-    }
-    return vocabulary, {name: {s: c.record() for s, c in splits.items()} for name, splits in datasets.items()}
+    datasets["sentiment/label"] = write_labels(out / "sentiment/label", LABELS, labels)
+    return vocabulary, datasets
 
 
 def summary(content: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ import dataclasses
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from lln_fairseq.data import manifest
-from lln_fairseq.data.binary_format import Block, binarize, class_blocks, dataset_files
+from lln_fairseq.data.binary_format import Block, binarize, dataset_files
 from lln_fairseq.data.download import obtain
 from lln_fairseq.data.encode import usable_cores
 from lln_fairseq.data.files import write_bytes
@@ -41,6 +41,7 @@ from lln_fairseq.data.vocabulary import DICTIONARY
 from . import listops, pathfinder
 from .chunks import Draw, draw_rows
 from .command import run_command
+from .folders import write_labels
 from .lra_sources import LraRows, Rows, read_source, read_stand_in, source_checksum, split_rows
 from .lra_tasks import LRA_TASKS, STAND_IN, STAND_INS, TEXT_LENGTH, LraTask
 
@@ -171,7 +172,9 @@ def result_files(task: LraTask) -> list[str]:
     """Every file of the result relative to OUT/TASK, the manifest excepted."""
     folders = [*(f"input{i}" for i in range(task.inputs)), "label"]
     names = [f"{folder}/{DICTIONARY}" for folder in folders]
-    return names + [str(file) for folder in folders for split in SPLITS for file in dataset_files(Path(folder, split))]
+    for folder in folders:
+        names += [str(file) for split in SPLITS for file in dataset_files(Path(folder, split))]
+    return names
 
 
 def symbol_blocks(rows: Sequence[bytes]) -> Iterator[Block]:
@@ -190,21 +193,17 @@ def _block(rows: Sequence[bytes]) -> Block:
 
 def write_result(out: Path, task: LraTask, rows: Rows) -> dict[str, dict[str, Any]]:
     """Write every file of the result but the manifest; return the counts read back by folder and split."""
-    symbols = dictionary_text(task.symbols, {}, reserved=1)
-    labels = dictionary_text(task.labels, Counter(rows["train"].labels))
+    dictionary = dictionary_text(task.symbols, {}, reserved=1)
+    size = NUM_SPECIAL + dictionary.count("\n")
     datasets: dict[str, dict[str, Any]] = {}
-
-    def write(folder: str, dictionary: str, blocks: Callable[[LraRows], Iterable[Block]]) -> None:
-        write_bytes(out / folder / DICTIONARY, dictionary.encode())
-        size = NUM_SPECIAL + dictionary.count("\n")
-        datasets[folder] = {
-            split: binarize(partial(blocks, found), size, out / folder / split, len(found)).record()
-            for split, found in rows.items()
-        }
-
     for i in range(task.inputs):
-        write(f"input{i}", symbols, lambda found, i=i: symbol_blocks(found.inputs[i]))  # type: ignore[misc]
-    write("label", labels, lambda found: class_blocks(found.labels, task.labels))
+        folder = f"input{i}"
+        write_bytes(out / folder / DICTIONARY, dictionary.encode())
+        datasets[folder] = {}
+        for split, found in rows.items():
+            counts = binarize(partial(symbol_blocks, found.inputs[i]), size, out / folder / split, len(found))
+            datasets[folder][split] = counts.record()
+    datasets["label"] = write_labels(out / "label", task.labels, {split: found.labels for split, found in rows.items()})
     return datasets
 
 
