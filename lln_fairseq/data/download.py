@@ -40,8 +40,6 @@ def check_file(path: Path, file: Published) -> None:
         sha256 = sha256_of(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    if size == 0:
-        raise DataError(f"{path} is empty; expected {file.name}")
     if file.size not in (None, size):
         raise DataError(f"{path} is not {file.name}: it has {size} bytes, expected {file.size}")
     if file.sha256 != sha256:

@@ -125,18 +125,6 @@ def test_fairseq_tasks_load_it_and_label_k_is_class_k(tmp_path, build):
     assert len(task.dictionary) % 8 == 0  # with <mask>
 
 
-def test_masked_lm_task_loads_it(tmp_path, build):
-    content = build()
-    config = MaskedLMConfig(data=str(tmp_path / "out/lm"), tokens_per_sample=64, sample_break_mode="complete", seed=1)
-    task = MaskedLMTask.setup_task(config)
-    for split in SPLITS:
-        task.load_dataset(split)
-        blocks = task.datasets[split]
-        lengths = [int(blocks.num_tokens(i)) for i in range(len(blocks))]
-        assert sum(lengths) == content["datasets"]["lm"][split]["tokens"] + len(lengths)  # <s> before each block
-        assert max(lengths) <= 64
-
-
 def test_rerun_is_a_no_op_without_torch(tmp_path, build, monkeypatch):
     content = build()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}

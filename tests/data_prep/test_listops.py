@@ -1,7 +1,6 @@
 """ListOps: every row's value by another evaluator, the rules of drawing, and the two readings."""
 
 import hashlib
-import random
 import re
 import statistics
 
@@ -92,11 +91,3 @@ def test_published_rows_are_read_without_round_brackets():
 def test_what_is_no_row_is_refused(text):
     with pytest.raises(ValueError, match=r"bracket|not one"):
         listops.evaluate(listops.parse(text))
-
-
-def test_only_random_is_used_of_the_generator():
-    class Only(random.Random):
-        def getrandbits(self, *_):
-            raise AssertionError("other versions of Python draw other numbers")
-
-    listops.draw(Only("a"))
