@@ -6,26 +6,22 @@ in order. Only `random()` of Python's generator is used, whose numbers no versio
 
 import multiprocessing
 import random
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Generator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from lln_fairseq.data.encode import ignore_interrupts
-from lln_fairseq.data.reporting import DataError, say
-
-SILENCE = 20.0  # seconds between two lines about the progress
+from lln_fairseq.data.encode import ignore_interrupts, map_in_order
+from lln_fairseq.data.reporting import say
 
 
 class Drawn(NamedTuple):
-    """A row that was drawn: its symbols (numbers below 256), its class, and what makes it the same as another."""
+    """A row that was drawn: its symbols (numbers below 256) and its class."""
 
     symbols: bytes
     label: int
-    key: bytes
 
 
 Draw = Callable[[random.Random], Drawn]
@@ -36,44 +32,37 @@ def below(generator: random.Random, number: int) -> int:
     return int(generator.random() * number)
 
 
-def draw_chunk(draw: Draw, name: str, seed: int, chunk: int, size: int) -> list[Drawn]:
+def draw_chunk(draw: Draw, name: str, seed: int, size: int, chunk: int) -> list[Drawn]:
     """The rows of one chunk."""
     generator = random.Random(f"{seed} {name} {chunk}")
     return [draw(generator) for _ in range(size)]
 
 
 def draw_rows(draw: Draw, name: str, seed: int, rows: int, workers: int, size: int = 25) -> list[Drawn]:
-    """`rows` rows of `draw`, no two with the same key, drawn by `workers` processes in chunks of `size`.
+    """`rows` rows of `draw`, no two with the same symbols, drawn by `workers` processes in chunks of `size`.
 
-    `draw` must be a function of a module. Says how far it is. Raises DataError when a process is killed.
+    `draw` must be a function of a module. Raises DataError when a process is killed.
     """
+    from tqdm import tqdm
+
+    say(f"{name}: drawing {rows} rows")
     found: dict[bytes, Drawn] = {}
-    start = said = time.monotonic()
-    for chunk in _chunks(draw, name, seed, workers, size):
-        for row in chunk:
-            found.setdefault(row.key, row)
-            if len(found) == rows:
-                say(f"{name}: {rows} rows drawn in {time.monotonic() - start:.0f} s")
-                return list(found.values())
-        if time.monotonic() - said > SILENCE:
-            said = time.monotonic()
-            left = (said - start) * (rows / len(found) - 1)
-            say(f"{name}: {len(found)} of {rows} rows, {left:.0f} s left")
-    raise AssertionError("there is always another chunk")
+    chunks = _chunks(draw, name, seed, workers, size)
+    with closing(chunks), tqdm(desc=name, total=rows, unit=" rows", leave=False, disable=None) as bar:
+        while len(found) < rows:
+            for row in next(chunks):
+                found.setdefault(row.symbols, row)
+            bar.update(len(found) - bar.n)
+    return list(found.values())[:rows]
 
 
-def _chunks(draw: Draw, name: str, seed: int, workers: int, size: int) -> Iterator[list[Drawn]]:
+def _chunks(draw: Draw, name: str, seed: int, workers: int, size: int) -> Generator[list[Drawn], None, None]:
+    draw_one = partial(draw_chunk, draw, name, seed, size)
     if workers <= 1:
-        yield from (draw_chunk(draw, name, seed, chunk, size) for chunk in count())
+        yield from map(draw_one, count())
     context = multiprocessing.get_context("spawn")  # as in encode.py
     pool = ProcessPoolExecutor(workers, context, initializer=ignore_interrupts)
     try:
-        pending: deque[Future[list[Drawn]]] = deque()
-        for chunk in count():
-            pending.append(pool.submit(draw_chunk, draw, name, seed, chunk, size))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError("a process that draws rows was killed (out of memory?); try fewer --workers") from error
+        yield from map_in_order(pool, draw_one, count(), workers)
     finally:
         pool.shutdown(cancel_futures=True)

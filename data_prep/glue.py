@@ -24,17 +24,16 @@ from typing import Any
 
 from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import FileTree
-from lln_fairseq.data.binary_format import binarize, class_blocks, dataset_files
+from lln_fairseq.data.binary_format import binarize
 from lln_fairseq.data.download import obtain_tree
 from lln_fairseq.data.encode import Encoder, usable_cores
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.reporting import DataError, say
-from lln_fairseq.data.special_symbols import NUM_SPECIAL
 from lln_fairseq.data.text import read_lines
-from lln_fairseq.data.tokenizers import dictionary_text
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
 from .command import run_command
+from .folders import folder_files, write_labels
 from .glue_tasks import GLUE_TASKS, GlueTask, Rows, read_rows, split_cells
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
@@ -94,8 +93,7 @@ def result_files(
     else:
         names += [f"label/{split}.label" for split in labelled]
     for folder, present in folders.items():
-        names.append(f"{folder}/{DICTIONARY}")
-        names += [str(file) for split in present for file in dataset_files(Path(folder, split))]
+        names += folder_files(folder, present)
     return names
 
 
@@ -135,10 +133,7 @@ def build(
     def read() -> dict[str, Rows]:
         found = given or Source(obtain_tree(task.published, None)[0], task)
         say(f"{task.name}: reading {found.tree.where}")
-        rows = {split: found.rows(split) for split in splits}
-        if published:
-            _check_rows(task, rows)
-        return rows
+        return {split: found.rows(split) for split in splits}
 
     def write(rows: dict[str, Rows]) -> dict[str, Any]:
         datasets = write_result(out, task, rows, encoder or Encoder(vocabulary, 1))
@@ -153,12 +148,6 @@ def build(
 
     files = result_files(task, splits, vocabulary)
     return manifest.build_directory(out, settings, files, read, write, overwrite)
-
-
-def _check_rows(task: GlueTask, rows: dict[str, Rows]) -> None:
-    for split, number in task.rows.items():
-        if len(rows[split]) != number:
-            raise DataError(f"{task.name} {split} has {len(rows[split])} rows, published are {number}")
 
 
 def row_counts(task: GlueTask, rows: Rows) -> dict[str, Any]:
@@ -194,13 +183,7 @@ def write_result(out: Path, task: GlueTask, rows: dict[str, Rows], encoder: Enco
         for split, scores in labels.items():
             write_bytes(out / f"label/{split}.label", "".join(f"{score}\n" for score in scores).encode())
         return datasets
-    dictionary = dictionary_text(task.labels, Counter(labels["train"]))
-    write_bytes(out / "label" / DICTIONARY, dictionary.encode())
-    size = NUM_SPECIAL + dictionary.count("\n")
-    datasets["label"] = {}
-    for split, names in labels.items():
-        counts = binarize(partial(class_blocks, names, task.labels), size, out / "label" / split, len(names))
-        datasets["label"][split] = counts.record()
+    datasets["label"] = write_labels(out / "label", task.labels, labels)
     return datasets
 
 

@@ -20,7 +20,7 @@ import dataclasses
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from lln_fairseq.data import manifest
-from lln_fairseq.data.binary_format import Block, binarize, class_blocks, dataset_files
+from lln_fairseq.data.binary_format import Block, binarize, dataset_files
 from lln_fairseq.data.download import obtain
 from lln_fairseq.data.encode import usable_cores
 from lln_fairseq.data.files import write_bytes
@@ -41,13 +41,13 @@ from lln_fairseq.data.vocabulary import DICTIONARY
 from . import listops, pathfinder
 from .chunks import Draw, draw_rows
 from .command import run_command
+from .folders import write_labels
 from .lra_sources import LraRows, Rows, read_source, read_stand_in, source_checksum, split_rows
 from .lra_tasks import LRA_TASKS, STAND_IN, STAND_INS, TEXT_LENGTH, LraTask
 
 FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
 DRAWS: dict[str, Draw] = {"listops": listops.draw, "pathfinder": pathfinder.draw}
 AT_ONCE = 1000  # rows in a block
-MOST_ROWS, MOST_LENGTH = 10_000_000, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def resolve(options: Options) -> tuple[LraTask, Options]:
         "--rows": options.rows is not None and not is_drawn,
         "--length": options.length is not None and not task.is_text,
         "--reading": options.reading != "fixed" and name != "listops",
-        "--source": options.source is not None and options.stand_in and not task.published,
+        "--source": options.source is not None and options.stand_in,
     }
     for option, is_refused in refused.items():
         if is_refused:
@@ -83,10 +83,10 @@ def resolve(options: Options) -> tuple[LraTask, Options]:
     rows = options.rows if options.rows is not None else task.drawn
     length = options.length if options.length is not None else TEXT_LENGTH
     least = math.ceil(1 / task.shares[1])  # a row of each split
-    if is_drawn and not least <= rows <= MOST_ROWS:
-        raise DataError(f"--rows is {rows}, and must be in [{least}, {MOST_ROWS}]")
-    if task.is_text and not 1 <= length <= MOST_LENGTH:
-        raise DataError(f"--length is {length}, and must be in [1, {MOST_LENGTH}]")
+    if is_drawn and rows < least:
+        raise DataError(f"--rows is {rows}, and must be at least {least}")
+    if task.is_text and length < 1:
+        raise DataError(f"--length is {length}, and must be at least 1")
     if not (is_drawn or task.published or options.source or options.stand_in):
         raise DataError(
             f"{name} needs --source: lra_release.gz of https://storage.googleapis.com/long-range-arena, or a directory "
@@ -119,10 +119,7 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
         source = options.source
         if source is None and task.published:
             source = obtain(task.published[0])
-        rows = _read(task, dataclasses.replace(options, source=source), is_drawn)
-        published_names = {file.name for file in task.published}
-        check_rows(task, rows, settings["data"] == "published" and checksums.keys() == published_names)
-        return rows
+        return _read(task, dataclasses.replace(options, source=source), is_drawn)
 
     def write(rows: Rows) -> dict[str, Any]:
         datasets = write_result(out, task, rows)
@@ -148,9 +145,6 @@ def _checksums(task: LraTask, options: Options) -> dict[str, str]:
         file = published[options.source.name]
         obtain(file, options.source)
         return {file.name: file.sha256}
-    if options.stand_in:  # which is one known file
-        obtain(task.published[0], options.source)
-        return {task.published[0].name: task.published[0].sha256}
     return {options.source.name: source_checksum(options.source, options.task)}
 
 
@@ -173,23 +167,13 @@ def _read(task: LraTask, options: Options, is_drawn: bool) -> Rows:
     return rows
 
 
-def check_rows(task: LraTask, rows: Rows, is_published: bool) -> None:
-    """Raises DataError for a split without rows, an empty row, or another number of rows than the published one."""
-    for split, found in rows.items():
-        if not len(found):
-            raise DataError(f"{task.name} {split} has no rows")
-        for column in found.inputs:
-            if not all(column):
-                raise DataError(f"{task.name} {split}, row {column.index(b'') + 1} is empty")
-        if is_published and len(found) != task.rows.get(split, len(found)):
-            raise DataError(f"{task.name} {split} has {len(found)} rows, published are {task.rows[split]}")
-
-
 def result_files(task: LraTask) -> list[str]:
     """Every file of the result relative to OUT/TASK, the manifest excepted."""
     folders = [*(f"input{i}" for i in range(task.inputs)), "label"]
     names = [f"{folder}/{DICTIONARY}" for folder in folders]
-    return names + [str(file) for folder in folders for split in SPLITS for file in dataset_files(Path(folder, split))]
+    for folder in folders:
+        names += [str(file) for split in SPLITS for file in dataset_files(Path(folder, split))]
+    return names
 
 
 def symbol_blocks(rows: Sequence[bytes]) -> Iterator[Block]:
@@ -208,21 +192,17 @@ def _block(rows: Sequence[bytes]) -> Block:
 
 def write_result(out: Path, task: LraTask, rows: Rows) -> dict[str, dict[str, Any]]:
     """Write every file of the result but the manifest; return the counts read back by folder and split."""
-    symbols = dictionary_text(task.symbols, {}, reserved=1)
-    labels = dictionary_text(task.labels, Counter(rows["train"].labels))
+    dictionary = dictionary_text(task.symbols, {}, reserved=1)
+    size = NUM_SPECIAL + dictionary.count("\n")
     datasets: dict[str, dict[str, Any]] = {}
-
-    def write(folder: str, dictionary: str, blocks: Callable[[LraRows], Iterable[Block]]) -> None:
-        write_bytes(out / folder / DICTIONARY, dictionary.encode())
-        size = NUM_SPECIAL + dictionary.count("\n")
-        datasets[folder] = {
-            split: binarize(partial(blocks, found), size, out / folder / split, len(found)).record()
-            for split, found in rows.items()
-        }
-
     for i in range(task.inputs):
-        write(f"input{i}", symbols, lambda found, i=i: symbol_blocks(found.inputs[i]))  # type: ignore[misc]
-    write("label", labels, lambda found: class_blocks(found.labels, task.labels))
+        folder = f"input{i}"
+        write_bytes(out / folder / DICTIONARY, dictionary.encode())
+        datasets[folder] = {}
+        for split, found in rows.items():
+            counts = binarize(partial(symbol_blocks, found.inputs[i]), size, out / folder / split, len(found))
+            datasets[folder][split] = counts.record()
+    datasets["label"] = write_labels(out / "label", task.labels, {split: found.labels for split, found in rows.items()})
     return datasets
 
 

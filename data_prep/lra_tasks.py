@@ -1,7 +1,6 @@
 """The tasks of the Long Range Arena and what takes the place of their texts and pictures where these cannot be had."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lln_fairseq.data.published_files import FILES, Published
 
@@ -15,7 +14,7 @@ STAND_IN = "stand-in"
 
 @dataclass(frozen=True)
 class LraTask:
-    """One task. `rows`: the published number by split, empty where nobody states it or we choose it.
+    """One task.
 
     `published`: what is fetched without --source; where there is nothing, `drawn` says whether rows are drawn at random
     and how many.
@@ -26,7 +25,6 @@ class LraTask:
     symbols: tuple[str, ...] = BYTES
     inputs: int = 1
     meaning: tuple[str, ...] = ()
-    rows: Mapping[str, int] = field(default_factory=dict)
     published: tuple[Published, ...] = ()
     drawn: int = 0
     shares: tuple[float, float] = (0.8, 0.1)  # of train and valid among rows that are not split yet
@@ -40,14 +38,12 @@ LRA_TASKS = {
         LraTask(
             "listops",
             labels=DIGITS,
-            rows={"train": 96000, "valid": 2000, "test": 2000},
             drawn=100_000,
             shares=(0.96, 0.02),
         ),
         LraTask(
             "text",
             labels=("neg", "pos"),
-            rows={"train": 25000, "valid": 25000, "test": 25000},
             published=(FILES["aclImdb_v1.tar.gz"],),
             is_text=True,
         ),
@@ -56,14 +52,12 @@ LRA_TASKS = {
             labels=("0", "1"),
             inputs=2,
             meaning=("no citation", "citation"),
-            rows={"train": 147086, "valid": 18090, "test": 17437},
             is_text=True,
         ),
         LraTask("pathfinder", labels=("0", "1"), meaning=("apart", "joined"), drawn=200_000),
         LraTask(
             "image",
             labels=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-            rows={"train": 45000, "valid": 5000, "test": 10000},
             published=(FILES["cifar-10-binary.tar.gz"],),
         ),
     )

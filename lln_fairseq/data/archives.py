@@ -1,7 +1,6 @@
 """Read files out of directories, zip archives and tar archives by name, without unpacking them to the disk."""
 
 import gzip
-import io
 import lzma
 import tarfile
 import zipfile
@@ -21,9 +20,6 @@ DAMAGE = (EOFError, RuntimeError, lzma.LZMAError, tarfile.TarError, zipfile.BadZ
 DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 ARCHIVE_SUFFIXES = {".zip", ".whl", ".tar", ".tgz"}
 
-# Text grows a few times when it is decompressed; what grows more than this is no data set.
-MAX_GROWTH = 200
-ALWAYS_ALLOWED = 64 << 20  # bytes
 CHUNK = 1 << 16
 
 
@@ -38,37 +34,6 @@ def damage_as_data_error(where: str) -> Iterator[None]:
         raise DataError(f"{where} cannot be read, it is damaged or incomplete: {error}") from error
 
 
-class LimitedStream(io.RawIOBase):
-    """A stream that raises DataError once more than `limit` bytes have been read from it."""
-
-    def __init__(self, stream: BinaryIO, limit: int, where: str) -> None:
-        self._stream = stream
-        self._left = limit
-        self._where = where
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        target = memoryview(buffer)
-        data = self._stream.read(len(target))
-        self._left -= len(data)
-        if self._left < 0:
-            raise growth_error(self._where)
-        target[: len(data)] = data
-        return len(data)
-
-
-def growth_limit(path: Path) -> int:
-    """Return how many bytes may come out of the file `path`, of which no checksum is known."""
-    return max(ALWAYS_ALLOWED, MAX_GROWTH * path.stat().st_size)
-
-
-def growth_error(where: str) -> DataError:
-    """Return the error for a file that grows beyond `growth_limit`."""
-    return DataError(f"{where} grows more than {MAX_GROWTH} times; if you trust it, unpack it and give the directory")
-
-
 @dataclass(frozen=True)
 class FileTree:
     """Files by their relative names: of a directory, of an archive, or single ones.
@@ -78,28 +43,20 @@ class FileTree:
         openers: a function for each name that opens the file.
         paths: the files of a tree that is not an archive.
         archive: the archive that holds the files.
-        limit: how many bytes may be read from one file of the archive; None: as many as there are.
     """
 
     where: str
     openers: Mapping[str, Callable[[], Any]]
     paths: Mapping[str, Path] = field(default_factory=dict)
     archive: Path | None = None
-    limit: int | None = None
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
         """Open a file; name.xz and name.gz are decompressed. Raises DataError in the `with` block for damaged data."""
-        where = f"{self.where}: {name}"
-        limit = self.limit
-        with damage_as_data_error(where), self.openers[name]() as stream:
+        with damage_as_data_error(f"{self.where}: {name}"), self.openers[name]() as stream:
             decompress = DECOMPRESSORS.get(PurePosixPath(name).suffix)
             if decompress is not None:
                 stream = decompress(stream)
-                if name in self.paths:
-                    limit = growth_limit(self.paths[name])
-            if limit is not None:
-                stream = io.BufferedReader(LimitedStream(stream, limit, where))
             yield stream
 
     def read(self, name: str) -> bytes:
@@ -141,12 +98,8 @@ def loose_files(paths: Mapping[str, Path], where: str) -> FileTree:
     return FileTree(where, {name: partial(path.open, "rb") for name, path in paths.items()}, paths)
 
 
-def open_tree(path: Path, verified: bool = False) -> FileTree:
+def open_tree(path: Path) -> FileTree:
     """Return the files of a directory, of a zip or tar archive, or the one file `path` where it is neither.
-
-    Args:
-        path: the directory, archive or file.
-        verified: True if its checksum is the published one: its files may then grow without limit.
 
     Raises:
         DataError: if the archive is damaged.
@@ -155,17 +108,16 @@ def open_tree(path: Path, verified: bool = False) -> FileTree:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         return loose_files({file.relative_to(path).as_posix(): file for file in files}, str(path))
-    limit = None if verified else growth_limit(path)
     with damage_as_data_error(str(path)):
         if tarfile.is_tarfile(path):
             tar = tarfile.open(path)  # noqa: SIM115  it stays open for the files of the tree
             members = {member.name: partial(tar.extractfile, member) for member in tar if member.isfile()}
             check_end(tar)
-            return FileTree(str(path), members, archive=path, limit=limit)
+            return FileTree(str(path), members, archive=path)
         if zipfile.is_zipfile(path):
             archive = zipfile.ZipFile(path)
             names = [name for name in archive.namelist() if not name.endswith("/")]
-            return FileTree(str(path), {name: partial(archive.open, name) for name in names}, archive=path, limit=limit)
+            return FileTree(str(path), {name: partial(archive.open, name) for name in names}, archive=path)
     if ARCHIVE_SUFFIXES.intersection(path.suffixes):
         raise DataError(f"{path} is not a readable archive; if it was downloaded, download it again")
     return loose_files({path.name: path}, str(path))
@@ -193,14 +145,10 @@ def walk(source: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Bin
             with path.open("rb") as file:
                 yield name, file
     elif tarfile.is_tarfile(source):
-        left = growth_limit(source)
         with tarfile.open(source) as archive:
             for member in archive:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep millions of them
                 if member.isfile() and wanted(member.name):
-                    left -= member.size
-                    if left < 0:
-                        raise growth_error(str(source))
                     yield member.name, cast(BinaryIO, archive.extractfile(member))
             check_end(archive)
     elif zipfile.is_zipfile(source):

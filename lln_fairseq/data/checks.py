@@ -14,30 +14,22 @@ import numpy as np
 
 from lln_fairseq.data.binary_format import Samples, in_pieces, read_dataset
 from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL, SPECIAL_SYMBOLS
+from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL, parse_dictionary
 from lln_fairseq.errors import InputError
 
-OVERWRITE = " #fairseq:overwrite"
 _ANEW = "prepare the data again"
 
 
 def read_symbols(path: Path) -> list[str]:
-    """The symbols of dict.txt. Raises: InputError where fairseq could not read it, or a symbol is there twice."""
-    lines = _read_lines(path)
-    seen = set(SPECIAL_SYMBOLS)
-    symbols = []
-    for number, line in enumerate(lines, start=1):
-        entry = line.rstrip()
-        symbol, space, times = entry.removesuffix(OVERWRITE).rpartition(" ")
-        try:
-            int(space and times)
-        except ValueError as error:
-            found = f"Incorrect dictionary format, expected a symbol and its count, found {line[:40]!r}"
-            raise InputError(f"{path}, line {number}: {found}; {_ANEW}") from error
-        if symbol in seen and not entry.endswith(OVERWRITE):
-            raise InputError(f"{path}, line {number}: the symbol {symbol!r} is there twice; {_ANEW}")
-        seen.add(symbol)
-        symbols.append(symbol)
+    """Return the symbols of dict.txt.
+
+    Raises:
+        InputError: if fairseq could not read it, or a symbol is there twice.
+    """
+    try:
+        symbols = parse_dictionary(_read_lines(path))
+    except DataError as error:
+        raise InputError(f"{path}, {error}; {_ANEW}") from error
     if not symbols:
         raise InputError(f"{path} is empty; {_ANEW}")
     return symbols

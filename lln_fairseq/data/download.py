@@ -40,8 +40,6 @@ def check_file(path: Path, file: Published) -> None:
         sha256 = sha256_of(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    if size == 0:
-        raise DataError(f"{path} is empty; expected {file.name}")
     if file.size not in (None, size):
         raise DataError(f"{path} is not {file.name}: it has {size} bytes, expected {file.size}")
     if file.sha256 != sha256:
@@ -93,7 +91,7 @@ def obtain_tree(files: Sequence[Published], given: Path | None) -> tuple[FileTre
         raise DataError(f"cannot read {given}: No such file or directory")
     paths = [obtain(file, copy) for file, copy in zip(files, copies, strict=True)]
     if len(paths) == 1:
-        return open_tree(paths[0], verified=True), True
+        return open_tree(paths[0]), True
     return loose_files({path.name: path for path in paths}, ", ".join(path.name for path in paths)), True
 
 

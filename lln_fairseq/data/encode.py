@@ -9,12 +9,13 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from lln_fairseq.data.vocabulary import Vocabulary
 
 BLOCK = 1 << 19  # characters
 INLINE_BLOCKS = 8  # up to here one process is faster than starting others
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def usable_cores() -> int:
@@ -75,6 +79,29 @@ def ignore_interrupts() -> None:
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
 
 
+def map_in_order(
+    pool: ProcessPoolExecutor,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    workers: int,
+) -> Iterator[Result]:
+    """Yield function(item) of every item in order, computed by a pool; takes few more items than have come out.
+
+    Raises:
+        DataError: if a process of the pool is killed.
+    """
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError("a worker process was killed (out of memory?); fewer --workers need less") from error
+
+
 def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
     global _worker
     ignore_interrupts()
@@ -122,17 +149,4 @@ class Encoder:
                 for piece in pieces:
                     yield encode_block(self.vocabulary.tokenizer, self.vocabulary.table, piece)
                 return
-        yield from self._from_processes(pieces)
-
-    def _from_processes(self, pieces: Iterable[list[str]]) -> Iterator[Block]:
-        pool = self._processes()
-        pending: deque[Future[Block]] = deque()
-        try:
-            for piece in pieces:
-                pending.append(pool.submit(_work, piece))
-                if len(pending) > 2 * self.workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise DataError("a process that encodes was killed (out of memory?); fewer --workers need less") from error
+        yield from map_in_order(self._processes(), _work, pieces, self.workers)

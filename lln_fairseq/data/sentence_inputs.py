@@ -22,8 +22,10 @@ from fairseq.data import (
 )
 from torch import Tensor
 
+from lln_fairseq.data.split_lines import ResizedDataset
 
-class WithoutLast(BaseWrapperDataset):
+
+class WithoutLast(ResizedDataset):
     """A data set of lines without the last token of each, which is </s>."""
 
     def __getitem__(self, index: int) -> Tensor:
@@ -32,12 +34,6 @@ class WithoutLast(BaseWrapperDataset):
     @property
     def sizes(self) -> np.ndarray:
         return np.asarray(self.dataset.sizes) - 1
-
-    def num_tokens(self, index: int) -> int:
-        return int(self.sizes[index])
-
-    def size(self, index: int) -> int:
-        return int(self.sizes[index])
 
 
 def read_inputs(task: Any, split: str, folders: Sequence[str], combine: bool) -> list[BaseWrapperDataset]:

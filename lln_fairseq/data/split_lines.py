@@ -5,7 +5,17 @@ from fairseq.data import BaseWrapperDataset
 from torch import Tensor
 
 
-class SplitLines(BaseWrapperDataset):
+class ResizedDataset(BaseWrapperDataset):
+    """A data set whose `sizes` are not those of the data set that it wraps."""
+
+    def num_tokens(self, index: int) -> int:
+        return int(self.sizes[index])
+
+    def size(self, index: int) -> int:
+        return int(self.sizes[index])
+
+
+class SplitLines(ResizedDataset):
     """A data set of lines in which a line of more than `limit` tokens is several items, one after the other.
 
     No token is lost: the tail of a long paragraph becomes an item of its own and begins the next block of tokens.
@@ -36,12 +46,6 @@ class SplitLines(BaseWrapperDataset):
     @property
     def sizes(self) -> np.ndarray:
         return self._end - self._start
-
-    def num_tokens(self, index: int) -> int:
-        return int(self.sizes[index])
-
-    def size(self, index: int) -> int:
-        return int(self.sizes[index])
 
     @property
     def supports_prefetch(self) -> bool:

@@ -23,8 +23,6 @@ from lln_fairseq.data.text import MAX_LINE, spread_sample
 VOCAB_SIZE = 32000
 TRAIN_CHARACTERS = 20_000_000  # for a new model; more changes little and costs memory (unigram: 30 times it)
 MOST_IDS = 1 << 24  # ten times what any tokenizer has
-SPACES = 100_000  # in a row; with a million tiktoken's regular expressions panic
-_LONG_SPACE = re.compile(rf"\s{{{SPACES}}}")
 _OTHER_SPACE = re.compile(r"[^\S ]")
 
 
@@ -122,8 +120,6 @@ class GPT2Tokenizer(Tokenizer):
         self.symbols_by_id = [str(i) for i in range(self.encoding.n_vocab)]
 
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
-        if any(len(line) > SPACES and _LONG_SPACE.search(line) for line in lines):
-            raise DataError(f"a line has more than {SPACES} white-space characters in a row, too many for tiktoken")
         return [self.encoding.encode_ordinary(line) for line in lines]
 
     def symbol_text(self, symbol: str) -> str:

@@ -10,8 +10,8 @@ There is no default for fine-tuning data, and the manifest records `identity`, s
 give every text the same ids, and others are told apart.
 """
 
+import io
 import json
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from lln_fairseq.data.files import sha256_bytes
 from lln_fairseq.data.manifest import MANIFEST
 from lln_fairseq.data.published_files import FILES
 from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.special_symbols import NUM_SPECIAL, SPECIAL_SYMBOLS, UNKNOWN
+from lln_fairseq.data.special_symbols import NUM_SPECIAL, UNKNOWN, parse_dictionary
 from lln_fairseq.data.tokenizers import (
     TOKENIZER_FILES,
     Tokenizer,
@@ -34,16 +34,14 @@ from lln_fairseq.data.tokenizers import (
 )
 
 DICTIONARY = "dict.txt"
-MAX_FILE = 256 << 20  # bytes
-_DICTIONARY_PLACE = re.compile(rf"(\w+/)?{re.escape(DICTIONARY)}")
 
 GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONARY)}
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer and the text of its dict.txt. Raises DataError where fairseq could not read that text, and where a
-    symbol of the tokenizer is not in it once."""
+    """A tokenizer and the text of its dict.txt. Raises DataError where fairseq could not read that text, and where it
+    lacks a symbol of the tokenizer."""
 
     tokenizer: Tokenizer
     dictionary: str
@@ -51,15 +49,19 @@ class Vocabulary:
     def __post_init__(self) -> None:
         there = set(self.symbols)
         missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in there]
-        if missing or len({*SPECIAL_SYMBOLS, *there}) != self.size:
-            wrong = f"lacks {missing[0]!r} ({len(missing)} missing)" if missing else "lists a symbol twice"
-            raise DataError(f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it {wrong}")
+        if missing:
+            raise DataError(
+                f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it lacks {missing[0]!r} "
+                f"({len(missing)} missing)"
+            )
 
     @cached_property
     def symbols(self) -> list[str]:
         """The symbols of dict.txt; symbol i has fairseq's id 4 + i."""
-        lines = self.dictionary.removesuffix("\n").split("\n")
-        return [_symbol(line, number) for number, line in enumerate(lines, start=1)]
+        try:
+            return parse_dictionary(io.StringIO(self.dictionary, newline=None))
+        except DataError as error:
+            raise DataError(f"{DICTIONARY}, {error}") from error
 
     @property
     def size(self) -> int:
@@ -95,35 +97,16 @@ class Vocabulary:
         }
 
 
-def _symbol(line: str, number: int) -> str:
-    """The symbol of a line of dict.txt, read as fairseq reads it."""
-    symbol, _, count = line.rstrip().rpartition(" ")
-    try:
-        int(count)
-    except ValueError as error:
-        raise DataError(f"{DICTIONARY}, line {number}: expected a symbol and its count, found {line[:80]!r}") from error
-    if len(symbol.split()) != 1 or symbol != symbol.strip():
-        raise DataError(f"{DICTIONARY}, line {number}: {symbol[:80]!r} is no symbol")
-    return symbol
-
-
 def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """The tokenizer's symbols in their own order, counts zero; one id is left for <mask>, which the tasks add."""
     return Vocabulary(tokenizer, dictionary_text(tokenizer.symbols(), {}, reserved=1))
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a regular file. Raises DataError."""
-    if path.exists() and not path.is_file():  # a pipe would block, a device may never end
-        raise DataError(f"cannot read {path}: it is not a regular file")
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE + 1)
+        return path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    if len(data) > MAX_FILE:
-        raise DataError(f"cannot read {path}: it is larger than {MAX_FILE >> 20} MiB, which no tokenizer is")
-    return data
 
 
 def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
@@ -143,10 +126,7 @@ def _from_manifest(manifest: Path) -> Vocabulary:
         for name, data in files.items():
             if sha256_bytes(data) != record["files"][name]:
                 raise DataError(f"{folder / name} is not the file that {manifest} lists")
-        name = record["dictionary"]["file"]
-        if not _DICTIONARY_PLACE.fullmatch(name):
-            raise DataError(f"{manifest} names {name!r:.80}: expected {DICTIONARY}, or FOLDER/{DICTIONARY}, beside it")
-        dictionary = folder / name
+        dictionary = folder / record["dictionary"]["file"]
         vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), dictionary)
         if vocabulary.identity != record["identity"]:
             raise DataError(f"{dictionary} is not the dictionary that {manifest} was written with")

@@ -70,9 +70,9 @@ def put(offset, form, value):
         ("dict.txt", lambda content: content + content, r"dict\.txt, line 61: the symbol 'w0' is there twice"),
         ("dict.txt", lambda content: content + b"</s> 1\n", r"line 61: the symbol '</s>' is there twice"),
         ("dict.txt", lambda content: b"\xff" + content, r"dict\.txt cannot be read: 'utf-8' codec"),
-        ("dict.txt", lambda content: content + b"word\n", "line 61: .* expected a symbol and its count, found 'word"),
-        ("dict.txt", lambda content: content + b"5\n", "line 61: .* expected a symbol and its count"),
-        ("dict.txt", lambda content: content + b"a\rb 1\n", "line 61: .* expected a symbol and its count, found 'a"),
+        ("dict.txt", lambda content: content + b"word\n", "line 61: expected a symbol and its count, found 'word"),
+        ("dict.txt", lambda content: content + b"5\n", "line 61: expected a symbol and its count"),
+        ("dict.txt", lambda content: content + b"a\rb 1\n", "line 61: expected a symbol and its count, found 'a"),
         # <mask>, which the task adds, would take the place of the last word
         ("dict.txt", lambda content: content[: content.rindex(b"w59")], r"holds the id 63, but .* has 63 symbols"),
     ],

@@ -116,7 +116,7 @@ def test_second_program_waits_for_the_first(cache, capsys):
     assert found == [cache / "data.zip"]
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"", "is empty"), (b"other", "bytes"), (None, "cannot read")])
+@pytest.mark.parametrize(("content", "message"), [(b"other", "bytes"), (None, "cannot read")])
 def test_wrong_given_file_is_refused(tmp_path, cache, content, message):
     given = tmp_path / "given"
     if content is not None:

@@ -9,7 +9,6 @@ from data_prep.train_tokenizer import main
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.tokenizers import (
-    SPACES,
     SentencePieceTokenizer,
     dictionary_text,
     load_sentencepiece,
@@ -99,13 +98,6 @@ def test_a_directory_with_a_tokenizer_comes_before_a_manifest_above_it(tmp_path)
     (tmp_path / "model" / "spm.model").unlink()
     with pytest.raises(DataError, match=r"manifest\.json is damaged or names no tokenizer"):
         load_vocabulary(str(tmp_path / "model"))
-
-
-def test_white_space_that_tiktoken_cannot_split(gpt2):
-    tokenizer = load_vocabulary(str(gpt2)).tokenizer
-    assert decode(tokenizer, encode_line(tokenizer, "a" + " " * (SPACES - 1))) == "a" + " " * (SPACES - 1)
-    with pytest.raises(DataError, match="white-space characters in a row"):
-        encode_line(tokenizer, "a" + " " * 1_000_000)
 
 
 def test_dictionary_gives_symbol_i_the_id_4_plus_i(tmp_path):

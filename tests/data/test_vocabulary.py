@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lln_fairseq.data import vocabulary
-from lln_fairseq.data.files import sha256_bytes, sha256_of
+from lln_fairseq.data.files import sha256_bytes
 from lln_fairseq.data.published_files import Published
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused(tmp_path, gpt2, prepared):
     whole = (other / "dict.txt").read_text()
     for text, message in (
         (whole.partition("\n")[2], r"dict\.txt: .* lacks '\d+' \(1 missing\)"),
-        (whole + whole, "lists a symbol twice"),
+        (whole + whole, "is there twice"),
     ):
         (other / "dict.txt").write_text(text)
         with pytest.raises(DataError, match=message):
@@ -89,36 +89,11 @@ def test_what_does_not_fit_is_refused(tmp_path, gpt2, prepared):
             load_vocabulary(str(given))
 
 
-def test_manifest_reads_only_regular_tokenizer_files_beside_it(prepared, monkeypatch):
-    path = prepared / "manifest.json"
-    record = json.loads(path.read_text())["tokenizer"]
-    with_another = {**record, "files": {**record["files"], "../another": ""}}
-    path.write_text(json.dumps({"tokenizer": with_another}))
-    assert load_vocabulary(str(prepared)).identity == record["identity"]
-    for place in ("../prepared/lm/dict.txt", str(prepared / "lm/dict.txt"), "spm.model"):
-        path.write_text(json.dumps({"tokenizer": {**record, "dictionary": {"file": place}}}))
-        with pytest.raises(DataError, match=r"names '.*: expected dict\.txt, or FOLDER/dict\.txt, beside it"):
-            load_vocabulary(str(prepared))
-    path.write_text(json.dumps({"tokenizer": record}))
-    monkeypatch.setattr(vocabulary, "MAX_FILE", 1 << 20)
-    (prepared / "lm/dict.txt").write_bytes(bytes((1 << 20) + 1))
-    with pytest.raises(DataError, match=r"cannot read .*dict\.txt: it is larger than 1 MiB"):
-        load_vocabulary(str(prepared))
-    (prepared / "lm/dict.txt").unlink()
-    (prepared / "lm/dict.txt").symlink_to("/dev/null")
-    with pytest.raises(DataError, match=r"cannot read .*dict\.txt: it is not a regular file"):
-        load_vocabulary(str(prepared))
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("word", "line 1: expected a symbol and its count, found 'word'"),
-        ("word x", "line 1: expected a symbol and its count"),
-        ("", "line 1: expected a symbol and its count"),
-        ("\u00a0x 1", "line 1: .* is no symbol"),
-        ("a\rb 1", "line 1: .* is no symbol"),
-        ("<unk> 1", "lists a symbol twice"),
+        ("word", r"dict\.txt: dict\.txt, line 1: expected a symbol and its count, found 'word"),
+        ("<unk> 1", "line 1: the symbol '<unk>' is there twice"),
         ("\udcff 1", "is not UTF-8"),
     ],
 )
@@ -128,15 +103,6 @@ def test_a_dictionary_that_fairseq_cannot_read(tmp_path, gpt2, line, message):
     (other / "dict.txt").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=message):
         load_vocabulary(str(other))
-
-
-def test_the_published_dictionary_is_checked_too(gpt2, cache, monkeypatch):
-    shutil.copytree(gpt2, cache)
-    (cache / "dict.txt").write_bytes(b"\xff 1\n")
-    files = {name: Published(name, sha256_of(cache / name)) for name in vocabulary.GPT2_FILES}
-    monkeypatch.setattr(vocabulary, "GPT2_FILES", files)
-    with pytest.raises(DataError, match=r"dict\.txt is not UTF-8"):
-        load_vocabulary("gpt2")
 
 
 def test_tokens_that_are_not_numbered_in_a_row(tmp_path, gpt2):
@@ -156,13 +122,6 @@ def test_byte_fallback_keeps_every_text_and_no_symbol_has_white_space(model):
         ids = ours.table[ours.tokenizer.encode_ids([line])[0]]
         assert 3 not in ids
         assert text_of(ours, ids) == line
-
-
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_training_is_deterministic(model_type):
-    size = 310
-    first = train_sentencepiece(LINES, size, model_type, byte_fallback=True)
-    assert first == train_sentencepiece(iter(LINES), size, model_type, byte_fallback=True)
 
 
 def test_a_tokenizer_that_writes_a_special_symbol_as_text():

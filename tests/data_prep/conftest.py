@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import regex
 
-from data_prep.demo import DemoSource
+from data_prep import demo
 from lln_fairseq.data.files import sha256_of
 from lln_fairseq.data.published_files import PipSource, Published
 from lln_fairseq.data.tokenizers import GPT2Tokenizer, Tokenizer, _byte_letters
@@ -69,16 +69,6 @@ MOVIES = [
 ]
 
 
-def write_archive(path: Path, files: dict[str, bytes]) -> DemoSource:
-    """Write a nested archive with these snippet files (the first are the movies); return what describes it."""
-    inner = tar_gz({f"in/{name}": content for name, content in files.items()})
-    outer = {"pkg-1/setup.py": b"raise SystemExit('never run')", "pkg-1/inner.tar.gz": inner}
-    path.write_bytes(tar_gz(outer))
-    movies, *others = (f"in/{name}" for name in files)
-    published = Published("pkg-1.tar.gz", sha256_of(path), pip=PipSource("pkg", "1", "pkg-1.tar.gz"))
-    return DemoSource(published, inner="pkg-1/inner.tar.gz", movies=movies, others=tuple(others), expected={})
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of published files; nothing of the user's is seen or changed."""
@@ -87,25 +77,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def files() -> dict[str, bytes]:
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small archive in the place of the demo's."""
     # Every other file repeats movie sentences, in other letters: they must not leak into another split.
     repeated = [(0.0, text.upper() + "!!") for _, text in MOVIES[:60]]
-    return {
-        "movies.txt": snippet_file(MOVIES),
-        "goods.txt": snippet_file(fake_rows(80, seed=2) + repeated),
-        "paper.txt": snippet_file(fake_rows(80, seed=3) + fake_rows(5, seed=3)),
-        "posts.txt": snippet_file(fake_rows(80, seed=4) + repeated),
-    }
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    return tmp_path / "given.tar.gz"
-
-
-@pytest.fixture
-def source(archive: Path, files: dict[str, bytes]) -> DemoSource:
-    return write_archive(archive, files)
+    goods = fake_rows(80, seed=2) + repeated
+    paper = fake_rows(80, seed=3) + fake_rows(5, seed=3)
+    posts = fake_rows(80, seed=4) + repeated
+    contents = map(snippet_file, (MOVIES, goods, paper, posts))
+    inner = tar_gz(dict(zip(demo.MEMBERS, contents, strict=True)))
+    path = tmp_path / "given.tar.gz"
+    path.write_bytes(tar_gz({"setup.py": b"raise SystemExit('never run')", demo.INNER: inner}))
+    pip = PipSource("pkg", "1", "pkg-1.tar.gz")
+    monkeypatch.setattr(demo, "ARCHIVE", Published("pkg-1.tar.gz", sha256_of(path), pip=pip))
+    return path
 
 
 def tree(out: Path) -> dict[str, bytes]:

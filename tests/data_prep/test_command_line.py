@@ -10,9 +10,8 @@ from tests.data_prep.conftest import VOCAB_SIZE
 
 
 @pytest.fixture
-def command(monkeypatch, source, capfd):
+def command(archive, capfd):
     """main() with the small archive as its source: exit code, stdout, lines of stderr."""
-    monkeypatch.setattr(demo, "SOURCE", source)
 
     def call(*arguments):
         code = demo.main([str(argument) for argument in arguments])
@@ -29,13 +28,11 @@ def test_command_line(tmp_path, command, archive):
 
 
 def test_command_line_errors_are_one_line(tmp_path, command, archive, monkeypatch):
-    empty, wrong = tmp_path / "empty", tmp_path / "wrong"
-    empty.touch()
+    wrong = tmp_path / "wrong"
     wrong.write_bytes(b"no archive")
     no_pip = subprocess.CompletedProcess([], 1, stdout="", stderr="ERROR: one\nERROR: no index\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: no_pip)
     for arguments, message in (
-        (["--out", tmp_path / "new/out", "--archive", empty], "is empty"),
         (["--out", tmp_path / "new/out", "--archive", wrong], "sha256"),
         (["--out", tmp_path / "new/out", "--archive", tmp_path / "none"], "No such file"),
         (["--out", tmp_path / "new/out"], "ERROR: no index"),

@@ -5,7 +5,6 @@ import zipfile
 import pytest
 
 from data_prep import encoders
-from lln_fairseq.data.reporting import DataError
 
 
 @pytest.fixture
@@ -33,10 +32,3 @@ def test_the_files_of_an_encoder_and_no_others(wheel, tmp_path, capsys):
     (out / "dict.txt").write_text("mine")
     assert encoders.main(["sapiens-light", "--out", str(out)]) == 0
     assert (out / "dict.txt").read_text() == "mine"
-
-
-def test_a_package_without_the_file(wheel, tmp_path):
-    wheel("sapiens/models/v1/dict.txt")
-    with pytest.raises(DataError, match=r"has no sapiens/models/v1/checkpoint_vh\.pt"):
-        encoders.unpack("sapiens-heavy", tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -75,5 +75,5 @@ def test_the_same_pictures_whatever_the_number_of_processes():
 
 
 def test_a_seed_means_the_same_pictures_for_ever():
-    rows = draw_chunk(pathfinder.draw, "pathfinder", 1, 0, 20)
+    rows = draw_chunk(pathfinder.draw, "pathfinder", 1, 20, 0)
     assert sha256(b"".join(row.symbols for row in rows)).hexdigest()[:16] == "faaabcf416e0636e"
