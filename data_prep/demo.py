@@ -33,7 +33,7 @@ from typing import Any
 
 from lln_fairseq.data import manifest
 from lln_fairseq.data.binary_format import binarize
-from lln_fairseq.data.download import check_file, obtain
+from lln_fairseq.data.download import check_file, fetch_file
 from lln_fairseq.data.encode import Encoder
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES
@@ -169,7 +169,7 @@ def build(
         check_file(archive, ARCHIVE)
 
     def read() -> tuple[Lines, Rows, dict[str, Any], Vocabulary]:
-        lines, rows, counts = read_source(obtain(ARCHIVE, archive))
+        lines, rows, counts = read_source(fetch_file(ARCHIVE, archive))
         if given is not None:
             vocabulary = given
         elif not overwrite and manifest.is_under_way(out) and (out / MODEL).is_file():

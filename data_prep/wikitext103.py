@@ -25,7 +25,7 @@ from typing import Any
 from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import FileTree
 from lln_fairseq.data.binary_format import binarize, dataset_files
-from lln_fairseq.data.download import obtain_tree
+from lln_fairseq.data.download import fetch_tree
 from lln_fairseq.data.encode import Encoder, usable_cores
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES
@@ -125,7 +125,7 @@ def build(
     tree = None  # nothing is fetched for a result that turns out to be finished
     published = True
     if source is not None:
-        tree, published = obtain_tree([ARCHIVE], source)
+        tree, published = fetch_tree([ARCHIVE], source)
     sources = {ARCHIVE.name: ARCHIVE.sha256}
     if tree is not None and not published:
         sources = tree.checksums(list(Corpus(tree).members.values()))
@@ -139,7 +139,7 @@ def build(
     }
 
     def read() -> tuple[Corpus, dict[str, int], Vocabulary]:
-        found = tree or obtain_tree([ARCHIVE], None)[0]
+        found = tree or fetch_tree([ARCHIVE], None)[0]
         corpus = Corpus(found, int(limit_mb * MB) if limit_mb else None, articles)
         say(f"reading {found.where}")
         lines = {split: corpus.count_lines(split) for split in SPLITS}

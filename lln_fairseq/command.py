@@ -106,7 +106,7 @@ def end_with(parent: int) -> None:
     """Lets the kernel kill this process when its parent dies, kill -9 included, and ends it if that has happened.
 
     On Linux only. Elsewhere a child outlives a parent that is killed with -9; no other training gets into its
-    directory meanwhile, see `one_training` in training/worker.py.
+    directory meanwhile, see `lock_save_dir` in training/worker.py.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -45,7 +45,7 @@ def input_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lost_workers() -> Iterator[None]:
+def report_lost_workers() -> Iterator[None]:
     """Turn the errors of torch.distributed for a worker that has ended or does not answer into a TrainingError."""
     try:
         yield
@@ -60,7 +60,7 @@ def lost_workers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_line_instead_of_a_traceback() -> Iterator[None]:
+def exit_with_one_line() -> Iterator[None]:
     """Run a whole training such that it ends in one line.
 
     Ctrl-C and SIGTERM end it with exit code 130 or 143. A full disk, or a file that cannot be read or written, is an

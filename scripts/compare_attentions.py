@@ -27,8 +27,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 import lln_fairseq
-from lln_fairseq.attention.layers import check_row
-from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.attention.layers import check_attention_spec
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.recipes import CONFIGS
@@ -82,8 +82,8 @@ class Overrides:
 
 
 def of_attention(row: str) -> list[str]:
-    """Hydra's overrides for a row as parse_row reads it."""
-    name, options = parse_row(row)
+    """Hydra's overrides for a row as parse_attention_spec reads it."""
+    name, options = parse_attention_spec(row)
     return [f"attention={name}", *(f"model.{name}_{key}={json.dumps(value)}" for key, value in options.items())]
 
 
@@ -205,7 +205,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.overrides = rest
     for row in args.attentions:
         try:
-            check_row(row)
+            check_attention_spec(row)
         except ValueError as error:
             parser.error(str(error))
     return args

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.analysis.concentration import lln_log_variance
 from lln_fairseq.attention import Attention
-from lln_fairseq.ops.exchange import exchange_within
+from lln_fairseq.ops.exchange import create_exchange
 from lln_fairseq.ops.moment_matching import standard_deviations
 
 # In the order of the vectors below. τ_lln, α and β are NaN for an attention without them.
@@ -33,7 +33,7 @@ def layer_scalars(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: 
         key_padding_mask: bool (B, N), True = padded
     Returns: (6,) float32
     """
-    exchange = exchange_within(attention.group, q)
+    exchange = create_exchange(attention.group, q)
     sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask, exchange=exchange)
     alpha_beta = attention.alpha_beta(q, k, key_padding_mask)
     if alpha_beta is None:

@@ -20,7 +20,7 @@ from lln_fairseq.attention.registry import (
     build_attention,
     checked_config,
     did_you_mean,
-    parse_row,
+    parse_attention_spec,
     register_in,
 )
 
@@ -83,9 +83,9 @@ def build_layer(
     return LAYER_REGISTRY[name].cls(config, dim, dropout, attention_dropout, activation_dropout)
 
 
-def check_row(row: str) -> None:
-    """Raises: ValueError for a row, as parse_row reads it, that cannot be built."""
-    name, options = parse_row(row)
+def check_attention_spec(row: str) -> None:
+    """Raises: ValueError for a row, as parse_attention_spec reads it, that cannot be built."""
+    name, options = parse_attention_spec(row)
     if name in LAYER_REGISTRY:
         build_layer(name, dim=64, **options)
     else:

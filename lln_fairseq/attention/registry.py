@@ -183,7 +183,7 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def parse_row(text: str) -> tuple[str, dict[str, Any]]:
+def parse_attention_spec(text: str) -> tuple[str, dict[str, Any]]:
     """Name and options of NAME or NAME:OPTION=VALUE,OPTION=VALUE, as benchmarks and comparisons name their rows.
 
     Raises: ValueError for an option that has no "=".

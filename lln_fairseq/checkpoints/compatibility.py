@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, require_attention
 from lln_fairseq.checkpoints.config import NO_POSITIONS, STOCK_ATTENTION, stored_options
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, our_state
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.errors import InputError, input_errors
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
@@ -72,7 +72,7 @@ def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
         raise InputError(
             f"{message}: {len(dictionary)} symbols here, {weight.shape[0]} there. Binarise with that dict.txt"
         )
-    recorded = our_state(state).get("dictionary")
+    recorded = plugin_state(state).get("dictionary")
     if recorded and recorded != dictionary_hash(dictionary):
         raise InputError(f"{message}: as many symbols, but others or in another order. Binarise with that dict.txt")
 
@@ -81,7 +81,7 @@ def check_labels(state: Mapping[str, Any], task: Any, path: str) -> None:
     """Raise InputError if a fine-tuned model of ours had other labels, or in another order, than the task has."""
     if not hasattr(task, "label_dictionary"):
         return
-    trained = our_state(state).get("labels", [])
+    trained = plugin_state(state).get("labels", [])
     if trained and trained != label_names(task):
         raise InputError(f"{path} was trained with the labels {trained}, {task.cfg.data} has {label_names(task)}")
 

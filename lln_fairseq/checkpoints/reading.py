@@ -47,7 +47,7 @@ WITHOUT_VALIDATION = "val_loss"  # is None if nothing was validated
 # Entries of a model's state that are no weights: seeds, and a buffer that fairseq does not initialize.
 NOT_WEIGHTS = ("_extra_state", "_float_tensor")
 
-OUR_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
+PLUGIN_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
 
 
 def allow_fairseq_checkpoints() -> None:
@@ -80,7 +80,7 @@ def load_checkpoint(
     Raises: InputError as `load_checkpoint_lazily` and `checked_config`, and for an incomplete state of the training.
     """
     state = load_checkpoint_lazily(path, mmap=False)
-    check_sums(path)
+    verify_checksums(path)
     config = None
     if load_on_all_ranks is None:
         config = checked_config(state, path)
@@ -153,14 +153,14 @@ def _advice(path: str) -> str:
             continue
         try:
             load_checkpoint_lazily(str(other))
-            check_sums(str(other))
+            verify_checksums(str(other))
         except InputError:
             continue
         return f". {other} is whole: copy it to {name} to go on from it"
     return ""
 
 
-def check_sums(path: str) -> None:
+def verify_checksums(path: str) -> None:
     """Compare every part of a checkpoint with its checksum, which torch writes and does not read; about 1 GB a second.
 
     Raises: InputError for a file in which a number has changed. Formats before torch 1.6 have no checksums.
@@ -194,13 +194,13 @@ def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str])
             raise InputError(f"{source}: {name} has NaN or infinite values: use another checkpoint")
 
 
-def our_state(state: Mapping[str, Any]) -> dict[str, str | list[str]]:
+def plugin_state(state: Mapping[str, Any]) -> dict[str, str | list[str]]:
     """Return what our tasks wrote into the checkpoint, text and lists of it; empty for a stock one.
 
     See `HookedTask.get_checkpoint_dict`.
     """
     extra = state.get("extra_state")
-    found = extra.get(OUR_STATE) if isinstance(extra, Mapping) else None
+    found = extra.get(PLUGIN_STATE) if isinstance(extra, Mapping) else None
     return {key: value for key, value in found.items() if _is_text(value)} if isinstance(found, dict) else {}
 
 

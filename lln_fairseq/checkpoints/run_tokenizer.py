@@ -27,7 +27,7 @@ DICTIONARIES = ("dict.txt", "input0/dict.txt", "input1/dict.txt", "label/dict.tx
 logger = logging.getLogger(__name__)
 
 
-def keep_tokenizer(task: Any, save_dir: str) -> None:
+def save_tokenizer(task: Any, save_dir: str) -> None:
     """Copies what prediction needs of the task's data into the run's folder; files that are there already stay.
 
     Raises: OSError where they cannot be written.

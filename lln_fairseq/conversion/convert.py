@@ -17,14 +17,14 @@ from torch import nn
 
 from lln_fairseq.attention import MECHANISMS, require_attention
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
-from lln_fairseq.checkpoints.reading import OUR_STATE
+from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion import from_fairseq
 from lln_fairseq.conversion import from_hugging_face as from_hf
 from lln_fairseq.conversion.directory import new_directory, write_large
 from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, OFFSET, POSITIONS, Encoder
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError, input_errors
-from lln_fairseq.models.adapt import MECHANISM, resize_positions
+from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 
@@ -97,7 +97,7 @@ def checkpoint(encoder: Encoder, attention: str, data: Path) -> dict[str, Any]:
         "optimizer_history": [{"num_updates": 0, "optimizer_name": "", "lr_scheduler_state": {}}],
         "extra_state": {
             "train_iterator": {"epoch": 1, "iterations_in_epoch": 0},
-            OUR_STATE: {"dictionary": dictionary_hash(task.source_dictionary)},
+            PLUGIN_STATE: {"dictionary": dictionary_hash(task.source_dictionary)},
         },
     }
 
@@ -111,7 +111,7 @@ def load(model: nn.Module, encoder: Encoder) -> None:
     for name, value in encoder.parameters.items():
         if value.shape != own[name].shape:  # of a mechanism, whose parameters depend on its options or the length
             raise InputError(f"{name} is {tuple(value.shape)} in the source, and {tuple(own[name].shape)} here")
-    fresh = [name for name in own if MECHANISM in name and name not in encoder.parameters]
+    fresh = [name for name in own if ATTENTION_PARAMETERS in name and name not in encoder.parameters]
     if fresh:
         encoder.notes.append(f"new in this attention, at their initial values: {len(fresh)} parameters")
     if not any(name.startswith(HEAD) for name in encoder.parameters):

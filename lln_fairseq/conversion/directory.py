@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.checkpoints.reading import check_sums, load_plain_data
+from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import LOCK, lock_directory
 from lln_fairseq.errors import InputError, first_line
 
@@ -63,7 +63,7 @@ def _files_of(index: Path) -> list[Path]:
 def _read(path: Path) -> dict[str, Tensor]:
     if path.suffix != ".safetensors":
         content = load_plain_data(str(path))
-        check_sums(str(path))
+        verify_checksums(str(path))
         if not isinstance(content, dict):
             raise InputError(f"{path} holds no model: {type(content).__name__}")
         return content

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.compatibility import require_roberta_layers
 from lln_fairseq.checkpoints.config import stored_options
-from lln_fairseq.checkpoints.reading import check_sums, check_weights, load_checkpoint_lazily
+from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint_lazily, verify_checksums
 from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
 from lln_fairseq.conversion.directory import as_float32
 from lln_fairseq.conversion.encoder import (
@@ -47,7 +47,7 @@ def read(path: Path, dictionary: Path | None = None, heads: int | None = None, a
     Raises: InputError for files that cannot be read, other architectures, and a dictionary that does not fit.
     """
     state = load_checkpoint_lazily(str(path))
-    check_sums(str(path))
+    verify_checksums(str(path))
     given = stored_options(state)["model"]
     require_roberta_layers(given, path)
     check_weights(state["model"], path)

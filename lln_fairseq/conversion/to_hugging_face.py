@@ -37,7 +37,7 @@ FIXED = {  # options of which Hugging Face's RoBERTa has one value
     "pooler_activation_fn": "tanh", "spectral_norm_classification_head": False,
     "pooling": "first", "pooler_dim": None, "two_towers": False,
 }  # fmt: skip
-MECHANISM = "self_attn.attention."
+ATTENTION_PARAMETERS = "self_attn.attention."
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,11 @@ def export(
         if not config["tie_word_embeddings"]:
             tensors["lm_head.decoder.weight"] = state[HEAD_WEIGHT]
     used = {name.ours for name in [*encoder_names(sizes), *head_names(sizes)]} | {HEAD_WEIGHT}
-    others = [name for name in state if name not in used and MECHANISM not in name and not name.endswith(".version")]
+    others = [
+        name
+        for name in state
+        if name not in used and ATTENTION_PARAMETERS not in name and not name.endswith(".version")
+    ]
     others = [name for name in others if not name.startswith(("classification_heads.", HEAD))]
     if others:
         raise InputError(f"Hugging Face's RoBERTa has nothing for {others[0]}")
@@ -144,7 +148,7 @@ def _mechanism(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
     """The attention's own parameters."""
     found: dict[str, Tensor] = {}
     for layer in range(layers):
-        ours = f"{ENCODER}layers.{layer}.{MECHANISM}"
+        ours = f"{ENCODER}layers.{layer}.{ATTENTION_PARAMETERS}"
         theirs = f"roberta.encoder.layer.{layer}.attention.self."
         found |= {name.replace(ours, theirs): value for name, value in state.items() if name.startswith(ours)}
     return found

@@ -193,7 +193,7 @@ def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, sam
     return counts
 
 
-def class_blocks(labels: Sequence[str], classes: Sequence[str]) -> list[Block]:
+def label_blocks(labels: Sequence[str], classes: Sequence[str]) -> list[Block]:
     """Return one block with a sample of one symbol for each label: class k has the id 4 + k, label k is classes[k]."""
     ids = np.full((len(labels), 2), EOS, dtype=np.int32)
     number = {name: NUM_SPECIAL + k for k, name in enumerate(classes)}

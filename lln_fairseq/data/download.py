@@ -46,7 +46,7 @@ def check_file(path: Path, file: Published) -> None:
         raise DataError(f"{path} is not {file.name}: sha256 is {sha256}, expected {file.sha256}")
 
 
-def obtain(file: Published, given: Path | None = None) -> Path:
+def fetch_file(file: Published, given: Path | None = None) -> Path:
     """Return the path of a verified copy of a published file.
 
     Args:
@@ -67,7 +67,7 @@ def obtain(file: Published, given: Path | None = None) -> Path:
     return cached
 
 
-def obtain_tree(files: Sequence[Published], given: Path | None) -> tuple[FileTree, bool]:
+def fetch_tree(files: Sequence[Published], given: Path | None) -> tuple[FileTree, bool]:
     """Return the published files, or what the user gives instead, as one tree, and True if it is the published data.
 
     Args:
@@ -76,7 +76,7 @@ def obtain_tree(files: Sequence[Published], given: Path | None) -> tuple[FileTre
             archive, file or directory.
 
     Raises:
-        DataError: as `obtain` does, and if `given` cannot be read.
+        DataError: as `fetch_file` does, and if `given` cannot be read.
     """
     copies: list[Path | None]
     if given is None:
@@ -89,7 +89,7 @@ def obtain_tree(files: Sequence[Published], given: Path | None) -> tuple[FileTre
         return open_tree(given), False
     else:
         raise DataError(f"cannot read {given}: No such file or directory")
-    paths = [obtain(file, copy) for file, copy in zip(files, copies, strict=True)]
+    paths = [fetch_file(file, copy) for file, copy in zip(files, copies, strict=True)]
     if len(paths) == 1:
         return open_tree(paths[0]), True
     return loose_files({path.name: path for path in paths}, ", ".join(path.name for path in paths)), True

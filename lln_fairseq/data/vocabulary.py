@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lln_fairseq.data.download import obtain
+from lln_fairseq.data.download import fetch_file
 from lln_fairseq.data.files import sha256_bytes
 from lln_fairseq.data.manifest import MANIFEST
 from lln_fairseq.data.published_files import FILES
@@ -150,7 +150,7 @@ def load_vocabulary(given: str) -> Vocabulary:
     """The vocabulary that `--tokenizer` names (see the top of this file). Raises DataError."""
     path = Path(given)
     if given == "gpt2":
-        paths = {name: obtain(file) for name, file in GPT2_FILES.items()}
+        paths = {name: fetch_file(file) for name, file in GPT2_FILES.items()}
         files = {name: _read(path) for name, path in paths.items()}
         return _with_dictionary(make_tokenizer("gpt2", files), paths[DICTIONARY])
     if path.is_file():

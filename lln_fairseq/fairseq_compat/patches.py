@@ -27,13 +27,13 @@ from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.checkpoints import reading, saving
 from lln_fairseq.checkpoints.compatibility import check_compatibility
 from lln_fairseq.checkpoints.config import KNOWN
-from lln_fairseq.checkpoints.run_tokenizer import keep_tokenizer
-from lln_fairseq.errors import InputError, first_line, in_sweep, one_line_instead_of_a_traceback
+from lln_fairseq.checkpoints.run_tokenizer import save_tokenizer
+from lln_fairseq.errors import InputError, exit_with_one_line, first_line, in_sweep
 from lln_fairseq.training import nan_report, settings, tensorboard, wandb
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.resume import reason_for_completion, restore_training_state
 from lln_fairseq.training.run_identity import check_same_run, load_own_checkpoint, run_origin
-from lln_fairseq.training.worker import one_training
+from lln_fairseq.training.worker import lock_save_dir
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
         trainer.task.run_origin = run_origin(trainer.cfg, own)
     loaded = original(cfg, trainer, **kwargs)
     if saves and getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]:
-        keep_tokenizer(trainer.task, cfg.save_dir)
+        save_tokenizer(trainer.task, cfg.save_dir)
     state, batches = loaded
     seconds = (state or {}).get("previous_training_time", 0)
     if reason := reason_for_completion(trainer, seconds, batches.next_epoch_idx):
@@ -137,7 +137,7 @@ def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *arg
     return state
 
 
-@one_line_instead_of_a_traceback()
+@exit_with_one_line()
 def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
     """Check the configuration, lock the save_dir, and run every worker in `run_worker`.
 
@@ -149,7 +149,7 @@ def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callabl
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
     try:
-        with one_training(cfg):
+        with lock_save_dir(cfg):
             return original(cfg, functools.partial(run_worker, main), *args, **kwargs)
     except ProcessExitedException as error:  # the worker has reported why
         if in_sweep():

@@ -38,7 +38,7 @@ class Heads(NamedTuple):
     out: Tensor
 
 
-class Alignment(nn.Module):
+class QKReparameterization(nn.Module):
     """A rotation R = exp(X - Xᵀ), a scale d = exp(s) and a shift c for each of H heads of D features; at first none."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
@@ -76,7 +76,7 @@ class Student(nn.Module):
     def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.attention = attention
-        self.alignment = Alignment(num_heads, head_dim)
+        self.alignment = QKReparameterization(num_heads, head_dim)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return self.attention(*self.alignment(q, k), v, key_padding_mask)
@@ -119,7 +119,7 @@ def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[Heads]]:
 
 
 @contextmanager
-def exchanged(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]) -> Iterator[None]:
+def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]) -> Iterator[None]:
     """Replace the layers' attentions by the given ones in this context."""
     originals = [layer.self_attn.attention for layer in layers]
     try:
@@ -131,7 +131,7 @@ def exchanged(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]
             layer.self_attn.attention = attention
 
 
-class Texts:
+class TokenStream:
     """A stream of tokens, cut into texts at random places."""
 
     def __init__(self, tokens: Tensor, bos: int, eos: int) -> None:
@@ -155,7 +155,7 @@ class Texts:
         return self.batch(max(1, tokens // length), length, generator)
 
 
-class Stage:
+class LayerwiseTrainer:
     """Training that goes on exactly from where it stopped: Adam on a module, the second half of the steps down to a
     learning rate of 0."""
 
@@ -166,7 +166,7 @@ class Stage:
         self.optimizer = torch.optim.Adam(module.parameters(), lr=lr)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def train_step(self, texts: Texts, tokens: int, longest: int) -> list[float]:
+    def train_step(self, texts: TokenStream, tokens: int, longest: int) -> list[float]:
         """One update with so many tokens in texts of mixed lengths. The relative squared error of each layer."""
         share = min((self.step + 1) / self.warmup, 2 * (1 - self.step / self.steps), 1.0)
         for group in self.optimizer.param_groups:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.linearize.attention_transfer import Stage
+from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 
 
-class Distillation(Stage):
+class Distillation(LayerwiseTrainer):
     """Trains the layers of `model`."""
 
     warmup = 20

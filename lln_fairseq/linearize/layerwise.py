@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from lln_fairseq.attention import build_attention
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import (
-    Stage,
+    LayerwiseTrainer,
     Student,
-    Texts,
-    exchanged,
+    TokenStream,
     recorded,
     relative_error,
     similarity,
+    swapped_attention,
 )
 
 SEED = 5  # of the held-out texts
 ROWS = 4096  # tokens of a held-out batch, about
 
 
-class Students(Stage):
+class Students(LayerwiseTrainer):
     """Trains one student a layer."""
 
     def __init__(self, model: Any, attention: str, options: dict[str, Any], lr: float, steps: int, seed: int) -> None:
@@ -84,10 +84,10 @@ class Quality:
     same_neighbour: float
 
 
-class HeldOut:
+class HeldOutSet:
     """Texts that no student was trained on, all of one length, and the teacher's vectors of them."""
 
-    def __init__(self, model: Any, texts: Texts, count: int, length: int) -> None:
+    def __init__(self, model: Any, texts: TokenStream, count: int, length: int) -> None:
         """Raises: InputError where there is too little text."""
         self.model, self.length = model, length
         self.layers = list(model.encoder.sentence_encoder.layers)
@@ -106,7 +106,7 @@ class HeldOut:
 
     def similarity(self, attentions: Sequence[nn.Module] | None = None) -> tuple[float, float]:
         """Return the cosine and the fraction of same neighbours, of the model with these attentions or as it is."""
-        with exchanged(self.layers, attentions or [layer.self_attn.attention for layer in self.layers]):
+        with swapped_attention(self.layers, attentions or [layer.self_attn.attention for layer in self.layers]):
             return similarity(self._vectors(), self.teacher)
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class HeldOut:
         return torch.cat(found)
 
 
-def report(students: Students, held_out: list[HeldOut], before: list[Quality], after: list[Quality]) -> None:
+def report(students: Students, held_out: list[HeldOutSet], before: list[Quality], after: list[Quality]) -> None:
     """Prints what the transfer has brought, and what each part of a mixed attention would do alone."""
     for texts, start, now in zip(held_out, before, after, strict=True):
         print(f"held-out texts of {texts.length} tokens, beside the teacher's: before -> after")

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from lln_fairseq.attention import MECHANISMS, require_attention
 from lln_fairseq.attention.registry import checked_config, parse_options
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, stored_options
-from lln_fairseq.checkpoints.reading import check_sums, load_checkpoint_lazily, load_plain_data
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.conversion import from_fairseq
 from lln_fairseq.conversion.convert import CHECKPOINT, write
@@ -32,9 +32,9 @@ from lln_fairseq.data.checks import check_lines
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError, first_line, input_errors
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.linearize.attention_transfer import Stage, Texts
+from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer, TokenStream
 from lln_fairseq.linearize.distillation import Distillation
-from lln_fairseq.linearize.layerwise import HeldOut, Students, report
+from lln_fairseq.linearize.layerwise import HeldOutSet, Students, report
 from lln_fairseq.models.lln_roberta import RobertaConfig
 from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.run_identity import data_hash, file_hash
@@ -71,14 +71,14 @@ def linearize(args: argparse.Namespace) -> None:
     longest = args.length or model.max_positions()
     if longest > model.max_positions():
         raise InputError(f"--length is {longest}, and {args.teacher} has {model.max_positions()} positions")
-    held_out = [HeldOut(model, valid, COUNT, length) for length in sorted({min(SHOWN, longest), longest})]
+    held_out = [HeldOutSet(model, valid, COUNT, length) for length in sorted({min(SHOWN, longest), longest})]
     before_transfer = [texts.evaluate(students) for texts in held_out]
     progress.begin()
     with SummaryWriter(str(args.out / "tensorboard")) as writer:
         progress.train("transfer", students, train, longest, writer)
         after_transfer = [texts.evaluate(students) for texts in held_out]
         for quality in after_transfer:
-            need_finite(quality.errors, "transfer", "on held-out texts")
+            assert_finite(quality.errors, "transfer", "on held-out texts")
         report(students, held_out, before_transfer, after_transfer)
         teacher = copy.deepcopy(model) if args.distill else None
         encoder.parameters |= students.fold()
@@ -87,7 +87,7 @@ def linearize(args: argparse.Namespace) -> None:
             distillation = Distillation(teacher, model, args.distill_lr, args.distill, args.seed)
             progress.train("distillation", distillation, train, longest, writer)
             after = [texts.similarity() for texts in held_out]
-            need_finite([cosine for cosine, _ in after], "distillation", "on held-out texts")
+            assert_finite([cosine for cosine, _ in after], "distillation", "on held-out texts")
             report_distillation(held_out, before, after)
             encoder.parameters |= {
                 name: x.cpu() for name, x in model.state_dict().items() if name in encoder.parameters
@@ -123,7 +123,7 @@ class Progress:
             raise InputError(f"{args.out} holds another model: give another OUT")
         if there:
             saved = load_plain_data(str(self.file))
-            check_sums(str(self.file))
+            verify_checksums(str(self.file))
             self.stages = saved["stages"]
             differing = [key for key, value in self.settings.items() if saved["settings"].get(key) != value]
             if fixed := [key for key in differing if key not in SECOND_STAGE or "distillation" in self.stages]:
@@ -140,7 +140,9 @@ class Progress:
         self.complete = True
         self._save()
 
-    def train(self, name: str, stage: Stage, texts: Texts, longest: int, writer: SummaryWriter) -> None:
+    def train(
+        self, name: str, stage: LayerwiseTrainer, texts: TokenStream, longest: int, writer: SummaryWriter
+    ) -> None:
         """Train a stage to its end, from where an earlier run stopped."""
         if name in self.stages:
             stage.restore(self.stages[name])
@@ -148,7 +150,7 @@ class Progress:
         with tqdm(total=stage.steps, initial=stage.step, desc=name, disable=None) as bar:
             while stage.step < stage.steps:
                 errors.append(stage.train_step(texts, self.args.tokens, longest))
-                need_finite(errors[-1], name, f"in step {stage.step}")
+                assert_finite(errors[-1], name, f"in step {stage.step}")
                 bar.update()
                 last = stage.step == stage.steps
                 if last or stage.step % LOG_INTERVAL == 0:
@@ -170,14 +172,14 @@ class Progress:
             write_large(part, lambda path: torch.save(state, path))
 
 
-def need_finite(values: list[float], stage: str, where: str) -> None:
+def assert_finite(values: list[float], stage: str, where: str) -> None:
     """Raises: InputError where what a stage gives is not finite."""
     if not all(map(math.isfinite, values)):
         raise InputError(f"the {stage} {where} gives what is not finite: try a lower {RATES[stage]} and another OUT")
 
 
 def report_distillation(
-    held_out: list[HeldOut], before: list[tuple[float, float]], after: list[tuple[float, float]]
+    held_out: list[HeldOutSet], before: list[tuple[float, float]], after: list[tuple[float, float]]
 ) -> None:
     for texts, was, now in zip(held_out, before, after, strict=True):
         print(f"held-out texts of {texts.length} tokens, after the distillation")
@@ -185,7 +187,7 @@ def report_distillation(
         print(f"  same nearest text               {was[1]:.2f} -> {now[1]:.2f}")
 
 
-def read_texts(data: Path, split: str, dictionary: Any) -> Texts:
+def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
     """The tokens of a split of a directory for masked_lm, or of the first sentences of one for sentence_prediction."""
     from fairseq.data import Dictionary, data_utils
 
@@ -207,7 +209,7 @@ def read_texts(data: Path, split: str, dictionary: Any) -> Texts:
         count += len(rows[-1])
         if count >= MOST_TOKENS:
             break
-    return Texts(torch.cat(rows).long(), dictionary.bos(), dictionary.eos())
+    return TokenStream(torch.cat(rows).long(), dictionary.bos(), dictionary.eos())
 
 
 def main(argv: list[str]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
-MECHANISM = ".self_attn.attention."  # parameters that belong to an attention and not to RoBERTa
+ATTENTION_PARAMETERS = ".self_attn.attention."  # parameters that belong to an attention and not to RoBERTa
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +19,10 @@ def adapt(state: dict[str, Tensor], model: nn.Module) -> None:
         rows, padding = own[POSITIONS].shape[0], model.encoder.sentence_encoder.padding_idx
         logger.warning(f"positional table of {state[POSITIONS].shape[0]} rows fitted to {rows}")
         state[POSITIONS] = resize_positions(state[POSITIONS], rows, padding)
-    for key in [key for key in state if MECHANISM in key and key not in own]:
+    for key in [key for key in state if ATTENTION_PARAMETERS in key and key not in own]:
         logger.warning(f"{key} of the checkpoint is left out: this attention has no such parameter")
         del state[key]
-    for key in [key for key in own if MECHANISM in key and key not in state]:
+    for key in [key for key in own if ATTENTION_PARAMETERS in key and key not in state]:
         logger.warning(f"{key} is not in the checkpoint and starts from its initial value")
         state[key] = own[key]
 

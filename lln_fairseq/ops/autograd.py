@@ -7,48 +7,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture, is_recorded, load_backend, no_tokens
+from lln_fairseq.ops.backends import HybridSpec, is_traced_or_transformed, load_backend, no_tokens
 from lln_fairseq.ops.dtypes import without_autocast
-from lln_fairseq.ops.formula import mixture_formula
+from lln_fairseq.ops.formula import hybrid_formula
 from lln_fairseq.ops.moment_matching import match_moments
-from lln_fairseq.ops.operator import compiled_mixture
+from lln_fairseq.ops.operator import compiled_hybrid_attention
 
 
 @without_autocast
-def mixture(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture,
+def hybrid_attention(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec,
     backend: str,
 ) -> Tensor:  # fmt: skip
     """The mixture by a backend, "cpu", "triton" or "torch": q, k, v (B, H, N, D), alpha and beta (B, H), mask (B, N).
 
     α and β None are matched to the moments of q and k, by the backend and in its own passes where it can.
     """
-    if mix.exchange is not None and is_recorded(q, k, v, alpha, beta, mask):
+    if mix.exchange is not None and is_traced_or_transformed(q, k, v, alpha, beta, mask):
         raise ValueError("what records or imitates torch's operations cannot follow an exchange between workers")
     # A worker without tokens takes part in an exchange.
     if (q.numel() == 0 and not mix.exchange) or (
-        backend == "torch" and is_recorded(q, k, v, alpha, beta, mix.parameter, mask)
+        backend == "torch" and is_traced_or_transformed(q, k, v, alpha, beta, mix.parameter, mask)
     ):
         if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
-        return mixture_formula(q, k, v, alpha, beta, mask, mix)
+        return hybrid_formula(q, k, v, alpha, beta, mask, mix)
     if torch.compiler.is_compiling():  # for kernels: see choose_backend
-        return compiled_mixture(q, k, v, alpha, beta, mask, mix, backend)
+        return compiled_hybrid_attention(q, k, v, alpha, beta, mask, mix, backend)
     if mix.dropout_p and mix.seed is None:
         mix = replace(mix, seed=load_backend(backend).draw_seed(q.device))
     parameter = mix.parameter
     if parameter is not None:  # a differentiable input of its own
         mix = replace(mix, parameter=None)
-    return MixtureFunction.apply(q, k, v, alpha, beta, parameter, mask, mix, backend)
+    return HybridFunction.apply(q, k, v, alpha, beta, parameter, mask, mix, backend)
 
 
-class MixtureFunction(torch.autograd.Function):
+class HybridFunction(torch.autograd.Function):
     """Saved for the backward pass: the inputs, α, β, and what the backend asks for."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None,
-        parameter: Tensor | None, mask: Tensor | None, mix: Mixture, backend: str,
+        parameter: Tensor | None, mask: Tensor | None, mix: HybridSpec, backend: str,
     ) -> Tensor:  # fmt: skip
         whole = _with(mix, parameter)
         out, alpha, beta, saved = _kernels(backend, q).forward(q, k, v, alpha, beta, mask, whole)
@@ -65,7 +65,7 @@ def _kernels(backend: str, q: Tensor) -> Any:
     return no_tokens if q.numel() == 0 else load_backend(backend)
 
 
-def _with(mix: Mixture, parameter: Tensor | None) -> Mixture:
+def _with(mix: HybridSpec, parameter: Tensor | None) -> HybridSpec:
     return mix if parameter is None else replace(mix, parameter=parameter)
 
 
@@ -75,7 +75,7 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     (create_graph=True)."""
     q, k, v, alpha, beta, parameter, mask, *saved = ctx.saved_tensors
     needed, mix = ctx.needs_input_grad[:6], ctx.mix
-    if not (torch.is_grad_enabled() or is_recorded(grad)):
+    if not (torch.is_grad_enabled() or is_traced_or_transformed(grad)):
         backend, mix = _kernels(ctx.backend, q), _with(mix, parameter)
         return backend.backward(q, k, v, alpha, beta, mask, mix, saved, grad, needed[3:])
     if mix.dropout_p:
@@ -84,7 +84,7 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
         raise RuntimeError("attention over several workers has no second derivative")
 
     def formula(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None) -> Tensor:
-        return mixture_formula(q, k, v, alpha, beta, mask, _with(mix, parameter))
+        return hybrid_formula(q, k, v, alpha, beta, mask, _with(mix, parameter))
 
     return differentiable_gradients(formula, (q, k, v, alpha, beta, parameter), needed, grad)
 

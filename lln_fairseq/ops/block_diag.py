@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from lln_fairseq.ops.autograd import mixture
-from lln_fairseq.ops.backends import Mixture, choose_backend
+from lln_fairseq.ops.autograd import hybrid_attention
+from lln_fairseq.ops.backends import HybridSpec, choose_backend
 from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 
 
@@ -28,9 +28,9 @@ def block_diag_attention(
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
-    mix = Mixture(0.0, 1.0, block_size, check_dropout(dropout_p))
+    mix = HybridSpec(0.0, 1.0, block_size, check_dropout(dropout_p))
     # Triton has no kernel for the blocks alone.
     wanted = "auto" if q.device.type == "cpu" else "torch"
     backend = choose_backend(wanted, q, block_size, k, v, key_padding_mask)
     unused = per_head(0.0, q, "alpha")
-    return mixture(q, k, v, unused, unused, key_padding_mask, mix, backend)
+    return hybrid_attention(q, k, v, unused, unused, key_padding_mask, mix, backend)

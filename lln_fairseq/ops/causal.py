@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.ops.autograd import differentiable_gradients
-from lln_fairseq.ops.backends import is_recorded
+from lln_fairseq.ops.backends import is_traced_or_transformed
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
 
@@ -52,7 +52,7 @@ def causal_attention(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     A key of -inf in all features is padding; a row that sees no other gives 0. Differentiable any number of times.
     Raises: ValueError where operations are recorded: where pieces end depends on the numbers.
     """
-    if is_recorded(x, y, v):
+    if is_traced_or_transformed(x, y, v):
         raise ValueError("what records or imitates torch's operations cannot follow causal attention")
     return CausalFunction.apply(x, y, v)
 

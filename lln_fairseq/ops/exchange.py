@@ -62,7 +62,7 @@ class Exchange:
             ) from error
 
 
-def exchange_within(group: dist.ProcessGroup | None, q: Tensor, block_size: int = 1) -> Exchange | None:
+def create_exchange(group: dist.ProcessGroup | None, q: Tensor, block_size: int = 1) -> Exchange | None:
     """For the tokens of this worker, q (B, H, N, D); None where nobody has anything to exchange.
 
     Raises: ValueError for a worker that is not in the group, or where a block would lie on two workers.

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.joint import Blocks, count_blocks, outside_mass, outside_weight
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
 from lln_fairseq.ops.padding import clear_padding, written_out
 
 
-def mixture_formula(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture
+def hybrid_formula(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec
 ) -> Tensor:
     """The mixture for q, k, v (B, H, N, D), alpha and beta (B, H), mask bool (B, N) or None, in the dtype of q."""
     dtype = compute_dtype(q.dtype)
@@ -34,14 +34,14 @@ def mixture_formula(
     return out.to(q.dtype)
 
 
-def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: Mixture) -> Tensor:
+def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: HybridSpec) -> Tensor:
     """softmax(q kᵀ / √D) v inside blocks; 0 in a block without a real key."""
     length = q.shape[2]
     padding, q, k, v = _blocks(mask, mix.block_size, q, k, v)
     return (_probabilities(q, k, padding, mix) @ v).flatten(2, 3)[:, :, :length]
 
 
-def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: Mixture) -> Tensor:
+def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: HybridSpec) -> Tensor:
     """The joint form: see joint.py. P = A Wᵀ."""
     assert mix.parameter is not None
     length = q.shape[2]
@@ -68,6 +68,6 @@ def _blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -> list[Tens
     return [padding, *(F.pad(x, (0, 0, 0, missing)).unflatten(2, (count, size)) for x in tensors)]
 
 
-def _probabilities(q: Tensor, k: Tensor, padding: Tensor, mix: Mixture) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, padding: Tensor, mix: HybridSpec) -> Tensor:
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(padding, torch.finfo(q.dtype).min)
     return F.dropout(scores.softmax(dim=-1).masked_fill(padding, 0.0), mix.dropout_p)

@@ -16,12 +16,12 @@ from dataclasses import replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lln_fairseq.ops.autograd import mixture
-from lln_fairseq.ops.backends import Mixture, choose_backend
+from lln_fairseq.ops.autograd import hybrid_attention
+from lln_fairseq.ops.backends import HybridSpec, choose_backend
 from lln_fairseq.ops.causal import causal_attention, scaled
 from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.exchange import exchange_within
+from lln_fairseq.ops.exchange import create_exchange
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments
 
@@ -29,7 +29,7 @@ MIXES = ("average", "joint", "joint_offset")  # of LLN and block-diagonal softma
 
 IN_ONE_PASS = ("head", "calibrated")  # scope and constants that every backend can match while it reads q and k
 
-LLN_ALONE = Mixture(1.0, 0.0)
+LLN_ALONE = HybridSpec(1.0, 0.0)
 
 
 def lln_attention(
@@ -69,7 +69,7 @@ def lln_attention(
     Raises: ValueError for shapes, dtypes, masks or backends that do not fit. Differentiable any number of times.
     """
     check_inputs(q, k, v, key_padding_mask)
-    exchange = exchange_within(group, q)
+    exchange = create_exchange(group, q)
     alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group if exchange else None)
     if causal:
         if exchange is not None or backend not in ("auto", "torch"):
@@ -78,7 +78,7 @@ def lln_attention(
             alpha, beta = match_moments(q, k, key_padding_mask)
         return causal_attention(*scaled(q, k, v, alpha[..., None], beta[..., None], key_padding_mask)).to(q.dtype)
     backend = choose_backend(backend, q, None, k, v, alpha, beta, key_padding_mask)
-    return mixture(q, k, v, alpha, beta, key_padding_mask, replace(LLN_ALONE, exchange=exchange), backend)
+    return hybrid_attention(q, k, v, alpha, beta, key_padding_mask, replace(LLN_ALONE, exchange=exchange), backend)
 
 
 def lln_diag_attention(
@@ -118,14 +118,14 @@ def lln_diag_attention(
     check_dropout(dropout_p)
     offset = head_offsets(mix, mix_parameter, q)
     joint = offset is not None
-    exchange = exchange_within(group, q, block_size)
+    exchange = create_exchange(group, q, block_size)
     if joint and exchange:
         raise ValueError(f"mix '{mix}' cannot be computed over several workers, choose average")
     alpha, beta = _alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group if exchange else None)
     backend = choose_backend(backend, q, block_size, k, v, alpha, beta, offset, key_padding_mask)
     weight = 1.0 if joint else 0.5
-    mixed = Mixture(weight, weight, block_size, dropout_p, joint=joint, parameter=offset, exchange=exchange)
-    return mixture(q, k, v, alpha, beta, key_padding_mask, mixed, backend)
+    mixed = HybridSpec(weight, weight, block_size, dropout_p, joint=joint, parameter=offset, exchange=exchange)
+    return hybrid_attention(q, k, v, alpha, beta, key_padding_mask, mixed, backend)
 
 
 def lln_features(

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lln_fairseq.ops.backends import choose_backend, is_recorded, load_backend
+from lln_fairseq.ops.backends import choose_backend, is_traced_or_transformed, load_backend
 from lln_fairseq.ops.checks import check_inputs
 from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.exchange import Exchange, exchange_within
+from lln_fairseq.ops.exchange import Exchange, create_exchange
 
 SCOPES = ("head", "batch")
 # Those of a table each, by what both attentions are made equal in, and the paper's.
@@ -78,9 +78,14 @@ def match_moments(
         if value not in known:
             raise ValueError(f"unknown {name} '{value}', choose from {', '.join(known)}")
     name = choose_backend(backend, q, None, k, key_padding_mask)
-    if exchange := exchange_within(group, q):
+    if exchange := create_exchange(group, q):
         return matched_moments(q, k, key_padding_mask, scope, constants, exchange=exchange)
-    if scope != "head" or constants not in TABLES_FILES or q.numel() == 0 or is_recorded(q, k, key_padding_mask):
+    if (
+        scope != "head"
+        or constants not in TABLES_FILES
+        or q.numel() == 0
+        or is_traced_or_transformed(q, k, key_padding_mask)
+    ):
         return matched_moments(q, k, key_padding_mask, scope, constants)
     q, k = q.detach(), k.detach()
     return load_backend(name).match_moments(q, k, key_padding_mask, calibration_table(q.shape[-1], q.device, constants))
@@ -204,7 +209,7 @@ def calibration_table(
 
 def _table_of(q: Tensor, constants: str) -> Sequence[Tensor]:
     """The table for q; where operations are recorded or imitated, as tensors made there."""
-    if not is_recorded(q):
+    if not is_traced_or_transformed(q):
         return calibration_table(q.shape[-1], q.device, constants)
     numbers = _table_numbers(index(q.shape[-1]), constants)  # while tracing, a size is a tensor or a symbol
     return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in numbers]

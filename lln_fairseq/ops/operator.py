@@ -9,28 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture, load_backend
+from lln_fairseq.ops.backends import HybridSpec, load_backend
 
 
-def compiled_mixture(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture,
+def compiled_hybrid_attention(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec,
     backend: str,
 ) -> Tensor:  # fmt: skip
     """The mixture while it is compiled; arguments as of a backend's `forward`, for tensors that its kernels take."""
     # Drawn outside, so that what computes the forward pass again draws the same.
     seed = torch.randint(2**31 - 1, (1,), device=q.device) if mix.dropout_p else None
     settings = (mix.lln_weight, mix.diag_weight, mix.block_size, mix.dropout_p, mix.joint, backend)
-    return torch.ops.lln_fairseq.mixture(q, k, v, alpha, beta, mix.parameter, mask, seed, *settings)[0]
+    return torch.ops.lln_fairseq.hybrid_attention(q, k, v, alpha, beta, mix.parameter, mask, seed, *settings)[0]
 
 
-@torch.library.custom_op("lln_fairseq::mixture", mutates_args=())
+@torch.library.custom_op("lln_fairseq::hybrid_attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, parameter: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, lln_weight: float, diag_weight: float, block_size: int,
     dropout_p: float, joint: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """The mixture, α and β as they were used, and what the backward pass wants to see again."""
-    mix = Mixture(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
+    mix = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
     out, used_alpha, used_beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, mix)
     if alpha is not None:  # no operator may return what it was given
         used_alpha, used_beta = used_alpha.clone(), used_beta.clone()
@@ -46,20 +46,20 @@ def _(
     mask: Tensor | None, seed: Tensor | None, lln_weight: float, diag_weight: float, block_size: int,
     dropout_p: float, joint: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    kernels, mix = load_backend(backend), Mixture(lln_weight, diag_weight, block_size, joint=joint)
+    kernels, mix = load_backend(backend), HybridSpec(lln_weight, diag_weight, block_size, joint=joint)
     matched = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     used_alpha, used_beta = (torch.empty_like(matched if x is None else x) for x in (alpha, beta))
     return kernels.empty_results(q, k, v)[0], used_alpha, used_beta, list(kernels.empty_saved(q, mix))
 
 
-@torch.library.custom_op("lln_fairseq::mixture_backward", mutates_args=())
+@torch.library.custom_op("lln_fairseq::hybrid_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, saved: Sequence[Tensor], needed: Sequence[bool], lln_weight: float,
     diag_weight: float, block_size: int, dropout_p: float, joint: bool, backend: str,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, α, β and the parameter; without an element for those of the last that need none."""
-    mix = Mixture(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
+    mix = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
     found = load_backend(backend).backward(q, k, v, alpha, beta, mask, mix, saved, grad, needed)
     return [q.new_empty(0) if x is None else x for x in found]
 
@@ -83,7 +83,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _gradients(ctx: Any, grad: Tensor, *of_the_rest: object) -> tuple[Tensor | None, ...]:
     inputs, saved, lln_weight = ctx.saved_tensors[:8], list(ctx.saved_tensors[8:]), ctx.settings[0]
     needed = [need and lln_weight != 0 for need in ctx.needs_input_grad[3:6]]  # else they have no part in it
-    found = torch.ops.lln_fairseq.mixture_backward(grad, *inputs, saved, needed, *ctx.settings)
+    found = torch.ops.lln_fairseq.hybrid_attention_backward(grad, *inputs, saved, needed, *ctx.settings)
     of_scalars = (x if need else None for x, need in zip(found[3:], needed, strict=True))
     return *found[:3], *of_scalars, *(None,) * (2 + len(ctx.settings))
 

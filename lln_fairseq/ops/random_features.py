@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops.autograd import differentiable_gradients
-from lln_fairseq.ops.backends import is_recorded
+from lln_fairseq.ops.backends import is_traced_or_transformed
 from lln_fairseq.ops.checks import check_inputs
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.layout import fresh_result
@@ -39,7 +39,7 @@ def random_feature_attention(
     """
     check_inputs(q, k, v, key_padding_mask)
     q, k, v = clear_padding(q, k, v, key_padding_mask)
-    if q.numel() == 0 or is_recorded(q, k, v, omega, key_padding_mask):
+    if q.numel() == 0 or is_traced_or_transformed(q, k, v, omega, key_padding_mask):
         return _formula(q, k, v, omega, key_padding_mask)
     return RandomFeatureFunction.apply(q, k, v, omega, key_padding_mask)
 
@@ -81,7 +81,7 @@ class RandomFeatureFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, omega, mask, *_ = saved = ctx.saved_tensors
-        if not (torch.is_grad_enabled() or is_recorded(grad)):
+        if not (torch.is_grad_enabled() or is_traced_or_transformed(grad)):
             return *_gradients(grad, *saved), None, None
 
         def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def head_groups(heads: int, elements_per_head: int, like: Tensor) -> Iterator[sl
 _THREAD = threading.local()
 
 
-def kept_buffers(dtype: torch.dtype) -> dict[str, Tensor]:
+def reused_buffers(dtype: torch.dtype) -> dict[str, Tensor]:
     """This thread's CPU buffers of a dtype by name: a handful, of about GROUP_BYTES each at the most."""
     return vars(_THREAD).setdefault(str(dtype), {})
 
@@ -48,7 +48,7 @@ class Scratch:
     def __init__(self, like: Tensor, length: int) -> None:
         self.dtype, self.device, self.length = compute_dtype(like.dtype), like.device, length
         # Other devices have an allocator that keeps memory itself.
-        self._buffers: dict[str, Tensor] = kept_buffers(self.dtype) if like.device.type == "cpu" else {}
+        self._buffers: dict[str, Tensor] = reused_buffers(self.dtype) if like.device.type == "cpu" else {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         numel = prod(shape)

@@ -6,7 +6,7 @@ from typing import Any
 from fairseq.tasks import FairseqTask
 
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
-from lln_fairseq.checkpoints.reading import OUR_STATE
+from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.padding_report import PaddingReport
@@ -103,8 +103,8 @@ class HookedTask(FairseqTask):
             "labels": getattr(self, "labels", []),
             **self.run_origin,
         }
-        # fairseq looks up a task's state by the name of its class, checkpoints/reading.py looks up OUR_STATE.
-        return {type(self).__name__: self.resume.state(), OUR_STATE: identity}
+        # fairseq looks up a task's state by the name of its class, checkpoints/reading.py looks up PLUGIN_STATE.
+        return {type(self).__name__: self.resume.state(), PLUGIN_STATE: identity}
 
     def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of the task; fairseq calls it when a run resumes, but not for a fine-tuning."""

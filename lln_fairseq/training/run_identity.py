@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, STOCK, STOCK_ATTENTION, plain_config, plain_options
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, our_state
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import InputError
 
@@ -89,7 +89,7 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
     if state is None or options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
         return
     saved = state.get("cfg")
-    origin: dict[str, Any] = our_state(state)
+    origin: dict[str, Any] = plugin_state(state)
     found = differences(saved, cfg)
     if options.reset_meters:  # there are no scores that another metric would be compared with
         found = [difference for difference in found if not difference.startswith("checkpoint.")]
@@ -110,7 +110,7 @@ def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, st
     A run that resumes keeps its start: the file may have changed meanwhile, and an old checkpoint records none.
     """
     origin: dict[str, Any] = {"content": _data_hash(cfg)}
-    start = _start_hash(cfg.checkpoint) if state is None else our_state(state).get("start")
+    start = _start_hash(cfg.checkpoint) if state is None else plugin_state(state).get("start")
     if start is not None:
         origin["start"] = start
     return origin

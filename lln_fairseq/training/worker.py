@@ -16,7 +16,7 @@ from fairseq.distributed import utils as distributed_utils
 
 from lln_fairseq import command
 from lln_fairseq.checkpoints.saving import lock_directory
-from lln_fairseq.errors import InputError, lost_workers
+from lln_fairseq.errors import InputError, report_lost_workers
 from lln_fairseq.training import resume
 from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.wandb import own_run
@@ -32,7 +32,7 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     disable_malloc_trim()
     resume.forget_previous_run(main)
     try:
-        with own_run(), lost_workers():
+        with own_run(), report_lost_workers():
             return main(cfg, **kwargs)
     except InputError as error:
         if not parent:
@@ -60,7 +60,7 @@ def is_first_worker() -> bool:
 
 
 @contextmanager
-def one_training(cfg: Any) -> Iterator[None]:
+def lock_save_dir(cfg: Any) -> Iterator[None]:
     """Lock the save_dir of a fairseq configuration: two trainings would overwrite each other's checkpoints.
 
     The first of several workers locks it for all of them.

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
-from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.ops.lln import lln_attention
 from lln_fairseq.training.malloc import disable_malloc_trim
@@ -71,7 +71,7 @@ def attention_function(row: str, args: argparse.Namespace) -> Callable[[Tensor, 
         return F.scaled_dot_product_attention
     if row in CAUSAL:
         return CAUSAL[row]
-    name, options = parse_row(row)
+    name, options = parse_attention_spec(row)
     sizes = dict(num_heads=args.heads, head_dim=args.head_dim, max_positions=max(args.lengths))
     return build_attention(name, **sizes, **options).to(device=args.device, dtype=DTYPES[args.dtype]).eval()
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.attention.layers import check_row
+from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.training.malloc import disable_malloc_trim
@@ -71,7 +71,7 @@ def row_name(text: str) -> str:
     """The type of an argument: a row that can be built."""
     try:
         if text != MATRIX:
-            check_row(text)
+            check_attention_spec(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

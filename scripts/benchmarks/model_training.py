@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lln_fairseq
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, EncoderLayer, build_attention, build_layer
-from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.models.presets import PRESETS
 
 SOFTMAX = "softmax"
@@ -114,7 +114,7 @@ class Training:
         args = self.args
         count = len(self.layers)
         _, dim, _, heads = PRESETS[args.preset]
-        row, options = parse_row(name)
+        row, options = parse_attention_spec(name)
         if row in LAYER_REGISTRY:
             options = dict(dim=dim, dropout=args.dropout, attention_dropout=args.attention_dropout) | options
             return [build_layer(row, **options) for _ in range(count)]
@@ -143,8 +143,8 @@ class Training:
 
 
 def build(row: str, **sizes: Any) -> Attention:
-    """The attention of a row as parse_row reads it; its attention dropout is an option too."""
-    name, options = parse_row(row)
+    """The attention of a row as parse_attention_spec reads it; its attention dropout is an option too."""
+    name, options = parse_attention_spec(row)
     return build_attention(name, **sizes | options)
 
 

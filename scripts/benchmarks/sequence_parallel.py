@@ -25,7 +25,7 @@ import torch.multiprocessing as processes
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
-from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.modules.encoder import LLNEncoderLayer
@@ -53,7 +53,7 @@ def build_layer(args: argparse.Namespace, tokens: int) -> LLNEncoderLayer:
     _, width, inner, heads = PRESETS[PRESET]
     cfg = TransformerConfig(dropout=0.0, attention_dropout=0.0, activation_fn="gelu", max_source_positions=tokens)
     cfg.encoder.embed_dim, cfg.encoder.ffn_embed_dim, cfg.encoder.attention_heads = width, inner, heads
-    name, options = parse_row(args.attention)
+    name, options = parse_attention_spec(args.attention)
     return LLNEncoderLayer(cfg, name, options, args.feed_forward_tokens)
 
 

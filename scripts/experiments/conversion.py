@@ -22,8 +22,8 @@ from tqdm import tqdm
 import lln_fairseq
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.data.files import write_bytes
-from lln_fairseq.linearize.attention_transfer import Texts, exchanged
-from lln_fairseq.linearize.layerwise import SEED, HeldOut, Students
+from lln_fairseq.linearize.attention_transfer import TokenStream, swapped_attention
+from lln_fairseq.linearize.layerwise import SEED, HeldOutSet, Students
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.terminal import aligned, program_parser
 
@@ -42,10 +42,10 @@ MASKED = 0.15
 FIRST_WORD = 4  # after fairseq's special symbols
 
 
-class WholeTexts(Texts):
+class WholeTexts(TokenStream):
     """The lines of a stream, each with its </s>: those that fit, padded to one length."""
 
-    def __init__(self, texts: Texts, pad: int) -> None:
+    def __init__(self, texts: TokenStream, pad: int) -> None:
         super().__init__(texts.tokens, texts.bos, texts.eos)
         ends = (texts.tokens == texts.eos).nonzero().flatten() + 1
         self.lines, self.pad = torch.tensor_split(texts.tokens, ends)[:-1], pad
@@ -101,7 +101,7 @@ class Conversion:
         if args.whole:
             self.train, valid = (WholeTexts(texts, dictionary.pad()) for texts in (self.train, valid))
         self.mask = dictionary.index("<mask>")
-        self.held_out = [HeldOut(self.model, valid, COUNT, length) for length in args.lengths]
+        self.held_out = [HeldOutSet(self.model, valid, COUNT, length) for length in args.lengths]
 
     def all(self) -> None:
         wanted = [(name, steps, seed) for seed in self.args.seeds for name in self.args.variants
@@ -127,7 +127,7 @@ class Conversion:
         """Return the FIGURES for each length."""
         found = [list(texts.similarity(attentions)) for texts in self.held_out]
         if self.args.masked:
-            with exchanged(list(self.model.encoder.sentence_encoder.layers), attentions):
+            with swapped_attention(list(self.model.encoder.sentence_encoder.layers), attentions):
                 for figures, texts in zip(found, self.held_out, strict=True):
                     figures.append(masked_accuracy(self.model, texts.batches, self.mask))
         return found

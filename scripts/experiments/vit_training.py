@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lln_fairseq.analysis.layer_scalars import NAMES, observe
-from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError
 from lln_fairseq.data.files import atomic_path, write_bytes
 from scripts.experiments.progress import progress_bar, report_update
@@ -51,7 +51,7 @@ class Run:
         self.settings = {"recipe": asdict(recipe), "shape": asdict(shape), "pictures": pictures.digest}
         self.splits = {name: pictures.split(name) for name in ("train", "valid", "test")}
         torch.manual_seed(recipe.seed)
-        name, options = parse_row(recipe.attention)
+        name, options = parse_attention_spec(recipe.attention)
         self.model = ViT(shape, name, **options).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
         self.updates = recipe.epochs * math.ceil(len(self.splits["train"].labels) / recipe.batch)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
-from lln_fairseq.attention.registry import parse_row
+from lln_fairseq.attention.registry import parse_attention_spec
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 
 HEADS, DIM, MAX_POSITIONS = 3, 32, 1100
@@ -180,4 +180,4 @@ def test_unknown_names_options_and_values_are_refused():
 
 def test_an_option_without_a_value_is_named():
     with pytest.raises(ValueError, match="'mix' is no OPTION=VALUE"):
-        parse_row("lln_diag:block_size=8,mix")
+        parse_attention_spec("lln_diag:block_size=8,mix")

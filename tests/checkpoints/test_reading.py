@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from lln_fairseq.checkpoints.reading import check_sums, load_checkpoint, load_checkpoint_lazily
+from lln_fairseq.checkpoints.reading import load_checkpoint, load_checkpoint_lazily, verify_checksums
 from lln_fairseq.errors import InputError
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, train
 
@@ -108,7 +108,7 @@ def test_parts_that_cannot_be_opened_are_damaged(offset, value, tmp_path):
     changed[changed.index(b"PK\x01\x02") + offset] = value  # in the central directory of the zip archive
     path.write_bytes(changed)
     with pytest.raises(InputError, match=r"a\.pt is damaged: ."):
-        check_sums(str(path))
+        verify_checksums(str(path))
 
 
 def test_path_that_is_not_utf8_loads(tmp_path):

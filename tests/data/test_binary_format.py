@@ -7,7 +7,7 @@ import pytest
 import torch
 from fairseq.data import indexed_dataset
 
-from lln_fairseq.data.binary_format import binarize, class_blocks, dataset_files
+from lln_fairseq.data.binary_format import binarize, dataset_files, label_blocks
 from lln_fairseq.data.reporting import DataError
 
 SAMPLES = [[4, 5, 2], [5, 3, 4, 2], [2], [4, 2]]
@@ -69,6 +69,6 @@ def test_failure_while_encoding_leaves_nothing(tmp_path):
 
 
 def test_class_k_has_id_4_plus_k():
-    [(ids, lengths)] = class_blocks(["b", "a", "b"], ["a", "b"])
+    [(ids, lengths)] = label_blocks(["b", "a", "b"], ["a", "b"])
     assert ids.tolist() == [5, 2, 4, 2, 5, 2]
     assert lengths.tolist() == [2, 2, 2]

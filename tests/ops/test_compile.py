@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.ops.backends import Mixture, choose_backend, load_backend
+from lln_fairseq.ops.backends import HybridSpec, choose_backend, load_backend
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
@@ -63,7 +63,7 @@ def graphs():
     return compiled
 
 
-OPERATOR = "lln_fairseq.mixture"
+OPERATOR = "lln_fairseq.hybrid_attention"
 needs_kernels = pytest.mark.skipif(
     choose_backend("auto", torch.zeros(1, 1, 1, 32)) != "cpu", reason="no C compiler, or no CPU of ours"
 )
@@ -110,13 +110,13 @@ def test_the_operator_keeps_torchs_contract(layout, weights, given, joint, backe
     for mask, dropout in ((None, 0.0), (torch.arange(24)[None] >= 19, 0.1)):
         mix = (*weights, 16, dropout if weights[1] else 0.0, joint, backend)
         arguments = (*leaves, alpha, beta, parameter, mask, seed if dropout else None, *mix)
-        torch.library.opcheck(torch.ops.lln_fairseq.mixture.default, arguments)
+        torch.library.opcheck(torch.ops.lln_fairseq.hybrid_attention.default, arguments)
 
 
 def test_the_operator_knows_all_that_a_mixture_is():
-    takes = {argument.name for argument in torch.ops.lln_fairseq.mixture.default._schema.arguments}
+    takes = {argument.name for argument in torch.ops.lln_fairseq.hybrid_attention.default._schema.arguments}
     # What is compiled cannot exchange anything, see autograd.py.
-    assert {field.name for field in dataclasses.fields(Mixture)} - {"exchange"} <= takes
+    assert {field.name for field in dataclasses.fields(HybridSpec)} - {"exchange"} <= takes
 
 
 @needs_kernels

@@ -12,7 +12,7 @@ import torch
 from fairseq.trainer import Trainer
 from hydra.core.global_hydra import GlobalHydra
 
-from lln_fairseq.errors import InputError, one_line_instead_of_a_traceback
+from lln_fairseq.errors import InputError, exit_with_one_line
 from lln_fairseq.training.settings import TORCHRUN, check_devices
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
@@ -115,20 +115,20 @@ def test_ctrl_c_ends_in_one_line_and_the_run_goes_on(number, code, corpus, tmp_p
 
 def test_a_full_disk_stops_the_logs_first():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # TensorBoard's, which names no file
-    with pytest.raises(InputError, match="cannot write the logs: No space left"), one_line_instead_of_a_traceback():
+    with pytest.raises(InputError, match="cannot write the logs: No space left"), exit_with_one_line():
         raise full
-    with pytest.raises(ConnectionError), one_line_instead_of_a_traceback():
+    with pytest.raises(ConnectionError), exit_with_one_line():
         raise ConnectionError("not the user's")
 
 
 def test_hydra_prints_an_input_error_alone(monkeypatch, capsys):
     monkeypatch.setattr(GlobalHydra.instance(), "is_initialized", lambda: True)
-    with pytest.raises(SystemExit) as ended, one_line_instead_of_a_traceback():
+    with pytest.raises(SystemExit) as ended, exit_with_one_line():
         raise InputError("this and that")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "error: this and that\n"
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(InputError), one_line_instead_of_a_traceback():
+    with pytest.raises(InputError), exit_with_one_line():
         raise InputError("this and that")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lln_fairseq.checkpoints.reading import OUR_STATE, load_checkpoint_lazily, our_state
+from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily, plugin_state
 from lln_fairseq.errors import InputError
 from lln_fairseq.training import run_identity
 from lln_fairseq.training.run_identity import differences
@@ -182,13 +182,13 @@ def test_labels_that_were_exchanged(tmp_path, monkeypatch):
 def test_checkpoints_of_before_are_not_compared_by_what_they_lack(begun, tmp_path, monkeypatch):
     corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
     state = torch.load(run / "checkpoint_last.pt")
-    record = state["extra_state"][OUR_STATE]
+    record = state["extra_state"][PLUGIN_STATE]
     assert (record.pop("start"), len(record.pop("content"))) == ("", 64)
     record["data"] = "a hash of the lengths"
     torch.save(state, run / "checkpoint_last.pt")
     log = train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 3)
     assert log["train"][-1]["num_updates"] == "3"
-    assert "start" not in torch.load(run / "checkpoint_last.pt")["extra_state"][OUR_STATE]
+    assert "start" not in torch.load(run / "checkpoint_last.pt")["extra_state"][PLUGIN_STATE]
 
 
 def test_another_model_to_start_from(begun, tmp_path, monkeypatch):
@@ -203,7 +203,7 @@ def test_another_model_to_start_from(begun, tmp_path, monkeypatch):
 
     def go_on(updates, run, *options):
         train(monkeypatch, tmp_path / f"{updates}.log", corpus, run, *COMMON, "--max-update", updates, *options)
-        return our_state(load_checkpoint_lazily(str(run / "checkpoint_last.pt")))["start"]
+        return plugin_state(load_checkpoint_lazily(str(run / "checkpoint_last.pt")))["start"]
 
     def refused(run, *options):
         with pytest.raises(InputError, match="holds another run: another model to start from"):

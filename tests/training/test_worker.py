@@ -16,7 +16,7 @@ from lln_fairseq import command
 from lln_fairseq.checkpoints.saving import LOCK
 from lln_fairseq.errors import InputError
 from lln_fairseq.training import worker
-from lln_fairseq.training.worker import one_training
+from lln_fairseq.training.worker import lock_save_dir
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 
 HOLD = """
@@ -61,9 +61,9 @@ def test_a_second_training_is_refused_until_the_first_is_killed(holder, tmp_path
 
 @pytest.mark.parametrize("option", [{"rank": 1}, {"rank": 8}, {"no_save": True}, {"model": None}])
 def test_workers_of_one_run_and_who_writes_nothing_need_no_lock(option, holder, tmp_path):
-    with one_training(settings(tmp_path, **option)):
+    with lock_save_dir(settings(tmp_path, **option)):
         pass
-    with pytest.raises(InputError), one_training(settings(tmp_path)):
+    with pytest.raises(InputError), lock_save_dir(settings(tmp_path)):
         pass
 
 
@@ -72,7 +72,7 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog)
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    with one_training(settings(tmp_path)):
+    with lock_save_dir(settings(tmp_path)):
         pass
     (said,) = [record.getMessage() for record in caplog.records]
     assert said == f"{tmp_path} cannot be locked (No locks available): do not start a second training in it"
@@ -81,7 +81,7 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog)
 def test_the_lock_is_free_after_the_training(tmp_path):
     free = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     command = [sys.executable, "-c", free, tmp_path / LOCK]
-    with one_training(settings(tmp_path)):
+    with lock_save_dir(settings(tmp_path)):
         assert subprocess.run(command, capture_output=True).returncode == 1
     assert subprocess.run(command, capture_output=True).returncode == 0
 

@@ -25,7 +25,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
-class Mixture:
+class HybridSpec:
     """out = lln_weight · LLN + diag_weight · block-diagonal softmax; a part of weight 0 is not computed.
 
     Or, where `joint` is true, the joint form of ops/joint.py, with both weights 1.
@@ -41,7 +41,7 @@ class Mixture:
     exchange: Exchange | None = None  # with the workers that hold the other tokens; not for a joint form
 
     @property
-    def kept_values(self) -> int:
+    def keep_threshold(self) -> int:
         """Of the 2^16 values of 16 random bits, those that keep a probability: p is right to 1e-5."""
         return min(max(round((1 - self.dropout_p) * 2**16), 1), 2**16 - 1)
 
@@ -64,12 +64,12 @@ class Backend(Protocol):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None,
-        mix: Mixture,
+        mix: HybridSpec,
     ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
         """The mixture, in q's memory layout where it can be; α and β, as given or matched; what backward needs."""
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
         saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
     ) -> Sequence[Tensor | None]:  # fmt: skip
         """The gradients of q, k, v, and those of α, β and the mixture's parameter that are needed."""
@@ -77,7 +77,7 @@ class Backend(Protocol):
     def empty_results(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         """Empty tensors that lie in memory as backward's gradients of q, k, v do; as the first, so forward's result."""
 
-    def empty_saved(self, q: Tensor, mix: Mixture) -> Sequence[Tensor]:
+    def empty_saved(self, q: Tensor, mix: HybridSpec) -> Sequence[Tensor]:
         """Empty tensors for what forward saves."""
 
     def match_moments(
@@ -101,7 +101,7 @@ def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *othe
         block = None if block_size is None else index(block_size)  # sizes may be symbols
         if _kernels_take(wanted, q.device, q.dtype, index(q.shape[-1]), block):
             return wanted
-    if is_recorded(q, *others):
+    if is_traced_or_transformed(q, *others):
         reason: str | None = "The kernels are no operations of torch: what records or imitates those does not see them."
     else:
         reason = _reason_against(wanted, q, block_size)
@@ -116,7 +116,7 @@ def load_backend(name: str) -> Backend:
     return cast(Backend, importlib.import_module(MODULES[name]))
 
 
-def is_recorded(*values: object) -> bool:
+def is_traced_or_transformed(*values: object) -> bool:
     """Whether operations on these values are recorded, imitated or transformed, so that only torch's own may be used.
 
     Tracing, export, compilation, functorch; tensors without data; subclasses. Values that are no tensors do not count.

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.dtypes import compute_dtype
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """As the backends' for q, k, v (B, H, 0, D)."""
     assert mix.exchange is not None
@@ -20,7 +20,7 @@ def forward(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
     saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     assert mix.exchange is not None

@@ -24,8 +24,8 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from lln_fairseq.ops.autograd import mixture
-from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.autograd import hybrid_attention
+from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.backends import triton as backend
 from lln_fairseq.ops.backends.triton import launch
 
@@ -89,18 +89,18 @@ def cases(dim, dtype):
         return q, k, v, alpha, beta, torch.zeros(2, length, dtype=torch.bool)
 
     def lln(length):
-        out = mixture(*inputs(length), Mixture(1.0, 0.0), "triton")
+        out = hybrid_attention(*inputs(length), HybridSpec(1.0, 0.0), "triton")
         out.backward(torch.empty_like(out))
 
     def diag(length, block_size, dropout=0.0):
         seed = torch.ones(1, dtype=torch.int64) if dropout else None
-        out = mixture(*inputs(length), Mixture(0.5, 0.5, block_size, dropout, seed), "triton")
+        out = hybrid_attention(*inputs(length), HybridSpec(0.5, 0.5, block_size, dropout, seed), "triton")
         out.backward(torch.empty_like(out))
 
     def joint(length, block_size, dropout=0.0):
         seed = torch.ones(1, dtype=torch.int64) if dropout else None
-        mix = Mixture(1.0, 1.0, block_size, dropout, seed, joint=True, parameter=torch.empty(2, 3))
-        out = mixture(*inputs(length), mix, "triton")
+        mix = HybridSpec(1.0, 1.0, block_size, dropout, seed, joint=True, parameter=torch.empty(2, 3))
+        out = hybrid_attention(*inputs(length), mix, "triton")
         out.backward(torch.empty_like(out))
 
     def moments(length):

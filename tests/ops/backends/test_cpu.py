@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lln_fairseq.ops.autograd import mixture
-from lln_fairseq.ops.backends import Mixture, choose_backend, cpu
+from lln_fairseq.ops.autograd import hybrid_attention
+from lln_fairseq.ops.backends import HybridSpec, choose_backend, cpu
 from lln_fairseq.ops.backends.cpu import compile
 from lln_fairseq.ops.backends.cpu.compile import load_library
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
@@ -76,7 +76,8 @@ def test_dropout_differs_between_heads_blocks_and_seeds():
     q, k, _ = random_qkv(batch=2, heads=2, length=128, dim=64)
     v = torch.eye(64).repeat(2, 1).expand_as(q)  # the output is then the matrices of the blocks
     draws = [
-        mixture(q, k, v, ZEROS, ZEROS, None, Mixture(0.0, 1.0, 64, 0.5, seed), "cpu") != 0 for seed in (1, 2, 2**40)
+        hybrid_attention(q, k, v, ZEROS, ZEROS, None, HybridSpec(0.0, 1.0, 64, 0.5, seed), "cpu") != 0
+        for seed in (1, 2, 2**40)
     ]
     blocks = torch.stack(draws).reshape(-1, 64 * 64).double()
     assert blocks.mean().item() == pytest.approx(0.5, abs=0.01)

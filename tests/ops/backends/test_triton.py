@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.autograd import mixture
-from lln_fairseq.ops.backends import Mixture, triton
+from lln_fairseq.ops.autograd import hybrid_attention
+from lln_fairseq.ops.backends import HybridSpec, triton
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests import helpers
 from tests.ops.mixes import MIXES, attend, errors, inputs, oracle, output_and_gradients
@@ -82,8 +82,8 @@ def test_dropout_of_the_blocks():
     zeros = torch.zeros_like(tensors[0])
 
     def seeded(seed):
-        mix = Mixture(0.5, 0.5, block_size, p, torch.tensor([seed], device=DEVICE))
-        return lambda *tensors: mixture(*tensors, None, mix, "triton")
+        mix = HybridSpec(0.5, 0.5, block_size, p, torch.tensor([seed], device=DEVICE))
+        return lambda *tensors: hybrid_attention(*tensors, None, mix, "triton")
 
     # with q = k = 0 a block's row is uniform, so feeding unit vectors as v reads the kept entries off the output
     keep = torch.zeros(2, 3, length, length, device=DEVICE)

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 from lln_fairseq.ops.backends.pytorch import draw_seed
 from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table
-from lln_fairseq.ops.scratch import kept_buffers
+from lln_fairseq.ops.scratch import reused_buffers
 
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"
 HEAD_DIMS = range(16, 257, 16)
@@ -104,14 +104,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _scratch(floats: int) -> Tensor:
     """This thread's working memory, kept from call to call."""
-    buffers = kept_buffers(torch.float32)
+    buffers = reused_buffers(torch.float32)
     if "cpu kernels" not in buffers or buffers["cpu kernels"].numel() < floats:
         buffers["cpu kernels"] = torch.empty(floats, dtype=torch.float32, device="cpu")
     return buffers["cpu kernels"]
 
 
 def _run(
-    function: str, mix: Mixture, views: Sequence[Tensor], pointers: Sequence[Tensor | None],
+    function: str, mix: HybridSpec, views: Sequence[Tensor], pointers: Sequence[Tensor | None],
     table: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Calls a kernel; of `problem`, views are the first of VIEWS and pointers padding, alpha, beta, states, dalpha,
@@ -120,7 +120,7 @@ def _run(
     threads, tile = _threads(), max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
     scratch = _scratch(threads * _scratch_floats(dim, tile))
     problem = _PROBLEM.pack(
-        batch, heads, tokens, tile, threads, _rows(dim, mix), mix.kept_values if mix.dropout_p else 0,
+        batch, heads, tokens, tile, threads, _rows(dim, mix), mix.keep_threshold if mix.dropout_p else 0,
         mix.joint, int(mix.seed or 0), mix.lln_weight, mix.diag_weight,
         *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(),
         *(0, 0, 0) if table is None else (table[0].data_ptr(), table[1].data_ptr(), len(table[0])),
@@ -129,7 +129,7 @@ def _run(
     getattr(_library(dim), function)(problem)
 
 
-def _rows(dim: int, mix: Mixture) -> int:
+def _rows(dim: int, mix: HybridSpec) -> int:
     """Of a state: those of L in two parts where somebody wants them."""
     return dim + (3 if mix.joint or mix.exchange else 1)
 
@@ -143,7 +143,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """α and β None are matched head by head, while q and k are in the cache."""
     q, k, v = _dense(q), _dense(k), _dense(v)
@@ -171,7 +171,7 @@ def _merge(states: Tensor, exchange: Exchange) -> None:
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
     saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
@@ -197,7 +197,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     return [fresh_result(_dense(x)) for x in (q, k, v)]
 
 
-def empty_saved(q: Tensor, mix: Mixture) -> Sequence[Tensor]:
+def empty_saved(q: Tensor, mix: HybridSpec) -> Sequence[Tensor]:
     """The states of csrc/problem.h."""
     batch, heads, _, dim = q.shape
     return (q.new_empty(batch, heads, _rows(dim, mix), dim),)
@@ -206,5 +206,5 @@ def empty_saved(q: Tensor, mix: Mixture) -> Sequence[Tensor]:
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     alpha, beta = q.new_empty(*q.shape[:2]), q.new_empty(*q.shape[:2])
     pointers = (_contiguous(mask), alpha, beta, None, None, None, None, None, None)
-    _run("match_moments", Mixture(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)
+    _run("match_moments", HybridSpec(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)
     return alpha, beta

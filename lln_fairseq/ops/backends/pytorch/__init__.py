@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiag
 from lln_fairseq.ops.backends.pytorch.joint import Joint
 from lln_fairseq.ops.backends.pytorch.lln import lln_backward, lln_forward
@@ -32,7 +32,7 @@ def draw_seed(device: torch.device) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """The mixture, α and β as given or matched, and what `backward` wants to see again."""
     if alpha is None or beta is None:
@@ -59,7 +59,7 @@ def forward(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
     saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients of q, k, v, and those of α, β and the parameter that are needed."""
@@ -91,7 +91,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     return [fresh_result(x) for x in (q, k, v)]
 
 
-def empty_saved(q: Tensor, mix: Mixture) -> Sequence[Tensor]:
+def empty_saved(q: Tensor, mix: HybridSpec) -> Sequence[Tensor]:
     """L and S of every head, for a joint form L in two parts behind them."""
     batch, heads, _, dim = q.shape
     shapes = ((1, dim), (dim, dim), *((1, dim), (1, dim)) * bool(mix.joint))
@@ -102,7 +102,7 @@ def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Ten
     return matched_moments(q, k, mask, table=table)
 
 
-def _parameter(mix: Mixture) -> Sequence[Tensor]:
+def _parameter(mix: HybridSpec) -> Sequence[Tensor]:
     return () if mix.parameter is None else (mix.parameter,)
 
 

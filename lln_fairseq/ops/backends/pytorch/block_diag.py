@@ -15,10 +15,10 @@ class BlockDiag:
     def __init__(self, run: Run, group: slice) -> None:
         self.scratch, self.block = run.scratch, run.block
         self.padding = None if run.padding is None else run.padding[group].reshape(-1, 1, run.block)
-        self.kept_values, self.generator, self.weight = run.mix.kept_values, None, run.mix.diag_weight
+        self.keep_threshold, self.generator, self.weight = run.mix.keep_threshold, None, run.mix.diag_weight
         if run.mix.dropout_p > 0:  # the same numbers in forward and backward: a seed for every group
             self.generator = torch.Generator(run.scratch.device).manual_seed(run.mix.seed + group.start)
-            self.weight *= 2**16 / self.kept_values
+            self.weight *= 2**16 / self.keep_threshold
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:
         q, k, v, out = (self.blocks(x) for x in (*inputs, out))
@@ -71,4 +71,4 @@ class BlockDiag:
         words = -(-p.numel() // 4)
         bits = self.scratch("bits", words * 8 // p.itemsize).view(torch.int64)
         bits = bits.random_(-(2**63), None, generator=self.generator).view(torch.int16)[: p.numel()]
-        return torch.lt(bits.view(p.shape), self.kept_values - 2**15, out=self.scratch("kept", *p.shape))
+        return torch.lt(bits.view(p.shape), self.keep_threshold - 2**15, out=self.scratch("kept", *p.shape))

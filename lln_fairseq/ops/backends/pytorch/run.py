@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.padding import clear_queries, written_out
 from lln_fairseq.ops.scratch import Scratch, head_groups
 
@@ -17,7 +17,7 @@ def _clear_keys(x: Tensor, padded: Tensor) -> Tensor:
 class Run:
     """What one call needs: the groups of heads, their scratch memory, and padding per head."""
 
-    def __init__(self, q: Tensor, mask: Tensor | None, mix: Mixture) -> None:
+    def __init__(self, q: Tensor, mask: Tensor | None, mix: HybridSpec) -> None:
         batch, heads, n, dim = q.shape
         self.mix, self.heads = mix, batch * heads
         self.block = max(1, min(mix.block_size, n)) if mix.diag_weight else 1

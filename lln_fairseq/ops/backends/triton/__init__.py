@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.backends.triton import (
     backward_kernels,
     diag_backward_kernels,
@@ -77,7 +77,7 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: Mixture
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """LLN alone, ½ (LLN + block-diagonal softmax) or a joint form: 4 or 6 passes over N x D."""
     if alpha is None or beta is None:
@@ -106,7 +106,7 @@ def forward(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: Mixture,
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
     saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """7 or 9 passes over N x D, 13 for a joint form."""
@@ -122,7 +122,7 @@ def backward(
         return *(_lln_diag_backward if mix.diag_weight else _lln_backward)(run), None
 
 
-def _block_size(mix: Mixture) -> int | None:
+def _block_size(mix: HybridSpec) -> int | None:
     return mix.block_size if mix.diag_weight else None
 
 
@@ -135,7 +135,7 @@ class _Backward(NamedTuple):
     alpha: Tensor
     beta: Tensor
     pad: Tensor | None
-    mix: Mixture
+    mix: HybridSpec
     m: Tensor
     log_s: Tensor
     state: Tensor
@@ -216,7 +216,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     return [torch.empty_like(x) for x in aligned(q, k, v)]
 
 
-def empty_saved(q: Tensor, mix: Mixture) -> tuple[Tensor, Tensor, Tensor]:
+def empty_saved(q: Tensor, mix: HybridSpec) -> tuple[Tensor, Tensor, Tensor]:
     """m, log s (B H, D) float32 and S (B H, D, D) in the dtype of q: see forward_kernels.py."""
     bh, dim = q.shape[0] * q.shape[1], q.shape[3]
     return workspace(q, bh, dim), workspace(q, bh, dim), q.new_empty(bh, dim, dim)

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Mixture
+from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.backends.triton import backward_kernels, joint_backward_kernels, joint_kernels, joint_query_kernels
 from lln_fairseq.ops.backends.triton.launch import (
     chunk_of,
@@ -21,7 +21,7 @@ ROWS_OF_A_QUERY = 6  # see joint_query_kernels.py
 
 
 def joint_out(
-    q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: Mixture,
+    q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: HybridSpec,
     state: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """The output; state is m, log s and S."""
@@ -38,7 +38,7 @@ def joint_out(
 
 
 def joint_backward(
-    q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: Mixture,
+    q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: HybridSpec,
     state: Sequence[Tensor], do: Tensor, needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """dq, dk, dv, and of dα, dβ and the parameter's gradient those that are needed."""
@@ -62,7 +62,7 @@ def joint_backward(
 
 
 def _rows_and_dq(
-    q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: Mixture,
+    q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: HybridSpec,
     state: Sequence[Tensor], do: Tensor, rows: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, and dα and the parameter's gradient of each program; fills rows."""
@@ -106,6 +106,6 @@ def _padded_keys(pad: Tensor | None) -> Tensor | None:
     return None if pad is None else pad.sum(dim=-1, dtype=torch.int32)
 
 
-def _parameter(mix: Mixture) -> Tensor:
+def _parameter(mix: HybridSpec) -> Tensor:
     assert mix.parameter is not None
     return mix.parameter.contiguous()
