@@ -115,7 +115,7 @@ def unknown_arguments(program, arguments, monkeypatch):
     parse_known_args = argparse.ArgumentParser.parse_known_args
 
     def parse_and_stop(*args):
-        namespace, unknown = parse_known_args(*args)
+        _, unknown = parse_known_args(*args)
         raise Parsed(*unknown)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
