@@ -9,7 +9,9 @@ from functools import partial
 
 import pytest
 from fairseq import options
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import lln_fairseq
 from lln_fairseq.__main__ import run_program
@@ -27,7 +29,7 @@ STARTS_PROGRAM = re.compile(
 
 
 def documented_commands():
-    """Yield the page and the words of every command in a bash block; other lines, such as `pip install`, are skipped."""
+    """Yield the page and the words of every command in a bash block. Other lines, like `pip install`, are skipped."""
     for page in PAGES:
         for block in code_blocks(page, "bash"):
             for line in block.replace("\\\n", "").splitlines():
@@ -66,9 +68,14 @@ def resolve_program(words):
 
 
 def check_recipe(arguments):
-    """Compose the recipe that Hydra's command line names, with its overrides."""
+    """Compose the recipe that Hydra's command line names, with its overrides: once for every job of a sweep."""
     parsed = get_args_parser().parse_args(arguments)
-    configuration(parsed.config_name, parsed.overrides)
+    jobs = [parsed.overrides]
+    if parsed.multirun:
+        overrides = OverridesParser.create().parse_overrides(parsed.overrides)
+        (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    for job in jobs:
+        configuration(parsed.config_name, job)
 
 
 def check_fairseq_train(arguments):
