@@ -8,7 +8,7 @@ it is asked for.
 
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def register() -> None:

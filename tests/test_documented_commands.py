@@ -1,126 +1,180 @@
-"""Every command that stands in an indented block of README or docs/ is understood: program, flags, Hydra overrides."""
+"""Check every command in a bash block of README and docs/: its program, flags and Hydra overrides must exist."""
 
 import argparse
 import importlib
 import re
 import shlex
 import sys
-import textwrap
 from functools import partial
-from pathlib import Path
 
 import pytest
 from fairseq import options
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import lln_fairseq
 from lln_fairseq.__main__ import run_program
 from scripts import compare_attentions, paper_figures
 from scripts.compare_attentions import configuration
+from tests.documentation import PAGES, ROOT, code_blocks, text_without_code
 
-ROOT = Path(__file__).parents[1]
-OURS = r"(?:lln_fairseq|scripts|data_prep)\b"
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-# The recipe that a program gives its Hydra overrides to, with the task of its arguments.
-RECIPES = {
-    "scripts.experiments.finetune": lambda *_: ("finetune", "glue=sst2"),
-    "scripts.experiments.lra_runs": lambda name, task, *_: ("lra", f"lra={'listops' if name == 'lra_all' else task}"),
-}
+COMMAND = re.compile(r"lln-fairseq |python -m (lln_fairseq|scripts|data_prep)\b|fairseq-|scripts/")
+SHELL_OPERATORS = {"<", ">", "|", "&&"}
+MORE_ARGUMENTS = "..."
+# The line with which a shell script starts a Python program of this project.
+STARTS_PROGRAM = re.compile(
+    r"(?:/program\.sh\"|^exec python -m) ((?:lln_fairseq|scripts|data_prep)\b.*) [\"$].*@", re.MULTILINE
+)
 
 
-def commands():
-    """The words of every line that begins with a command; `...`, which stands for more of the same, is left out."""
+def documented_commands():
+    """Yield the page and the words of every command in a bash block. Other lines, like `pip install`, are skipped."""
     for page in PAGES:
-        for block in re.findall(r"(?:^    .*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
-            for line in textwrap.dedent(block).replace("\\\n", "").splitlines():
-                if re.match(rf"python -m {OURS}|fairseq-|scripts/", line):
-                    yield page, [word for word in shlex.split(line, comments=True) if word != "..."]
+        for block in code_blocks(page, "bash"):
+            for line in block.replace("\\\n", "").splitlines():
+                if COMMAND.match(line):
+                    yield page, command_words(line)
 
 
-def program_of(words):
-    """Return what a command starts ("lln_fairseq PROGRAM", a module, or a shell script) and its arguments."""
+def command_words(line):
+    """Return the words of a command up to the first shell operator, without comments and without `...`."""
+    words = []
+    for word in shlex.split(line, comments=True):
+        if word in SHELL_OPERATORS:
+            break
+        if word != MORE_ARGUMENTS:
+            words.append(word)
+    return words
+
+
+def resolve_program(words):
+    """Return the program that a command runs and its arguments.
+
+    The program is "lln_fairseq NAME" for a program of lln-fairseq, a module such as "data_prep.glue", a fairseq
+    command, or the path of a shell script that starts no single Python program.
+    """
+    if words[0] == "lln-fairseq":
+        return f"lln_fairseq {words[1]}", words[2:]
     if words[:3] == ["python", "-m", "lln_fairseq"]:
         return f"lln_fairseq {words[3]}", words[4:]
     if words[0] == "python":
         return words[2], words[3:]
     if words[0].startswith("scripts/"):
-        started = re.search(
-            rf"(?:/program\.sh\"|^exec python -m) ({OURS}.*) [\"$].*@", (ROOT / words[0]).read_text(), re.M
-        )
+        started = STARTS_PROGRAM.search((ROOT / words[0]).read_text(encoding="utf-8"))
         if started:
-            return program_of(["python", "-m", *shlex.split(started[1]), *words[1:]])
+            return resolve_program(["python", "-m", *shlex.split(started[1]), *words[1:]])
     return words[0], words[1:]
 
 
-class Parsed(BaseException):
-    """What a program's parser leaves over of its arguments, in the place of the rest of the program."""
-
-
-def check_program(module, arguments, monkeypatch):
-    """Its own parser takes them, up to overrides for a recipe that has them."""
-    parse = argparse.ArgumentParser.parse_known_args
-
-    def stop(*given):
-        raise Parsed(*parse(*given)[1])
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
-    monkeypatch.setattr(paper_figures, "read_curves", lambda folder: {"loss": [(1, 2.0)]})  # of runs that are not there
-    monkeypatch.setattr(sys, "argv", [module, *arguments])
-    if module.startswith("lln_fairseq "):
-        program = partial(run_program, module.removeprefix("lln_fairseq "))
-    else:
-        program = importlib.import_module(module).main
-    with pytest.raises(Parsed) as found:
-        program(arguments)
-    rest = found.value.args
-    if module in RECIPES:
-        recipe, task = RECIPES[module](*arguments)
-        configuration(recipe, [task, *rest])
-    else:
-        assert not rest
-
-
 def check_recipe(arguments):
-    given = get_args_parser().parse_args(arguments)
-    configuration(given.config_name, given.overrides)
+    """Compose the recipe that Hydra's command line names, with its overrides: once for every job of a sweep."""
+    parsed = get_args_parser().parse_args(arguments)
+    jobs = [parsed.overrides]
+    if parsed.multirun:
+        overrides = OverridesParser.create().parse_overrides(parsed.overrides)
+        (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    for job in jobs:
+        configuration(parsed.config_name, job)
 
 
-def check_fairseq(get_parser, arguments):
+def check_fairseq_train(arguments):
     lln_fairseq.register()
-    options.parse_args_and_arch(get_parser(), arguments)
+    options.parse_args_and_arch(options.get_training_parser(), arguments)
+
+
+def check_fairseq_eval_lm(arguments):
+    lln_fairseq.register()
+    options.parse_args_and_arch(options.get_eval_lm_parser(), arguments)
+
+
+def check_fairseq_preprocess(arguments):
+    options.get_preprocessing_parser().parse_args(arguments)
 
 
 def check_comparison(arguments):
+    """Compose the pre-training and the fine-tunings of every attention that the comparison would run."""
     args = compare_attentions.parse(arguments)
     overrides = compare_attentions.Overrides(args)
-    for row in args.attentions:
-        configuration("pretrain", overrides.of_pretraining(row, 1))
-    for task in overrides.tasks:
-        configuration("finetune", overrides.of_finetuning(row, 1, task, args.data))
+    for attention in args.attentions:
+        configuration("pretrain", overrides.of_pretraining(attention, 1))
+        for task in overrides.tasks:
+            configuration("finetune", overrides.of_finetuning(attention, 1, task, args.data))
 
 
-CHECKS = {  # of what is no program of ours that parses its arguments itself
+# Programs that leave their arguments to Hydra or to fairseq, or that interpret Hydra overrides themselves.
+CHECKS = {
     "lln_fairseq train": check_recipe,
     "fairseq-hydra-train": check_recipe,
-    "fairseq-train": partial(check_fairseq, options.get_training_parser),
-    "fairseq-eval-lm": partial(check_fairseq, options.get_eval_lm_parser),
-    "fairseq-preprocess": lambda arguments: options.get_preprocessing_parser().parse_args(arguments),
+    "fairseq-train": check_fairseq_train,
+    "fairseq-eval-lm": check_fairseq_eval_lm,
+    "fairseq-preprocess": check_fairseq_preprocess,
     "scripts.compare_attentions": check_comparison,
 }
 
 
-def test_commands_are_found():
-    assert {page for page, _ in commands()} == set(PAGES)
+class Parsed(BaseException):
+    """Stop a program after it has parsed its arguments. The exception holds those that its parser did not know."""
+
+
+def unknown_arguments(program, arguments, monkeypatch):
+    """Run a program until it has parsed its arguments and return those that its own parser does not know."""
+    parse_known_args = argparse.ArgumentParser.parse_known_args
+
+    def parse_and_stop(*args):
+        _, unknown = parse_known_args(*args)
+        raise Parsed(*unknown)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    # The runs that the figures are drawn from do not exist.
+    monkeypatch.setattr(paper_figures, "read_curves", lambda folder: {"loss": [(1, 2.0)]})
+    if program.startswith("lln_fairseq "):
+        main = partial(run_program, program.removeprefix("lln_fairseq "))
+    else:
+        main = importlib.import_module(program).main
+    with pytest.raises(Parsed) as stopped:
+        main(arguments)
+    return list(stopped.value.args)
+
+
+def check_program(program, arguments, monkeypatch):
+    """Check flags with the program's own parser, and what remains as overrides of the recipe that the program uses."""
+    overrides = unknown_arguments(program, arguments, monkeypatch)
+    if program == "scripts.experiments.finetune":
+        configuration("finetune", ["glue=sst2", *overrides])
+    elif program == "scripts.experiments.lra_runs":
+        task = "listops" if arguments[0] == "lra_all" else arguments[1]
+        configuration("lra", [f"lra={task}", *overrides])
+    else:
+        assert not overrides
+
+
+def check_shell_script(script, arguments):
+    """Check that the flags occur in the script."""
+    flags = {word for word in arguments if word.startswith("-")}
+    assert flags <= set((ROOT / script).read_text(encoding="utf-8").split())
+
+
+def test_every_page_has_commands():
+    assert {page for page, _ in documented_commands()} == set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_stand_in_fenced_blocks_with_a_language(page):
+    assert code_blocks(page, "") == []
+    assert not re.search(rf"^\s*({COMMAND.pattern})", text_without_code(page), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
-    "words", [pytest.param(words, id=f"{page.name}: {' '.join(words)[:50]}") for page, words in commands()]
+    "words",
+    [pytest.param(words, id=f"{page.name}: {' '.join(words)[:50]}") for page, words in documented_commands()],
 )
-def test_a_command_is_understood(words, monkeypatch):
-    module, arguments = program_of(words)
-    if module in CHECKS:
-        CHECKS[module](arguments)
-    elif module.startswith("scripts/"):
-        assert {word for word in arguments if word.startswith("-")} <= set((ROOT / module).read_text().split())
+def test_documented_command_parses(words, monkeypatch):
+    program, arguments = resolve_program(words)
+    if program in CHECKS:
+        CHECKS[program](arguments)
+    elif program.startswith("scripts/"):
+        check_shell_script(program, arguments)
     else:
-        check_program(module, arguments, monkeypatch)
+        check_program(program, arguments, monkeypatch)

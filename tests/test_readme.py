@@ -1,33 +1,45 @@
-"""The examples of README run as they stand,."""
+"""Run the Python examples of README and compare the table of attentions with the registry."""
 
 import re
-import textwrap
-from pathlib import Path
 
 import torch
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
-from lln_fairseq.ops.lln import lln_diag_attention
-from lln_fairseq.ops.moment_matching import match_moments
+from lln_fairseq.attention import ATTENTION_REGISTRY, MECHANISMS, build_attention
+from tests.documentation import README, ROOT, code_blocks
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = code_blocks(README, "python")
 
 
-def test_the_example_of_a_new_attention(monkeypatch):
-    monkeypatch.setattr("lln_fairseq.attention.registry.ATTENTION_REGISTRY", registry := {})
-    code = re.search(r"for example `shifted_relu.py`:\n\n((?:    .*\n|\n)+)", README)[1]
-    exec(textwrap.dedent(code), {"__name__": "example"})
+def find_block(words):
+    """Return the only Python block of README that contains these words."""
+    (code,) = [block for block in BLOCKS if words in block]
+    return code
+
+
+def test_first_example_runs(capsys):
+    names = {}
+    exec(BLOCKS[0], names)
+    assert names["out"].isfinite().all()
+    assert capsys.readouterr().out == "torch.Size([2, 12, 4096, 64])\n"
+    assert "print(out.shape)  # torch.Size([2, 12, 4096, 64])\n" in BLOCKS[0]
+
+
+def test_new_attention_example_registers_and_matches_its_matrix(monkeypatch):
+    registry = {}
+    monkeypatch.setattr("lln_fairseq.attention.registry.ATTENTION_REGISTRY", registry)
+    exec(find_block('@register_attention("shifted_relu"'), {"__name__": "example"})
     monkeypatch.setitem(ATTENTION_REGISTRY, "shifted_relu", registry["shifted_relu"])
     monkeypatch.setattr("lln_fairseq.attention.registry.ATTENTION_REGISTRY", ATTENTION_REGISTRY)
+
     attention = build_attention("shifted_relu", num_heads=2, head_dim=8, max_positions=9, shift=0.1)
     q, k, v = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64)
     torch.testing.assert_close(attention(q, k, v), attention.attention_matrix(q, k) @ v)
 
 
-def test_the_example_on_tensors():
-    code = re.search(r"## Use it on tensors, without fairseq\n\n((?:    .*\n)+)", README)[1]
-    q, k, v = torch.randn(3, 2, 2, 9, 64)
-    names = dict(q=q, k=k, v=v, key_padding_mask=torch.zeros(2, 9, dtype=torch.bool))
-    exec(textwrap.dedent(code), names)
-    assert torch.equal(names["out"], lln_diag_attention(q, k, v, *match_moments(q, k)))
+def test_attention_table_is_complete():
+    page = (ROOT / "docs/attentions.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    missing = sorted(set(MECHANISMS) - listed)
+    unknown = sorted(listed - set(MECHANISMS))
+    assert not missing, f"docs/attentions.md has no row for {', '.join(missing)}: add | `{missing[0]}` | what it is |"
+    assert not unknown, f"docs/attentions.md has rows for {', '.join(unknown)}, which are not registered"
