@@ -33,8 +33,8 @@ from lln_fairseq.command import run_main
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.recipes import CONFIGS
 from scripts.compare_report import draw, read_rows, run_folder, table
-from scripts.experiments.settings import setting
-from scripts.experiments.steps import StepFailed, Steps, evaluation, prepare_demo_data, training
+from scripts.experiments.settings import format_override
+from scripts.experiments.steps import StepFailed, Steps, evaluation_command, prepare_demo_data, training_command
 from scripts.terminal import at_least_one, program_parser
 
 DEMO = "demo"
@@ -71,13 +71,13 @@ class Overrides:
             updates = args.finetune_updates
             self.finetune += [f"optimization.max_update={updates}", f"lr_scheduler.total_num_update={updates}"]
         if self.corpus == DEMO:
-            self.pretrain.insert(0, setting("task.data", f"{args.data}/lm"))
+            self.pretrain.insert(0, format_override("task.data", f"{args.data}/lm"))
 
     def of_pretraining(self, row: str, seed: int) -> list[str]:
         return [f"corpus={self.corpus}", *of_attention(row), f"common.seed={seed}", *self.pretrain]
 
     def of_finetuning(self, row: str, seed: int, task: str, data: str) -> list[str]:
-        demo = [setting("task.data", f"{data}/sentiment")] if task == DEMO else []
+        demo = [format_override("task.data", f"{data}/sentiment")] if task == DEMO else []
         return [f"glue={task}", *of_attention(row), f"common.seed={seed}", *demo, *self.finetune]
 
 
@@ -110,16 +110,16 @@ class Comparison:
 
     def _train(self, attention: str, seed: int, variables: dict[str, str]) -> None:
         name, folder = f"{attention}, seed {seed}", run_folder(self.out, attention, seed)
-        command = training("pretrain", folder, *self.overrides.of_pretraining(attention, seed))
+        command = training_command("pretrain", folder, *self.overrides.of_pretraining(attention, seed))
         self.steps.run(f"pre-train {name}", command, self.pretraining.optimization.max_update, variables)
         for task, config in self.tasks.items():
             tuned = folder / "glue" / task
             overrides = self.overrides.of_finetuning(attention, seed, task, self.args.data)
-            start = setting("checkpoint.finetune_from_model", folder / "checkpoint_best.pt")
-            command = training("finetune", tuned, start, *overrides)
+            start = format_override("checkpoint.finetune_from_model", folder / "checkpoint_best.pt")
+            command = training_command("finetune", tuned, start, *overrides)
             updates = config.optimization.get("max_update") or config.lr_scheduler.total_num_update
             self.steps.run(f"fine-tune {name} on {task}", command, updates, variables)
-            command = evaluation(tuned, labelled_splits(Path(config.task.data)))
+            command = evaluation_command(tuned, labelled_splits(Path(config.task.data)))
             self.steps.run(f"evaluate {name} on {task}", command, environment=variables)
 
     def all(self) -> list[str]:

@@ -1,11 +1,12 @@
-"""What is left of a softmax encoder when a linear attention takes its place: by form, steps of transfer and length.
+"""Measure how much of a softmax encoder remains when a linear attention replaces it.
 
     python -m scripts.experiments.conversion TEACHER DATA OUT --steps 0 100 --lengths 64 128 512 --seeds 1 2
 
-TEACHER and DATA as for lln-fairseq linearize. Every row is a transfer of its own, measured on the same held-out texts:
-the cosine of mean-pooled vectors to the teacher's, for which share of the texts the nearest other text is the same,
-and with --masked the share of masked tokens that the language model gets right. --whole takes every line of the data
-as a text, not pieces of so many tokens: proteins, say. What is in OUT/conversion.json is not run again.
+TEACHER and DATA are those of lln-fairseq linearize. Each row of the table is a transfer of its own: a variant of the
+attention, a number of steps and a seed. For held-out texts of each length it shows the cosine between the mean-pooled
+vectors and the teacher's, the share of texts whose nearest other text is the same, and with --masked the share of
+masked tokens that the language model restores. --whole takes each line of the data, such as a protein, as one text.
+Rows in OUT/conversion.json are not measured again.
 """
 
 import argparse
@@ -36,136 +37,178 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "joint_offset, entropy": ("lln_diag", {"mix": "joint_offset", "constants": "entropy"}),
     "joint_offset, gain": ("lln_diag", {"mix": "joint_offset", "gain": "learned"}),
 }
-WITHOUT_BLOCKS = ("lln",)
-FIGURES = ("cosine", "neighbour", "masked")
-MASKED = 0.15
-FIRST_WORD = 4  # after fairseq's special symbols
+ATTENTIONS_WITHOUT_BLOCKS = ("lln",)
+MEASURES = ("cosine", "neighbor", "masked")
+MASKED_SHARE = 0.15
+FIRST_WORD = 4  # fairseq's special symbols have the ids 0 to 3
 
 
-class WholeTexts(TokenStream):
-    """The lines of a stream, each with its </s>: those that fit, padded to one length."""
+class LineStream(TokenStream):
+    """A token stream whose batches hold whole lines, each with its </s>, padded to one length."""
 
     def __init__(self, texts: TokenStream, pad: int) -> None:
         super().__init__(texts.tokens, texts.bos, texts.eos)
         ends = (texts.tokens == texts.eos).nonzero().flatten() + 1
-        self.lines, self.pad = torch.tensor_split(texts.tokens, ends)[:-1], pad
+        self.lines = torch.tensor_split(texts.tokens, ends)[:-1]
+        self.pad = pad
 
     def batch(self, count: int, length: int, generator: torch.Generator) -> Tensor:
+        """Draw lines of fewer than `length` tokens.
+
+        Args:
+            count: number of lines; a line may be drawn more than once.
+            length: length of the batch, with <s> in front of each line.
+            generator: draws the lines.
+
+        Returns:
+            Token ids, int64 (count, length).
+
+        Raises:
+            ValueError: if no line is short enough.
+        """
         fitting = [line for line in self.lines if len(line) < length]
         if not fitting:
             raise ValueError(f"no line has fewer than {length} tokens")
         batch = torch.full((count, length), self.pad)
         batch[:, 0] = self.bos
         for row, number in enumerate(torch.randint(len(fitting), (count,), generator=generator)):
-            batch[row, 1 : len(fitting[number]) + 1] = fitting[number]
+            line = fitting[number]
+            batch[row, 1 : len(line) + 1] = line
         return batch
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
+        """Draw as many lines of up to `longest` tokens as fit into `tokens`, at least one."""
         return self.batch(max(1, tokens // longest), longest, generator)
 
 
 @torch.no_grad()
 def masked_accuracy(model: Any, batches: Sequence[Tensor], mask: int) -> float:
-    """The share of masked tokens that the language model's first guess restores."""
-    generator, right = torch.Generator().manual_seed(SEED), []
+    """Return the share of masked tokens that the language model predicts correctly.
+
+    Args:
+        model: masked language model.
+        batches: token ids (B, N); 15 % of the words are masked, always the same ones.
+        mask: id of <mask>.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    correct = []
     for tokens in batches:
-        chosen = (torch.rand(tokens.shape, generator=generator) < MASKED) & (tokens >= FIRST_WORD)
-        logits, _ = model(src_tokens=tokens.masked_fill(chosen, mask))
-        right.append((logits.argmax(dim=-1) == tokens)[chosen])
-    return torch.cat(right).double().mean().item()
+        masked = (torch.rand(tokens.shape, generator=generator) < MASKED_SHARE) & (tokens >= FIRST_WORD)
+        logits, _ = model(src_tokens=tokens.masked_fill(masked, mask))
+        correct.append((logits.argmax(dim=-1) == tokens)[masked])
+    return torch.cat(correct).double().mean().item()
 
 
-class Conversion:
-    """Rows of results by (variant, steps, seed), each a list of [cosine, same neighbour] by length."""
+class ConversionExperiment:
+    """The experiment with its results, which are stored after every row.
+
+    Raises:
+        UserError: if OUT/conversion.json has rows of other settings.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.file = args, args.out / "conversion.json"
+        self.args = args
+        self.file = args.out / "conversion.json"
         args.out.mkdir(parents=True, exist_ok=True)
-        self.settings = {
-            key: getattr(args, key) for key in ("lengths", "tokens", "lr", "block_size", "masked", "whole")
-        }
+        names = ("lengths", "tokens", "lr", "block_size", "masked", "whole")
+        self.settings = {name: getattr(args, name) for name in names}
         self.settings["teacher"] = str(args.teacher)
         self.rows: dict[str, dict[str, Any]] = {}
         if self.file.exists():
-            saved = json.loads(self.file.read_text())
-            if saved["settings"] != self.settings:
-                raise UserError(f"{self.file} is of other settings: give another OUT")
-            self.rows = saved["rows"]
-        lln_fairseq.register()  # before fairseq is imported, which configures the root logger
+            stored = json.loads(self.file.read_text())
+            if stored["settings"] != self.settings:
+                raise UserError(f"{self.file} has rows of other settings: choose another OUT")
+            self.rows = stored["rows"]
+
+        lln_fairseq.register()  # before fairseq is imported: it configures the root logger
         from lln_fairseq.inference.loading import load_model
         from lln_fairseq.linearize.linearize import COUNT, read_texts
 
         self.model, task = load_model(str(args.teacher))
         dictionary = task.source_dictionary
-        self.train, valid = (read_texts(args.data, split, dictionary) for split in ("train", "valid"))
+        self.train = read_texts(args.data, "train", dictionary)
+        valid = read_texts(args.data, "valid", dictionary)
         if args.whole:
-            self.train, valid = (WholeTexts(texts, dictionary.pad()) for texts in (self.train, valid))
+            self.train = LineStream(self.train, dictionary.pad())
+            valid = LineStream(valid, dictionary.pad())
         self.mask = dictionary.index("<mask>")
         self.held_out = [HeldOutSet(self.model, valid, COUNT, length) for length in args.lengths]
 
-    def all(self) -> None:
-        wanted = [(name, steps, seed) for seed in self.args.seeds for name in self.args.variants
-                  for steps in self.args.steps]  # fmt: skip
-        for name, steps, seed in tqdm([row for row in wanted if key(*row) not in self.rows], desc="rows", disable=None):
-            self.rows[key(name, steps, seed)] = self.row(name, steps, seed)
+    def run_all(self) -> None:
+        """Measure the missing rows and print the table."""
+        missing = []
+        for seed in self.args.seeds:
+            for variant in self.args.variants:
+                for steps in self.args.steps:
+                    if row_key(variant, steps, seed) not in self.rows:
+                        missing.append((variant, steps, seed))
+        for variant, steps, seed in tqdm(missing, desc="rows", disable=None):
+            self.rows[row_key(variant, steps, seed)] = self.measure_row(variant, steps, seed)
             content = {"settings": self.settings, "rows": self.rows}
             write_bytes(self.file, (json.dumps(content, indent=1) + "\n").encode())
-        print(self.table())
+        print(self.format_table())
         if self.args.masked:
-            softmax = [masked_accuracy(self.model, texts.batches, self.mask) for texts in self.held_out]
-            print("masked tokens that the teacher restores:", *(f"{x:.3f}" for x in softmax))
+            accuracies = [masked_accuracy(self.model, texts.batches, self.mask) for texts in self.held_out]
+            print("masked tokens that the teacher restores:", *(f"{accuracy:.3f}" for accuracy in accuracies))
 
-    def row(self, name: str, steps: int, seed: int) -> dict[str, Any]:
-        attention, options = VARIANTS[name]
-        blocks = {} if attention in WITHOUT_BLOCKS else {"block_size": self.args.block_size}
-        students = Students(self.model, attention, {**options, **blocks}, self.args.lr, steps, seed)
+    def measure_row(self, variant: str, steps: int, seed: int) -> dict[str, Any]:
+        """Train the students of a variant and return their `quality`: a list of MEASURES for each length."""
+        attention, options = VARIANTS[variant]
+        if attention not in ATTENTIONS_WITHOUT_BLOCKS:
+            options = {**options, "block_size": self.args.block_size}
+        students = Students(self.model, attention, options, self.args.lr, steps, seed)
         for _ in range(steps):
             students.train_step(self.train, self.args.tokens, max(self.args.lengths))
-        return {"quality": self.quality(students.students)}
+        return {"quality": self.measure_quality(students.students)}
 
-    def quality(self, attentions: Sequence[nn.Module]) -> list[list[float]]:
-        """Return the FIGURES for each length."""
-        found = [list(texts.similarity(attentions)) for texts in self.held_out]
+    def measure_quality(self, attentions: Sequence[nn.Module]) -> list[list[float]]:
+        """Return the MEASURES of the model with these attentions for each length; the last one only with --masked."""
+        quality = [list(texts.similarity(attentions)) for texts in self.held_out]
         if self.args.masked:
-            with swapped_attention(list(self.model.encoder.sentence_encoder.layers), attentions):
-                for figures, texts in zip(found, self.held_out, strict=True):
-                    figures.append(masked_accuracy(self.model, texts.batches, self.mask))
-        return found
+            layers = list(self.model.encoder.sentence_encoder.layers)
+            with swapped_attention(layers, attentions):
+                for measures, texts in zip(quality, self.held_out, strict=True):
+                    measures.append(masked_accuracy(self.model, texts.batches, self.mask))
+        return quality
 
-    def table(self) -> str:
-        """The means over the seeds."""
-        figures = FIGURES if self.args.masked else FIGURES[:2]
-        lines = [["", "steps", *(f"{what} {n}" for n in self.args.lengths for what in figures)]]
-        for name in self.args.variants:
+    def format_table(self) -> str:
+        """Format the means over the seeds, one row for each variant and number of steps."""
+        measures = MEASURES if self.args.masked else MEASURES[:2]
+        header = ["", "steps"]
+        for length in self.args.lengths:
+            header += [f"{measure} {length}" for measure in measures]
+        lines = [header]
+        for variant in self.args.variants:
             for steps in self.args.steps:
-                found = [self.rows[key(name, steps, seed)]["quality"] for seed in self.args.seeds]
-                by_column = zip(*([x for pair in quality for x in pair] for quality in found), strict=True)
-                means = [sum(values) / len(values) for values in by_column]
-                lines.append([name, str(steps), *(f"{mean:.3f}" for mean in means)])
+                qualities = [self.rows[row_key(variant, steps, seed)]["quality"] for seed in self.args.seeds]
+                means = torch.tensor(qualities, dtype=torch.float64).mean(dim=0).flatten()
+                lines.append([variant, str(steps), *(f"{mean:.3f}" for mean in means.tolist())])
         return aligned(lines)
 
 
-def key(name: str, steps: int, seed: int) -> str:
-    return f"{name}; {steps} steps; seed {seed}"
+def row_key(variant: str, steps: int, seed: int) -> str:
+    """Return the key of a row in OUT/conversion.json."""
+    return f"{variant}; {steps} steps; seed {seed}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = program_parser("python -m scripts.experiments.conversion", __doc__)
-    parser.add_argument("teacher", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("teacher", type=Path, help="checkpoint with softmax attention")
+    parser.add_argument("data", type=Path, help="text binarized with its tokenizer")
+    parser.add_argument("out", type=Path, help="directory of the results")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--steps", type=int, nargs="+", default=[0, 100], help="of the transfer (%(default)s)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512], help="tokens (%(default)s)")
+    parser.add_argument("--steps", type=int, nargs="+", default=[0, 100], help="steps of transfer (%(default)s)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512], help="in tokens (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="(%(default)s)")
-    parser.add_argument("--tokens", type=int, default=512, help="of each update (%(default)s)")
-    parser.add_argument("--lr", type=float, default=0.01, help="of Adam (%(default)s)")
-    parser.add_argument("--masked", action="store_true", help="of teachers with a language model's head")
-    parser.add_argument("--whole", action="store_true", help="every line is a text")
-    parser.add_argument("--block-size", type=int, default=32, help="tokens (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of an update (%(default)s)")
+    parser.add_argument("--lr", type=float, default=0.01, help="learning rate of Adam (%(default)s)")
+    parser.add_argument("--masked", action="store_true", help="also restore masked tokens; needs a language model")
+    parser.add_argument("--whole", action="store_true", help="take each line as one text")
+    parser.add_argument("--block-size", type=int, default=32, help="in tokens (%(default)s)")
     args = parser.parse_args(argv)
     disable_malloc_trim()
-    return run_main(lambda: Conversion(args).all(), "\ninterrupted; the same command goes on from here")
+    message = "\ninterrupted; run the same command again to continue"
+    return run_main(lambda: ConversionExperiment(args).run_all(), message)
 
 
 if __name__ == "__main__":

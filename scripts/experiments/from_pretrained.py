@@ -1,7 +1,7 @@
-"""The quickstart with a real pre-trained encoder: all-MiniLM-L6-v2 becomes linear, and learns the demo's reviews.
+"""Run the quickstart with a real pre-trained encoder: all-MiniLM-L6-v2 becomes linear and learns the demo's reviews.
 
-Three models are fine-tuned alike: with its own softmax, with LLN+Diag put in its place, and with LLN+Diag after
-attention transfer on the demo's text (lln-fairseq linearize).
+Three models are fine-tuned in the same way: the encoder with its softmax, the encoder with LLN+Diag swapped in without
+training, and the encoder that `lln-fairseq linearize` has trained on the demo's text.
 """
 
 import argparse
@@ -12,66 +12,101 @@ import torch
 from omegaconf import OmegaConf
 
 from data_prep.encoders import ENCODERS
-from scripts.experiments.bag_of_words import bag_of_words
-from scripts.experiments.settings import setting
+from scripts.experiments.bag_of_words import bag_of_words_accuracies
+from scripts.experiments.settings import format_override
 from scripts.experiments.steps import Steps, call, finetune_and_score
 from scripts.terminal import aligned
 
-NAME = "minilm"
-ATTENTION, TEACHER = "lln_diag", "softmax"
+ENCODER = "minilm"
+ATTENTION = "lln_diag"
+TEACHER = "softmax"
 OPTIONS = {"mix": "joint_offset", "gain": "learned", "block_size": "32"}
-RUN = "gpu1" if torch.cuda.is_available() else "cpu"
-STEPS = 200
-LENGTH = "128"  # tokens of the longest text of the transfer; the demo's sentences have 27
+DEVICE = "gpu1" if torch.cuda.is_available() else "cpu"
+TRANSFER_STEPS = 200
+TRANSFER_LENGTH = "128"  # tokens of the longest text of the transfer; the demo's sentences have 27 on average
 
 
 def seed_suffix(seed: int) -> str:
-    """What the name of a fine-tuning ends with, so that several seeds stand side by side."""
-    return "" if seed == 1 else f"_seed{seed}"
+    """Return the end of a fine-tuning's name, which keeps the results of several seeds apart; empty for seed 1."""
+    if seed == 1:
+        return ""
+    return f"_seed{seed}"
 
 
 class FromPretrained:
+    """The experiment: all its steps write into OUT/from_minilm, and finished steps are skipped."""
+
     def __init__(self, args: argparse.Namespace) -> None:
-        self.out, self.args = Path(args.out) / f"from_{NAME}", args
-        self.data = Path(f"{args.data}-{NAME}")
+        self.args = args
+        self.out = Path(args.out) / f"from_{ENCODER}"
+        self.data = Path(f"{args.data}-{ENCODER}")
         self.steps = Steps(self.out)
 
-    def all(self) -> None:
-        python = [sys.executable, "-m"]
-        encoder, teacher, linear = self.out / "encoder", self.out / TEACHER, self.out / "linear"
-        if not (encoder / ENCODERS[NAME].files[-1]).is_file():
-            call([*python, "data_prep.encoders", NAME, "--out", str(encoder)])
-        command = [*python, "lln_fairseq", "convert", str(encoder), str(teacher), "--attention", TEACHER]
-        self.steps.run("convert", command)
-        archive = ["--archive", self.args.archive] if self.args.archive else []
-        call([*python, "data_prep.demo", "--out", str(self.data), "--tokenizer", str(teacher), *archive])
-        options = [f"{key}={value}" for key, value in OPTIONS.items()]
-        steps = ["--steps", str(self.args.updates or STEPS)]
-        command = [*python, "lln_fairseq", "linearize", str(teacher / "model.pt"), str(self.data / "lm"), str(linear),
-                   "--attention", ATTENTION, "--option", *options, "--length", LENGTH, *steps]  # fmt: skip
-        self.steps.run("linearize", command)
-        print((self.out / "logs" / "linearize.log").read_text().partition("held-out")[2].partition("held-out")[0])
-        swapped = [f"attention={ATTENTION}", *(f"model.{ATTENTION}_{key}={value}" for key, value in OPTIONS.items())]
-        scores = {
-            "its softmax": self.tuned("softmax", teacher, [f"attention={TEACHER}"]),
-            "LLN+Diag put in": self.tuned("swapped", teacher, swapped),
-            "LLN+Diag after transfer": self.tuned("linearized", linear, swapped),
-        }
-        scores["TF-IDF, logistic regression"] = list(bag_of_words(self.data).values())
-        heads = ["", "dev [%]", "test [%]"]
-        rows = [[name, *(f"{100 * score:.1f}" for score in values)] for name, values in scores.items()]
-        print(f"accuracy after fine-tuning\n{aligned([heads, *rows])}")
-        print("\n" + aligned([("wall time", "[s]"), *((step, f"{t:.0f}") for step, t in self.steps.times.items())]))
+    def run_all(self) -> None:
+        """Download, convert, linearize and fine-tune, then print the accuracies and the wall times."""
+        encoder = self.out / "encoder"
+        teacher = self.out / TEACHER
+        linear = self.out / "linear"
+        if not (encoder / ENCODERS[ENCODER].files[-1]).is_file():
+            call([sys.executable, "-m", "data_prep.encoders", ENCODER, "--out", str(encoder)])
+        self.convert(encoder, teacher)
+        self.prepare_data(teacher)
+        self.linearize(teacher, linear)
 
-    def tuned(self, name: str, start: Path, attention: list[str]) -> list[float]:
-        """The accuracies on dev and test of the encoder in `start`, fine-tuned with an attention."""
+        softmax_overrides = [f"attention={TEACHER}"]
+        linear_overrides = [f"attention={ATTENTION}"]
+        linear_overrides += [f"model.{ATTENTION}_{key}={value}" for key, value in OPTIONS.items()]
+        accuracies = {
+            "its softmax": self.finetune("softmax", teacher, softmax_overrides),
+            "LLN+Diag swapped in": self.finetune("swapped", teacher, linear_overrides),
+            "LLN+Diag after transfer": self.finetune("linearized", linear, linear_overrides),
+            "TF-IDF, logistic regression": list(bag_of_words_accuracies(self.data).values()),
+        }
+        rows = [["", "dev [%]", "test [%]"]]
+        for name, values in accuracies.items():
+            rows.append([name, *(f"{100 * accuracy:.1f}" for accuracy in values)])
+        print(f"accuracy after fine-tuning\n{aligned(rows)}")
+        times = [("wall time", "[s]")]
+        for step, seconds in self.steps.times.items():
+            times.append((step, f"{seconds:.0f}"))
+        print(f"\n{aligned(times)}")
+
+    def convert(self, encoder: Path, teacher: Path) -> None:
+        command = [sys.executable, "-m", "lln_fairseq", "convert", str(encoder), str(teacher), "--attention", TEACHER]
+        self.steps.run("convert", command)
+
+    def prepare_data(self, teacher: Path) -> None:
+        """Build the demo data with the encoder's tokenizer; an existing directory is kept."""
+        command = [sys.executable, "-m", "data_prep.demo", "--out", str(self.data), "--tokenizer", str(teacher)]
+        if self.args.archive:
+            command += ["--archive", self.args.archive]
+        call(command)
+
+    def linearize(self, teacher: Path, linear: Path) -> None:
+        """Train the linear attention on the demo's text and print the quality on held-out texts."""
+        command = [sys.executable, "-m", "lln_fairseq", "linearize"]
+        command += [str(teacher / "model.pt"), str(self.data / "lm"), str(linear), "--attention", ATTENTION]
+        command += ["--option", *(f"{key}={value}" for key, value in OPTIONS.items())]
+        command += ["--length", TRANSFER_LENGTH, "--steps", str(self.args.updates or TRANSFER_STEPS)]
+        self.steps.run("linearize", command)
+        log = (self.out / "logs" / "linearize.log").read_text()
+        print(log.partition("held-out")[2].partition("held-out")[0])
+
+    def finetune(self, name: str, start: Path, attention: list[str]) -> list[float]:
+        """Fine-tune the encoder in the directory `start` with an attention; return its accuracies on dev and test."""
         name += seed_suffix(self.args.seed)
-        folder = self.out / f"finetune_{name}"
-        overrides = ["glue=demo_minilm", "model=minilm", f"run={RUN}", setting("task.data", self.data / "sentiment"),
-                     f"common.seed={self.args.seed}", *attention]  # fmt: skip
+        overrides = [
+            "glue=demo_minilm",
+            "model=minilm",
+            f"run={DEVICE}",
+            format_override("task.data", self.data / "sentiment"),
+            f"common.seed={self.args.seed}",
+            *attention,
+        ]
+        updates = OmegaConf.load("configs/glue/demo_minilm.yaml").lr_scheduler.total_num_update
         if self.args.updates:
-            overrides.append(f"optimization.max_update={self.args.updates}")
-        overrides.append(setting("checkpoint.finetune_from_model", start / "model.pt"))
-        updates = self.args.updates or OmegaConf.load("configs/glue/demo_minilm.yaml").lr_scheduler.total_num_update
-        scores = finetune_and_score(self.steps, name, folder, overrides, updates)
+            updates = self.args.updates
+            overrides.append(f"optimization.max_update={updates}")
+        overrides.append(format_override("checkpoint.finetune_from_model", start / "model.pt"))
+        scores = finetune_and_score(self.steps, name, self.out / f"finetune_{name}", overrides, updates)
         return [score["accuracy"] for score in scores.values()]

@@ -1,10 +1,11 @@
-"""Trains on tasks of the Long Range Arena and scores valid and test; the same command goes on after an interruption.
+"""Train on tasks of the Long Range Arena and score valid and test. Run an interrupted command again to continue it.
 
     scripts/lra.sh listops attention=lln_diag run=gpu1
     scripts/lra_all.sh --attentions "softmax lln_diag" --tasks "listops text" --seeds "1 2" run=gpu1
 
-Results: runs/lra/ATTENTION/TASK/seedN, unless an override names another checkpoint.save_dir; lra_all.sh prints the
-paper's Table 5. The data: python -m data_prep.lra --help; tasks whose names end in _stand_in are not the paper's.
+Results are written to runs/lra/ATTENTION/TASK/seedN, unless you give checkpoint.save_dir for a single task. lra_all.sh
+prints the paper's Table 5. Tasks whose names end in _stand_in are not the paper's. To prepare the data:
+python -m data_prep.lra --help
 """
 
 import argparse
@@ -14,50 +15,66 @@ from pathlib import Path
 
 from lln_fairseq.command import UserError, run_main
 from scripts import lra_table
-from scripts.experiments.finetune import SAVE_DIR, numbers
-from scripts.experiments.settings import check_task, last_of
-from scripts.experiments.steps import train_and_score, training
+from scripts.experiments.finetune import SAVE_DIR, parse_seeds
+from scripts.experiments.settings import check_task, last_value
+from scripts.experiments.steps import train_and_score, training_command
 from scripts.terminal import program_parser
 
 RUNS = Path("runs/lra")
-ATTENTION, DEFAULT = "attention", "lln_diag"  # that of configs/finetune.yaml
-PAPER = "text listops retrieval pathfinder image"
+DEFAULT_ATTENTION = "lln_diag"  # the default of configs/finetune.yaml
+PAPER_TASKS = "text listops retrieval pathfinder image"
 
 
-def train(task: str, seed: int, overrides: list[str]) -> None:
-    """Train on a task and score the best checkpoint. Raises: UserError."""
+def train_task(task: str, seed: int, overrides: list[str]) -> None:
+    """Train on a task and score the best checkpoint, unless that has been done.
+
+    Args:
+        task: name of a recipe in configs/lra.
+        seed: seed of the training.
+        overrides: further settings; `checkpoint.save_dir` replaces the default directory.
+
+    Raises:
+        UserError: for an unknown task, results of other settings, or a failed training or evaluation.
+    """
     check_task("lra", task)
-    attention = last_of(ATTENTION, overrides) or DEFAULT
-    out = Path(last_of(SAVE_DIR, overrides) or RUNS / attention / task / f"seed{seed}")
-    settings = [f"lra={task}", f"common.seed={seed}", f"{ATTENTION}={attention}", *overrides]
-    train_and_score(f"{task}, seed {seed}", out, training("lra", out, *settings), settings, ("valid", "test"))
+    attention = last_value("attention", overrides) or DEFAULT_ATTENTION
+    out = Path(last_value(SAVE_DIR, overrides) or RUNS / attention / task / f"seed{seed}")
+    settings = [f"lra={task}", f"common.seed={seed}", f"attention={attention}", *overrides]
+    command = training_command("lra", out, *settings)
+    train_and_score(f"{task}, seed {seed}", out, command, settings, ("valid", "test"))
 
 
-def train_all(args: argparse.Namespace, overrides: list[str]) -> int:
-    """The exit code. Raises: UserError."""
-    if last_of(SAVE_DIR, overrides) or last_of(ATTENTION, overrides):
-        raise UserError("attention and checkpoint.save_dir are not for lra_all.sh: give --attentions, each has its own")
-    for task in args.tasks.split():
+def train_all_tasks(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Train every attention on every task with every seed, print the paper's Table 5 and return its exit code.
+
+    Raises:
+        UserError: if the overrides name an attention or a directory, and as `train_task` does.
+    """
+    if last_value(SAVE_DIR, overrides) or last_value("attention", overrides):
+        raise UserError("lra_all.sh takes neither attention= nor checkpoint.save_dir=: use --attentions")
+    tasks = args.tasks.split()
+    for task in tasks:
         check_task("lra", task)
-    for seed, task, attention in itertools.product(args.seeds, args.tasks.split(), args.attentions.split()):
-        train(task, seed, [f"{ATTENTION}={attention}", *overrides])
+    for seed, task, attention in itertools.product(args.seeds, tasks, args.attentions.split()):
+        train_task(task, seed, [f"attention={attention}", *overrides])
     return lra_table.main([str(RUNS)])
 
 
 def main(argv: list[str] | None = None) -> int:
-    name, *rest = argv or sys.argv[1:]
-    parser = program_parser(f"scripts/{name}.sh", __doc__)
-    if name == "lra":
-        parser.add_argument("task")
+    """Run the script whose name is the first argument: lra or lra_all."""
+    script, *arguments = argv or sys.argv[1:]
+    parser = program_parser(f"scripts/{script}.sh", __doc__)
+    if script == "lra":
+        parser.add_argument("task", help="name of a recipe in configs/lra")
         parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-        args, overrides = parser.parse_known_args(rest)
-        return run_main(lambda: train(args.task, args.seed, overrides), "")
-    parser.add_argument("--attentions", default="softmax lln lln_diag performer reformer skyformer nystrom",
-                        help='default: "%(default)s"')  # fmt: skip
-    parser.add_argument("--tasks", default=PAPER, help='default: "%(default)s"')
-    parser.add_argument("--seeds", type=numbers, default="1", help='default: "%(default)s"')
-    args, overrides = parser.parse_known_args(rest)
-    return run_main(lambda: train_all(args, overrides), "")
+        args, overrides = parser.parse_known_args(arguments)
+        return run_main(lambda: train_task(args.task, args.seed, overrides), "")
+    attentions = "softmax lln lln_diag performer reformer skyformer nystrom"
+    parser.add_argument("--attentions", default=attentions, help='default: "%(default)s"')
+    parser.add_argument("--tasks", default=PAPER_TASKS, help='default: "%(default)s"')
+    parser.add_argument("--seeds", type=parse_seeds, default="1", help='default: "%(default)s"')
+    args, overrides = parser.parse_known_args(arguments)
+    return run_main(lambda: train_all_tasks(args, overrides), "")
 
 
 if __name__ == "__main__":

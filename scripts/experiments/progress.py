@@ -1,14 +1,14 @@
-"""How far a training is: a bar on a terminal; in a file or a pipe a line every half minute."""
+"""Show the progress of a training: a bar on a terminal, and a line every half minute in a file or a pipe."""
 
 import sys
 
 from tqdm import tqdm
 
-SECONDS = 30.0  # between two lines
+SECONDS_BETWEEN_LINES = 30.0
 
 
 class LineStream:
-    """Standard error for tqdm, where each state of the bar is a line of its own."""
+    """A replacement for standard error that prints each state of a tqdm bar on a line of its own."""
 
     def write(self, text: str) -> None:
         if text.strip():
@@ -19,7 +19,12 @@ class LineStream:
 
 
 def progress_bar(name: str, updates: int | None = None) -> tqdm:
-    """Return a bar of a step with so many updates, if it is a training."""
+    """Return a progress bar for a step.
+
+    Args:
+        name: label in front of the bar.
+        updates: number of updates if the step is a training, else None.
+    """
     if sys.stderr.isatty():
         return tqdm(total=updates, desc=name, unit="update", dynamic_ncols=True)
     return tqdm(
@@ -29,15 +34,15 @@ def progress_bar(name: str, updates: int | None = None) -> tqdm:
         file=LineStream(),
         ncols=100,
         position=0,
-        mininterval=SECONDS,
-        maxinterval=SECONDS,
+        mininterval=SECONDS_BETWEEN_LINES,
+        maxinterval=SECONDS_BETWEEN_LINES,
         miniters=1,
     )
 
 
-def report_update(bar: tqdm, updates: int, loss: str) -> None:
-    """Show how many updates a training has made, and its current loss in bits."""
+def show_update(bar: tqdm, updates: int, loss: str) -> None:
+    """Move the bar to the number of updates that a training has made, and show its current loss in bits."""
     if not bar.n:
-        bar.initial = updates  # what an interrupted run did before says nothing about the pace
+        bar.initial = updates  # the estimate of the remaining time leaves out updates of an earlier, interrupted run
     bar.set_postfix_str(f"loss {loss} bits", refresh=False)
     bar.update(updates - bar.n)

@@ -1,4 +1,4 @@
-"""The settings of a training as Hydra overrides: how they are written, read, kept beside a result and compared."""
+"""Write, read, store and compare the settings of a training, which are Hydra overrides such as `common.seed=1`."""
 
 import json
 import re
@@ -13,49 +13,82 @@ from lln_fairseq.command import UserError
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.training.recipes import CONFIGS
 
-FILE = "settings.json"  # beside a result
-# What may differ for the same result: the device, where it lies, and which splits have labels here.
-MAY_DIFFER = ("run=", "checkpoint.save_dir=", "--split=")
+SETTINGS_FILE = "settings.json"  # stored beside a result
+# Settings that do not change a result: the device, the directory, and the names of the scored splits.
+WITHOUT_EFFECT = ("run=", "checkpoint.save_dir=", "--split=")
 
 
-def setting(option: str, value: str | Path) -> str:
-    """An override with a value that Hydra is to take as it is, which to it `=`, commas and spaces are not."""
-    plain = re.fullmatch(r"[\w./-]+", str(value))
-    return f"{option}={value if plain else QuotedString(str(value), Quote.single).with_quotes()}"
+def format_override(option: str, value: str | Path) -> str:
+    """Return the override `option=value`, quoted for Hydra if the value has characters that Hydra would interpret."""
+    if re.fullmatch(r"[\w./-]+", str(value)):
+        return f"{option}={value}"
+    return f"{option}={QuotedString(str(value), Quote.single).with_quotes()}"
 
 
-def last_of(option: str, overrides: list[str]) -> str:
-    """The value of the last override of an option; "" where there is none. Raises: UserError for what Hydra cannot
-    read."""
-    given = [word for word in overrides if word.startswith(f"{option}=")]
+def last_value(option: str, overrides: list[str]) -> str:
+    """Return the value that the last override of an option gives it, or "" if no override names the option.
+
+    Raises:
+        UserError: if Hydra cannot parse that override.
+    """
+    matching = [override for override in overrides if override.startswith(f"{option}=")]
+    if not matching:
+        return ""
     try:
-        return str(OverridesParser.create().parse_override(given[-1]).value()) if given else ""
+        return str(OverridesParser.create().parse_override(matching[-1]).value())
     except HydraException as error:
-        raise UserError(f"{given[-1]}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{matching[-1]}: {str(error).splitlines()[0]}") from None
 
 
 def check_task(group: str, task: str) -> None:
-    """Raise UserError if there is no recipe for a task in configs/GROUP."""
+    """Raise UserError if configs/GROUP has no recipe for a task."""
     known = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml") if path.stem != "recipe")
     if task not in known:
         raise UserError(f"no such task: {task} (known: {' '.join(known)})")
 
 
-def keep_settings(folder: Path, settings: list[str]) -> None:
-    write_bytes(folder / FILE, (json.dumps(settings, indent=1) + "\n").encode())
+def save_settings(directory: Path, settings: list[str]) -> None:
+    """Write the settings of a result into its directory, which must exist."""
+    write_bytes(directory / SETTINGS_FILE, (json.dumps(settings, indent=1) + "\n").encode())
 
 
-def done_before(result: Path, settings: list[str]) -> bool:
-    """Whether a result is there. Raises: UserError where it is that of other settings, as far as these are known."""
-    if result.is_file() and (file := result.with_name(FILE)).is_file():
-        check_settings(f"{result.parent} holds a result", json.loads(file.read_text()), settings, "checkpoint.save_dir")
-    return result.is_file()
+def is_complete(result: Path, settings: list[str]) -> bool:
+    """Return True if a result file exists.
+
+    Raises:
+        UserError: if the stored settings of the result are not the given ones. A result without stored settings is
+            accepted.
+    """
+    if not result.is_file():
+        return False
+    stored = result.with_name(SETTINGS_FILE)
+    if stored.is_file():
+        before = json.loads(stored.read_text())
+        check_settings(f"{result.parent} holds a result", before, settings, "checkpoint.save_dir")
+    return True
 
 
-def check_settings(what: str, before: Iterable[str], now: Iterable[str], option: str) -> None:
-    """Raises UserError where what was done before had other settings; `option` gives it another directory."""
-    then, here = ([word for word in words if not word.startswith(MAY_DIFFER)] for words in (before, now))
-    gone, new = [word for word in then if word not in here], [word for word in here if word not in then]
-    if gone or new:
-        had, has = (" ".join(words) or "without" for words in (gone, new))
-        raise UserError(f"{what} with other settings: {had}, here: {has}. Give what it had, or another {option}")
+def check_settings(subject: str, before: Iterable[str], now: Iterable[str], option: str) -> None:
+    """Raise UserError if the settings of an earlier run differ from the present ones.
+
+    Settings without an effect on results, such as the device, are not compared.
+
+    Args:
+        subject: beginning of the message: what has the earlier settings.
+        before: settings of the earlier run.
+        now: settings of the present run.
+        option: option that would choose another directory, named in the message.
+    """
+    settings_before = [word for word in before if not word.startswith(WITHOUT_EFFECT)]
+    settings_now = [word for word in now if not word.startswith(WITHOUT_EFFECT)]
+    removed = [word for word in settings_before if word not in settings_now]
+    added = [word for word in settings_now if word not in settings_before]
+    if removed or added:
+        raise UserError(
+            f"{subject} with other settings: it has {_describe(removed)}, this command has {_describe(added)}. "
+            f"Repeat the earlier settings or choose another {option}"
+        )
+
+
+def _describe(settings: list[str]) -> str:
+    return " ".join(settings) or "nothing in their place"

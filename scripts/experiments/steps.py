@@ -1,4 +1,4 @@
-"""Longer experiments as steps: commands that run once, are logged, and are skipped when they ended well before."""
+"""Run long experiments as steps: commands that run once, are logged, and are skipped after they have succeeded."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from lln_fairseq.command import UserError, child_environment
 from lln_fairseq.data.files import write_bytes
-from scripts.experiments.progress import progress_bar, report_update
-from scripts.experiments.settings import check_settings, done_before, keep_settings, setting
+from scripts.experiments.progress import progress_bar, show_update
+from scripts.experiments.settings import check_settings, format_override, is_complete, save_settings
 
 
 class StepFailed(UserError):
@@ -22,8 +22,10 @@ class StepFailed(UserError):
 
 
 class Steps:
-    """Runs steps, from any number of threads; keeps their wall times and commands in OUT/times.json, their output in
-    OUT/logs."""
+    """A runner of steps that may be called from several threads.
+
+    It stores wall times and commands in OUT/times.json and the output of each step in OUT/logs.
+    """
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -42,20 +44,21 @@ class Steps:
         environment: Mapping[str, str] | None = None,
         timeout: float = threading.TIMEOUT_MAX,
     ) -> None:
-        """Run a command once: when it ends well its wall time is written down, and it is not run again.
+        """Run a command unless the step of this name has already succeeded with it, and store its wall time.
 
         Args:
-            name: of the step, unique in the directory.
+            name: name of the step, unique in the directory.
             command: program and arguments.
-            total_updates: number of updates, if the step is a training.
+            total_updates: number of updates for the progress bar, if the step is a training.
             environment: variables added to those of this process.
-            timeout: after so many seconds the step is ended with SIGTERM and has failed.
+            timeout: seconds after which the command gets SIGTERM, so that the step fails.
 
         Raises:
-            StepFailed: if the command failed, with the last line that it printed.
-            UserError: if the step ended well before, with another command.
+            StepFailed: if the command failed, with the last line that it printed, or if `stop` was called before.
+            UserError: if the step has already succeeded with another command.
         """
-        words = [word.replace(f"{self.out}/", "OUT/") for word in command[1:]]  # whatever the Python and the directory
+        # The stored command depends neither on the Python that runs it nor on the name of the output directory.
+        words = [word.replace(f"{self.out}/", "OUT/") for word in command[1:]]
         if name in self.times:
             check_settings(f"{self.out} holds {name}", self._commands.get(name, words), words, "--out")
             tqdm.write(f"{name}: done before")
@@ -71,16 +74,12 @@ class Steps:
         finally:
             limit.cancel()
         if code:
-            tail = [line for line in log.read_text().splitlines() if line.strip()][-1:]
-            raise StepFailed(f"{name} failed (exit code {code}): {' '.join(tail)}\nthe whole output is in {log}")
-        with self._lock:
-            self.times[name], self._commands[name] = time.monotonic() - start, words
-            entries = {step: {"seconds": seconds, "command": self._commands.get(step)}
-                       for step, seconds in self.times.items()}  # fmt: skip
-            write_bytes(self.times_file, (json.dumps(entries, indent=2) + "\n").encode())
+            printed = [line for line in log.read_text().splitlines() if line.strip()]
+            raise StepFailed(f"{name} failed (exit code {code}): {' '.join(printed[-1:])}\nsee the output in {log}")
+        self._store(name, time.monotonic() - start, words)
 
     def stop(self) -> None:
-        """Ends what is running and lets nothing start any more."""
+        """Terminate the running commands and let no further command start."""
         with self._lock:
             self._stopped = True
             for process in self._running:
@@ -91,13 +90,17 @@ class Steps:
         with self._lock:
             if self._stopped:
                 raise StepFailed("stopped")
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                       env=environment)  # fmt: skip
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            )
             self._running.add(process)
         return process
 
     def _follow(self, process: subprocess.Popen[str], log: Path, name: str, total_updates: int | None) -> int:
-        """Write the output of a process to a log, show its progress and return its exit code."""
+        """Append the output of a process to a log, show its progress and return its exit code.
+
+        The process is terminated if this thread is interrupted.
+        """
         assert process.stdout is not None  # _start gave it a pipe
         try:
             with log.open("a", buffering=1) as file, progress_bar(name, total_updates) as bar:
@@ -106,86 +109,143 @@ class Steps:
                     updates = re.search(r'"num_updates": "?(\d+)', line)
                     loss = re.search(r'"(?:train_|valid_)?loss": "?([\d.]+)', line)
                     if updates and loss and "train_inner" in line:
-                        report_update(bar, int(updates[1]), loss[1])
+                        show_update(bar, int(updates[1]), loss[1])
             return process.wait()
         finally:
-            end(process)
+            terminate(process)
             self._running.discard(process)
+
+    def _store(self, name: str, seconds: float, words: list[str]) -> None:
+        """Add a step that has succeeded to OUT/times.json."""
+        with self._lock:
+            self.times[name] = seconds
+            self._commands[name] = words
+            entries = {}
+            for step, step_seconds in self.times.items():
+                entries[step] = {"seconds": step_seconds, "command": self._commands.get(step)}
+            write_bytes(self.times_file, (json.dumps(entries, indent=2) + "\n").encode())
 
 
 def call(command: list[str]) -> None:
-    """Runs a program of ours, its output on this terminal. Raises: UserError; the program has said why."""
+    """Run one of our programs with its output on this terminal.
+
+    Raises:
+        UserError: if the program failed; it has printed the reason.
+    """
     process = subprocess.Popen(command, env=child_environment())
     try:
         code = process.wait()
     finally:
-        end(process)
+        terminate(process)
     if code:
-        raise UserError(f"a step ended with exit code {code}, see above; the same command goes on from here")
+        raise UserError(f"a step ended with exit code {code}, see above; run the same command again to continue")
 
 
-def end(process: subprocess.Popen) -> None:
-    """End a child that is still running as Ctrl-C would, and wait for that."""
+def terminate(process: subprocess.Popen) -> None:
+    """Send SIGTERM to a child that is still running, and wait until it has ended."""
     if process.poll() is None:
         process.terminate()
         process.wait()
 
 
 def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
-    """Return wall times in seconds and commands by step, none if the file is missing.
+    """Read OUT/times.json.
 
-    An entry without a command is a time that somebody added, such as that of the installation.
+    Returns:
+        Wall times in seconds by step, and commands by step. Both are empty if the file does not exist. A step without a
+        command, such as the installation, has only a time.
     """
-    entries = json.loads(file.read_text()) if file.exists() else {}
+    if not file.exists():
+        return {}, {}
+    entries = json.loads(file.read_text())
     times = {name: entry["seconds"] for name, entry in entries.items()}
-    return times, {name: entry["command"] for name, entry in entries.items() if entry["command"]}
+    commands = {name: entry["command"] for name, entry in entries.items() if entry["command"]}
+    return times, commands
 
 
-def training(stage: str, save_dir: Path, *overrides: str) -> list[str]:
-    """The command of a training with configs/STAGE.yaml (pretrain or finetune), which resumes if it was interrupted."""
-    settings = [setting("checkpoint.save_dir", save_dir), "common.log_format=json"]
-    return [sys.executable, "-m", "lln_fairseq", "train", "--config-name", stage, *settings, *overrides]
+def training_command(stage: str, save_dir: Path, *overrides: str) -> list[str]:
+    """Return the command of a training with configs/STAGE.yaml; it resumes if it was interrupted."""
+    return [
+        sys.executable,
+        "-m",
+        "lln_fairseq",
+        "train",
+        "--config-name",
+        stage,
+        format_override("checkpoint.save_dir", save_dir),
+        "common.log_format=json",
+        *overrides,
+    ]
 
 
-def evaluation(folder: Path, splits: Iterable[str]) -> list[str]:
-    """The command that scores the best checkpoint of a fine-tuning on splits of its data: FOLDER/SPLIT.json."""
-    command = [sys.executable, "-m", "lln_fairseq", "evaluate", str(folder / "checkpoint_best.pt")]
-    return [*command, f"--split={','.join(splits)}", "--json", str(folder / "{split}.json")]
+def evaluation_command(directory: Path, splits: Iterable[str]) -> list[str]:
+    """Return the command that scores DIRECTORY/checkpoint_best.pt and writes DIRECTORY/SPLIT.json for each split."""
+    return [
+        sys.executable,
+        "-m",
+        "lln_fairseq",
+        "evaluate",
+        str(directory / "checkpoint_best.pt"),
+        f"--split={','.join(splits)}",
+        "--json",
+        str(directory / "{split}.json"),
+    ]
 
 
 def finetune_and_score(
-    steps: Steps, name: str, folder: Path, overrides: Sequence[str], updates: int
+    steps: Steps, name: str, directory: Path, overrides: Sequence[str], updates: int
 ) -> dict[str, dict[str, float]]:
-    """Fine-tune with so many updates, each stage a step, and return the scores of valid and test."""
+    """Run a fine-tuning and its evaluation as two steps.
+
+    Args:
+        steps: runs both.
+        name: name of the model, unique among the steps.
+        directory: directory of the checkpoints and scores.
+        overrides: settings of the fine-tuning.
+        updates: number of updates, for the progress bar.
+
+    Returns:
+        The scores of the splits `valid` and `test`, in this order.
+    """
     splits = ("valid", "test")
-    steps.run(f"fine-tune {name}", training("finetune", folder, *overrides), updates)
-    steps.run(f"evaluate {name}", evaluation(folder, splits))
-    return {split: json.loads((folder / f"{split}.json").read_text()) for split in splits}
+    steps.run(f"fine-tune {name}", training_command("finetune", directory, *overrides), updates)
+    steps.run(f"evaluate {name}", evaluation_command(directory, splits))
+    return {split: json.loads((directory / f"{split}.json").read_text()) for split in splits}
 
 
 def train_and_score(name: str, out: Path, command: list[str], settings: list[str], splits: Sequence[str]) -> None:
-    """Run a training, then score its best checkpoint on the splits, unless that has been done before.
+    """Run a training and score its best checkpoint, unless its scores exist.
 
     Args:
-        name: what is said to be done before.
-        out: directory of the training and of the scores, SPLIT.json.
-        command: starts the training.
-        settings: what the scores depend on; they are kept beside them.
-        splits: of the data.
+        name: name of the training in the message that it was done before.
+        out: directory of the checkpoints and of the scores, SPLIT.json.
+        command: command of the training.
+        settings: settings that the scores depend on, stored beside them.
+        splits: splits of the data to score.
 
     Raises:
-        UserError: if it was done with other settings, or if the training or the evaluation fails.
+        UserError: if the scores of other settings exist, or if the training or the evaluation fails.
     """
     last_written = out / f"{splits[-1]}.json"
-    if done_before(last_written, settings):
+    if is_complete(last_written, settings):
         print(f"{name}: done before, see {out}", flush=True)
         return
     call(command)
-    keep_settings(out, settings)
-    call(evaluation(out, splits))
+    save_settings(out, settings)
+    call(evaluation_command(out, splits))
 
 
 def prepare_demo_data(directory: str, archive: str | None) -> None:
-    """Makes the demo data unless it is there. Raises: UserError; the command has said why."""
+    """Build the demo data unless the directory has it.
+
+    Args:
+        directory: directory of the data.
+        archive: local copy of the source archive, or None to download it.
+
+    Raises:
+        UserError: if the program failed; it has printed the reason.
+    """
     command = [sys.executable, "-m", "data_prep.demo", "--out", directory]
-    call([*command, *(["--archive", archive] if archive else [])])
+    if archive:
+        command += ["--archive", archive]
+    call(command)

@@ -1,4 +1,4 @@
-"""Figures 9 and 10 of the paper, from the results of scripts.experiments.vit."""
+"""Draw Figures 9 and 10 of the paper from the results of scripts.experiments.vit."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,21 @@ from scripts.figures.runs import ACCURACY, LOSS_SCALE, figure_9, figure_10
 from scripts.figures.sheet import Settings
 
 
-def draw(results: dict[str, list[dict[str, Any]]], out: Path) -> list[Path]:
-    """Draw both figures of the rows that have α and β. `results`: those of a row, one a seed."""
+def draw_vit_figures(results: dict[str, list[dict[str, Any]]], out: Path) -> list[Path]:
+    """Draw both figures for the attentions that have α and β.
+
+    Args:
+        results: results of `ViTRun.finish` by attention, one for each seed.
+        out: directory of the figures.
+
+    Returns:
+        The paths of the two PNGs; none if no attention has α and β.
+    """
     runs = {}
-    for attention, found in results.items():
-        for seed, result in enumerate(found, start=1):
+    for attention, results_of_attention in results.items():
+        for number, result in enumerate(results_of_attention, start=1):
             if result["history"][0]["alpha_beta"]:
-                runs[f"{attention}, run {seed}"] = curves(result["history"])
+                runs[f"{attention}, run {number}"] = history_curves(result["history"])
     if not runs:
         return []
     paths = [out / "figure_9.png", out / "figure_10.png"]
@@ -23,14 +31,14 @@ def draw(results: dict[str, list[dict[str, Any]]], out: Path) -> list[Path]:
     return paths
 
 
-def curves(history: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Return what a training of fairseq would have written for TensorBoard, by epoch."""
+def history_curves(history: list[dict[str, Any]]) -> dict[str, Curve]:
+    """Return the history of a run as curves over epochs, under the TensorBoard tags of a fairseq training."""
     epochs = list(range(len(history)))
-    found = {ACCURACY: Curve(epochs, [epoch["valid"] for epoch in history])}
+    curves = {ACCURACY: Curve(epochs, [epoch["valid"] for epoch in history])}
     if history[0]["loss_scale"]:
-        found[LOSS_SCALE] = Curve(epochs, [1 / epoch["loss_scale"] for epoch in history])
+        curves[LOSS_SCALE] = Curve(epochs, [1 / epoch["loss_scale"] for epoch in history])
     for layer in range(len(history[0]["alpha_beta"])):
         for place, name in enumerate(("alpha", "beta")):
             values = [epoch["alpha_beta"][layer][place] for epoch in history]
-            found[f"attention/{name}/layer_{layer:02d}"] = Curve(epochs, values)
-    return found
+            curves[f"attention/{name}/layer_{layer:02d}"] = Curve(epochs, values)
+    return curves

@@ -1,6 +1,7 @@
-"""A vision transformer with an attention of the registry, in plain torch: the paper's A.8.2 has 12 layers of 128.
+"""Define a vision transformer with any attention of the registry, in plain torch.
 
-Pre-norm layers, a class token, learned positions, as Dosovitskiy et al. (2021) have it.
+It has pre-norm layers, a class token and learned positions (Dosovitskiy et al. 2021). The paper's has 12 layers of
+width 128 (arXiv 2311.13541, A.8.2).
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from lln_fairseq.attention import Attention, build_attention
 
 
 @dataclass
-class Shape:
-    """What a ViT is built from; lengths in pixels."""
+class ViTShape:
+    """The sizes of a vision transformer; `side` and `patch` are in pixels."""
 
     classes: int
     channels: int
@@ -28,11 +29,14 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        return (self.side // self.patch) ** 2 + 1  # and the class token
+        """Number of patches, plus one for the class token."""
+        return (self.side // self.patch) ** 2 + 1
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: Shape, attention: Attention) -> None:
+class ViTLayer(nn.Module):
+    """A pre-norm transformer layer: attention, then an MLP, each with a residual connection."""
+
+    def __init__(self, shape: ViTShape, attention: Attention) -> None:
         super().__init__()
         width = shape.width
         self.heads = shape.heads
@@ -46,36 +50,54 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, C) -> (B, N, C)"""
+        """Map hidden states (B, N, C) to hidden states (B, N, C)."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))  # (B, N, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).contiguous()
-        x = x + self.dropout(self.out(self.attention(q, k, v).transpose(1, 2).flatten(2)))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (B, H, N, D) each
+        attended = self.attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(attended))
         return x + self.dropout(self.mlp(x))
 
 
 class ViT(nn.Module):
-    """Pictures (B, channels, side, side) in [0, 1] -> logits (B, classes)."""
+    """A vision transformer that classifies square pictures.
 
-    def __init__(self, shape: Shape, attention: str, **options: Any) -> None:
+    Args:
+        shape: sizes of the model.
+        attention: name of an attention in the registry.
+        **options: options of the attention.
+
+    Raises:
+        ValueError: if the pictures cannot be cut into whole patches, the width is no multiple of the number of heads,
+            or the registry does not know the attention or an option.
+    """
+
+    def __init__(self, shape: ViTShape, attention: str, **options: Any) -> None:
         super().__init__()
         if shape.side % shape.patch:
             raise ValueError(f"pictures of {shape.side} pixels cannot be cut into patches of {shape.patch}")
         if shape.width % shape.heads:
-            raise ValueError(f"a width of {shape.width} cannot be shared by {shape.heads} heads")
+            raise ValueError(f"a width of {shape.width} cannot be divided among {shape.heads} heads")
         self.patch = shape.patch
         self.embed = nn.Linear(shape.channels * shape.patch**2, shape.width)
         self.start = nn.Parameter(0.02 * torch.randn(1, 1, shape.width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, shape.tokens, shape.width))
         self.layers = nn.Sequential()
-        sizes = dict(num_heads=shape.heads, head_dim=shape.width // shape.heads, max_positions=shape.tokens)
         for index in range(shape.layers):
-            module = build_attention(attention, **sizes, **options)
+            module = build_attention(
+                attention,
+                num_heads=shape.heads,
+                head_dim=shape.width // shape.heads,
+                max_positions=shape.tokens,
+                **options,
+            )
             module.place(index, shape.layers)
-            self.layers.append(Layer(shape, module))
+            self.layers.append(ViTLayer(shape, module))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.classes)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        patches = F.unfold(2 * pictures - 1, self.patch, stride=self.patch).mT
-        x = torch.cat([self.start.expand(len(pictures), -1, -1), self.embed(patches)], dim=1) + self.positions
+        """Return the logits (B, classes) of pictures (B, channels, side, side) with values in [0, 1]."""
+        patches = F.unfold(2 * pictures - 1, self.patch, stride=self.patch).mT  # (B, patches, channels * patch²)
+        class_token = self.start.expand(len(pictures), -1, -1)
+        x = torch.cat([class_token, self.embed(patches)], dim=1) + self.positions
         return self.head(self.norm(self.layers(x)[:, 0]))

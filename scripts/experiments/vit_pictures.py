@@ -1,4 +1,4 @@
-"""Pictures with classes: a folder with a sub-folder a class, or scikit-learn's digits, which need no file."""
+"""Load pictures with classes: a directory with one folder per class, or scikit-learn's digits, which need no file."""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,48 +12,71 @@ from torch import Tensor
 from lln_fairseq.command import UserError
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
-SHARES = {"valid": 0.15, "test": 0.25}  # the rest is for training
-SEED = 0  # of the split, whatever the seed of a training
+VALID_SHARE = 0.15
+TEST_SHARE = 0.25
+SPLIT_SEED = 0  # the split does not depend on the seed of a training
 
 
 @dataclass
 class Pictures:
-    """Bytes (N, channels, side, side), class ids (N), the names of the classes."""
+    """Square pictures of one size with their classes.
+
+    Attributes:
+        pixels: uint8 (N, channels, side, side).
+        labels: int64 (N), indices into `classes`.
+        classes: names of the classes.
+    """
 
     pixels: Tensor
     labels: Tensor
     classes: list[str]
 
     def split(self, name: str) -> "Pictures":
-        """`train`, `valid` or `test`: of every class the same share, drawn once and for all."""
-        rows = torch.cat(
-            [_share(torch.nonzero(self.labels == label)[:, 0], name) for label in range(len(self.classes))]
-        )
-        return Pictures(self.pixels[rows], self.labels[rows], self.classes)
+        """Return the pictures of `train`, `valid` or `test`.
+
+        Each class is divided in the same proportions, and always in the same way.
+        """
+        rows = []
+        for label in range(len(self.classes)):
+            rows_of_class = torch.nonzero(self.labels == label)[:, 0]
+            rows.append(_select_split(rows_of_class, name))
+        selected = torch.cat(rows)
+        return Pictures(self.pixels[selected], self.labels[selected], self.classes)
 
     @property
     def digest(self) -> str:
-        """Return the sha256 of the pictures, the labels and the names of the classes."""
+        """SHA-256 of the pictures, the labels and the names of the classes."""
         sha256 = hashlib.sha256(repr((tuple(self.pixels.shape), self.classes, self.labels.tolist())).encode())
         sha256.update(self.pixels.numpy().tobytes())
         return sha256.hexdigest()
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pictures as numbers in [0, 1] and their labels, in random order if there is a generator."""
+        """Yield pictures as float32 in [0, 1] with their labels.
+
+        Args:
+            size: pictures of a batch; the last batch may have fewer.
+            generator: draws the order; None keeps the order of the pictures.
+        """
         count = len(self.labels)
-        order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+        if generator is None:
+            order = torch.arange(count)
+        else:
+            order = torch.randperm(count, generator=generator)
         for rows in order.split(size):
             yield self.pixels[rows].float() / 255, self.labels[rows]
 
 
-def _share(rows: Tensor, name: str) -> Tensor:
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
-    valid, test = (round(SHARES[part] * len(rows)) for part in ("valid", "test"))
-    return {"valid": rows[:valid], "test": rows[valid : valid + test], "train": rows[valid + test :]}[name]
+def _select_split(rows: Tensor, name: str) -> Tensor:
+    """Return the rows of one class that belong to a split."""
+    shuffled = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SPLIT_SEED))]
+    valid_count = round(VALID_SHARE * len(rows))
+    test_count = round(TEST_SHARE * len(rows))
+    valid, test, train = shuffled.split([valid_count, test_count, len(rows) - valid_count - test_count])
+    return {"valid": valid, "test": test, "train": train}[name]
 
 
-def digits() -> Pictures:
-    """1,797 grey pictures of 8 x 8 in ten classes (UCI's optical recognition of handwritten digits)."""
+def load_digits_pictures() -> Pictures:
+    """Return UCI's 1,797 handwritten digits: gray pictures of 8 x 8 pixels in ten classes."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -61,37 +84,47 @@ def digits() -> Pictures:
     return Pictures(pixels.round().to(torch.uint8), torch.from_numpy(data.target), [str(i) for i in range(10)])
 
 
-def folder(path: Path, side: int | None) -> Pictures:
-    """The pictures of PATH/CLASS/*, in colour, all in memory as bytes; with a side scaled and cut to it.
+def load_folder_pictures(path: Path, side: int | None) -> Pictures:
+    """Load PATH/CLASS/*, in color, into memory.
 
-    Raises: UserError for a folder without two classes, a class with too few pictures, what is no picture, and for other
-    sizes than the first one's where no side is given.
+    Args:
+        path: directory with one folder for each class.
+        side: pixels to which pictures are scaled and cropped; None keeps them, and all must have one size.
+
+    Raises:
+        UserError: for fewer than two classes, a class with too few pictures, a file that is not a readable picture, or
+            without `side` for pictures that are not square or of different sizes.
     """
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
     if len(classes) < 2:
-        raise UserError(f"{path} has {len(classes)} sub-folders with pictures, and needs one for each class")
+        raise UserError(f"{path} must have at least two folders, one for each class, and has {len(classes)}")
     pixels: list[np.ndarray] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
         files = sorted(file for file in (path / name).iterdir() if file.suffix.lower() in SUFFIXES)
-        if len(files) < 1 / min(SHARES.values()):
-            raise UserError(f"{path / name} has {len(files)} pictures ({', '.join(SUFFIXES)}), too few to be split")
+        if len(files) < 1 / min(VALID_SHARE, TEST_SHARE):
+            raise UserError(f"{path / name} has too few pictures to split: {len(files)} ({', '.join(SUFFIXES)})")
         for file in files:
-            picture = _read(file, side)
+            picture = _read_picture(file, side)
             height, width, _ = picture.shape
             if height != width or (pixels and picture.shape != pixels[0].shape):
-                raise UserError(f"{file} has {width} x {height} pixels: all must be square and equal, or give --side")
+                raise UserError(
+                    f"{file} has {width} x {height} pixels: all pictures must be square and of one size, or use --side"
+                )
             pixels.append(picture)
             labels.append(label)
     return Pictures(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), torch.tensor(labels), classes)
 
 
-def _read(file: Path, side: int | None) -> np.ndarray:
-    from PIL import Image, ImageOps  # matplotlib needs it too
+def _read_picture(file: Path, side: int | None) -> np.ndarray:
+    """Return a picture as uint8 (height, width, 3), scaled and cropped to a square if `side` is given."""
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as opened:
             image = opened.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{file} is no picture that can be read: {error}") from error
-    return np.asarray(image if side is None else ImageOps.fit(image, (side, side)))
+        raise UserError(f"{file} is not a readable picture: {error}") from error
+    if side is not None:
+        image = ImageOps.fit(image, (side, side))
+    return np.asarray(image)

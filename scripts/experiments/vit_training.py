@@ -1,4 +1,4 @@
-"""One training of a vision transformer, which goes on where it was interrupted, and what it leaves behind."""
+"""Train one vision transformer on pictures. An interrupted run continues exactly from its last finished epoch."""
 
 import json
 import math
@@ -15,22 +15,26 @@ from lln_fairseq.analysis.layer_scalars import NAMES, observe
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError
 from lln_fairseq.data.files import atomic_path, write_bytes
-from scripts.experiments.progress import progress_bar, report_update
-from scripts.experiments.vit_model import Shape, ViT
+from scripts.experiments.progress import progress_bar, show_update
+from scripts.experiments.vit_model import ViT, ViTShape
 from scripts.experiments.vit_pictures import Pictures
 
-CHECKPOINT, RESULT = "checkpoint.pt", "result.json"
-WARMUP = 0.1  # of the updates; then the learning rate falls to 0 along a cosine
-PROBE = 64  # pictures of the valid split that α and β are measured on
+CHECKPOINT = "checkpoint.pt"
+RESULT = "result.json"
+WARMUP = 0.1  # share of the updates with a rising learning rate, which then falls to 0 along a cosine
+PROBE_PICTURES = 64  # pictures of the valid split on which α and β are measured
+EVALUATION_BATCH = 256
 ALPHA_BETA = [NAMES.index("alpha"), NAMES.index("beta")]
-EVALUATED = 256  # pictures at a time
 
 
 @dataclass
-class Recipe:
-    """What a run's result depends on, beside the pictures."""
+class ViTRecipe:
+    """The settings of a run that its result depends on, apart from the model and the pictures.
 
-    attention: str  # NAME or NAME:OPTION=VALUE,...
+    `attention` is an attention spec, for example `lln:alpha=2,beta=2`.
+    """
+
+    attention: str
     seed: int
     epochs: int
     batch: int
@@ -39,15 +43,24 @@ class Recipe:
     fp16: bool
 
 
-class Run:
-    """A training in a folder: checkpoint.pt after every epoch, result.json at the end.
+class ViTRun:
+    """A training with a directory of its own: checkpoint.pt after every epoch, result.json at the end.
 
-    Raises: UserError where the folder holds a run with another recipe, ValueError for an attention or sizes that do
-    not fit.
+    Args:
+        directory: directory of the run, created when the first file is written.
+        recipe: settings of the training.
+        shape: sizes of the model.
+        pictures: all pictures, which the run splits itself.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: for an unknown attention, or sizes that do not fit together.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, shape: Shape, pictures: Pictures, device: str) -> None:
-        self.folder, self.recipe, self.device = folder, recipe, device
+    def __init__(self, directory: Path, recipe: ViTRecipe, shape: ViTShape, pictures: Pictures, device: str) -> None:
+        self.directory = directory
+        self.recipe = recipe
+        self.device = device
         self.settings = {"recipe": asdict(recipe), "shape": asdict(shape), "pictures": pictures.digest}
         self.splits = {name: pictures.split(name) for name in ("train", "valid", "test")}
         torch.manual_seed(recipe.seed)
@@ -55,46 +68,66 @@ class Run:
         self.model = ViT(shape, name, **options).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
         self.updates = recipe.epochs * math.ceil(len(self.splits["train"].labels) / recipe.batch)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.scaler = torch.amp.GradScaler(device, enabled=recipe.fp16)
         self.order = torch.Generator().manual_seed(recipe.seed)
         self.history: list[dict[str, Any]] = []
 
     def finish(self) -> dict[str, Any]:
-        """Trains what is left to be trained; the result, of which `test` is the accuracy after the last epoch."""
-        result_file = self.folder / RESULT
-        checkpoint = self.folder / CHECKPOINT
+        """Train the remaining epochs and return the result; the result of a finished run is read from its file.
+
+        Returns:
+            `history`: a list with one entry before the training and one per epoch (see `_record_epoch`).
+            `test`: accuracy in percent on the test split after the last epoch.
+
+        Raises:
+            UserError: if the directory holds a run with other settings, or if the loss is not finite.
+        """
+        result_file = self.directory / RESULT
+        checkpoint = self.directory / CHECKPOINT
         if result_file.is_file():
-            found = json.loads(result_file.read_text())
-            self._check(found)
-            return {name: found[name] for name in ("history", "test")}
+            result = json.loads(result_file.read_text())
+            self._check_settings(result)
+            return {name: result[name] for name in ("history", "test")}
         if checkpoint.is_file():
-            self._resume(torch.load(checkpoint, weights_only=True))
-        with progress_bar(str(self.folder), self.updates) as bar:
+            self._restore(torch.load(checkpoint, weights_only=True))
+        with progress_bar(str(self.directory), self.updates) as bar:
             if not self.history:
-                self._record(math.nan)
+                self._record_epoch(math.nan)
             while len(self.history) <= self.recipe.epochs:
-                self._epoch(bar)
-                self._save()
+                self._train_epoch(bar)
+                self._save_checkpoint()
         result = {**self.settings, "history": self.history, "test": self.accuracy("test")}
         write_bytes(result_file, (json.dumps(result, indent=1) + "\n").encode())
         checkpoint.unlink()
         return result
 
-    def _epoch(self, bar: tqdm) -> None:
-        self.model.train()
-        train, total = self.splits["train"], 0.0
-        for pictures, labels in train.batches(self.recipe.batch, self.order):
-            loss = self._step(pictures.to(self.device), labels.to(self.device))
-            total += loss * len(labels)
-            report_update(bar, self.schedule.last_epoch, f"{loss / math.log(2):.3f}")
-        if not math.isfinite(total):
-            raise UserError(
-                f"{self.folder}: the loss is no number any more, in epoch {len(self.history)}; a lower --lr?"
-            )
-        self._record(total / len(train.labels))
+    @torch.no_grad()
+    def accuracy(self, split: str) -> float:
+        """Return the accuracy in percent on a split. Leaves the model in evaluation mode."""
+        self.model.eval()
+        part = self.splits[split]
+        correct = 0
+        for pictures, labels in part.batches(EVALUATION_BATCH):
+            predictions = self.model(pictures.to(self.device)).argmax(dim=-1).cpu()
+            correct += int((predictions == labels).sum())
+        return 100 * correct / len(part.labels)
 
-    def _step(self, pictures: Tensor, labels: Tensor) -> float:
+    def _train_epoch(self, bar: tqdm) -> None:
+        """Train one epoch and add it to the history; raise UserError if its loss is not finite."""
+        self.model.train()
+        train = self.splits["train"]
+        total = 0.0
+        for pictures, labels in train.batches(self.recipe.batch, self.order):
+            loss = self._update(pictures.to(self.device), labels.to(self.device))
+            total += loss * len(labels)
+            show_update(bar, self.schedule.last_epoch, f"{loss / math.log(2):.3f}")
+        if not math.isfinite(total):
+            raise UserError(f"{self.directory}: the loss of epoch {len(self.history)} is not finite; try a lower --lr")
+        self._record_epoch(total / len(train.labels))
+
+    def _update(self, pictures: Tensor, labels: Tensor) -> float:
+        """Make one update and return the loss of the batch in nats."""
         self.optimizer.zero_grad()
         with torch.autocast(self.device, torch.float16, enabled=self.recipe.fp16):
             loss = F.cross_entropy(self.model(pictures), labels)
@@ -106,53 +139,56 @@ class Run:
         self.schedule.step()
         return loss.item()
 
-    def _factor(self, update: int) -> float:
+    def _lr_factor(self, update: int) -> float:
+        """Return the factor of the learning rate: a linear rise, then half a cosine."""
         warmup = WARMUP * self.updates
         if update < warmup:
             return (update + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (update - warmup) / (self.updates - warmup)))
 
-    @torch.no_grad()
-    def accuracy(self, split: str) -> float:
-        """In per cent."""
-        self.model.eval()
-        part = self.splits[split]
-        right = sum(
-            (self.model(pictures.to(self.device)).argmax(dim=-1).cpu() == labels).sum().item()
-            for pictures, labels in part.batches(EVALUATED)
-        )
-        return 100 * right / len(part.labels)
+    def _record_epoch(self, loss: float) -> None:
+        """Add an epoch to the history.
 
-    def _record(self, loss: float) -> None:
-        """Append an epoch to the history: training loss in nats, accuracy on valid, α and β by layer, loss scale."""
-        row: dict[str, Any] = {"loss": loss, "valid": self.accuracy("valid")}
-        probe, _ = next(self.splits["valid"].batches(PROBE))
+        The entry has `loss` (mean training loss in nats), `valid` (accuracy in percent), `alpha_beta` (a pair for each
+        layer; empty for an attention without α and β) and `loss_scale` (None without fp16).
+        """
+        valid = self.accuracy("valid")
+        probe, _ = next(self.splits["valid"].batches(PROBE_PICTURES))
         with torch.no_grad(), observe(self.model) as layers:
             self.model(probe.to(self.device))
         pairs = [scalars[ALPHA_BETA].tolist() for scalars in layers]
-        row["alpha_beta"] = [pair for pair in pairs if not math.isnan(pair[0])]  # none of an attention without them
-        row["loss_scale"] = self.scaler.get_scale() if self.recipe.fp16 else None
-        self.history.append(row)
+        loss_scale = self.scaler.get_scale() if self.recipe.fp16 else None
+        self.history.append(
+            {
+                "loss": loss,
+                "valid": valid,
+                "alpha_beta": [pair for pair in pairs if not math.isnan(pair[0])],
+                "loss_scale": loss_scale,
+            }
+        )
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
         state = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule", "scaler")}
         random = {"order": self.order.get_state(), "cpu": torch.get_rng_state()}
         if self.device == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
-        with atomic_path(self.folder / CHECKPOINT) as path:
+        with atomic_path(self.directory / CHECKPOINT) as path:
             torch.save({**self.settings, "state": state, "random": random, "history": self.history}, path)
 
-    def _resume(self, found: dict[str, Any]) -> None:
-        self._check(found)
-        for name, state in found["state"].items():
+    def _restore(self, checkpoint: dict[str, Any]) -> None:
+        self._check_settings(checkpoint)
+        for name, state in checkpoint["state"].items():
             getattr(self, name).load_state_dict(state)
-        self.order.set_state(found["random"]["order"])
-        torch.set_rng_state(found["random"]["cpu"])
+        self.order.set_state(checkpoint["random"]["order"])
+        torch.set_rng_state(checkpoint["random"]["cpu"])
         if self.device == "cuda":
-            torch.cuda.set_rng_state(found["random"]["cuda"])
-        self.history = found["history"]
+            torch.cuda.set_rng_state(checkpoint["random"]["cuda"])
+        self.history = checkpoint["history"]
 
-    def _check(self, found: dict[str, Any]) -> None:
-        for group, ours in self.settings.items():
-            if found[group] != ours:
-                raise UserError(f"{self.folder} holds another run, with {group} {found[group]}; choose another --out")
+    def _check_settings(self, stored: dict[str, Any]) -> None:
+        """Raise UserError if a result or a checkpoint is that of a run with other settings."""
+        for group, present in self.settings.items():
+            if stored[group] != present:
+                raise UserError(
+                    f"{self.directory} holds another run, with {group} {stored[group]}; choose another --out"
+                )
