@@ -145,7 +145,7 @@ def _hidden_rank(X: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 
 def _measure_layer(layer: Layer) -> dict[str, Tensor]:
-    """Return the values of every instrument by name, (B, H), or (B, 1) for one of the whole layer; float64 on the CPU."""
+    """Return the values of every instrument by name, (B, H) or, for the whole layer, (B, 1), in float64 on the CPU."""
     mask = layer.key_padding_mask
     measured = measure.measure_batch(layer.attention, layer.q, layer.k, mask)
     values = dict(zip(measure.NAMES, measured.unbind(dim=1), strict=True))
