@@ -73,8 +73,8 @@ def sequence_attentions(
 def measure_sequence(sequence: SequenceAttention) -> Tensor:
     """Apply every instrument to one sequence.
 
-    An instrument that does not apply is NaN: all but the spectral gap without P, the rank for some rows of P only, and
-    everything for a sequence without a real token.
+    Instruments that do not apply are NaN. If P has only some rows, this is the rank. Without P, it is everything but
+    the spectral gap, which needs P or features. For a sequence without a real token, it is everything.
 
     Returns: (7, H) in the order of NAMES, float64 on the CPU.
     """

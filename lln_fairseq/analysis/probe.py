@@ -29,7 +29,7 @@ HISTOGRAM_ENTRIES = 50_000  # the maximum number of entries of ln P in a histogr
 
 @dataclass
 class Layer:
-    """What one layer did with one batch, without gradients. All tensors contain the padded tokens."""
+    """The record of one layer on one batch, without gradients. All tensors contain the padded tokens."""
 
     attention: Attention  # a copy in float32 in evaluation mode
     q: Tensor  # (B, H, N, D) float32

@@ -66,7 +66,7 @@ BY_DEPTH = {
 
 @dataclass
 class AttentionReport:
-    """What was measured, as means over sequences.
+    """The measurements of a model, as means over sequences.
 
     sequences, tokens: how many were measured, without padding.
     longest: the tokens of the longest sequence.
@@ -231,7 +231,7 @@ def _draw_instrument(axis: Any, values: Sequence[Tensor], style: str, heading: s
 
 def _align_columns(rows: list[list[str]]) -> list[str]:
     """Return each row as a line, with right-aligned columns and "-" for "nan"."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = ["-" if cell == "nan" else cell for cell in row]

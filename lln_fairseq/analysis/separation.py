@@ -51,7 +51,7 @@ SELF_ATTENTION_A1 = {"ones": 0.8, "identity": 2.0}  # the default a1 by X, large
 
 
 class Counts(NamedTuple):
-    """How many draws gave F(D0) = 0, how many F(D1) > 0, and how many both."""
+    """The numbers of draws that gave F(D0) = 0, F(D1) > 0, and both."""
 
     zero_on_d0: int
     positive_on_d1: int
@@ -123,6 +123,7 @@ def softmax_regression(
     y = _draw_signs((draws, n, m), generator)
 
     def problem(products: Tensor) -> Problem:
+        """Return the input with the products Ax (draws, 1, n, 1)."""
         return Problem(math.sqrt(d) * x, products * x / x.square().sum(-1, keepdim=True))
 
     return _separate(problem(d0_products), problem(d1_products), y, tau=0.5)
@@ -164,6 +165,7 @@ def self_attention(
     scale = math.sqrt(math.log(n))
 
     def problem(a: float) -> Problem:
+        """Return the input with this a."""
         A = torch.cat((_one_hot(n, a), (1 - c) * _stacked_identity(n, d - 2), _column(n, c)), dim=1) * scale
         queries = A.sum(1, keepdim=True).expand(n, d) if mixing == "ones" else A
         return Problem(math.sqrt(d) * queries[None, None], A[None, None], A[None, None])
@@ -199,6 +201,7 @@ def cross_attention(
     keys = torch.cat((_one_hot(n, 1.0), _stacked_identity(n, d - 1)), dim=1)[None, None] * scale
 
     def problem(a: float) -> Problem:
+        """Return the input with this a."""
         queries = torch.cat((_one_hot(n, a), _column(n, 1.0).expand(n, d - 1)), dim=1) * scale
         return Problem(math.sqrt(d) * queries[None, None], keys, keys)
 

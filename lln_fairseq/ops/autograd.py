@@ -45,10 +45,12 @@ def hybrid_attention(
         alpha, beta: (B, H), or both None: they are matched to the moments of q and k (scope "head", constants
             "calibrated"). An exchange needs both.
         mask: bool (B, N), True = padded, or None.
-        spec: the formula, its block size, dropout, joint offset and exchange.
+        spec: the formula, its block size, dropout, joint offset and exchange. Dropout without a seed gets one from
+            torch's random generator.
         backend: "cpu", "triton" or "torch".
 
-    Returns: (B, H, N, D) in the dtype of q.
+    Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, or once with dropout, with an
+        exchange or under torch.compile.
     Raises: ValueError if operations are traced or transformed and the spec has an exchange.
     """
     if spec.exchange is not None:

@@ -35,7 +35,7 @@ MAX_RISE = 20.0
 
 
 class CausalState(NamedTuple):
-    """What later tokens need to know about earlier ones.
+    """The state that earlier tokens leave for later ones.
 
     maximum: R, (B, H, 1, D), -inf before the first real key.
     sums: S, (B, H, D, D + 1); the last column is the sum for the normalizer.

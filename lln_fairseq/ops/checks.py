@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops.dtypes import compute_dtype
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -53,7 +55,7 @@ def per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
     Returns: (B, H) on the device of q, in float32 (float64 for float64 q); a view where x is a tensor of that kind.
     Raises: ValueError if x does not broadcast to (B, H).
     """
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(q.dtype)
     if isinstance(x, int | float):
         x = torch.full((), x, dtype=dtype, device=q.device)  # made on the device: a copy from the host would wait
     else:

@@ -47,7 +47,7 @@ def outside_mass(inside: Tensor) -> Tensor:
 
 
 def outside_weight(u: Tensor, offset: Tensor, kinds: BlockKinds) -> Tensor:
-    """Return the weight c for u, in the shape of u. It is differentiable.
+    """Return the weight c, at most 1/FLOOR = 16, in the shape of u. It is differentiable.
 
     The offset o and the kinds must broadcast to u. c is 0 in blocks with all keys and 1 in blocks without a key.
     """

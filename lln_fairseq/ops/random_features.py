@@ -143,7 +143,7 @@ def _gradients(
 
 
 class _Run:
-    """What one call needs: groups of heads, scratch memory, and ω and the padding in the form that a group needs.
+    """The context of one call: groups of heads, scratch memory, and ω and the padding as a group needs them.
 
     Tensors of a group of G heads are contiguous, (G, N, ...), in the compute dtype. `log_keys` and `query_features`
     return scratch memory that their next call overwrites; both use the buffer "w".
