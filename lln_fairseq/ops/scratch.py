@@ -62,7 +62,7 @@ class Scratch:
             self._buffers = reused_buffers(self.dtype)
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """Return the buffer `name`, uninitialized, as a contiguous tensor of this shape; replace it if it is too small."""
+        """Return the buffer `name`, uninitialized, as a contiguous tensor of this shape. Enlarge it if necessary."""
         numel = prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
