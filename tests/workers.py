@@ -1,4 +1,4 @@
-"""Workers of torch.distributed on this machine (gloo), each a process that runs a function of a test."""
+"""Workers of torch.distributed on this machine (gloo). Each is a process that runs a function of a test module."""
 
 import socket
 import traceback
@@ -10,20 +10,27 @@ import torch.multiprocessing
 
 from tests.shortcuts import hurry
 
-MINUTES = 5
+MINUTES = 5  # the timeout of a collective, and of each worker
 
 
 def free_port():
+    """Return a TCP port of this machine that is free at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def _run(rank, function, workers, port, results, arguments):
+def _run_worker(rank, function, workers, port, results, arguments):
+    """Join the default group, and put (rank, result, traceback) into the queue; one of the last two is None."""
     torch.set_num_threads(1)
     hurry()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=workers, rank=rank,
-                            timeout=timedelta(minutes=MINUTES))  # fmt: skip
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        world_size=workers,
+        rank=rank,
+        timeout=timedelta(minutes=MINUTES),
+    )
     try:
         results.put((rank, function(rank, *arguments), None))
     except Exception:
@@ -31,11 +38,18 @@ def _run(rank, function, workers, port, results, arguments):
 
 
 def run_workers(workers, function, *arguments):
-    """[function(rank, *arguments) of rank 0, 1, ...]; the function must be one of a module."""
+    """Call function(rank, *arguments) in this many processes, and return their results in the order of ranks.
+
+    The function must be one of a module, since new processes import it. A worker that ended without a result has None.
+    An exception in a worker fails the test. All processes have ended when this returns.
+    """
     context = torch.multiprocessing.get_context("spawn")
-    results, port = context.SimpleQueue(), free_port()
-    processes = [context.Process(target=_run, args=(rank, function, workers, port, results, arguments))
-                 for rank in range(workers)]  # fmt: skip
+    queue = context.SimpleQueue()
+    port = free_port()
+    processes = []
+    for rank in range(workers):
+        process = context.Process(target=_run_worker, args=(rank, function, workers, port, queue, arguments))
+        processes.append(process)
     for process in processes:
         process.start()
     try:
@@ -44,9 +58,9 @@ def run_workers(workers, function, *arguments):
     finally:
         for process in processes:
             process.kill()
-    found = {}
-    while not results.empty():
-        rank, result, error = results.get()
+    results = [None] * workers
+    while not queue.empty():
+        rank, result, error = queue.get()
         assert error is None, f"worker {rank}:\n{error}"
-        found[rank] = result
-    return [found.get(rank) for rank in range(workers)]
+        results[rank] = result
+    return results

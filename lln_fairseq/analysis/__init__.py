@@ -1,4 +1,4 @@
-"""Instruments: what runs and attention matrices show."""
+"""Instruments that measure attention matrices, hidden states and runs, as in the paper."""
 
 from lln_fairseq.analysis.concentration import (
     entropy,

@@ -1,11 +1,11 @@
-"""Measures what the attention of a saved model does on a corpus.
+"""Measure what the attention of a saved model does on a data set.
 
 python -m lln_fairseq analyze CHECKPOINT DATA --json attention.json --png attention.png
 
 By layer: temperatures, entropy, spectral gap and rank of the attention matrices, how log-normal they are, and how
-Gaussian queries and keys are. By depth: how much the tokens still differ, also without skip connections and MLPs.
-CHECKPOINT is a pre-trained or fine-tuned model, DATA the binarised data of its task. The sequences are spread evenly
-over the split.
+Gaussian queries and keys are. By depth: how much the tokens still differ, with and without skip connections and MLPs.
+CHECKPOINT is a pre-trained or fine-tuned model, and DATA is the binarized data of its task. The measured sequences are
+spread evenly over the split.
 """
 
 import argparse
@@ -19,33 +19,41 @@ from lln_fairseq.inference.loading import load_model
 
 
 def main(argv: list[str]) -> None:
+    """Run `lln-fairseq analyze` with these arguments; raise InputError for arguments or files that do not fit."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq analyze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a model, for example runs/pretrain_lln_diag/checkpoint_best.pt")
-    parser.add_argument("data", help="a binarised data directory, for example data-bin/wikitext-103")
+    parser.add_argument("data", help="a directory of binarized data, for example data-bin/wikitext-103")
     parser.add_argument("--split", default="valid", help="train, valid, test ... (default: valid)")
-    parser.add_argument("--batches", type=int, default=4, help="how many batches (default: 4)")
+    parser.add_argument("--batches", type=int, default=4, help="number of batches (default: 4)")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences in a batch (default: 4)")
     parser.add_argument("--json", type=Path, help="write the numbers of every layer and head to this file")
-    parser.add_argument("--png", type=Path, help="draw them to this file")
+    parser.add_argument("--png", type=Path, help="write a figure to this file")
     args = parser.parse_args(argv)
     for path in (args.json, args.png):
         if path and not path.parent.is_dir():
             raise InputError(f"no such directory: {path.parent}")
     with input_errors():
-        found = analyse(args.checkpoint, args.data, args.split, args.batches, args.batch_size)
-    print(f"{args.checkpoint}, split '{args.split}': {report.as_text(found)}")
+        result = analyze_checkpoint(args.checkpoint, args.data, args.split, args.batches, args.batch_size)
+    print(f"{args.checkpoint}, split '{args.split}': {report.format_report(result)}")
     if args.json:
-        args.json.write_text(json.dumps(found.as_json(), indent=2) + "\n")
+        args.json.write_text(json.dumps(result.as_json(), indent=2) + "\n")
     if args.png:
-        report.draw(found, args.png)
+        report.draw_report(result, args.png)
 
 
-def analyse(checkpoint: str, data: str, split: str = "valid", batches: int = 4, batch_size: int = 4) -> report.Report:
-    """Raises: InputError for a checkpoint, data or numbers that do not fit."""
+def analyze_checkpoint(
+    checkpoint: str, data: str, split: str = "valid", batches: int = 4, batch_size: int = 4
+) -> report.AttentionReport:
+    """Measure a checkpoint on evenly spaced sequences of a split.
+
+    A split with fewer than batches · batch_size sequences is measured completely.
+
+    Raises: InputError or ValueError for a checkpoint, data or numbers that do not fit.
+    """
     if batches < 1 or batch_size < 1:
-        raise InputError("--batches and --batch-size must be at least 1")
+        raise InputError(f"--batches and --batch-size must be at least 1, got {batches} and {batch_size}")
     model, task = load_model(checkpoint, data)
     task.load_dataset(split)
-    return report.collect(model, spread_batches(task.dataset(split), batches, batch_size, model))
+    return report.measure_model(model, spread_batches(task.dataset(split), batches, batch_size, model))

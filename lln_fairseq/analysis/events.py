@@ -1,4 +1,4 @@
-"""Reads back the scalars that a training run wrote for TensorBoard."""
+"""Reading of the scalars that a training run wrote for TensorBoard."""
 
 import re
 from pathlib import Path
@@ -8,26 +8,33 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 class Curve(NamedTuple):
+    """A scalar over the updates of a run: its value at each step, in ascending order of the steps."""
+
     steps: list[int]
     values: list[float]
 
 
 def read_curves(directory: Path | str) -> dict[str, Curve]:
-    """Every scalar below a directory: {"train_inner/loss": Curve, "valid/loss": Curve, ...}, steps ascending.
+    """Return every scalar in the event files below a directory, by SUBDIRECTORY/TAG, for example "valid/loss".
 
-    fairseq keeps a directory for each of train_inner, train and valid. A run that was interrupted has several event
-    files; where they overlap, the later one counts.
+    fairseq has one subdirectory for each of train_inner, train and valid. A run that was interrupted has several event
+    files. Where they have values for the same step, the one from the later file counts.
     """
-    curves: dict[str, dict[int, float]] = {}
+    points: dict[str, dict[int, float]] = {}
     for file in sorted(Path(directory).rglob("events.out.tfevents.*"), key=_age):
-        events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0 = keep all
         events.Reload()
         for tag in events.Tags()["scalars"]:
-            points = curves.setdefault(f"{file.parent.relative_to(directory)}/{tag}", {})
-            points.update((event.step, event.value) for event in events.Scalars(tag))
-    return {tag: Curve(*map(list, zip(*sorted(points.items()), strict=True))) for tag, points in curves.items()}
+            curve_points = points.setdefault(f"{file.parent.relative_to(directory)}/{tag}", {})
+            for event in events.Scalars(tag):
+                curve_points[event.step] = event.value
+    curves = {}
+    for name, curve_points in points.items():
+        steps = sorted(curve_points)
+        curves[name] = Curve(steps, [curve_points[step] for step in steps])
+    return curves
 
 
 def _age(file: Path) -> list[int]:
-    """The numbers of events.out.tfevents.SECONDS.HOST.PID.COUNTER: as text, counter 10 would come before 9."""
+    """Return the numbers of events.out.tfevents.SECONDS.HOST.PID.COUNTER, which sort counter 9 before counter 10."""
     return [int(number) for number in re.findall(r"\d+", file.name)]

@@ -1,4 +1,4 @@
-"""Every instrument of an attention matrix on the queries and keys of one layer, head by head."""
+"""All instruments for attention matrices, applied to the queries and keys of one layer, head by head."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,71 +14,99 @@ from lln_fairseq.ops import reference
 
 # Longer sequences get no N x N matrix: the eigenvalues of one of 1024 tokens take a second, and grow like N³.
 MAX_TOKENS = 1024
-ROWS = 256  # of a longer sequence, evenly spaced, for what can be said of rows; linear mechanisms only
+ROWS = 256  # the evenly spaced rows that are measured of a longer sequence, by linear mechanisms only
 
-# What `instruments` gives: bits; 1 - |λ2|; mean variance of a row; singular values over 1e-3 of the largest; the
-# log-normal fit of the entries: mean and variance of ln P and the Kolmogorov-Smirnov distance.
+# The order of the instruments below: entropy in bits; 1 - |λ2|; mean variance of a row; number of singular values above
+# 1e-3 of the largest; mean and variance of ln P; Kolmogorov-Smirnov distance of P to that log-normal distribution.
 NAMES = ("entropy", "spectral_gap", "variance", "rank", "log_mean", "log_variance", "log_ks")
 
 
-class Measured(NamedTuple):
-    """One sequence without its padding, n real tokens."""
+class SequenceAttention(NamedTuple):
+    """The attention of one sequence of n real tokens, without its padding.
+
+    P is (H, n, n), or (H, ROWS, n) for a sequence beyond MAX_TOKENS; None where the mechanism gives no such matrix.
+    features are φ(q) and φ(k), (H, n, F) each; None unless the mechanism is linear.
+    """
 
     heads: int
-    P: Tensor | None  # (H, n, n); (H, ROWS, n) of a long sequence; None where there is no such matrix
-    features: tuple[Tensor, Tensor] | None  # (H, n, F) each, of a linear mechanism
-
-    @property
-    def is_whole(self) -> bool:
-        return self.P is not None and self.P.shape[-2] == self.P.shape[-1]
+    P: Tensor | None
+    features: tuple[Tensor, Tensor] | None
 
 
 @torch.no_grad()
-def sequences(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Iterator[Measured]:
-    """The attention matrix of every sequence of q, k (B, H, N, D) in turn, rows and columns of padding taken out.
+def sequence_attentions(
+    attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
+) -> Iterator[SequenceAttention]:
+    """Yield the attention of every sequence, one at a time, since the matrices of a whole batch may not fit in memory.
 
-    One at a time, since the matrices of a batch need more memory than its training. Linear mechanisms have the features
-    at any length. Beyond MAX_TOKENS theirs is the matrix of some rows, and others have none; neither has a mechanism
-    that mixes the features of its output.
+    Linear mechanisms have features at any length, and beyond MAX_TOKENS some rows of P. Other mechanisms have P up to
+    MAX_TOKENS and nothing beyond. A mechanism whose rows are no distributions (`stochastic_rows` is False) has neither,
+    unless it has features.
+
+    Args:
+        attention: the mechanism.
+        q, k: (B, H, N, D).
+        key_padding_mask: bool (B, N), True = padded, or None.
     """
+    is_short = q.shape[2] <= MAX_TOKENS
     for number in range(len(q)):
-        # α and β of a whole batch need the whole batch.
-        part = slice(number, number + 1) if attention.batch_independent else slice(None)
-        row = 0 if attention.batch_independent else number
-        inputs = (q[part], k[part], None if key_padding_mask is None else key_padding_mask[part])
+        if attention.batch_independent:
+            part = slice(number, number + 1)
+            row = 0
+        else:  # α and β depend on the whole batch
+            part = slice(None)
+            row = number
+        mask = None if key_padding_mask is None else key_padding_mask[part]
         real = slice(None) if key_padding_mask is None else ~key_padding_mask[number]
-        features, P = attention.feature_maps(*inputs), None
-        is_short = q.shape[2] <= MAX_TOKENS
+        P = None
+        features = attention.feature_maps(q[part], k[part], mask)
         if features is not None:
-            phi_q, phi_k = features = features[0][row][:, real], features[1][row][:, real]
-            P = _rows(phi_q, phi_k, None if is_short else ROWS)
+            phi_q = features[0][row][:, real]
+            phi_k = features[1][row][:, real]
+            features = (phi_q, phi_k)
+            P = _matrix_rows(phi_q, phi_k, None if is_short else ROWS)
         elif attention.stochastic_rows and is_short:
-            P = attention.attention_matrix(*inputs)[row][:, real][:, :, real]
-        yield Measured(q.shape[1], P, features)
+            P = attention.attention_matrix(q[part], k[part], mask)[row][:, real][:, :, real]
+        yield SequenceAttention(q.shape[1], P, features)
 
 
-def instruments(measured: Measured) -> Tensor:
-    """(7, H) in the order of NAMES, float64 on the CPU; NaN where an instrument does not apply."""
-    heads, P, features = measured
-    nothing = torch.full((heads,), torch.nan)
-    found = dict.fromkeys(NAMES, nothing)
+def measure_sequence(sequence: SequenceAttention) -> Tensor:
+    """Apply every instrument to one sequence.
+
+    Instruments that do not apply are NaN. If P has only some rows, this is the rank. Without P, it is everything but
+    the spectral gap, which needs P or features. For a sequence without a real token, it is everything.
+
+    Returns: (7, H) in the order of NAMES, float64 on the CPU.
+    """
+    heads, P, features = sequence
+    values = dict.fromkeys(NAMES, torch.full((heads,), torch.nan))
     if P is not None and P.shape[-1]:
-        found |= {"entropy": entropy(P), "variance": variance(P)}
-        found |= dict(zip(("log_mean", "log_variance", "log_ks"), lognormal_fit(P), strict=True))
-        if measured.is_whole:
-            found |= {"rank": numerical_rank(P), "spectral_gap": spectral_gap(P) if features is None else nothing}
+        values["entropy"] = entropy(P)
+        values["variance"] = variance(P)
+        fit = lognormal_fit(P)
+        values["log_mean"] = fit.mu
+        values["log_variance"] = fit.sigma2
+        values["log_ks"] = fit.ks
+        if P.shape[-2] == P.shape[-1]:
+            values["rank"] = numerical_rank(P)
+            if features is None:
+                values["spectral_gap"] = spectral_gap(P)
     if features is not None and features[0].shape[-2]:
-        found["spectral_gap"] = linear_spectral_gap(*features)
-    return torch.stack([found[name].double().cpu() for name in NAMES])
+        values["spectral_gap"] = linear_spectral_gap(*features)
+    return torch.stack([values[name].double().cpu() for name in NAMES])
 
 
-def measure(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """`instruments` of every sequence, (B, 7, H)."""
-    return torch.stack([instruments(measured) for measured in sequences(attention, q, k, key_padding_mask)])
+def measure_batch(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """Return `measure_sequence` of every sequence of q, k (B, H, N, D), as (B, 7, H)."""
+    sequences = sequence_attentions(attention, q, k, key_padding_mask)
+    return torch.stack([measure_sequence(sequence) for sequence in sequences])
 
 
-def _rows(phi_q: Tensor, phi_k: Tensor, number: int | None) -> Tensor:
-    """So many evenly spaced rows of the matrix of given features (H, n, F), or all: (H, number, n)."""
+def _matrix_rows(phi_q: Tensor, phi_k: Tensor, number: int | None) -> Tensor:
+    """Return evenly spaced rows of the attention matrix of features (H, n, F), as (H, number, n).
+
+    All n rows are returned if `number` is None or at least n.
+    """
     if number is not None and number < phi_q.shape[-2]:
         phi_q = phi_q[:, torch.linspace(0, phi_q.shape[-2] - 1, number).long()]
     return reference.kernel_matrix(phi_q[None], phi_k[None])[0]

@@ -1,59 +1,78 @@
-"""The instruments of a model over a corpus, layer by layer: collected, as a table, as a picture."""
+"""The instruments of a model over several batches: measured layer by layer, printed as tables, drawn as a figure."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lln_fairseq.analysis import layer_scalars, measure
 from lln_fairseq.analysis.lognormal import normality
-from lln_fairseq.analysis.probe import Layer, ablated, record
+from lln_fairseq.analysis.probe import Layer, ablated, record_layers
 from lln_fairseq.analysis.rank_collapse import numerical_rank, relative_residual
 
-VARIANTS = {  # of what is shown by depth: skip connections, MLPs
+# The variants of the model in the measurements by depth: with or without skip connections, with or without MLPs.
+VARIANTS = {
     "model": (True, True),
     "no skip": (False, True),
     "no MLP": (True, False),
     "neither": (False, False),
 }
 
-# title: (column, heading, format), ...
+
+class Column(NamedTuple):
+    """A column of a table: the instrument, its heading and the format of its numbers."""
+
+    instrument: str
+    heading: str
+    form: str = ".3f"
+
+
 TABLES = {
     "concentration": (
-        ("tau_sm", "τ_sm", ".3f"),
-        ("tau_lln", "τ_lln", ".3f"),
-        ("alpha", "α", ".3f"),
-        ("beta", "β", ".3f"),
-        ("entropy", "entropy [bits]", ".3f"),
-        ("spectral_gap", "spectral gap", ".4f"),
-        ("variance", "Var P", ".2e"),
-        ("rank", "rank of P", ".1f"),
+        Column("tau_sm", "τ_sm"),
+        Column("tau_lln", "τ_lln"),
+        Column("alpha", "α"),
+        Column("beta", "β"),
+        Column("entropy", "entropy [bits]"),
+        Column("spectral_gap", "spectral gap", ".4f"),
+        Column("variance", "Var P", ".2e"),
+        Column("rank", "rank of P", ".1f"),
     ),
-    "log-normality of P, normality of queries and keys (KS: distance of Kolmogorov and Smirnov)": (
-        ("log_mean", "mean ln P", ".3f"),
-        ("log_variance", "Var ln P", ".3f"),
-        ("log_ks", "KS", ".3f"),
-        *((f"{x}_{moment}", f"{x}: {heading}", ".3f") for x in "qk" for moment, heading in
-          (("std", "σ"), ("skewness", "skew"), ("kurtosis", "kurtosis"), ("ks", "KS"))),
+    "log-normality of P, normality of queries and keys (KS: Kolmogorov-Smirnov distance)": (
+        Column("log_mean", "mean ln P"),
+        Column("log_variance", "Var ln P"),
+        Column("log_ks", "KS"),
+        Column("q_std", "q: σ"),
+        Column("q_skewness", "q: skew"),
+        Column("q_kurtosis", "q: kurtosis"),
+        Column("q_ks", "q: KS"),
+        Column("k_std", "k: σ"),
+        Column("k_skewness", "k: skew"),
+        Column("k_kurtosis", "k: kurtosis"),
+        Column("k_ks", "k: KS"),
     ),
-}  # fmt: skip
+}
 
-BY_DEPTH = {  # of the hidden states X: title, format
+# The measurements of the hidden states by depth: title and format.
+BY_DEPTH = {
     "residual": ("relative residual ‖X - 1xᵀ‖ / ‖X‖ of the hidden states: 0 if all tokens are alike", ".1e"),
     "rank": ("numerical rank of the hidden states", ".1f"),
 }
 
 
 @dataclass
-class Report:
-    """Means over sequences.
+class AttentionReport:
+    """The measurements of a model, as means over sequences.
 
-    layers: by layer and instrument a value for every head, or one if it is the layer's; NaN where it does not apply.
-    by_depth: by name in BY_DEPTH and variant a value for every depth, from 0, the embeddings, to L.
+    sequences, tokens: how many were measured, without padding.
+    longest: the tokens of the longest sequence.
+    layers: for each layer, by instrument, a value for every head (H,), or (1,) for an instrument of the whole layer;
+        NaN where an instrument does not apply.
+    by_depth: by name in BY_DEPTH and variant in VARIANTS, a value for every depth from 0 (the embeddings) to L.
     """
 
     sequences: int = 0
@@ -63,89 +82,115 @@ class Report:
     by_depth: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        layers = [
-            {name: {"mean": _number(heads.nanmean()), "by_head": [_number(x) for x in heads]}
-             for name, heads in layer.items()} for layer in self.layers
-        ]  # fmt: skip
-        counts = {"sequences": self.sequences, "tokens": self.tokens, "longest": self.longest}
-        return counts | {"layers": layers} | self.by_depth
+        """Return the report as values that JSON can hold; NaN and infinities become None."""
+        layers = []
+        for layer in self.layers:
+            values = {}
+            for name, heads in layer.items():
+                values[name] = {"mean": _json_number(heads.nanmean()), "by_head": [_json_number(x) for x in heads]}
+            layers.append(values)
+        return {
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "longest": self.longest,
+            "layers": layers,
+            **self.by_depth,
+        }
 
 
-def collect(model: Any, batches: Iterable[dict[str, Any]]) -> Report:
-    """Measures every layer of the model on batches of fairseq's `net_input`.
+def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionReport:
+    """Measure every layer of a model on batches of fairseq's `net_input`, at least one, on the model's device.
 
-    Raises: ValueError for a model without an attention of this package, or a sequence longer than it takes.
+    Raises: ValueError for a model without an attention of this package, or for a sequence that is too long for it.
     """
-    report, limit = Report(), model.max_positions()
-    found: dict[int, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
-    depths: dict[str, dict[str, list[Tensor]]] = {name: defaultdict(list) for name in BY_DEPTH}
+    report = AttentionReport()
+    limit = model.max_positions()
+    # By layer and instrument (or by name and variant), the values of every batch: the first dimension is the sequences.
+    by_layer: dict[int, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    by_depth: dict[str, dict[str, list[Tensor]]] = {name: defaultdict(list) for name in BY_DEPTH}
     for net_input in batches:
         size, length = net_input["src_tokens"].shape
         if length > limit:
-            raise ValueError(f"the data has a sequence of {length} tokens, and the model takes {limit} at most")
+            raise ValueError(f"the data has a sequence of {length} tokens, but the model takes at most {limit}")
         for variant, (skip, mlp) in VARIANTS.items():
             with ablated(model, skip, mlp):
-                layers = record(model, net_input)
-            states = [layers[0].before, *(layer.after for layer in layers)]
+                layers = record_layers(model, net_input)
             mask = layers[0].key_padding_mask
-            for name, instrument in (("residual", relative_residual), ("rank", _rank)):
-                depths[name][variant].append(torch.stack([instrument(x, mask) for x in states], dim=1).cpu())
+            states = [layers[0].before, *(layer.after for layer in layers)]
+            residuals = [relative_residual(X, mask) for X in states]
+            ranks = [_hidden_rank(X, mask) for X in states]
+            by_depth["residual"][variant].append(torch.stack(residuals, dim=1).cpu())
+            by_depth["rank"][variant].append(torch.stack(ranks, dim=1).cpu())
             if variant == "model":
                 for number, layer in enumerate(layers):
-                    for name, values in _measure(layer).items():
-                        found[number][name].append(values)
-        real = size * length if mask is None else int((~mask).sum())
-        report.sequences, report.tokens = report.sequences + size, report.tokens + real
+                    for name, values in _measure_layer(layer).items():
+                        by_layer[number][name].append(values)
+        report.sequences += size
+        report.tokens += size * length if mask is None else int((~mask).sum())
         report.longest = max(report.longest, length)
-    report.layers = [{name: torch.cat(x).nanmean(dim=0) for name, x in layer.items()} for layer in found.values()]
-    report.by_depth = {
-        name: {variant: torch.cat(values).nanmean(dim=0).tolist() for variant, values in variants.items()}
-        for name, variants in depths.items()
-    }
+    for instruments in by_layer.values():
+        report.layers.append({name: torch.cat(values).nanmean(dim=0) for name, values in instruments.items()})
+    for name, variants in by_depth.items():
+        report.by_depth[name] = {}
+        for variant, batch_values in variants.items():
+            report.by_depth[name][variant] = torch.cat(batch_values).nanmean(dim=0).tolist()
     return report
 
 
-def _rank(X: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+def _hidden_rank(X: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Return the numerical rank of the hidden states X (B, N, C) of each sequence without padding, float64 (B,)."""
     if key_padding_mask is not None:
         X = X.masked_fill(key_padding_mask[:, :, None], 0.0)
     return numerical_rank(X).double()
 
 
-def _measure(layer: Layer) -> dict[str, Tensor]:
-    """By instrument (B, H), or (B, 1) for the layer's own; float64."""
-    q, k, mask = layer.q, layer.k, layer.key_padding_mask
-    found = dict(zip(measure.NAMES, measure.measure(layer.attention, q, k, mask).unbind(dim=1), strict=True))
-    scalars = layer.scalars().double().cpu().expand(len(q), 1, -1)
-    found |= dict(zip(layer_scalars.NAMES, scalars.unbind(dim=-1), strict=True))
-    for name, x in (("q", q), ("k", k)):
-        found |= {f"{name}_{moment}": values.cpu() for moment, values in normality(x, mask)._asdict().items()}
-    return found
+def _measure_layer(layer: Layer) -> dict[str, Tensor]:
+    """Return the values of every instrument by name, (B, H) or, for the whole layer, (B, 1), in float64 on the CPU."""
+    mask = layer.key_padding_mask
+    measured = measure.measure_batch(layer.attention, layer.q, layer.k, mask)
+    values = dict(zip(measure.NAMES, measured.unbind(dim=1), strict=True))
+    scalars = layer.scalars().double().cpu().expand(len(layer.q), 1, -1)
+    values.update(zip(layer_scalars.NAMES, scalars.unbind(dim=-1), strict=True))
+    for name, x in (("q", layer.q), ("k", layer.k)):
+        for moment, by_head in normality(x, mask)._asdict().items():
+            values[f"{name}_{moment}"] = by_head.cpu()
+    return values
 
 
-def as_text(report: Report) -> str:
-    """Tables by layer, means over sequences and heads; - where an instrument does not apply."""
-    lines = [f"{report.sequences} sequences, {report.tokens} tokens, the longest {report.longest}"]
+def format_report(report: AttentionReport) -> str:
+    """Return the report as tables, first by layer and then by depth, with "-" where an instrument does not apply.
+
+    The numbers are means over sequences and heads.
+    """
+    lines = [f"{report.sequences} sequences, {report.tokens} tokens, the longest with {report.longest}"]
     for title, columns in TABLES.items():
-        rows = [[f"{layer[name].nanmean():{form}}" for name, _, form in columns] for layer in report.layers]
-        lines += ["", title, *_align([["layer", *(heading for _, heading, _ in columns)],
-                                      *([str(number), *row] for number, row in enumerate(rows))])]  # fmt: skip
+        rows = [["layer", *(column.heading for column in columns)]]
+        for number, layer in enumerate(report.layers):
+            means = [f"{layer[column.instrument].nanmean():{column.form}}" for column in columns]
+            rows.append([str(number), *means])
+        lines += ["", title, *_align_columns(rows)]
     for name, (title, form) in BY_DEPTH.items():
         variants = report.by_depth[name]
-        rows = [[str(depth), *(f"{value:{form}}" for value in values)]
-                for depth, values in enumerate(zip(*variants.values(), strict=True))]  # fmt: skip
-        lines += ["", title, *_align([["depth", *variants], *rows])]
+        rows = [["depth", *variants]]
+        for depth, values in enumerate(zip(*variants.values(), strict=True)):
+            rows.append([str(depth), *(f"{value:{form}}" for value in values)])
+        lines += ["", title, *_align_columns(rows)]
     if report.longest > measure.MAX_TOKENS:
-        lines += ["", f"More than {measure.MAX_TOKENS} tokens a sequence: of linear attentions the exact spectral gap "
-                  f"and {measure.ROWS} rows of P are measured, of others the temperatures alone."]  # fmt: skip
+        lines += [
+            "",
+            f"More than {measure.MAX_TOKENS} tokens in a sequence: linear attentions are measured on {measure.ROWS} "
+            "rows of P, with the exact spectral gap. Of other attentions, P is not measured.",
+        ]
     return "\n".join(lines)
 
 
-def draw(report: Report, path: Path) -> None:
-    """Six panels by layer as PNG."""
+def draw_report(report: AttentionReport, path: Path) -> None:
+    """Write a PNG of six panels: five instruments by layer, and the residual by depth."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    # The label of the panel's axis, and the instruments to draw by their name in the legend.
     panels = (
         ("temperature 1/(σ_q σ_k)", {"softmax (τ_sm)": "tau_sm", "LLN (τ_lln)": "tau_lln"}),
         ("entropy of a row [bits]", {"mean over heads": "entropy"}),
@@ -155,20 +200,15 @@ def draw(report: Report, path: Path) -> None:
     )
     figure = Figure(figsize=(15, 8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 3).flat
-    for axis, (label, lines) in zip(axes, panels, strict=False):
-        for (heading, name), style in zip(lines.items(), ("o-", "x--", "s:"), strict=False):
-            values = [layer[name] for layer in report.layers]
-            if not all(x.isnan().all() for x in values):
-                (line,) = axis.plot([x.nanmean().item() for x in values], style, label=heading)
-                for number, heads in enumerate(values):
-                    if len(heads) > 1:
-                        axis.plot([number] * len(heads), heads, ".", color=line.get_color(), alpha=0.3)
+    *layer_axes, depth_axis = figure.subplots(2, 3).flat
+    for axis, (label, instruments) in zip(layer_axes, panels, strict=True):
+        for (heading, name), style in zip(instruments.items(), ("o-", "x--", "s:"), strict=False):
+            _draw_instrument(axis, [layer[name] for layer in report.layers], style, heading)
         axis.set(xlabel="layer", ylabel=label)
-    for name, residuals in report.by_depth["residual"].items():
-        axes[5].semilogy(residuals, "o-", label=name)
-    axes[5].set(xlabel="depth (0: embeddings)", ylabel="relative residual ‖X - 1xᵀ‖ / ‖X‖")
-    for axis in axes:
+    for variant, residuals in report.by_depth["residual"].items():
+        depth_axis.semilogy(residuals, "o-", label=variant)
+    depth_axis.set(xlabel="depth (0: embeddings)", ylabel="relative residual ‖X - 1xᵀ‖ / ‖X‖")
+    for axis in (*layer_axes, depth_axis):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if axis.lines:
             axis.legend()
@@ -176,11 +216,29 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path, format="png", dpi=110)
 
 
-def _align(rows: list[list[str]]) -> list[str]:
+def _draw_instrument(axis: Any, values: Sequence[Tensor], style: str, heading: str) -> None:
+    """Draw the mean over heads as a line over the layers, and single heads as points; nothing if all is NaN.
+
+    values: for each layer, the values of the heads, (H,) or (1,).
+    """
+    if all(heads.isnan().all() for heads in values):
+        return
+    (line,) = axis.plot([heads.nanmean().item() for heads in values], style, label=heading)
+    for number, heads in enumerate(values):
+        if len(heads) > 1:
+            axis.plot([number] * len(heads), heads, ".", color=line.get_color(), alpha=0.3)
+
+
+def _align_columns(rows: list[list[str]]) -> list[str]:
+    """Return each row as a line, with right-aligned columns and "-" for "nan"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(("-" if cell == "nan" else cell).rjust(w) for cell, w in zip(row, widths, strict=True))
-            for row in rows]  # fmt: skip
+    lines = []
+    for row in rows:
+        cells = ["-" if cell == "nan" else cell for cell in row]
+        lines.append("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+    return lines
 
 
-def _number(x: Tensor) -> float | None:
-    return x.item() if x.isfinite() else None  # JSON has no NaN
+def _json_number(x: Tensor) -> float | None:
+    """Return the number, or None if it is not finite: JSON has no NaN."""
+    return x.item() if x.isfinite() else None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.padding import clear_padding, written_out
+from lln_fairseq.ops.padding import clear_padding, explicit_mask
 from lln_fairseq.ops.softmax import softmax_attention
 
 
@@ -32,7 +32,7 @@ class LongformerAttention(Attention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)
         length = q.shape[2]
-        padding = written_out(key_padding_mask, q)
+        padding = explicit_mask(key_padding_mask, q)
         first = (~padding).to(torch.uint8).argmax(dim=1)  # (B,): 0 where all is padding
         is_first = torch.arange(length, device=q.device) == first[:, None]
         # The first token stays usable where all is padding: the softmax would otherwise be 0/0.
@@ -82,6 +82,6 @@ class LongformerAttention(Attention):
         return out.transpose(1, 2).reshape(batch, blocks * width, heads, dim)[:, :length].transpose(1, 2)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        real = ~written_out(key_padding_mask, q)
+        real = ~explicit_mask(key_padding_mask, q)
         is_first = real & (real.cumsum(dim=1) == 1)
         return reference.softmax_matrix(q, k, key_padding_mask, self._pairs(is_first)[:, None])

@@ -11,7 +11,7 @@ from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.landmarks import Landmarks, iterative_pinv
-from lln_fairseq.ops.padding import clear_padding, written_out
+from lln_fairseq.ops.padding import clear_padding, explicit_mask
 from lln_fairseq.ops.softmax import softmax_attention
 
 
@@ -79,7 +79,7 @@ class NystromAttention(Attention):
         """P, by segments cut out one by one and the iteration on the singular values."""
         batch, heads, length, _ = q.shape
         matrix = q.new_zeros(batch, heads, length, length)
-        padding = written_out(key_padding_mask, q)
+        padding = explicit_mask(key_padding_mask, q)
         for b in range(batch):
             if (tokens := (~padding[b]).nonzero()[:, 0]).numel():
                 matrix[b, :, :, tokens] = self._sentence_matrix(q[b], k[b], tokens)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.padding import clear_padding, written_out
+from lln_fairseq.ops.padding import clear_padding, explicit_mask
 
 
 @dataclass
@@ -46,7 +46,7 @@ class ReformerAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)
-        padding = written_out(key_padding_mask, q)
+        padding = explicit_mask(key_padding_mask, q)
         rotations = torch.randn_like(self.rotations) if self.training else self.rotations
         rounds = [self._round(q, k, v, rotation, padding) for rotation in rotations]
         outs, log_sums = (torch.stack(x) for x in zip(*rounds, strict=True))
@@ -103,7 +103,7 @@ class ReformerAttention(Attention):
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """P in evaluation, by counting the meetings of every chunk one after the other. The hashes are forward's."""
-        padding = written_out(key_padding_mask, q)
+        padding = explicit_mask(key_padding_mask, q)
         length, m = q.shape[2], self.config.chunk_size
         met = torch.zeros(*q.shape[:3], length, dtype=q.dtype, device=q.device)
         for rotation in self.rotations:

@@ -32,7 +32,7 @@ class ScoreKernelAttention(Attention):
         return torch.where(empty, values.sum(dim=-2, keepdim=True) / count, out).to(v.dtype)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return reference.normalised(self.kernel(q @ k.transpose(-2, -1)), key_padding_mask)
+        return reference.normalize_rows(self.kernel(q @ k.transpose(-2, -1)), key_padding_mask)
 
     @staticmethod
     def kernel(scores: Tensor) -> Tensor:

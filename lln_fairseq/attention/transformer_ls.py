@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.padding import clear_padding, written_out
+from lln_fairseq.ops.padding import clear_padding, explicit_mask
 
 
 @dataclass
@@ -45,7 +45,7 @@ class TransformerLSAttention(Attention):
         if not q.numel():
             return torch.zeros_like(v)
         q, k, v = clear_padding(q, k, v, key_padding_mask)
-        key_padding_mask = written_out(key_padding_mask, q)
+        key_padding_mask = explicit_mask(key_padding_mask, q)
         weights = self._projection(k, key_padding_mask)
         k, v = (_normalised(self.long_norm, x) for x in (k, v))
         k_short, v_short = (_normalised(self.short_norm, weights.mT @ x) for x in (k, v))

@@ -6,7 +6,7 @@ from typing import Any
 from fairseq.modules import MultiheadAttention
 from torch import Tensor
 
-from lln_fairseq.ops.causal import CausalState, causal_attention, continue_causal, empty_state, scaled
+from lln_fairseq.ops.causal import CausalState, causal_attention, continue_causal, empty_state, scale_inputs
 from lln_fairseq.ops.moment_matching import running_moments
 
 State = dict[str, dict[str, Tensor | None]]
@@ -44,7 +44,7 @@ class CausalSelfAttention(MultiheadAttention):
         mask = None if key_padding_mask is None else key_padding_mask.bool()
         seen = self._get_input_buffer(incremental_state) if incremental_state is not None else {}
         alpha, beta, moments = self._alpha_beta(q, k, mask, seen.get("moments"))
-        x, y, v = scaled(q, k, v, alpha, beta, mask)
+        x, y, v = scale_inputs(q, k, v, alpha, beta, mask)
         if incremental_state is None:
             out = causal_attention(x, y, v)
         else:

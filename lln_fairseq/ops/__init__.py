@@ -1,1 +1,1 @@
-"""Attention as functions of tensors. Imports torch (and triton, where it is used) and nothing else."""
+"""Attention as functions of tensors. This package imports only torch; its backends also use Triton and C."""

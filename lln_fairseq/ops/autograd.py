@@ -1,4 +1,8 @@
-"""The one differentiable function behind LLN, LLN+Diag and block-diagonal attention, whichever backend computes it."""
+"""The differentiable function behind LLN, LLN+Diag and block-diagonal attention.
+
+`hybrid_attention` decides who computes a call: a backend, a backend inside a graph of torch.compile, or the plain
+formula. `HybridFunction` connects a backend's forward and backward pass to torch's autograd.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,44 +20,83 @@ from lln_fairseq.ops.operator import compiled_hybrid_attention
 
 @without_autocast
 def hybrid_attention(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None,
+    spec: HybridSpec,
     backend: str,
-) -> Tensor:  # fmt: skip
-    """The mixture by a backend, "cpu", "triton" or "torch": q, k, v (B, H, N, D), alpha and beta (B, H), mask (B, N).
+) -> Tensor:
+    """Compute the hybrid of LLN and block-diagonal attention that `spec` describes.
 
-    α and β None are matched to the moments of q and k, by the backend and in its own passes where it can.
+    The inputs must have passed `checks.check_inputs`, and `backend` must be a result of `choose_backend`. The first
+    case that applies decides who computes:
+
+    1. An exchange between workers: the backend, also for a worker without tokens, because the others wait for it.
+    2. No elements: the plain formula, because kernels need at least one.
+    3. Traced or transformed operations with the backend "torch": the plain formula, which tracing can follow.
+    4. torch.compile with another backend: the backend as one operator in the compiled graph.
+    5. Everything else: the backend, called directly.
+
+    Args:
+        q, k, v: (B, H, N, D).
+        alpha, beta: (B, H), or both None: they are matched to the moments of q and k (scope "head", constants
+            "calibrated"). An exchange needs both.
+        mask: bool (B, N), True = padded, or None.
+        spec: the formula, its block size, dropout, joint offset and exchange. Dropout without a seed gets one from
+            torch's random generator.
+        backend: "cpu", "triton" or "torch".
+
+    Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, or once with dropout, with an
+        exchange or under torch.compile.
+    Raises: ValueError if operations are traced or transformed and the spec has an exchange.
     """
-    if mix.exchange is not None and is_traced_or_transformed(q, k, v, alpha, beta, mask):
-        raise ValueError("what records or imitates torch's operations cannot follow an exchange between workers")
-    # A worker without tokens takes part in an exchange.
-    if (q.numel() == 0 and not mix.exchange) or (
-        backend == "torch" and is_traced_or_transformed(q, k, v, alpha, beta, mix.parameter, mask)
+    if spec.exchange is not None:
+        if is_traced_or_transformed(q, k, v, alpha, beta, mask):
+            raise ValueError("attention over several workers cannot be traced, compiled or transformed")
+    elif q.numel() == 0 or (
+        backend == "torch" and is_traced_or_transformed(q, k, v, alpha, beta, spec.parameter, mask)
     ):
         if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
-        return hybrid_formula(q, k, v, alpha, beta, mask, mix)
-    if torch.compiler.is_compiling():  # for kernels: see choose_backend
-        return compiled_hybrid_attention(q, k, v, alpha, beta, mask, mix, backend)
-    if mix.dropout_p and mix.seed is None:
-        mix = replace(mix, seed=load_backend(backend).draw_seed(q.device))
-    parameter = mix.parameter
-    if parameter is not None:  # a differentiable input of its own
-        mix = replace(mix, parameter=None)
-    return HybridFunction.apply(q, k, v, alpha, beta, parameter, mask, mix, backend)
+        return hybrid_formula(q, k, v, alpha, beta, mask, spec)
+    elif torch.compiler.is_compiling():
+        return compiled_hybrid_attention(q, k, v, alpha, beta, mask, spec, backend)
+    if spec.dropout_p and spec.seed is None:
+        spec = replace(spec, seed=load_backend(backend).draw_seed(q.device))
+    # Autograd differentiates only tensors that are arguments of the function, so the offset leaves the spec.
+    parameter = spec.parameter
+    if parameter is not None:
+        spec = replace(spec, parameter=None)
+    return HybridFunction.apply(q, k, v, alpha, beta, parameter, mask, spec, backend)
 
 
 class HybridFunction(torch.autograd.Function):
-    """Saved for the backward pass: the inputs, α, β, and what the backend asks for."""
+    """The hybrid by a backend.
+
+    It saves for the backward pass the inputs, the α and β that were used, and what the backend's forward asks for.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None,
-        parameter: Tensor | None, mask: Tensor | None, mix: HybridSpec, backend: str,
-    ) -> Tensor:  # fmt: skip
-        whole = _with(mix, parameter)
-        out, alpha, beta, saved = _kernels(backend, q).forward(q, k, v, alpha, beta, mask, whole)
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        alpha: Tensor | None,
+        beta: Tensor | None,
+        parameter: Tensor | None,
+        mask: Tensor | None,
+        spec: HybridSpec,
+        backend: str,
+    ) -> Tensor:
+        module = _backend_module(backend, q)
+        out, alpha, beta, saved = module.forward(q, k, v, alpha, beta, mask, _with_parameter(spec, parameter))
         ctx.save_for_backward(q, k, v, alpha, beta, parameter, mask, *saved)
-        ctx.mix, ctx.backend = mix, backend
+        ctx.spec = spec
+        ctx.backend = backend
         return out
 
     @staticmethod
@@ -61,30 +104,44 @@ class HybridFunction(torch.autograd.Function):
         return *_gradients(grad, ctx), None, None, None
 
 
-def _kernels(backend: str, q: Tensor) -> Any:
-    return no_tokens if q.numel() == 0 else load_backend(backend)
+def _backend_module(backend: str, q: Tensor) -> Any:
+    """Return the module that computes: the backend, or `no_tokens` for q without elements."""
+    if q.numel() == 0:
+        return no_tokens
+    return load_backend(backend)
 
 
-def _with(mix: HybridSpec, parameter: Tensor | None) -> HybridSpec:
-    return mix if parameter is None else replace(mix, parameter=parameter)
+def _with_parameter(spec: HybridSpec, parameter: Tensor | None) -> HybridSpec:
+    """Return the spec with the joint offset put back; None leaves it as it is."""
+    if parameter is None:
+        return spec
+    return replace(spec, parameter=parameter)
 
 
 @without_autocast
 def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
-    """Of q, k, v, α, β and the parameter: by the backend, or differentiable where somebody asks for that
-    (create_graph=True)."""
+    """Return the gradients of q, k, v, α, β and the joint offset.
+
+    The backend computes them, unless they must be differentiable themselves (create_graph=True) or the incoming
+    gradient is traced or transformed: then they come from the plain formula.
+
+    Returns: six entries; of the last three, those that need no gradient are None.
+    Raises: RuntimeError if the plain formula is needed, but the call had dropout or an exchange.
+    """
     q, k, v, alpha, beta, parameter, mask, *saved = ctx.saved_tensors
-    needed, mix = ctx.needs_input_grad[:6], ctx.mix
+    needed = ctx.needs_input_grad[:6]
+    spec = ctx.spec
     if not (torch.is_grad_enabled() or is_traced_or_transformed(grad)):
-        backend, mix = _kernels(ctx.backend, q), _with(mix, parameter)
-        return backend.backward(q, k, v, alpha, beta, mask, mix, saved, grad, needed[3:])
-    if mix.dropout_p:
+        module = _backend_module(ctx.backend, q)
+        spec = _with_parameter(spec, parameter)
+        return module.backward(q, k, v, alpha, beta, mask, spec, saved, grad, needed[3:])
+    if spec.dropout_p:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
-    if mix.exchange is not None:
-        raise RuntimeError("attention over several workers has no second derivative")
+    if spec.exchange is not None:
+        raise RuntimeError("attention over several workers has no second derivative: compute it with one worker")
 
     def formula(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None) -> Tensor:
-        return hybrid_formula(q, k, v, alpha, beta, mask, _with(mix, parameter))
+        return hybrid_formula(q, k, v, alpha, beta, mask, _with_parameter(spec, parameter))
 
     return differentiable_gradients(formula, (q, k, v, alpha, beta, parameter), needed, grad)
 
@@ -92,11 +149,23 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
 def differentiable_gradients(
     formula: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """The gradients of formula(*inputs) with respect to the inputs that need them, as differentiable tensors."""
+    """Compute the gradients of formula(*inputs) for the incoming gradient `grad`, for use in a backward pass.
+
+    They have a graph of their own if gradients are enabled at the call.
+
+    Args:
+        formula: a function of the inputs in plain, differentiable operations.
+        inputs: tensors, or None for an input that is absent.
+        needed: for each input, True if its gradient is needed. An absent input must have False.
+        grad: the gradient of the result, in the shape of the result.
+
+    Returns: one entry for each input: None if its gradient is not needed or the result does not depend on it.
+    """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views: where one input is made of another, q of k say, each gradient must be that of its own place alone.
-        inputs = [None if x is None else x.view_as(x) for x in inputs]
-        wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
-        found = iter(torch.autograd.grad(formula(*inputs), wanted, grad, create_graph=create_graph, allow_unused=True))
-    return [next(found) if need else None for need in needed]
+        # One input may be a view or a function of another, for example q of k. Fresh views separate their gradients.
+        views = [None if x is None else x.view_as(x) for x in inputs]
+        targets = [x for x, need in zip(views, needed, strict=True) if need and x is not None]
+        out = formula(*views)
+        gradients = iter(torch.autograd.grad(out, targets, grad, create_graph=create_graph, allow_unused=True))
+    return [next(gradients) if need else None for need in needed]

@@ -1,4 +1,4 @@
-"""Block-diagonal attention: ordinary softmax attention inside blocks of tokens (paper, section 4.2)."""
+"""Block-diagonal attention: softmax attention inside blocks of consecutive tokens (paper, section 4.2)."""
 
 from torch import Tensor
 
@@ -15,22 +15,23 @@ def block_diag_attention(
     block_size: int | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """softmax(q kᵀ / √D) v inside consecutive blocks of `block_size` tokens; the last block may be shorter.
+    """Compute softmax(q kᵀ / √D) v inside consecutive blocks of `block_size` tokens; the last block may be shorter.
 
     Args:
         q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
-        key_padding_mask: bool (B, N), True = padded. A block without a real key gives 0.
-        block_size: tokens in a block; None = D, as the authors of the paper do.
+        key_padding_mask: bool (B, N), True = padded. The result is 0 in a block without a real key.
+        block_size: tokens in a block; None = D, as in the code of the paper's authors.
         dropout_p: probability of dropping an attention weight, drawn from torch's global generator.
 
-    Returns: (B, H, N, D) in the dtype of q.
-    Raises: ValueError for what does not fit. Differentiable any number of times; with dropout once.
+    Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, with dropout once.
+    Raises: ValueError for shapes, dtypes, devices, a mask, a block size or a dropout that do not fit.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
-    mix = HybridSpec(0.0, 1.0, block_size, check_dropout(dropout_p))
-    # Triton has no kernel for the blocks alone.
-    wanted = "auto" if q.device.type == "cpu" else "torch"
-    backend = choose_backend(wanted, q, block_size, k, v, key_padding_mask)
-    unused = per_head(0.0, q, "alpha")
-    return hybrid_attention(q, k, v, unused, unused, key_padding_mask, mix, backend)
+    check_dropout(dropout_p)
+    spec = HybridSpec(lln_weight=0.0, diag_weight=1.0, block_size=block_size, dropout_p=dropout_p)
+    # Triton has no kernel for block-diagonal attention without LLN.
+    requested = "auto" if q.device.type == "cpu" else "torch"
+    backend = choose_backend(requested, q, block_size, k, v, key_padding_mask)
+    unused = per_head(0.0, q, "alpha")  # α and β have no influence where LLN has weight 0
+    return hybrid_attention(q, k, v, unused, unused, key_padding_mask, spec, backend)

@@ -1,16 +1,17 @@
-"""Causal LLN attention: every token sees itself and those before it, in time linear in N.
+"""Causal LLN attention: every token attends to itself and to earlier tokens, in time linear in N.
 
-With x = α q, y = β k, and M_id = max_{j <= i} y_jd the running maximum of every feature,
+With x = α q, y = β k, and the running maximum M_id = max_{j <= i} y_jd of every feature d,
 
-    out_i = Σ_{j <= i} Σ_d e^{x_id + y_jd - ρ_i} v_j / the same sum without v_j        ρ_i = max_d (x_id + M_id)
+    out_i = Σ_{j <= i} Σ_d e^{x_id + y_jd - ρ_i} v_j / (the same sum without v_j)        ρ_i = max_d (x_id + M_id)
 
-The tokens are taken piece by piece. A piece of C tokens sees those before it through a state: R, the M of the last of
-them, and S_d = Σ_j e^{y_jd - R_d} (v_j, 1). Its own tokens it sees through the C x C matrix of e^{x + r - ρ} times
-e^{y - r}, with r the M of its first row. The first factor is at most 1; the second is at most e^MAX_RISE, since a piece
-in which M rises by more is cut into smaller ones, and within one token nothing rises. So a huge key costs the rows
-before it no digit, and the result is exact for all keys. For the backward pass N / C states are kept, not N.
+The tokens are processed in pieces. A piece of C tokens reads the earlier tokens from a state: R_d, the running maximum
+M_d at the last earlier token, and S_d = Σ_j e^{y_jd - R_d} (v_j, 1). Inside the piece, the C x C matrix of the products
+of e^{x + r - ρ} and e^{y - r} does the same, where r is M at the first row of the piece. The first factor is at most 1.
+The second is at most e^MAX_RISE, because a piece in which M rises by more is cut in halves; a piece of one token has no
+rise. So a huge key costs the rows before it no digits, and the result is exact for all keys. The backward pass needs
+one state for each piece, not for each token.
 
-Backward: with K_ijd = e^{x_id + y_jd - ρ_i} and g_i = (do_i, -do_i · out_i) / the divisor,
+Backward pass: with K_ijd = e^{x_id + y_jd - ρ_i} and g_i = (do_i, -do_i · out_i) / divisor_i,
 dx_id = Σ_j K_ijd g_i · (v_j, 1),  dy_jd = Σ_i K_ijd g_i · (v_j, 1),  (dv_j, .) = Σ_id K_ijd g_i.
 """
 
@@ -27,171 +28,252 @@ from lln_fairseq.ops.backends import is_traced_or_transformed
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
 
-# Tokens of a piece: on a CPU what the cache holds, elsewhere fewer launches.
-PIECE, PIECE_ELSEWHERE = 64, 256
-# e^20 times what a piece adds up of values up to 1e28 is below e^88, float32's largest number.
+PIECE = 64  # tokens in a piece on a CPU, whose matrices fit the cache
+PIECE_ELSEWHERE = 256  # tokens in a piece on other devices, which want fewer launches
+# A piece can multiply a sum by e^20: for values up to 1e28 the product stays below e^88, float32's largest number.
 MAX_RISE = 20.0
 
 
 class CausalState(NamedTuple):
-    """What tokens leave to those after them: R (B, H, 1, D), -inf before the first key, and S (B, H, D, D + 1)."""
+    """The state that earlier tokens leave for later ones.
+
+    maximum: R, (B, H, 1, D), -inf before the first real key.
+    sums: S, (B, H, D, D + 1); the last column is the sum for the normalizer.
+    """
 
     maximum: Tensor
     sums: Tensor
 
 
+class _Piece(NamedTuple):
+    """The results for one piece of C tokens."""
+
+    out: Tensor  # (B, H, C, D)
+    row_max: Tensor  # ρ, (B, H, C, 1); inf for a row without a real key
+    divisor: Tensor  # (B, H, C, 1); 1 for a row without a real key
+    state: CausalState  # after the piece
+
+
 def empty_state(x: Tensor) -> CausalState:
-    """The state before the first token of x (B, H, N, D)."""
+    """Return the state before the first token of x (B, H, N, D)."""
     batch, heads, _, dim = x.shape
     return CausalState(x.new_full((batch, heads, 1, dim), -math.inf), x.new_zeros(batch, heads, dim, dim + 1))
 
 
 def causal_attention(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    """Causal LLN attention of x = α q, y = β k and v (B, H, N, D), all in float32 or float64.
+    """Compute causal LLN attention from x = α q and y = β k. It can be differentiated any number of times.
 
-    A key of -inf in all features is padding; a row that sees no other gives 0. Differentiable any number of times.
-    Raises: ValueError where operations are recorded: where pieces end depends on the numbers.
+    Args:
+        x, y, v: (B, H, N, D), all in float32 or all in float64. A key with y = -inf in all features is padding.
+
+    Returns: (B, H, N, D); 0 in a row that sees only padding.
+    Raises: ValueError if operations are traced or transformed, because the pieces depend on the values of y.
     """
     if is_traced_or_transformed(x, y, v):
-        raise ValueError("what records or imitates torch's operations cannot follow causal attention")
+        raise ValueError("causal attention cannot be traced, compiled or transformed: its pieces depend on the keys")
     return CausalFunction.apply(x, y, v)
 
 
 @torch.no_grad()
 @without_autocast
 def continue_causal(x: Tensor, y: Tensor, v: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:
-    """`causal_attention` of tokens after those that the state stands for, and the state after them; no gradients."""
+    """Compute `causal_attention` of tokens that follow those in a state, without gradients.
+
+    Args:
+        x, y, v: (B, H, N, D) of the new tokens, N may be 0.
+        state: the state after the earlier tokens; it is not changed.
+
+    Returns: the result for the new tokens, (B, H, N, D), and the state after them.
+    """
     pieces = list(_pieces(x, y, v, _cuts(y, state), state))
-    return torch.cat([v[:, :, :0], *(part for part, *_ in pieces)], dim=2), pieces[-1][-1] if pieces else state
+    if pieces:
+        state = pieces[-1].state
+    empty = v[:, :, :0]  # the result for no tokens
+    return torch.cat([empty, *(piece.out for piece in pieces)], dim=2), state
 
 
-def scaled(
+def scale_inputs(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, y, v as `causal_attention` takes them, for α and β that broadcast to (B, H, N), mask bool (B, N) or None."""
+    """Return x = α q, y = β k and v as `causal_attention` takes them.
+
+    Args:
+        q, k, v: (B, H, N, D).
+        alpha, beta: tensors that broadcast to (B, H, N).
+        mask: bool (B, N), True = padded, or None. Padded tokens get y = -inf, v = 0 and a finite x.
+
+    Returns: three tensors (B, H, N, D) in float32 (float64 for float64 inputs).
+    """
     dtype = compute_dtype(q.dtype)
     q, k, v = clear_padding(q.to(dtype), k.to(dtype), v.to(dtype), mask)
-    x, y = alpha[..., None] * q, beta[..., None] * k
-    return x, y if mask is None else y.masked_fill(mask[:, None, :, None], -math.inf), v
+    x = alpha[..., None] * q
+    y = beta[..., None] * k
+    if mask is not None:
+        y = y.masked_fill(mask[:, None, :, None], -math.inf)
+    return x, y, v
 
 
 class CausalFunction(torch.autograd.Function):
-    """Saved for the backward pass: the inputs, the result, ρ and the divisor (B, H, N, 1), and the state before every
-    piece."""
+    """Causal LLN attention with a backward pass in closed form.
+
+    It saves the inputs, the result, ρ and the divisor (B, H, N, 1) of every row, and the state before every piece.
+    """
 
     @staticmethod
     @without_autocast
     def forward(ctx: Any, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         state = empty_state(x)
         out = torch.empty_like(x)
-        row, divisor = torch.empty_like(x[..., :1]), torch.empty_like(x[..., :1])
-        ctx.cuts, states = _cuts(y, state), list[Tensor]()
-        for cut, (*parts, after) in zip(ctx.cuts, _pieces(x, y, v, ctx.cuts, state), strict=True):
-            for whole, part in zip((out, row, divisor), parts, strict=True):
-                whole[:, :, slice(*cut)] = part
+        row_max = torch.empty_like(x[..., :1])
+        divisor = torch.empty_like(x[..., :1])
+        ctx.cuts = _cuts(y, state)
+        states: list[Tensor] = []
+        for (start, stop), piece in zip(ctx.cuts, _pieces(x, y, v, ctx.cuts, state), strict=True):
+            out[:, :, start:stop] = piece.out
+            row_max[:, :, start:stop] = piece.row_max
+            divisor[:, :, start:stop] = piece.divisor
             states += state
-            state = after
-        ctx.save_for_backward(x, y, v, out, row, divisor, *states)
+            state = piece.state
+        ctx.save_for_backward(x, y, v, out, row_max, divisor, *states)
         return out
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, y, v, *saved = ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody wants to differentiate the gradients
+        if not torch.is_grad_enabled():
+            return _backward(x, y, v, saved, ctx.cuts, grad)
 
-            def formula(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-                return torch.cat([part for part, *_ in _pieces(x, y, v, ctx.cuts, empty_state(x))], dim=2)
+        def formula(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+            return torch.cat([piece.out for piece in _pieces(x, y, v, ctx.cuts, empty_state(x))], dim=2)
 
-            return tuple(differentiable_gradients(formula, (x, y, v), ctx.needs_input_grad, grad))
-        return _backward(x, y, v, saved, ctx.cuts, grad)
+        # The gradients must be differentiable themselves (create_graph=True).
+        return tuple(differentiable_gradients(formula, (x, y, v), ctx.needs_input_grad, grad))
 
 
 def _cuts(y: Tensor, state: CausalState) -> list[tuple[int, int]]:
-    """Where pieces begin and end: in none of them the running maximum of a feature rises by more than MAX_RISE."""
-    size, length = PIECE if y.device.type == "cpu" else PIECE_ELSEWHERE, y.shape[2]
+    """Return the (start, stop) of every piece, such that no running maximum rises by more than MAX_RISE inside one.
+
+    Pieces have PIECE or PIECE_ELSEWHERE tokens, and are halved as often as necessary. y: (B, H, N, D).
+    """
+    size = PIECE if y.device.type == "cpu" else PIECE_ELSEWHERE
+    length = y.shape[2]
     cuts = [(start, min(start + size, length)) for start in range(0, length, size)]
-    while any(too_far := _rises_too_far(y, state.maximum, cuts)):
-        cuts = [half for cut, far in zip(cuts, too_far, strict=True) for half in (_halves(*cut) if far else (cut,))]
-    return cuts
-
-
-def _halves(start: int, stop: int) -> Sequence[tuple[int, int]]:
-    middle = (start + stop) // 2
-    return (start, middle), (middle, stop)
+    while True:
+        too_far = _rises_too_far(y, state.maximum, cuts)
+        if not any(too_far):
+            return cuts
+        halved = []
+        for (start, stop), must_halve in zip(cuts, too_far, strict=True):
+            if must_halve:
+                middle = (start + stop) // 2
+                halved += [(start, middle), (middle, stop)]
+            else:
+                halved.append((start, stop))
+        cuts = halved
 
 
 def _rises_too_far(y: Tensor, before: Tensor, cuts: Sequence[tuple[int, int]]) -> list[bool]:
-    """Of every piece; what is no number rises nowhere. Waits for the device, once."""
+    """Return for every piece whether a running maximum rises by more than MAX_RISE after the piece's first row.
+
+    NaN counts as no rise. The call waits for the device once.
+
+    Args:
+        y: (B, H, N, D).
+        before: the running maximum before the first piece, (B, H, 1, D).
+        cuts: (start, stop) of the pieces, none of them empty.
+    """
     if not cuts:
         return []
     y = y.detach()
-    tops = torch.stack([before, *(y[:, :, start:stop].amax(dim=2, keepdim=True) for start, stop in cuts)])
-    maxima = tops.cummax(dim=0).values
-    firsts = torch.stack([y[:, :, start : start + 1] for start, _ in cuts])
-    rise = maxima[1:] - maxima[:-1].maximum(firsts)
+    piece_maxima = [y[:, :, start:stop].amax(dim=2, keepdim=True) for start, stop in cuts]
+    maxima = torch.stack([before, *piece_maxima]).cummax(dim=0).values
+    first_rows = torch.stack([y[:, :, start : start + 1] for start, _ in cuts])
+    rise = maxima[1:] - maxima[:-1].maximum(first_rows)
     return (rise > MAX_RISE).flatten(1).any(dim=1).tolist()
 
 
-def _pieces(
-    x: Tensor, y: Tensor, v: Tensor, cuts: Sequence[tuple[int, int]], state: CausalState
-) -> Iterator[tuple[Tensor, Tensor, Tensor, CausalState]]:
-    """Result, ρ, divisor, and the state after it, of every piece."""
+def _pieces(x: Tensor, y: Tensor, v: Tensor, cuts: Sequence[tuple[int, int]], state: CausalState) -> Iterator[_Piece]:
+    """Compute the pieces one after the other, each from the state after the one before it."""
     for start, stop in cuts:
         piece = _piece(x[:, :, start:stop], y[:, :, start:stop], v[:, :, start:stop], state)
         yield piece
-        state = piece[-1]
+        state = piece.state
 
 
-def _piece(x: Tensor, y: Tensor, v: Tensor, state: CausalState) -> tuple[Tensor, Tensor, Tensor, CausalState]:
-    """Maxima have no gradient: the result does not depend on them."""
+def _piece(x: Tensor, y: Tensor, v: Tensor, state: CausalState) -> _Piece:
+    """Compute one piece, x, y, v (B, H, C, D), from the state before it.
+
+    It is differentiable. Maxima are detached, for the result does not depend on them.
+    """
     values = F.pad(v, (0, 1), value=1.0)
     maxima = y.detach().cummax(dim=2).values.maximum(state.maximum)
-    first, last = maxima[:, :, :1], maxima[:, :, -1:]
-    row = (x.detach() + maxima).amax(dim=-1, keepdim=True)
-    row = row.masked_fill(row == -math.inf, math.inf)  # without a key: e^-inf = 0
-    b, w, before = _factors(x, y, row, first, state)
+    first_max = maxima[:, :, :1]
+    last_max = maxima[:, :, -1:]
+    row_max = (x.detach() + maxima).amax(dim=-1, keepdim=True)
+    row_max = row_max.masked_fill(row_max == -math.inf, math.inf)  # a row without a real key: e^-inf = 0
+    b, w, before = _factors(x, y, row_max, first_max, state)
     total = (b @ w.mT).tril() @ values + b @ before
-    divisor = total[..., -1:].masked_fill(row == math.inf, 1.0)
-    after = _decay(first, last) * (before + w.mT @ values)
-    return total[..., :-1] / divisor, row, divisor, CausalState(last, after)
+    divisor = total[..., -1:].masked_fill(row_max == math.inf, 1.0)
+    after = CausalState(last_max, _decay(first_max, last_max) * (before + w.mT @ values))
+    return _Piece(total[..., :-1] / divisor, row_max, divisor, after)
 
 
-def _factors(x: Tensor, y: Tensor, row: Tensor, first: Tensor, state: CausalState) -> tuple[Tensor, Tensor, Tensor]:
-    """e^{x + r - row}, e^{y - r}, and the state's sums with r instead of R."""
-    r = _finite(first)
-    return (x + (r - row)).exp(), (y - r).exp(), _decay(state.maximum, first) * state.sums
+def _factors(
+    x: Tensor, y: Tensor, row_max: Tensor, first_max: Tensor, state: CausalState
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return e^{x + r - ρ}, e^{y - r} (B, H, C, D), and the state's sums relative to r instead of R.
+
+    r is `first_max` (B, H, 1, D), the running maximum at the first row of the piece, and ρ is `row_max` (B, H, C, 1).
+    """
+    r = _finite(first_max)
+    return (x + (r - row_max)).exp(), (y - r).exp(), _decay(state.maximum, first_max) * state.sums
 
 
 def _decay(old: Tensor, new: Tensor) -> Tensor:
-    """e^{old - new} of maxima (B, H, 1, D), old <= new, as it multiplies sums (B, H, D, D + 1)."""
+    """Return e^{old - new}, (B, H, D, 1), by which sums relative to `old` become relative to `new`.
+
+    Both are maxima (B, H, 1, D) with old <= new.
+    """
     return (old - _finite(new)).exp().mT
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """Without a key there is nothing to be scaled."""
+    """Replace -inf, the maximum over no key, by 0."""
     return maximum.masked_fill(maximum == -math.inf, 0.0)
 
 
 def _backward(
     x: Tensor, y: Tensor, v: Tensor, saved: Sequence[Tensor], cuts: Sequence[tuple[int, int]], grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, y and v, from the last piece to the first; `later` is that of the state between two."""
-    results = dx, dy, dv = torch.empty_like(x), torch.empty_like(y), torch.empty_like(v)
-    out, row, divisor, *states = saved
-    maxima, sums, later = states[::2], states[1::2], empty_state(x).sums
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of x, y and v, from the last piece to the first.
+
+    Args:
+        x, y, v: (B, H, N, D).
+        saved: out, ρ, the divisor, and the maximum and sums of the state before every piece.
+        cuts: (start, stop) of every piece.
+        grad: the gradient of the result, (B, H, N, D).
+    """
+    dx = torch.empty_like(x)
+    dy = torch.empty_like(y)
+    dv = torch.empty_like(v)
+    out, row_max, divisor, *states = saved
+    maxima = states[::2]
+    sums = states[1::2]
+    grad_sums = empty_state(x).sums  # the gradient of the state's sums after the piece
     for index in reversed(range(len(cuts))):
         piece = slice(*cuts[index])
         state = CausalState(maxima[index], sums[index])
-        first = y[:, :, piece.start : piece.start + 1].maximum(state.maximum)
-        b, w, before = _factors(x[:, :, piece], y[:, :, piece], row[:, :, piece], first, state)
-        values, do = F.pad(v[:, :, piece], (0, 1), value=1.0), grad[:, :, piece] / divisor[:, :, piece]
+        first_max = y[:, :, piece.start : piece.start + 1].maximum(state.maximum)
+        b, w, before = _factors(x[:, :, piece], y[:, :, piece], row_max[:, :, piece], first_max, state)
+        values = F.pad(v[:, :, piece], (0, 1), value=1.0)
+        do = grad[:, :, piece] / divisor[:, :, piece]
         g = torch.cat([do, -(do * out[:, :, piece]).sum(dim=-1, keepdim=True)], dim=-1)
         if index + 1 < len(cuts):
-            later = _decay(first, maxima[index + 1]) * later
-        slopes = (g @ values.mT).tril()
-        dx[:, :, piece] = b * (g @ before.mT + slopes @ w)
-        dy[:, :, piece] = w * (slopes.mT @ b + values @ later.mT)
-        dv[:, :, piece] = (b @ w.mT).tril().mT @ do + w @ later[..., :-1]
-        later = _decay(state.maximum, first) * (later + b.mT @ g)
-    return results
+            grad_sums = _decay(first_max, maxima[index + 1]) * grad_sums
+        grad_weights = (g @ values.mT).tril()
+        dx[:, :, piece] = b * (g @ before.mT + grad_weights @ w)
+        dy[:, :, piece] = w * (grad_weights.mT @ b + values @ grad_sums.mT)
+        dv[:, :, piece] = (b @ w.mT).tril().mT @ do + w @ grad_sums[..., :-1]
+        grad_sums = _decay(state.maximum, first_max) * (grad_sums + b.mT @ g)
+    return dx, dy, dv

@@ -1,13 +1,17 @@
-"""What every operation refuses, and what every operation fills in."""
+"""Checks of the inputs that every attention takes, and the defaults that follow from their shapes."""
 
 import torch
 from torch import Tensor
+
+from lln_fairseq.ops.dtypes import compute_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
-    """Raises ValueError unless q, k, v share shape (B, H, N, D), dtype and device, the mask is bool (B, N) or None."""
+    """Raise ValueError unless q, k, v share one shape (B, H, N, D) with D > 0, one dtype of DTYPES and one device,
+    and the mask is None or bool (B, N) on that device.
+    """
     mask = key_padding_mask
     if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape or q.shape[3] == 0:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -22,11 +26,11 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | Non
         )
     if not (q.device == k.device == v.device and (mask is None or mask.device == q.device)):
         devices = ", ".join(str(x.device) for x in (q, k, v, mask) if x is not None)
-        raise ValueError(f"q, k, v and the mask must be on one device, got {devices}")
+        raise ValueError(f"q, k, v and key_padding_mask must be on one device, got {devices}")
 
 
 def check_block_size(block_size: int | None, head_dim: int) -> int:
-    """The block size with its default, the head dimension, filled in; ValueError if it is below 1."""
+    """Return the block size, or the head dimension for None; raise ValueError if it is below 1."""
     if block_size is None:
         return head_dim
     if block_size < 1:
@@ -34,18 +38,26 @@ def check_block_size(block_size: int | None, head_dim: int) -> int:
     return block_size
 
 
-def check_dropout(dropout_p: float) -> float:
-    """ValueError unless 0 <= p < 1."""
+def check_dropout(dropout_p: float) -> None:
+    """Raise ValueError unless 0 <= dropout_p < 1."""
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    return dropout_p
 
 
 def per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
-    """α or β as a float32 (float64 for float64 q) tensor of shape (B, H); ValueError if it does not broadcast."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    """Return a number or tensor such as α as one value for each sequence and head.
+
+    Args:
+        x: a number, or a tensor that broadcasts to (B, H).
+        q: (B, H, N, D).
+        name: the argument's name, for the error message.
+
+    Returns: (B, H) on the device of q, in float32 (float64 for float64 q); a view where x is a tensor of that kind.
+    Raises: ValueError if x does not broadcast to (B, H).
+    """
+    dtype = compute_dtype(q.dtype)
     if isinstance(x, int | float):
-        x = torch.full((), x, dtype=dtype, device=q.device)  # by the device itself: a copy would wait for it
+        x = torch.full((), x, dtype=dtype, device=q.device)  # made on the device: a copy from the host would wait
     else:
         x = torch.as_tensor(x, dtype=dtype, device=q.device)
     try:

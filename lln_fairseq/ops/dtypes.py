@@ -1,4 +1,4 @@
-"""In which precision attention is computed."""
+"""The precision in which attention is computed."""
 
 import functools
 from collections.abc import Callable
@@ -12,26 +12,30 @@ _R = TypeVar("_R")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays; everything else is computed in float32."""
+    """Return the dtype in which inputs of `dtype` are computed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of tensors that computes in the dtypes it says: autocast would round its products."""
+    """Decorate a function of tensors so that autocast does not round its products.
+
+    Autocast is disabled during the call on the devices of those arguments that are tensors themselves.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch._C._is_any_autocast_enabled():
             return function(*args, **kwargs)
         devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
-        off: Callable[..., _R] = function
+        wrapped: Callable[..., _R] = function
         for device in filter(torch.amp.is_autocast_available, devices):
-            off = functools.partial(_without_autocast_on, device, off)
-        return off(*args, **kwargs)
+            wrapped = functools.partial(_call_without_autocast, device, wrapped)
+        return wrapped(*args, **kwargs)
 
     return wrapper
 
 
-def _without_autocast_on(device: str, function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
-    with torch.autocast(device, enabled=False):  # not in an ExitStack: torch.compile cannot look into one
+def _call_without_autocast(device: str, function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
+    """Call the function with autocast disabled on one type of device."""
+    with torch.autocast(device, enabled=False):  # not an ExitStack for all devices: torch.compile cannot trace one
         return function(*args, **kwargs)

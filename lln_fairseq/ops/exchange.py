@@ -1,13 +1,15 @@
-"""What workers that hold a sequence together tell each other: each has consecutive tokens of it, in the order of ranks.
+"""Exchanges between workers that hold a sequence together, each of them consecutive tokens, in the order of ranks.
 
-LLN attention sees the other tokens through two sums over them. For G = B H heads of dimension D, a worker sends
+LLN attention sees other workers' tokens only through two sums over the tokens. For G = B H heads of dimension D, a
+worker sends
 
-    moments    (2, 3, B, H)      all-reduce    Σ 1, Σ x, Σ x² of q and of k, where α and β are matched to them
+    moments    (2, 3, B, H)      all-reduce    Σ 1, Σ x, Σ x² of q and of k, if α and β are matched to them
     forward    (G, D + 2, D)     all-gather    max_j β k_j, Σ_j e^(β k_j - max), and the state S = Wᵀ v of its keys
     backward   (G, D + 1, D)     all-reduce    dS and g (backends/pytorch/lln.py) of its queries
 
-whatever the number of tokens (LASP-2, arXiv 2502.07563, does so for states without a normaliser). The moments are
-float64, the others float32 (float64 for float64 inputs). Blocks need nothing where no block lies on two workers.
+The size does not depend on the number of tokens (LASP-2, arXiv 2502.07563, does this for states without a normalizer).
+The moments are float64, the rest is float32 (float64 for float64 inputs). Block-diagonal attention needs no exchange
+as long as no block lies on two workers.
 """
 
 import math
@@ -20,64 +22,88 @@ from torch import Tensor
 
 
 class WorkerLost(dist.DistNetworkError):
-    """An exchange failed: another worker has ended, or does not answer in time."""
+    """An exchange failed: another worker has ended, or does not answer within the timeout."""
 
 
 class Exchange:
-    """The exchanges of a worker with the others of its group; every worker of the group must call them alike."""
+    """The exchanges of this worker with its group. Every worker of the group must make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.workers = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.workers = dist.get_world_size(group)
 
     def sum(self, *tensors: Tensor) -> list[Tensor]:
-        """Tensors of one dtype, each summed over the workers."""
+        """Return each tensor summed over the workers.
+
+        The tensors have one dtype and any shapes, the same on all workers. They are not changed.
+        """
         packed = torch.cat([x.flatten() for x in tensors])
         self._call(dist.all_reduce, packed)
         parts = packed.split([x.numel() for x in tensors])
         return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
-    def merge_states(self, top: Tensor, total: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The three of all keys from those of this worker's keys, each normalised by its own total.
+    def merge_states(self, maximum: Tensor, total: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Merge the sums over this worker's keys with those of the other workers' keys.
 
-        top, total (..., D), state (..., D, D). A total of 0 says that there is no real key; the result has top 0 then.
+        Args:
+            maximum: t = max_j β k_j over the worker's real keys, (..., D).
+            total: Σ_j e^(β k_j - t), (..., D). 0 means that the worker has no real key: its maximum is ignored.
+            state: Wᵀ v, normalized by the worker's own total, (..., D, D); finite also for a worker without a key.
+
+        Returns: the same three over the keys of all workers. Where no worker has a real key, all of them are 0.
         """
-        packed = torch.cat([top[..., None, :], total[..., None, :], state], dim=-2).contiguous()
+        packed = torch.cat([maximum[..., None, :], total[..., None, :], state], dim=-2).contiguous()
         gathered = packed.new_empty(self.workers, *packed.shape)
         self._call(dist.all_gather, list(gathered), packed)
-        tops, totals, states = gathered[..., 0, :], gathered[..., 1, :], gathered[..., 2:, :]
-        tops = tops.masked_fill(totals == 0, -math.inf)
-        top = tops.amax(dim=0).nan_to_num(neginf=0.0)
-        shares = totals * (tops - top).exp()
-        total = shares.sum(dim=0)
-        shares = shares / total.masked_fill(total == 0, 1.0)
-        return top, total, (shares[..., None] * states).sum(dim=0)
+        totals = gathered[..., 1, :]
+        states = gathered[..., 2:, :]
+        maxima = gathered[..., 0, :].masked_fill(totals == 0, -math.inf)
+        maximum = maxima.amax(dim=0).nan_to_num(neginf=0.0)
+        weights = totals * (maxima - maximum).exp()
+        total = weights.sum(dim=0)
+        weights = weights / total.masked_fill(total == 0, 1.0)
+        return maximum, total, (weights[..., None] * states).sum(dim=0)
 
     def _call(self, collective: Callable, *tensors: Any) -> None:
+        """Call a collective of torch.distributed, which may fill the tensors; raise WorkerLost if it fails."""
         try:
             collective(*tensors, group=self.group)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise WorkerLost(
-                f"no exchange with the workers that share this one's sequences, has one of them ended? {reason}"
+                "the exchange with the workers that hold the same sequences failed. "
+                f"Look at their logs: one of them may have ended. {reason}"
             ) from error
 
 
 def create_exchange(group: dist.ProcessGroup | None, q: Tensor, block_size: int = 1) -> Exchange | None:
-    """For the tokens of this worker, q (B, H, N, D); None where nobody has anything to exchange.
+    """Return the exchange for this worker's tokens, or None if there is nothing to exchange.
 
-    Raises: ValueError for a worker that is not in the group, or where a block would lie on two workers.
+    There is nothing to exchange without a group, in a group of one worker, and for a batch without sequences or heads.
+
+    Args:
+        group: the workers that hold the sequences together, or None.
+        q: (B, H, N, D), the queries of this worker's tokens.
+        block_size: tokens in a block.
+
+    Raises: ValueError if this worker is not in the group, or if it is not the last one and its number of tokens is not
+        a multiple of block_size, so that a block would lie on two workers.
     """
     if group is None:
         return None
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"group must be a process group of torch.distributed that this worker is in, got {type(group).__name__}"
+            f"group must be a process group of torch.distributed that includes this worker, got {type(group).__name__}"
         )
-    exchange, tokens = Exchange(group), q.shape[2]
-    rank, workers = exchange.rank, exchange.workers
-    if rank < workers - 1 and tokens % block_size:
+    exchange = Exchange(group)
+    tokens = q.shape[2]
+    is_last = exchange.rank == exchange.workers - 1
+    if not is_last and tokens % block_size:
         raise ValueError(
-            f"worker {rank} of {workers} holds {tokens} tokens: all but the last must hold a multiple of block_size = "
-            f"{block_size}, since a block cannot lie on two workers"
+            f"worker {exchange.rank} of {exchange.workers} holds {tokens} tokens: every worker but the last must hold "
+            f"a multiple of block_size = {block_size}, because a block cannot lie on two workers"
         )
-    return exchange if workers > 1 and q.shape[0] * q.shape[1] > 0 else None
+    if exchange.workers == 1 or q.shape[0] * q.shape[1] == 0:
+        return None
+    return exchange

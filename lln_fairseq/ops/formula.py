@@ -1,7 +1,7 @@
-"""LLN and block-diagonal attention as plain operations, differentiable any number of times, at linear cost.
+"""LLN and block-diagonal attention in plain operations, differentiable any number of times, in time linear in N.
 
-For second derivatives, for what records or imitates operations (tracing, export, transforms, tensors without data), and
-for tensors without an element. Several times the memory and time of the backends.
+This formula serves second derivatives, traced or transformed operations (tracing, export, functorch, tensors without
+data) and tensors without elements. It takes several times the memory and the time of the backends.
 """
 
 import math
@@ -12,62 +12,78 @@ from torch import Tensor
 
 from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.joint import Blocks, count_blocks, outside_mass, outside_weight
+from lln_fairseq.ops.joint import BlockKinds, classify_blocks, outside_mass, outside_weight
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
-from lln_fairseq.ops.padding import clear_padding, written_out
+from lln_fairseq.ops.padding import clear_padding, explicit_mask
 
 
 def hybrid_formula(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, spec: HybridSpec
 ) -> Tensor:
-    """The mixture for q, k, v (B, H, N, D), alpha and beta (B, H), mask bool (B, N) or None, in the dtype of q."""
+    """Compute the hybrid of LLN and block-diagonal attention that `spec` describes.
+
+    Args:
+        q, k, v: (B, H, N, D); N may be 0.
+        alpha, beta: (B, H).
+        mask: bool (B, N), True = padded, or None.
+        spec: without an exchange. Dropout is drawn from torch's generator; the seed is ignored.
+
+    Returns: (B, H, N, D) in the dtype of q; computed in float32 (float64 for float64 inputs).
+    """
     dtype = compute_dtype(q.dtype)
-    x, y, values = clear_padding(q.to(dtype), k.to(dtype), v.to(dtype), mask)
+    queries, keys, values = clear_padding(q.to(dtype), k.to(dtype), v.to(dtype), mask)
     out = torch.zeros_like(values)
-    if mix.lln_weight:
-        features = balanced_features(alpha[..., None, None] * x, beta[..., None, None] * y, mask)
-        if mix.joint:
-            return _joint(*features, x, y, values, mask, mix).to(q.dtype)
-        out = out + mix.lln_weight * linear_attention(*features, values, mask)
-    if mix.diag_weight:
-        out = out + mix.diag_weight * _block_diag(x, y, values, mask, mix)
+    if spec.lln_weight:
+        a, w = balanced_features(alpha[..., None, None] * queries, beta[..., None, None] * keys, mask)
+        if spec.joint:
+            return _joint(a, w, queries, keys, values, mask, spec).to(q.dtype)
+        out = out + spec.lln_weight * linear_attention(a, w, values, mask)
+    if spec.diag_weight:
+        out = out + spec.diag_weight * _block_diag(queries, keys, values, mask, spec)
     return out.to(q.dtype)
 
 
-def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: HybridSpec) -> Tensor:
-    """softmax(q kᵀ / √D) v inside blocks; 0 in a block without a real key."""
+def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: HybridSpec) -> Tensor:
+    """Compute softmax(q kᵀ / √D) v inside blocks, (B, H, N, D); 0 in a block without a real key."""
     length = q.shape[2]
-    padding, q, k, v = _blocks(mask, mix.block_size, q, k, v)
-    return (_probabilities(q, k, padding, mix) @ v).flatten(2, 3)[:, :, :length]
+    padding, q, k, v = _split_into_blocks(mask, spec.block_size, q, k, v)
+    return (_probabilities(q, k, padding, spec) @ v).flatten(2, 3)[:, :, :length]
 
 
-def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: HybridSpec) -> Tensor:
-    """The joint form: see joint.py. P = A Wᵀ."""
-    assert mix.parameter is not None
+def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: HybridSpec) -> Tensor:
+    """Compute the joint form of ops/joint.py, (B, H, N, D), from the factors a and w of P = A Wᵀ, each (B, H, N, D)."""
+    assert spec.parameter is not None
     length = q.shape[2]
     total = a @ w.sum(dim=2)[..., None]
-    a = a / total.masked_fill(total == 0, 1.0)  # rows of P sum to 1 not only in their values, but their derivatives too
+    # The rows of P sum to 1 already. The division makes their derivatives follow from that too.
+    a = a / total.masked_fill(total == 0, 1.0)
     state = (w.mT @ v)[:, :, None]
-    padding, a, w, q, k, v = _blocks(mask, mix.block_size, a, w, q, k, v)
-    blocks = Blocks(*(x[..., None, None] for x in count_blocks(padding[:, :, :, 0])))
-    inside, p = a @ w.mT, _probabilities(q, k, padding, mix)
+    padding, a, w, q, k, v = _split_into_blocks(mask, spec.block_size, a, w, q, k, v)
+    all_keys, no_key = classify_blocks(padding[:, :, :, 0])
+    kinds = BlockKinds(all_keys[..., None, None], no_key[..., None, None])
+    inside = a @ w.mT
+    p = _probabilities(q, k, padding, spec)
     u = outside_mass(inside)
-    c = outside_weight(u, mix.parameter[..., None, None, None], blocks)
+    c = outside_weight(u, spec.parameter[..., None, None, None], kinds)
     out = c * (a @ state) + ((1 - c * u) * p - c * inside) @ v
     return out.flatten(2, 3)[:, :, :length]
 
 
-def _blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -> list[Tensor]:
-    """Padding (B, 1, blocks, 1, size) and the tensors (B, H, N, D) as (B, H, blocks, size, D)."""
+def _split_into_blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -> list[Tensor]:
+    """Return the padding as (B, 1, blocks, 1, size), followed by the tensors (B, H, N, D) as (B, H, blocks, size, D).
+
+    A last block that is not full is filled with padded tokens of 0. No block is longer than the sequence.
+    """
     length = tensors[0].shape[2]
     size = max(1, min(block_size, length))
     count = -(-length // size)
     missing = count * size - length
-    padding = F.pad(written_out(mask, tensors[0]), (0, missing), value=True)
+    padding = F.pad(explicit_mask(mask, tensors[0]), (0, missing), value=True)
     padding = padding.unflatten(1, (count, size))[:, None, :, None]
     return [padding, *(F.pad(x, (0, 0, 0, missing)).unflatten(2, (count, size)) for x in tensors)]
 
 
-def _probabilities(q: Tensor, k: Tensor, padding: Tensor, mix: HybridSpec) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, padding: Tensor, spec: HybridSpec) -> Tensor:
+    """Return the softmax of every block with dropout, (B, H, blocks, size, size); 0 for padded keys."""
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(padding, torch.finfo(q.dtype).min)
-    return F.dropout(scores.softmax(dim=-1).masked_fill(padding, 0.0), mix.dropout_p)
+    return F.dropout(scores.softmax(dim=-1).masked_fill(padding, 0.0), spec.dropout_p)

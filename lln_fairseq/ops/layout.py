@@ -1,14 +1,17 @@
-"""How results lie in memory."""
+"""The memory layout of results."""
 
 import torch
 from torch import Tensor
 
 
 def fresh_result(x: Tensor) -> Tensor:
-    """A tensor like x, in x's own layout if features are dense in it and batch and heads one dimension, as in fairseq's
-    (T, B, C)."""
+    """Return an uninitialized tensor with the shape, dtype and device of x (B, H, N, D).
+
+    It has the strides of x if its features are dense and batch and heads can be viewed as one dimension, as for heads
+    cut from fairseq's (T, B, C). Otherwise it is contiguous.
+    """
     result = torch.empty_like(x)
-    one_dimension = x.shape[0] == 1 or result.stride(0) == x.shape[1] * result.stride(1)
-    if one_dimension and result.stride(-1) == 1:
+    is_one_dimension = x.shape[0] == 1 or result.stride(0) == x.shape[1] * result.stride(1)
+    if is_one_dimension and result.stride(-1) == 1:
         return result
     return torch.empty_like(x, memory_format=torch.contiguous_format)

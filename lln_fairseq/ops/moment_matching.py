@@ -1,13 +1,13 @@
-"""Choice of α and β such that LLN attention is as concentrated as softmax attention (paper, section 4.1 and A.7).
+"""Moment matching: α and β that make LLN attention as concentrated as softmax attention (paper, sections 4.1 and A.7).
 
-With s = σ_q² σ_k², the variance of log P of softmax attention, and α² σ_q² = β² σ_k² = σ̃² / 2, the variance of log P
-of LLN attention depends on σ̃² and the head dimension alone. α and β follow from the σ̃² at which both are equal:
+The variance of log P of softmax attention is s = σ_q² σ_k². With α² σ_q² = β² σ_k² = σ̃² / 2, the variance of log P of
+LLN attention depends only on σ̃² and the head dimension. Moment matching takes the σ̃² at which both are equal:
 
     α = σ̃ / (√2 σ_q)        β = σ̃ / (√2 σ_k)                                                       (eq. 10)
 
-Rows of equal log-variance are not equally concentrated: those of LLN attention are not log-normal, and their entropy is
-lower: with heads of 64 by up to 1.5 bits at 256 tokens, 1.7 at 512, 2.6 at 2,048. The constants "entropy" match the
-entropy of the rows instead.
+Equal variances do not mean equal entropies. The rows of LLN attention are not log-normal, and their entropy is lower:
+for heads of dimension 64 by up to 1.5 bits at 256 tokens, 1.7 at 512 and 2.6 at 2,048. The constants "entropy" match
+the entropies of the rows instead.
 """
 
 import functools
@@ -28,7 +28,7 @@ from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import Exchange, create_exchange
 
 SCOPES = ("head", "batch")
-# Those of a table each, by what both attentions are made equal in, and the paper's.
+# Constants with a simulated table, named after what the table makes equal: the variance of log P, or the entropy.
 TABLES_FILES = {
     "calibrated": Path(__file__).with_name("moment_matching_tables.json"),
     "entropy": Path(__file__).with_name("entropy_matching_tables.json"),
@@ -36,17 +36,19 @@ TABLES_FILES = {
 CONSTANTS = (*TABLES_FILES, "paper")
 
 # σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the broad range,
-# σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialised model.
-PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
+# σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialized model.
+PAPER_A = 0.14855178144710912
+PAPER_B = -0.35487039130661086
 
 MIN_SIGMA = 1e-6
-# log σ̃² at the most, where LLN attention has long had but one feature left. Beyond it float32 could not tell α q from
-# its neighbours. csrc/moments.h and the Triton kernels have the same limit.
+# The maximum of log σ̃². Far below it, one feature already dominates LLN attention; beyond it, float32 could not tell
+# α q from its neighbors. csrc/moments.h and the Triton kernels have the same limit.
 LOG_SIGMA2_LIMIT = 24.0
 
-# The grid of s on which both attentions are simulated; between its points and beyond its ends log σ̃² is linear in
-# log s, with the slope of the nearest segment.
-S_RANGE, S_POINTS = (0.01, 16.0), 25
+# Both attentions are simulated for S_POINTS values of s in this range. Between them, and outside the range with the
+# slope of the nearest segment, log σ̃² is linear in log s.
+S_RANGE = (0.01, 16.0)
+S_POINTS = 25
 
 
 def match_moments(
@@ -58,27 +60,29 @@ def match_moments(
     backend: str = "auto",
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """α and β of eq. 10 for these queries and keys.
+    """Compute α and β of eq. 10 for these queries and keys.
 
     Args:
         q, k: (B, H, N, D).
-        key_padding_mask: bool (B, N), True = padded; padded tokens do not count.
-        scope: "head" = one pair per sequence and head: independent of batch mates, padding and workers; "batch" = one
-            pair for the whole tensor, as the authors' code has it.
-        constants: "calibrated" and "entropy" = the tables simulated for this head dimension, by the variance of log P
-            and by the entropy of its rows; "paper" = the paper's straight line.
-        backend: as for `lln_attention`; the fused kernels compute scope "head" with a table.
-        group: workers that hold a sequence together, as for `lln_attention`.
+        key_padding_mask: bool (B, N), True = padded. Padded tokens do not count.
+        scope: "head" = one pair for each sequence and head, independent of the other sequences, of padding and of
+            workers; "batch" = one pair for the whole tensor, as in the authors' code.
+        constants: "calibrated" and "entropy" use the table simulated for this head dimension, which matches the
+            variance of log P or the entropy of its rows; "paper" uses the paper's straight line.
+        backend: as for `lln_attention`. Kernels compute only scope "head" with a table on one worker; PyTorch computes
+            the rest, whichever backend is requested.
+        group: workers that hold the sequences together, as for `lln_attention`; all of them must make the call.
 
-    Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), without gradient.
-    Raises: ValueError for an unknown scope, unknown constants, or tensors that do not fit.
+    Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), finite, positive and without gradient.
+    Raises: ValueError for an unknown scope or constants, for a backend that cannot run, or for tensors that do not fit.
     """
     check_inputs(q, k, k, key_padding_mask)
-    for value, known, name in ((scope, SCOPES, "scope"), (constants, CONSTANTS, "constants")):
-        if value not in known:
-            raise ValueError(f"unknown {name} '{value}', choose from {', '.join(known)}")
-    name = choose_backend(backend, q, None, k, key_padding_mask)
-    if exchange := create_exchange(group, q):
+    if scope not in SCOPES:
+        raise ValueError(f"unknown scope '{scope}', choose from {', '.join(SCOPES)}")
+    _check_constants(constants)
+    backend = choose_backend(backend, q, None, k, key_padding_mask)
+    exchange = create_exchange(group, q)
+    if exchange is not None:
         return matched_moments(q, k, key_padding_mask, scope, constants, exchange=exchange)
     if (
         scope != "head"
@@ -87,84 +91,129 @@ def match_moments(
         or is_traced_or_transformed(q, k, key_padding_mask)
     ):
         return matched_moments(q, k, key_padding_mask, scope, constants)
-    q, k = q.detach(), k.detach()
-    return load_backend(name).match_moments(q, k, key_padding_mask, calibration_table(q.shape[-1], q.device, constants))
+    table = calibration_table(q.shape[-1], q.device, constants)
+    return load_backend(backend).match_moments(q.detach(), k.detach(), key_padding_mask, table)
 
 
 @torch.no_grad()
 def matched_moments(
-    q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, scope: str = "head", constants: str = "calibrated",
-    table: Sequence[Tensor] | None = None, exchange: Exchange | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`match_moments` in PyTorch, unchecked; without a mask q and k may differ in length."""
-    sigmas = standard_deviations((q, k), key_padding_mask, scope, exchange)
-    return _matching(sigmas, constants, table or (() if constants == "paper" else _table_of(q, constants)))
+    q: Tensor,
+    k: Tensor,
+    key_padding_mask: Tensor | None = None,
+    scope: str = "head",
+    constants: str = "calibrated",
+    table: Sequence[Tensor] | None = None,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `match_moments` in PyTorch, without checks of the inputs.
+
+    Args:
+        q, k: (B, H, N, D). Without a mask they may differ in N.
+        key_padding_mask, scope, constants: as for `match_moments`.
+        table: (log s, log σ̃²) to interpolate; None = the table of the constants. Constants "paper" need none.
+        exchange: adds up the moments over workers, or None.
+    """
+    if table is None:
+        table = _table_for(q, constants)
+    sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask, scope, exchange)
+    return _alpha_beta(sigma_q, sigma_k, constants, table)
 
 
 @torch.no_grad()
 def running_moments(
-    q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, constants: str = "calibrated",
+    q: Tensor,
+    k: Tensor,
+    key_padding_mask: Tensor | None = None,
+    constants: str = "calibrated",
     before: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """α and β of `match_moments` for every token, from the tokens up to it: they look at nothing that comes later.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute α and β of `match_moments` for every token from the tokens up to it, so that no later token counts.
 
-    α_i belongs to query i and β_j to key j, so that P_ij has <e^{α_i q_i}, e^{β_j k_j}> and its state stays small.
+    α_i belongs to query i and β_j to key j: P_ij uses <e^{α_i q_i}, e^{β_j k_j}>, which a state can add up.
 
-    Args: q, k, key_padding_mask, constants: as for `match_moments`, of scope "head".
-        before: the moments of the tokens before these, as an earlier call returned them.
-    Returns: α, β of shape (B, H, N), without gradient; the moments of all tokens, (B, H, 6), in float64.
-    Raises: ValueError as `match_moments`.
+    Args:
+        q, k, key_padding_mask, constants: as for `match_moments`, with scope "head".
+        before: the moments of earlier tokens, as an earlier call returned them; None = there are none.
+
+    Returns: α and β, (B, H, N), without gradient, and the moments of all tokens so far, (B, H, 6) in float64: counts,
+        sums and sums of squares of q and then of k. For N = 0 the moments are `before`, or zeros.
+    Raises: ValueError for unknown constants or tensors that do not fit.
     """
     check_inputs(q, k, k, key_padding_mask)
-    if constants not in CONSTANTS:
-        raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
-    moments = torch.cat([_token_moments(x, key_padding_mask) for x in (q, k)]).cumsum(dim=-1)
+    _check_constants(constants)
+    token_moments = torch.cat([_token_moments(q, key_padding_mask), _token_moments(k, key_padding_mask)])
+    moments = token_moments.cumsum(dim=-1)  # (6, B, H, N)
     if before is not None:
         moments = moments + before.movedim(-1, 0)[..., None]
-    sigmas = [_deviation(x, "head").to(compute_dtype(q.dtype)) for x in (moments[:3], moments[3:])]
-    alpha, beta = _matching(sigmas, constants, () if constants == "paper" else _table_of(q, constants))
+    dtype = compute_dtype(q.dtype)
+    sigma_q = _deviation(moments[:3]).to(dtype)
+    sigma_k = _deviation(moments[3:]).to(dtype)
+    alpha, beta = _alpha_beta(sigma_q, sigma_k, constants, _table_for(q, constants))
     if q.shape[2]:
         return alpha, beta, moments[..., -1].movedim(0, -1)
-    return alpha, beta, moments.new_zeros(*q.shape[:2], len(moments)) if before is None else before
+    if before is not None:
+        return alpha, beta, before
+    return alpha, beta, moments.new_zeros(*q.shape[:2], len(moments))
 
 
-def _matching(sigmas: Sequence[Tensor], constants: str, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """α and β of eq. 10 for σ_q and σ_k of any shape."""
-    sigma_q, sigma_k = sigmas
+def _check_constants(constants: str) -> None:
+    """Raise ValueError for unknown constants."""
+    if constants not in CONSTANTS:
+        raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
+
+
+def _alpha_beta(sigma_q: Tensor, sigma_k: Tensor, constants: str, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute α and β of eq. 10 from σ_q and σ_k of any shape. Constants "paper" ignore the table."""
     log_s = 2 * (sigma_q.log() + sigma_k.log())
-    log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log() if constants == "paper" else interpolate(log_s, *table)
+    if constants == "paper":
+        sigma2 = (log_s.exp() - PAPER_B) / PAPER_A
+        log_sigma2 = sigma2.log()
+    else:
+        log_sigma2 = interpolate(log_s, *table)
     sigma_tilde = (log_sigma2.clamp_max(LOG_SIGMA2_LIMIT) / 2).exp()
     return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
 
 
 def standard_deviations(
-    tensors: Sequence[Tensor], key_padding_mask: Tensor | None = None, scope: str = "head",
+    tensors: Sequence[Tensor],
+    key_padding_mask: Tensor | None = None,
+    scope: str = "head",
     exchange: Exchange | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """σ of each x (B, H, N, D) over the real tokens and features of each sequence and head (or of all), (B, H).
+) -> list[Tensor]:
+    """Compute the standard deviation of each tensor over its real tokens and features.
 
-    At least 1e-6, so that α and β stay finite for a constant x or a sequence that is all padding.
+    Args:
+        tensors: each (B, H, N, D).
+        key_padding_mask: bool (B, N), True = padded, or None.
+        scope: "head" = over each sequence and head; "batch" = over the whole tensor.
+        exchange: adds up the moments over workers, or None.
+
+    Returns: for each tensor (B, H), float32 (float64 for float64 inputs), without gradient. It is at least MIN_SIGMA,
+        so that α and β stay finite for constant inputs and for sequences that are all padding.
     """
-    found = [_moments(x, key_padding_mask) for x in tensors]
+    moments = [_token_moments(x, key_padding_mask).sum(dim=-1) for x in tensors]
     if exchange is not None:
-        found = exchange.sum(*found)
-    return [_deviation(moments, scope).to(compute_dtype(x.dtype)) for x, moments in zip(tensors, found, strict=True)]
-
-
-def _moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return how many numbers x has in each head, their sum and the sum of their squares, float64 (3, B, H)."""
-    return _token_moments(x, key_padding_mask).sum(dim=-1)
+        moments = exchange.sum(*moments)
+    if scope == "batch":
+        moments = [x.sum(dim=(1, 2), keepdim=True).expand_as(x) for x in moments]
+    return [_deviation(m).to(compute_dtype(x.dtype)) for x, m in zip(tensors, moments, strict=True)]
 
 
 def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return `_moments` of every token, (3, B, H, N).
+    """Return for every token how many numbers it has, their sum and the sum of their squares.
 
-    Where the mean is much larger than σ, E[x²] - E[x]² cancels all digits that a float32 sum of squares has. So float32
-    sums (x - o)², with the mean o of the first real token, and float64 computes Σx² = Σ(x - o)² + 2 o Σx - D o².
+    Where the mean is much larger than σ, E[x²] - E[x]² cancels all digits of a float32 sum of squares. So float32 sums
+    (x - o)², where o is the mean of the first real token, and float64 computes Σx² = Σ(x - o)² + 2 o Σx - D o².
+
+    Args:
+        x: (B, H, N, D).
+        key_padding_mask: bool (B, N), True = padded, or None.
+
+    Returns: (3, B, H, N) in float64 (float32 on an Apple GPU, which has no float64); 0 for padded tokens.
     """
     x = x.detach().to(compute_dtype(x.dtype))
     features = x.shape[-1]
-    wide = torch.float32 if x.device.type == "mps" else torch.float64  # an Apple GPU has no float64
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
     total = x.sum(dim=-1)
     real = torch.ones_like(total, dtype=torch.bool)
     if key_padding_mask is not None:
@@ -174,22 +223,26 @@ def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     # Unlike x - origin, cdist needs no memory of the size of x.
     origins = origin[..., None].expand(*origin.shape, features)
     distance = torch.cdist(x, origins, compute_mode="donot_use_mm_for_euclid_dist")[..., 0]
-    total, origin = total.to(wide), origin.to(wide)
+    total = total.to(wide)
+    origin = origin.to(wide)
     square = distance.to(wide).square() + origin * (2 * total - features * origin)
     count = torch.full_like(total, float(features))
     return torch.stack((count, total, square)).where(real, 0.0)
 
 
-def _deviation(moments: Tensor, scope: str) -> Tensor:
-    if scope == "batch":
-        moments = moments.sum(dim=(1, 2), keepdim=True).expand_as(moments)
-    count, total, square = moments[0].clamp_min(1.0), moments[1], moments[2]
-    variance = square / count - (total / count).square()
+def _deviation(moments: Tensor) -> Tensor:
+    """Return the standard deviation (...), at least MIN_SIGMA, from counts, sums and sums of squares (3, ...)."""
+    count = moments[0].clamp_min(1.0)
+    mean = moments[1] / count
+    variance = moments[2] / count - mean.square()
     return variance.clamp_min(MIN_SIGMA**2).sqrt()
 
 
 def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
-    """The piecewise linear function through (xs, ys), xs ascending, its end segments continued."""
+    """Evaluate at x the piecewise linear function through the points (xs, ys), continued beyond its end points.
+
+    xs (P,) must be ascending, with P >= 2; ys has the shape of xs, and the result that of x.
+    """
     right = torch.bucketize(x, xs).clamp(1, xs.numel() - 1)
     left = right - 1
     slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
@@ -200,55 +253,66 @@ def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
 def calibration_table(
     head_dim: int, device: torch.device | str = "cpu", constants: str = "calibrated"
 ) -> tuple[Tensor, Tensor]:
-    """(log s, log σ̃²) for a head dimension, float32 on the device: shipped for common ones, else simulated once."""
-    with _disable_current_modes():  # what is kept must be tensors with data, whatever is traced at the moment
+    """Return the points (log s, log σ̃²) for a head dimension, two float32 vectors on the device.
+
+    Tables of common head dimensions are shipped with the package. Others are simulated at the first call, which takes
+    some seconds. The result is cached: do not write into it. The constants must be a key of TABLES_FILES.
+    """
+    # The cache must hold tensors with data, also if the first call comes while operations are traced.
+    with _disable_current_modes():
         points = _shipped_tables(constants).get(str(head_dim)) or simulate_table(head_dim, constants=constants)
         log_s, log_sigma2 = (torch.tensor(x, dtype=torch.float32, device=device) for x in points)
         return log_s, log_sigma2
 
 
-def _table_of(q: Tensor, constants: str) -> Sequence[Tensor]:
-    """The table for q; where operations are recorded or imitated, as tensors made there."""
+def _table_for(q: Tensor, constants: str) -> Sequence[Tensor]:
+    """Return the table for the head dimension of q (B, H, N, D) on its device; an empty one for constants "paper".
+
+    Where operations are traced or transformed, these are new tensors, because a trace cannot use cached ones.
+    """
+    if constants == "paper":
+        return ()
     if not is_traced_or_transformed(q):
         return calibration_table(q.shape[-1], q.device, constants)
-    numbers = _table_numbers(index(q.shape[-1]), constants)  # while tracing, a size is a tensor or a symbol
-    return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in numbers]
+    head_dim = index(q.shape[-1])  # while tracing, a size is a tensor or a symbol
+    return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in _table_as_numbers(head_dim, constants)]
 
 
-def _table_numbers(head_dim: int, constants: str) -> list[list[float]]:
-    """`calibration_table` as numbers, which torch.compile takes as they are."""
+def _table_as_numbers(head_dim: int, constants: str) -> list[list[float]]:
+    """Return `calibration_table` as lists of numbers, which torch.compile treats as constants."""
     with _disable_current_modes():
         return [x.tolist() for x in calibration_table(head_dim, constants=constants)]
 
 
-# What torch.compiler.assume_constant_result does, without its import of the compiler, which takes seconds.
-_table_numbers.__dict__["_dynamo_marked_constant"] = True
+# This marks the function as torch.compiler.assume_constant_result does, which would import the compiler for seconds.
+_table_as_numbers.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache
 def _shipped_tables(constants: str) -> dict[str, list[list[float]]]:
+    """Return the tables in the package: by head dimension, the lists log s and log σ̃²."""
     return json.loads(TABLES_FILES[constants].read_text())
 
 
 def log_softmax(x: Tensor, y: Tensor, s: float) -> Tensor:
-    """log P of softmax attention of x, y (heads, N, D) ~ N(0, 1) scaled to σ_q² σ_k² = s."""
+    """Return log P of softmax attention, (H, N, N), for x, y (H, N, D) ~ N(0, 1), scaled to σ_q² σ_k² = s."""
     return (math.sqrt(s) * x @ y.mT / math.sqrt(x.shape[-1])).log_softmax(dim=-1)
 
 
 def log_lln(x: Tensor, y: Tensor, sigma2: float) -> Tensor:
-    """log P of LLN attention of x, y (heads, N, D) ~ N(0, 1) with α = β = σ̃ / √2, for σ̃² = sigma2."""
+    """Return log P of LLN attention, (H, N, N), for x, y (H, N, D) ~ N(0, 1), with α = β = σ̃ / √2 and σ̃² = sigma2."""
     scale = math.sqrt(sigma2 / 2)
-    # The exponentials of the whole range of σ̃ fit into float32 without subtracting a maximum.
+    # In the whole range of σ̃ the exponentials fit into float32 without subtracting a maximum.
     return ((scale * x).exp() @ (scale * y).exp().mT).log().log_softmax(dim=-1)
 
 
 def log_variance(log_p: Tensor) -> float:
-    """Var log P over the entries of a head, the mean over heads."""
+    """Return the variance of log P (H, N, N) over the entries of each head, averaged over the heads."""
     return log_p.var(dim=(1, 2)).mean().item()
 
 
 def missing_entropy(log_p: Tensor) -> float:
-    """ln N - H(P), the mean over rows, in nats: the divergence from the uniform distribution."""
+    """Return ln N - H(P) in nats, averaged over the rows of log P (H, N, N): the divergence from the uniform P."""
     return (log_p.exp() * (log_p + math.log(log_p.shape[-1]))).sum(dim=-1).mean().item()
 
 
@@ -258,18 +322,21 @@ MEASURES: dict[str, Callable[[Tensor], float]] = {"calibrated": log_variance, "e
 def simulate_table(
     head_dim: int, tokens: int = 1024, heads: int = 4, seed: int = 0, constants: str = "calibrated"
 ) -> tuple[list[float], list[float]]:
-    """Pairs (log s, log σ̃²) at which LLN attention on Gaussian inputs measures the same as softmax, see MEASURES.
+    """Find the pairs (log s, log σ̃²) at which LLN attention has the same measure as softmax attention.
 
-    Both attentions see the same x, y ~ N(0, 1) of shape (heads, tokens, head_dim); deterministic for a seed.
-    The variances depend little on `tokens`: 4% at most between 512 and 2048 for s up to 16. By the entropies log σ̃²
-    falls by about 0.05 between them at s = 16, by less at smaller s.
+    The measure is that of the constants in MEASURES. Both attentions see the same x, y ~ N(0, 1) of shape
+    (heads, tokens, head_dim), and the result is deterministic for a seed. The variances depend little on `tokens`: by
+    at most 4% between 512 and 2048 for s up to 16. With the entropies, log σ̃² falls by about 0.05 between them at
+    s = 16, and by less at smaller s.
+
+    Returns: S_POINTS values of log s, ascending over S_RANGE, and the log σ̃² of each.
     """
     measure = MEASURES[constants]
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, heads, tokens, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     log_s = torch.linspace(math.log(S_RANGE[0]), math.log(S_RANGE[1]), S_POINTS, dtype=torch.float64, device="cpu")
-    wanted = torch.tensor([measure(log_softmax(x, y, math.exp(point))) for point in log_s], dtype=torch.float64)
-    # What is measured grows by less than σ̃⁴ and more than σ̃²/100 here, so this range holds every solution.
+    targets = torch.tensor([measure(log_softmax(x, y, math.exp(point))) for point in log_s], dtype=torch.float64)
+    # The measures grow by less than σ̃⁴ and by more than σ̃²/100 here, so this range holds every solution.
     log_sigma2 = torch.linspace(math.log(1e-1), math.log(1.2e2), 2 * S_POINTS, dtype=torch.float64)
     reached = torch.tensor([measure(log_lln(x, y, math.exp(point))) for point in log_sigma2], dtype=torch.float64)
-    return log_s.tolist(), interpolate(wanted.log(), reached.log(), log_sigma2).tolist()
+    return log_s.tolist(), interpolate(targets.log(), reached.log(), log_sigma2).tolist()

@@ -1,6 +1,8 @@
-"""The kernels as an operator of torch: torch.compile takes them into its graphs as they are.
+"""The backends as operators of torch, which torch.compile puts into its graphs as they are.
 
-Eager calls do not come through here; they would pay for the dispatch. Differentiable once, as compiled code is.
+Only compiled calls use these operators: eager calls would pay for the dispatch. They can be differentiated once, as all
+compiled code. An operator's arguments must be of types that torch's schemas know, so a `HybridSpec` is passed as its
+numbers.
 """
 
 from collections.abc import Sequence
@@ -13,79 +15,150 @@ from lln_fairseq.ops.backends import HybridSpec, load_backend
 
 
 def compiled_hybrid_attention(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None,
+    spec: HybridSpec,
     backend: str,
-) -> Tensor:  # fmt: skip
-    """The mixture while it is compiled; arguments as of a backend's `forward`, for tensors that its kernels take."""
-    # Drawn outside, so that what computes the forward pass again draws the same.
-    seed = torch.randint(2**31 - 1, (1,), device=q.device) if mix.dropout_p else None
-    settings = (mix.lln_weight, mix.diag_weight, mix.block_size, mix.dropout_p, mix.joint, backend)
-    return torch.ops.lln_fairseq.hybrid_attention(q, k, v, alpha, beta, mix.parameter, mask, seed, *settings)[0]
+) -> Tensor:
+    """Compute a hybrid under torch.compile.
+
+    The arguments are those of `hybrid_attention`, for tensors that the backend's kernels can take. The spec must have
+    no exchange, and a seed that it has is not used.
+
+    Returns: (B, H, N, D) in the dtype of q.
+    """
+    seed = None
+    if spec.dropout_p:
+        # The seed is an input of the operator, so that recomputing the forward pass drops the same weights.
+        seed = torch.randint(2**31 - 1, (1,), device=q.device)
+    settings = (spec.lln_weight, spec.diag_weight, spec.block_size, spec.dropout_p, spec.joint, backend)
+    return torch.ops.lln_fairseq.hybrid_attention(q, k, v, alpha, beta, spec.parameter, mask, seed, *settings)[0]
 
 
 @torch.library.custom_op("lln_fairseq::hybrid_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, parameter: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, lln_weight: float, diag_weight: float, block_size: int,
-    dropout_p: float, joint: bool, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """The mixture, α and β as they were used, and what the backward pass wants to see again."""
-    mix = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
-    out, used_alpha, used_beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, mix)
-    if alpha is not None:  # no operator may return what it was given
-        used_alpha, used_beta = used_alpha.clone(), used_beta.clone()
-    if not lln_weight:  # nobody has written it, or reads it
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    parameter: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    lln_weight: float,
+    diag_weight: float,
+    block_size: int,
+    dropout_p: float,
+    joint: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Compute a hybrid by a backend.
+
+    Returns: the output, the α and β that were used (copies of given ones), and the tensors for the backward pass.
+    """
+    spec = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
+    out, used_alpha, used_beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, spec)
+    if alpha is not None:
+        # An operator must not return its own inputs.
+        used_alpha = used_alpha.clone()
+        used_beta = used_beta.clone()
+    if not lln_weight:
+        # Without LLN the saved tensors are never written or read. Do not return uninitialized memory.
         for x in saved:
             x.zero_()
     return out, used_alpha, used_beta, list(saved)
 
 
 @_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, parameter: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, lln_weight: float, diag_weight: float, block_size: int,
-    dropout_p: float, joint: bool, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    kernels, mix = load_backend(backend), HybridSpec(lln_weight, diag_weight, block_size, joint=joint)
+def _forward_shapes(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, *other_inputs: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return empty tensors with the shapes, dtypes and strides of `_forward`'s results, for tracing."""
+    lln_weight, diag_weight, block_size, _, joint, backend = other_inputs[3:]
+    module = load_backend(backend)
+    spec = HybridSpec(lln_weight, diag_weight, block_size, joint=joint)
     matched = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    used_alpha, used_beta = (torch.empty_like(matched if x is None else x) for x in (alpha, beta))
-    return kernels.empty_results(q, k, v)[0], used_alpha, used_beta, list(kernels.empty_saved(q, mix))
+    used_alpha = torch.empty_like(matched if alpha is None else alpha)
+    used_beta = torch.empty_like(matched if beta is None else beta)
+    return module.empty_results(q, k, v)[0], used_alpha, used_beta, list(module.empty_saved(q, spec))
 
 
 @torch.library.custom_op("lln_fairseq::hybrid_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, saved: Sequence[Tensor], needed: Sequence[bool], lln_weight: float,
-    diag_weight: float, block_size: int, dropout_p: float, joint: bool, backend: str,
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, α, β and the parameter; without an element for those of the last that need none."""
-    mix = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
-    found = load_backend(backend).backward(q, k, v, alpha, beta, mask, mix, saved, grad, needed)
-    return [q.new_empty(0) if x is None else x for x in found]
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    parameter: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    saved: Sequence[Tensor],
+    needed: Sequence[bool],
+    lln_weight: float,
+    diag_weight: float,
+    block_size: int,
+    dropout_p: float,
+    joint: bool,
+    backend: str,
+) -> list[Tensor]:
+    """Compute the gradients of q, k, v, α, β and the joint offset by a backend.
+
+    Args:
+        grad: the gradient of the output, (B, H, N, D).
+        saved: the tensors that `_forward` returned for the backward pass.
+        needed: whether the gradients of α, β and the offset are needed.
+
+    Returns: six tensors. An operator cannot return None, so a gradient that is not needed has no elements.
+    """
+    spec = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
+    gradients = load_backend(backend).backward(q, k, v, alpha, beta, mask, spec, saved, grad, needed)
+    return [q.new_empty(0) if x is None else x for x in gradients]
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None,
-    mask: Tensor | None, seed: Tensor | None, saved: Sequence[Tensor], needed: Sequence[bool], lln_weight: float,
-    diag_weight: float, block_size: int, dropout_p: float, joint: bool, backend: str,
-) -> list[Tensor]:  # fmt: skip
-    of_scalars = [torch.empty(alpha.shape, dtype=alpha.dtype, device=q.device) if x else q.new_empty(0) for x in needed]
-    return [*load_backend(backend).empty_results(q, k, v), *of_scalars]
+def _backward_shapes(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, *other_inputs: Any
+) -> list[Tensor]:
+    """Return empty tensors with the shapes, dtypes and strides of `_backward`'s results, for tracing."""
+    needed = other_inputs[4]
+    backend = other_inputs[-1]
+    gradients = list(load_backend(backend).empty_results(q, k, v))
+    for need in needed:
+        if need:
+            gradients.append(torch.empty(alpha.shape, dtype=alpha.dtype, device=q.device))
+        else:
+            gradients.append(q.new_empty(0))
+    return gradients
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, _, _, parameter, mask, seed, *ctx.settings = inputs
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
+    """Keep the inputs of `_forward`, the α and β that were used, and the saved tensors for `_gradients`."""
+    q, k, v, _, _, parameter, mask, seed, *settings = inputs
     _, alpha, beta, saved = output
     ctx.save_for_backward(q, k, v, alpha, beta, parameter, mask, seed, *saved)
+    ctx.settings = settings
 
 
-def _gradients(ctx: Any, grad: Tensor, *of_the_rest: object) -> tuple[Tensor | None, ...]:
-    inputs, saved, lln_weight = ctx.saved_tensors[:8], list(ctx.saved_tensors[8:]), ctx.settings[0]
-    needed = [need and lln_weight != 0 for need in ctx.needs_input_grad[3:6]]  # else they have no part in it
-    found = torch.ops.lln_fairseq.hybrid_attention_backward(grad, *inputs, saved, needed, *ctx.settings)
-    of_scalars = (x if need else None for x, need in zip(found[3:], needed, strict=True))
-    return *found[:3], *of_scalars, *(None,) * (2 + len(ctx.settings))
+def _gradients(ctx: Any, grad: Tensor, *other_gradients: object) -> tuple[Tensor | None, ...]:
+    """Return one gradient for each input of `_forward`, None for those that need none.
+
+    `other_gradients` are those of the outputs that only the backward pass uses.
+    """
+    inputs = ctx.saved_tensors[:8]
+    saved = list(ctx.saved_tensors[8:])
+    lln_weight = ctx.settings[0]
+    # Without LLN the result does not depend on α, β and the offset.
+    needed = [need and lln_weight != 0 for need in ctx.needs_input_grad[3:6]]
+    gradients = torch.ops.lln_fairseq.hybrid_attention_backward(grad, *inputs, saved, needed, *ctx.settings)
+    per_head_gradients = [x if need else None for x, need in zip(gradients[3:], needed, strict=True)]
+    mask_seed_and_settings = (None,) * (2 + len(ctx.settings))
+    return *gradients[:3], *per_head_gradients, *mask_seed_and_settings
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+_forward.register_autograd(_gradients, setup_context=_save_for_backward)

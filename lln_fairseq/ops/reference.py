@@ -1,7 +1,8 @@
-"""Quadratic oracles: every attention matrix written down as its definition says, in the dtype of its inputs.
+"""Attention matrices computed as their definitions say, quadratic and slow, in the dtype of their inputs.
 
-Shapes: q, k (B, H, N, D); key_padding_mask bool (B, N), True = padded key; every matrix (B, H, N, N).
-A row without a single real key is 0. Nothing here is fast, and nothing here shares code with the fast paths.
+Tests and instruments use them. They share no code with the fast implementations. Unless stated otherwise, q and k are
+(B, H, N, D), key_padding_mask is bool (B, N) with True = padded key, every matrix is (B, H, N, N), and a row without a
+real key is 0.
 """
 
 import torch
@@ -11,12 +12,18 @@ from lln_fairseq.ops.joint import FLOOR
 
 
 def per_head(x: float | Tensor, like: Tensor) -> Tensor:
-    """A number or a tensor that broadcasts to (B, H), as a tensor that broadcasts to (B, H, N, D)."""
+    """Return a number, or a tensor that broadcasts to (B, H), as a tensor that broadcasts to (B, H, N, D).
+
+    The result has the dtype and device of `like`.
+    """
     return torch.as_tensor(x, dtype=like.dtype, device=like.device)[..., None, None]
 
 
 def _softmax_over_keys(scores: Tensor, key_padding_mask: Tensor | None, allowed: Tensor | None = None) -> Tensor:
-    """Row softmax of scores (B, H, N, N) over the keys that are neither padded nor outside `allowed` (..., N, N)."""
+    """Return the softmax of each row of scores (B, H, N, N) over the real keys where `allowed` is True.
+
+    `allowed` is bool and broadcasts to the scores; None allows every pair. A row without such a key is 0.
+    """
     banned = torch.zeros_like(scores, dtype=torch.bool)
     if key_padding_mask is not None:
         banned = banned | key_padding_mask[:, None, None, :]
@@ -30,9 +37,13 @@ def _softmax_over_keys(scores: Tensor, key_padding_mask: Tensor | None, allowed:
 def lln_matrix(
     q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, key_padding_mask: Tensor | None = None
 ) -> Tensor:
-    """P_ij = <e^{αq_i}, e^{βk_j}> / Σ_l <e^{αq_i}, e^{βk_l}> (paper, eq. 8 and 9), through logarithms of the kernel."""
-    x, y = per_head(alpha, q) * q, per_head(beta, k) * k
-    # Some rows at a time: the logsumexp needs D numbers for every entry of the matrix.
+    """Return P_ij = <e^{αq_i}, e^{βk_j}> / Σ_l <e^{αq_i}, e^{βk_l}> (paper, eq. 8 and 9), for large αq and βk too.
+
+    alpha and beta are numbers or tensors that broadcast to (B, H).
+    """
+    x = per_head(alpha, q) * q
+    y = per_head(beta, k) * k
+    # Before the logsumexp, every entry of the matrix takes D numbers. So it is computed for 64 rows at a time.
     rows = [(part.unsqueeze(-2) + y.unsqueeze(-3)).logsumexp(dim=-1) for part in x.split(64, dim=-2)]
     log_kernel = torch.cat(rows, dim=-2)
     return _softmax_over_keys(log_kernel, key_padding_mask)
@@ -41,12 +52,15 @@ def lln_matrix(
 def softmax_matrix(
     q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, allowed: Tensor | None = None
 ) -> Tensor:
-    """P = softmax(q kᵀ / √D) (paper, eq. 1), over the pairs in `allowed`, bool, if given."""
+    """Return P = softmax(q kᵀ / √D) (paper, eq. 1) over the real keys where `allowed` is True.
+
+    `allowed` is bool and broadcasts to (B, H, N, N); None allows every pair. q and k may differ in N.
+    """
     return _softmax_over_keys(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, key_padding_mask, allowed)
 
 
 def block_diag_matrix(q: Tensor, k: Tensor, block_size: int, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Softmax attention inside blocks of `block_size` tokens, 0 between blocks (paper, section 4.2)."""
+    """Return softmax attention inside blocks of `block_size` tokens, 0 between blocks (paper, section 4.2)."""
     block = torch.arange(q.shape[-2], device=q.device) // block_size
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
     return _softmax_over_keys(scores, key_padding_mask, block[:, None] == block[None, :])
@@ -60,7 +74,10 @@ def lln_diag_matrix(
     block_size: int,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """The mean of the LLN and the block-diagonal matrix (paper, section 4.2)."""
+    """Return the mean of the LLN matrix and the block-diagonal matrix (paper, section 4.2).
+
+    A row whose block has no real key, but whose sequence has one, sums to 1/2.
+    """
     lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
     return (lln + block_diag_matrix(q, k, block_size, key_padding_mask)) / 2
 
@@ -74,7 +91,11 @@ def joint_matrix(
     offset: float | Tensor,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the joint form of LLN and block-diagonal softmax with an offset per head: see joint.py."""
+    """Return the joint form of LLN and block-diagonal softmax that ops/joint.py defines.
+
+    alpha, beta and offset are numbers or tensors that broadcast to (B, H). In a block without a real key the rows are
+    those of LLN.
+    """
     lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
     diag = block_diag_matrix(q, k, block_size, key_padding_mask)
     block = torch.arange(q.shape[-2], device=q.device) // block_size
@@ -86,28 +107,37 @@ def joint_matrix(
 
 
 def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """P_ij = <φ(q_i), φ(k_j)> / Σ_l <φ(q_i), φ(k_l)> (paper, eq. 4) for given features of shape (B, H, N, F)."""
+    """Return P_ij = <φ(q_i), φ(k_j)> / Σ_l <φ(q_i), φ(k_l)> (paper, eq. 4) for features (B, H, N, F).
+
+    A row whose scores are all 0 is 0.
+    """
     scores = phi_q @ phi_k.transpose(-2, -1)
     if key_padding_mask is not None:
         scores = scores.masked_fill(key_padding_mask[:, None, None, :], 0.0)
     return torch.nan_to_num(scores / scores.sum(dim=-1, keepdim=True), nan=0.0)
 
 
-def normalised(scores: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """P_ij = s_ij / Σ_l s_il for scores s >= 0; a row of zeros is uniform over the real keys."""
+def normalize_rows(scores: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """Return P_ij = s_ij / Σ_l s_il over the real keys, for scores s >= 0 of shape (B, H, N, N).
+
+    A row whose scores are all 0 is uniform over the real keys.
+    """
     if key_padding_mask is None:
         key_padding_mask = torch.zeros(scores.shape[0], scores.shape[-1], dtype=torch.bool, device=scores.device)
     real = ~key_padding_mask[:, None, None, :]
     scores = torch.where(real, scores, 0.0)
-    zero = scores.sum(dim=-1, keepdim=True) == 0
-    scores = torch.where(zero & real, 1.0, scores)
+    is_zero = scores.sum(dim=-1, keepdim=True) == 0
+    scores = torch.where(is_zero & real, 1.0, scores)
     return torch.nan_to_num(scores / scores.sum(dim=-1, keepdim=True), nan=0.0)
 
 
 def band_matrix(weights: Tensor, length: int) -> Tensor:
-    """T_ij = w_{j - i + W // 2} (H, N, N): a convolution over the tokens by weights (H, W), W odd, as a matrix."""
+    """Return a convolution over the tokens as the matrix T_ij = w_{j - i + W // 2}, 0 beyond the weights.
+
+    weights: (H, W) with odd W. The result is (H, N, N) for N = length.
+    """
     width = weights.shape[-1]
     index = torch.arange(length, device=weights.device)
     offset = index[None, :] - index[:, None] + width // 2
-    inside = (offset >= 0) & (offset < width)
-    return weights[:, offset.clamp(0, width - 1)] * inside
+    is_inside = (offset >= 0) & (offset < width)
+    return weights[:, offset.clamp(0, width - 1)] * is_inside

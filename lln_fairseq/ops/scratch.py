@@ -1,7 +1,7 @@
-"""Scratch memory: heads are taken in groups that fit the cache, and the buffers of one group serve the next.
+"""Scratch memory for computing heads in groups that fit the cache, with the same buffers for every group.
 
-A fresh 50 MB tensor costs about 18 ms of page faults on a CPU, more than most operations on it, and every one of them
-adds to the peak. One set of small buffers avoids both; on a CPU a thread keeps it from call to call.
+On a CPU, a new tensor of 50 MB costs about 18 ms of page faults, more than most operations on it, and every new tensor
+adds to the peak of memory. One set of small buffers avoids both. On a CPU a thread keeps its buffers between calls.
 """
 
 import threading
@@ -13,13 +13,17 @@ from torch import Tensor
 
 from lln_fairseq.ops.dtypes import compute_dtype
 
-# Bytes of one scratch tensor of a group: a few of them share a CPU's last-level cache; other devices want few launches.
+# The bytes of one scratch tensor of a group. A few of them must fit a CPU's last-level cache together; other devices
+# want few launches.
 GROUP_BYTES = {"cpu": 4 << 20}
 GROUP_BYTES_ELSEWHERE = 256 << 20
 
 
 def head_groups(heads: int, elements_per_head: int, like: Tensor) -> Iterator[slice]:
-    """Slices of range(heads) so that one scratch tensor of a group has about GROUP_BYTES."""
+    """Yield consecutive slices of range(heads) such that one scratch tensor of a group has at most GROUP_BYTES.
+
+    A group has at least one head, even if that head needs more. The dtype and device are those of `like`.
+    """
     budget = GROUP_BYTES.get(like.device.type, GROUP_BYTES_ELSEWHERE)
     size = max(1, budget // max(1, elements_per_head * compute_dtype(like.dtype).itemsize))
     for start in range(0, heads, size):
@@ -30,55 +34,74 @@ _THREAD = threading.local()
 
 
 def reused_buffers(dtype: torch.dtype) -> dict[str, Tensor]:
-    """This thread's CPU buffers of a dtype by name: a handful, of about GROUP_BYTES each at the most."""
+    """Return this thread's CPU buffers of a dtype, by name. The caller may add and replace buffers.
+
+    They stay for later calls: a handful of vectors, usually of about GROUP_BYTES each.
+    """
     return vars(_THREAD).setdefault(str(dtype), {})
 
 
 def forget_scratch() -> None:
-    """Gives this thread's buffers back."""
+    """Free this thread's buffers of all dtypes."""
     vars(_THREAD).clear()
 
 
 class Scratch:
-    """Named buffers in the compute dtype. Asking for a name again gives the same memory, whatever the shape.
+    """Named buffers in the compute dtype of `like`, on its device.
 
-    Tensors of a group are (G, N, D); in scratch their N is rounded up to `length`, a whole number of blocks.
+    A name always means the same memory, whatever the shape: asking for it again overwrites what it held. Inputs and
+    results of a group are (G, N, D). In scratch memory their N is `length`, a whole number of blocks, at least N.
     """
 
     def __init__(self, like: Tensor, length: int) -> None:
-        self.dtype, self.device, self.length = compute_dtype(like.dtype), like.device, length
-        # Other devices have an allocator that keeps memory itself.
-        self._buffers: dict[str, Tensor] = reused_buffers(self.dtype) if like.device.type == "cpu" else {}
+        self.dtype = compute_dtype(like.dtype)
+        self.device = like.device
+        self.length = length
+        self._buffers: dict[str, Tensor] = {}
+        if like.device.type == "cpu":  # on other devices, torch's allocator keeps the memory
+            self._buffers = reused_buffers(self.dtype)
 
     def __call__(self, name: str, *shape: int) -> Tensor:
+        """Return the buffer `name`, uninitialized, as a contiguous tensor of this shape. Enlarge it if necessary."""
         numel = prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
-            with torch.inference_mode(False):  # what is kept must be usable outside it too
-                buffer = self._buffers[name] = torch.empty(numel, dtype=self.dtype, device=self.device)
+            with torch.inference_mode(False):  # a buffer made in inference mode could not be used outside it
+                buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+            self._buffers[name] = buffer
         return buffer[:numel].view(shape)
 
     def load(self, name: str, x: Tensor) -> Tensor:
-        """x itself where it can be used as it is, else a copy in the buffer `name`, zero beyond N."""
-        if self._usable(x):
+        """Return x (G, N, D) as a contiguous (G, length, D) in the compute dtype.
+
+        This is x itself if it is one already, otherwise a copy in the buffer `name`, 0 beyond N.
+        """
+        if self._is_usable(x):
             return x
-        copy = self._like(name, x)
+        copy = self._buffer_for(name, x)
         copy[:, : x.shape[1]] = x
         copy[:, x.shape[1] :] = 0
         return copy
 
     def target(self, name: str, x: Tensor) -> Tensor:
-        """Where to compute what belongs into x: x itself if possible, else the buffer `name`; then call `store`."""
-        return x if self._usable(x) else self._like(name, x)
+        """Return the memory in which to compute the values of x (G, N, D): x itself, or the buffer `name`.
+
+        It is contiguous, (G, length, D) in the compute dtype. Call `store` afterwards.
+        """
+        if self._is_usable(x):
+            return x
+        return self._buffer_for(name, x)
 
     @staticmethod
     def store(result: Tensor, x: Tensor) -> None:
-        """Copies a result that was computed in `target` into x, unless it is there already."""
+        """Copy a result, which was computed in the memory that `target` returned for x, into x unless it is x."""
         if result.data_ptr() != x.data_ptr():
             x.copy_(result[:, : x.shape[1]])
 
-    def _like(self, name: str, x: Tensor) -> Tensor:
+    def _buffer_for(self, name: str, x: Tensor) -> Tensor:
+        """Return the buffer `name` as (G, length, D) for x (G, N, D)."""
         return self(name, x.shape[0], self.length, x.shape[2])
 
-    def _usable(self, x: Tensor) -> bool:
+    def _is_usable(self, x: Tensor) -> bool:
+        """Return True if x can be computed with in place."""
         return x.dtype == self.dtype and x.is_contiguous() and x.shape[1] == self.length

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from matplotlib.ticker import MaxNLocator
 
 from lln_fairseq.analysis.separation import (
-    NORMALISATIONS,
+    NORMALIZATIONS,
     Separation,
     cross_attention,
     self_attention,
@@ -69,7 +69,7 @@ def draw(sweeps: Sweeps, settings: Settings) -> Sheet:
         if settings.fast:
             values = (12,) if name == "d" else values[::4]
         results = [sweeps.experiment(**arguments(sweeps, name, value), draws=draws) for value in values]
-        for number, normalisation in enumerate(NORMALISATIONS):
+        for number, normalisation in enumerate(NORMALIZATIONS):
             shares = [100 * result.counts[normalisation].separates / draws for result in results]
             # Curves often lie on each other: the later, the smaller.
             sheet.line(panel, normalisation, values, shares, "o-", color=f"C{number}", markersize=9 - 2.5 * number)

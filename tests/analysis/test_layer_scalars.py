@@ -13,7 +13,7 @@ def build(name, **options):
     return build_attention(name, num_heads=3, head_dim=32, max_positions=97, **options).eval()
 
 
-def scalars(*args):
+def scalars_by_name(*args):
     return dict(zip(NAMES, layer_scalars(*args).tolist(), strict=True))
 
 
@@ -22,46 +22,50 @@ def test_moment_matching_makes_the_temperatures_equal(constants, scale):
     q, k, _ = random_qkv(scale=scale)
     mask = random_padding(2, 97)
     alpha, _ = match_moments(q, k, mask, constants=constants)
-    found = scalars(build("lln", constants=constants), q, k, mask)
-    assert found["tau_lln"] == pytest.approx(found["tau_sm"], rel=1e-3)
-    assert found["tau_sm"] == pytest.approx(1 / scale**2, rel=0.05)
-    assert found["sigma_q"] == pytest.approx(scale, rel=0.05)
-    assert found["alpha"] == pytest.approx(alpha.mean().item(), rel=1e-6)
+
+    scalars = scalars_by_name(build("lln", constants=constants), q, k, mask)
+
+    assert scalars["tau_lln"] == pytest.approx(scalars["tau_sm"], rel=1e-3)
+    assert scalars["tau_sm"] == pytest.approx(1 / scale**2, rel=0.05)
+    assert scalars["sigma_q"] == pytest.approx(scale, rel=0.05)
+    assert scalars["alpha"] == pytest.approx(alpha.mean().item(), rel=1e-6)
 
 
 def test_padding_does_not_count():
     q, k, _ = random_qkv()
     mask = random_padding(2, 97)
-    before = scalars(build("lln"), q, k, mask)
+    expected = scalars_by_name(build("lln"), q, k, mask)
     q.transpose(1, 2)[mask] = 1e4
     k.transpose(1, 2)[mask] = 1e4
-    assert scalars(build("lln"), q, k, mask) == pytest.approx(before)
+    assert scalars_by_name(build("lln"), q, k, mask) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", sorted(ATTENTION_REGISTRY))
-def test_every_attention_can_be_observed_and_is_left_as_it_was(name):
+def test_observe_sees_every_call_and_changes_nothing(name):
     attention = build(name)
     q, k, v = random_qkv()
     model = torch.nn.Sequential(attention)
     expected = attention(q, k, v, None)
-    with observe(model) as seen:
+
+    with observe(model) as observed:
         assert torch.equal(attention(q, k, v, None), expected)
         attention(q, k, v)
         attention(v=v, q=q, key_padding_mask=None, k=k)
     attention(q, k, v, None)
-    assert len(seen) == 3
-    assert seen[0].shape == (len(NAMES),)
-    assert seen[0][:3].isfinite().all()
-    for other in seen[1:]:
-        torch.testing.assert_close(other, seen[0], rtol=0, atol=0, equal_nan=True)
+
+    assert len(observed) == 3
+    assert observed[0].shape == (len(NAMES),)
+    assert observed[0][:3].isfinite().all()
+    for scalars in observed[1:]:
+        torch.testing.assert_close(scalars, observed[0], rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_mask_given_by_keyword_is_seen():
+def test_observe_sees_a_mask_passed_by_keyword():
     attention = build("lln")
     q, k, v = random_qkv()
     mask = random_padding(2, 97)
-    with observe(attention) as seen:
+    with observe(attention) as observed:
         attention(q, k, v, mask)
         attention(q, k, v, key_padding_mask=mask)
-    assert torch.equal(*seen)
-    assert not torch.equal(seen[0], layer_scalars(attention, q, k))
+    assert torch.equal(*observed)
+    assert not torch.equal(observed[0], layer_scalars(attention, q, k))

@@ -1,4 +1,4 @@
-"""The instruments of a layer, over the registry."""
+"""The instruments of a layer, for every registered mechanism."""
 
 import pytest
 import torch
@@ -12,71 +12,76 @@ SIZE = dict(num_heads=3, head_dim=32, max_positions=97)
 LINEAR = {name for name, entry in ATTENTION_REGISTRY.items() if entry.cls.feature_maps is not Attention.feature_maps}
 
 
-def named(values):
-    """(B, 7, H) -> {"entropy": (B, H), ...}"""
-    return dict(zip(measure.NAMES, values.unbind(dim=1), strict=True))
+def measure_by_name(*args):
+    """Return the instruments of a batch by name, each (B, H)."""
+    return dict(zip(measure.NAMES, measure.measure_batch(*args).unbind(dim=1), strict=True))
 
 
 @pytest.mark.parametrize("name", sorted(ATTENTION_REGISTRY))
-def test_a_batch_is_measured_without_its_padding(name):
+def test_batch_is_measured_without_its_padding(name):
     torch.manual_seed(0)
     attention = build_attention(name, **SIZE).double().eval()
     q, k, _ = random_qkv(length=60, dtype=torch.float64)
     mask = random_padding(2, 60)
-    found = named(measure.measure(attention, q, k, mask))
+
+    values = measure_by_name(attention, q, k, mask)
+
     if not attention.stochastic_rows:
-        assert all(found[key].isnan().all() for key in ("entropy", "variance", "log_ks"))
+        assert all(values[key].isnan().all() for key in ("entropy", "variance", "log_ks"))
         return
     P = attention.attention_matrix(q, k, mask)
-    for b, length in enumerate((~mask).sum(dim=1).tolist()):
-        real = P[b, :, :length, :length]
-        torch.testing.assert_close(found["entropy"][b], entropy(real))
-        torch.testing.assert_close(found["spectral_gap"][b], spectral_gap(real), rtol=0, atol=1e-8)
-        torch.testing.assert_close(found["log_ks"][b], lognormal_fit(real).ks)
-        assert (found["rank"][b] <= length).all()
-    assert all(values.shape == (2, 3) and values.isfinite().all() for values in found.values())
+    for row, length in enumerate((~mask).sum(dim=1).tolist()):
+        real = P[row, :, :length, :length]
+        torch.testing.assert_close(values["entropy"][row], entropy(real))
+        torch.testing.assert_close(values["spectral_gap"][row], spectral_gap(real), rtol=0, atol=1e-8)
+        torch.testing.assert_close(values["log_ks"][row], lognormal_fit(real).ks)
+        assert (values["rank"][row] <= length).all()
+    assert all(x.shape == (2, 3) and x.isfinite().all() for x in values.values())
 
 
-def test_a_mechanism_that_needs_the_whole_batch_gets_it():
+def test_mechanism_that_depends_on_the_whole_batch_gets_it():
     q, k, _ = random_qkv(length=40)
     q[1] *= 3
     attention = build_attention("lln", scope="batch", **SIZE)
     assert not attention.batch_independent
+
     expected = entropy(attention.attention_matrix(q, k)).double()
-    torch.testing.assert_close(named(measure.measure(attention, q, k))["entropy"], expected)
-    alone = named(measure.measure(attention, q[:1], k[:1]))["entropy"]
-    assert not torch.allclose(alone, expected[:1], rtol=1e-3)
+    torch.testing.assert_close(measure_by_name(attention, q, k)["entropy"], expected)
+    first_only = measure_by_name(attention, q[:1], k[:1])["entropy"]
+    assert not torch.allclose(first_only, expected[:1], rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", sorted(ATTENTION_REGISTRY))
-def test_of_a_long_sequence_the_exact_gap_and_some_rows_are_measured(name, monkeypatch):
+def test_long_sequence_is_measured_by_its_features_and_some_rows(name, monkeypatch):
     torch.manual_seed(0)
     attention = build_attention(name, **SIZE).eval()
     q, k, _ = random_qkv(length=90)
-    whole = named(measure.measure(attention, q, k))
+    whole = measure_by_name(attention, q, k)
     monkeypatch.setattr(measure, "MAX_TOKENS", 80)
     monkeypatch.setattr(measure, "ROWS", 30)
     monkeypatch.setattr(attention, "attention_matrix", None)  # it would be too large
-    found = named(measure.measure(attention, q, k))
-    assert found["rank"].isnan().all()
+
+    values = measure_by_name(attention, q, k)
+
+    assert values["rank"].isnan().all()
     if name not in LINEAR:
-        assert all(values.isnan().all() for values in found.values())
+        assert all(x.isnan().all() for x in values.values())
         return
-    torch.testing.assert_close(found["spectral_gap"], whole["spectral_gap"])
+    torch.testing.assert_close(values["spectral_gap"], whole["spectral_gap"])
     for key in ("entropy", "log_mean"):
-        torch.testing.assert_close(found[key], whole[key], rtol=0.05, atol=0)
-        assert not torch.equal(found[key], whole[key])
+        torch.testing.assert_close(values[key], whole[key], rtol=0.05, atol=0)
+        assert not torch.equal(values[key], whole[key])
 
 
-def test_a_mix_of_features_has_temperatures_alone():
+def test_mix_per_feature_has_no_measurements():
     q, k, _ = random_qkv(length=40)
-    assert measure.measure(build_attention("lln_diag", mix="ratio", **SIZE), q, k).isnan().all()
+    assert measure.measure_batch(build_attention("lln_diag", mix="ratio", **SIZE), q, k).isnan().all()
 
 
-def test_a_sequence_without_a_real_token():
+@pytest.mark.parametrize("name", ["softmax", "lln"])
+def test_sequence_without_a_real_token_gives_nan(name):
     q, k, _ = random_qkv(length=40)
     mask = random_padding(2, 40, full_row=True)
-    for name in ("softmax", "lln"):
-        found = measure.measure(build_attention(name, **SIZE), q, k, mask)
-        assert found[1].isnan().all()
-        assert found[0].isfinite().all()
+    values = measure.measure_batch(build_attention(name, **SIZE), q, k, mask)
+    assert values[1].isnan().all()
+    assert values[0].isfinite().all()

@@ -1,4 +1,4 @@
-"""What is read from a model is what it does, and the model is left as it was."""
+"""Recording, ablation and the probe: the measurements are those of the model, which they leave as it was."""
 
 import itertools
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.analysis import layer_scalars, measure
 from lln_fairseq.analysis.events import read_curves
-from lln_fairseq.analysis.probe import Probe, ablated, record
+from lln_fairseq.analysis.probe import Probe, ablated, record_layers
 from lln_fairseq.analysis.rank_collapse import relative_residual
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
@@ -22,6 +22,7 @@ SIZE = dict(encoder_layers=3, encoder_embed_dim=32, encoder_ffn_embed_dim=64, en
 
 
 def make_model(attention="lln_diag", **options):
+    """Return a small RoBERTa, and a batch of two sequences, the second with padding."""
     dictionary = Dictionary()
     for word in WORDS:
         dictionary.add_symbol(word)
@@ -33,93 +34,111 @@ def make_model(attention="lln_diag", **options):
     return model, {"src_tokens": tokens, "src_lengths": torch.tensor([50, 30])}
 
 
-def features(model, batch):
+def compute_features(model, batch):
     model.eval()
     with torch.no_grad():
         return model(**batch, features_only=True)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"encoder_normalize_before": True}, {"checkpoint_activations": True}])
-def test_the_record_is_what_the_model_computes(options):
+def test_record_holds_what_the_model_computes(options):
+    normalize_before = "encoder_normalize_before" in options
     model, batch = make_model(**options)
-    layers = record(model, batch)
+
+    layers = record_layers(model, batch)
+
     assert len(layers) == 3
-    for layer, following in itertools.pairwise(layers):
-        assert torch.equal(layer.after, following.before)
-    if not options.get("encoder_normalize_before"):
-        assert torch.equal(layers[-1].after, features(model, batch))
-    first, module = layers[0], model.encoder.sentence_encoder.layers[0]
-    x = first.before if not options.get("encoder_normalize_before") else module.self_attn_layer_norm(first.before)
+    for layer, next_layer in itertools.pairwise(layers):
+        assert torch.equal(layer.after, next_layer.before)
+    if not normalize_before:
+        assert torch.equal(layers[-1].after, compute_features(model, batch))
+    module = model.encoder.sentence_encoder.layers[0]
+    x = layers[0].before
+    if normalize_before:
+        x = module.self_attn_layer_norm(x)
     expected = module.self_attn.q_proj(x).unflatten(-1, (2, 16)).transpose(1, 2)
-    torch.testing.assert_close(first.q, expected.detach())
-    assert torch.equal(first.key_padding_mask, batch["src_tokens"] == 1)
+    torch.testing.assert_close(layers[0].q, expected.detach())
+    assert torch.equal(layers[0].key_padding_mask, batch["src_tokens"] == 1)
 
 
-def test_recording_leaves_the_model_and_the_random_generator_as_they_were():
+def test_recording_leaves_model_and_random_generator_as_they_were():
     model, batch = make_model(encoder_layerdrop=0.5, dropout=0.5)
     model.train()
     frozen = model.encoder.sentence_encoder.layers[1].self_attn.eval()
     modes = [module.training for module in model.modules()]
     state = torch.get_rng_state()
-    record(model, batch)
+
+    record_layers(model, batch)
+
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
     assert not frozen.training
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(TypeError):  # after an error too
-        record(model, {"no_such_input": 1})
-    assert [module.training for module in model.modules()] == modes
-    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_recording_leaves_model_as_it_was_after_an_error():
+    model, _ = make_model()
+    model.train()
+    with pytest.raises(TypeError):
+        record_layers(model, {"no_such_input": 1})
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("options", [{}, {"encoder_normalize_before": True}])
-def test_ablations(options):
+def test_ablation_changes_the_layers_only_for_a_while(options):
     model, batch = make_model(encoder_layers=6, **options)
     forwards = [layer.forward for layer in model.encoder.sentence_encoder.layers]
-    expected = features(model, batch)
+    expected = compute_features(model, batch)
+
     with ablated(model):
-        torch.testing.assert_close(features(model, batch), expected)
+        torch.testing.assert_close(compute_features(model, batch), expected)
     residuals = {}
-    for skip in (True, False):
-        for mlp in (True, False):
-            with ablated(model, skip, mlp):
-                layers = record(model, batch)
-                residuals[skip, mlp] = relative_residual(layers[-1].after, layers[-1].key_padding_mask).mean()
+    for skip, mlp in itertools.product((True, False), repeat=2):
+        with ablated(model, skip, mlp):
+            last = record_layers(model, batch)[-1]
+        residuals[skip, mlp] = relative_residual(last.after, last.key_padding_mask).mean().item()
+
     assert [layer.forward for layer in model.encoder.sentence_encoder.layers] == forwards
-    assert torch.equal(features(model, batch), expected)
-    assert len({round(value.item(), 6) for value in residuals.values()}) == 4
-    # At initialisation attention is nearly uniform: without skip connections all tokens become one vector.
+    assert torch.equal(compute_features(model, batch), expected)
+    assert len({round(value, 6) for value in residuals.values()}) == 4
+    # At initialization, attention is nearly uniform: without skip connections all tokens become one vector.
     assert residuals[True, True] > 0.3
     assert residuals[False, False] < residuals[True, True] / 10
 
 
 @pytest.mark.parametrize("attention", with_representatives(sorted(ATTENTION_REGISTRY), "lln_diag", "nystrom"))
-def test_the_probe_writes_the_instruments_of_every_layer(attention, tmp_path):
+def test_probe_writes_the_instruments_of_every_layer(attention, tmp_path):
     model, batch = make_model(attention)
     with SummaryWriter(tmp_path / "probe") as writer:
         probe = Probe(batch, writer)
         probe(model, 5)
         probe(model.half().bfloat16(), 10)
     curves = read_curves(tmp_path)
-    expected = {"probe/seconds"}
-    for n, layer in enumerate(model.encoder.sentence_encoder.layers):  # they may differ by depth
-        mechanism = layer.self_attn.attention
+
+    expected_tags = {"probe/seconds"}
+    for number, layer in enumerate(model.encoder.sentence_encoder.layers):
+        mechanism = layer.self_attn.attention  # mechanisms may differ by depth
         names = {*layer_scalars.NAMES[:3], "residual"}
-        names |= set(measure.NAMES) if mechanism.stochastic_rows else set()
-        names |= set(layer_scalars.NAMES) if mechanism.alpha_beta(*2 * [torch.ones(1, 2, 3, 4)]) else set()
-        expected |= {f"probe/{name}/layer_{n:02d}" for name in names}
-    assert set(curves) == expected
+        if mechanism.stochastic_rows:
+            names.update(measure.NAMES)
+        if mechanism.alpha_beta(*2 * [torch.ones(1, 2, 3, 4)]):
+            names.update(layer_scalars.NAMES)
+        expected_tags |= {f"probe/{name}/layer_{number:02d}" for name in names}
+    assert set(curves) == expected_tags
     for tag, curve in curves.items():
         assert curve.steps == [5, 10]
         if tag != "probe/seconds":
             assert curve.values[0] == pytest.approx(curve.values[1], rel=0.1, abs=0.02), tag
-    (layer, *_) = record(model.float(), batch)
-    expected = measure.measure(layer.attention, layer.q, layer.k, layer.key_padding_mask).mean(dim=(0, 2))
+
+    layer = record_layers(model.float(), batch)[0]
     if layer.attention.stochastic_rows:
-        assert curves["probe/entropy/layer_00"].values[1] == pytest.approx(expected[0].item(), rel=1e-2)
+        measured = measure.measure_batch(layer.attention, layer.q, layer.k, layer.key_padding_mask)
+        entropy = measured.mean(dim=(0, 2))[measure.NAMES.index("entropy")].item()
+        assert curves["probe/entropy/layer_00"].values[1] == pytest.approx(entropy, rel=1e-2)
 
 
-def test_a_model_without_our_attention_is_refused():
+def test_model_without_an_attention_of_the_package_is_rejected():
     with pytest.raises(ValueError, match="no attention of this package"):
-        record(torch.nn.Linear(2, 2), {})
+        record_layers(torch.nn.Linear(2, 2), {})

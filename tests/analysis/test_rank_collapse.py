@@ -13,34 +13,48 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_composite_norm():
+def test_composite_norm_of_a_small_matrix():
     X = torch.tensor([[1.0, -2], [3, 4]])
-    assert composite_norm(X) == pytest.approx(math.sqrt(6 * 7))  # column 2, row 2
-    A, B = random(5, 6), random(6, 7, seed=1)
+    assert composite_norm(X) == pytest.approx(math.sqrt(6 * 7))  # from column 2 and row 2
+
+
+def test_composite_norm_is_submultiplicative():
+    A = random(5, 6)
+    B = random(6, 7, seed=1)
     assert composite_norm(A @ B) <= composite_norm(A) * composite_norm(B)
 
 
-def test_tokens_that_are_all_the_same_have_no_residual():
-    x = random(8)
-    same = x.expand(2, 30, 8)
-    assert residual(same).abs().max() < 1e-15
-    assert relative_residual(same).max() < 1e-15
-    torch.testing.assert_close(residual(same + random(30, 8)), residual(random(30, 8)).expand(2, 30, 8))
+def test_equal_tokens_have_no_residual():
+    X = random(8).expand(2, 30, 8)
+    assert residual(X).abs().max() < 1e-15
+    assert relative_residual(X).max() < 1e-15
+
+
+def test_residual_does_not_depend_on_a_vector_that_all_tokens_share():
+    X = random(30, 8)
+    torch.testing.assert_close(residual(X + random(8)), residual(X))
 
 
 def test_padding_does_not_count():
-    X, mask = random(2, 3, 40, 8), random_padding(2, 40)
-    found = relative_residual(X, mask)
-    for b in range(2):
-        torch.testing.assert_close(found[b], relative_residual(X[b][:, ~mask[b]]))
+    X = random(2, 3, 40, 8)
+    mask = random_padding(2, 40)
+
+    relative = relative_residual(X, mask)
+
+    for row in range(2):
+        torch.testing.assert_close(relative[row], relative_residual(X[row][:, ~mask[row]]))
     X.transpose(1, 2)[mask] = 1e6
-    torch.testing.assert_close(relative_residual(X, mask), found)
+    torch.testing.assert_close(relative_residual(X, mask), relative)
     assert (residual(X, mask).transpose(1, 2)[mask] == 0).all()
 
 
-def test_numerical_rank():
+def test_numerical_rank_ignores_small_noise():
     X = random(2, 30, 4) @ random(2, 4, 30, seed=1)
-    assert numerical_rank(X).tolist() == numerical_rank(X + 1e-6 * random(30, 30)).tolist() == [4, 4]
+    assert numerical_rank(X).tolist() == [4, 4]
+    assert numerical_rank(X + 1e-6 * random(30, 30)).tolist() == [4, 4]
+
+
+def test_numerical_rank_depends_on_the_tolerance():
     assert numerical_rank(torch.eye(9)) == 9
     assert numerical_rank(torch.diag(torch.tensor([1.0, 0.5, 1e-4]))) == 2
     assert numerical_rank(torch.diag(torch.tensor([1.0, 0.5, 1e-4])), tolerance=1e-5) == 3

@@ -1,4 +1,4 @@
-"""`lln-fairseq analyze` on checkpoints that were trained here."""
+"""`lln-fairseq analyze` on checkpoints that are trained here."""
 
 import json
 import math
@@ -11,9 +11,9 @@ import torch
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis import entropy, measure
-from lln_fairseq.analysis.analyze import analyse
-from lln_fairseq.analysis.probe import record, spread_batches
-from lln_fairseq.analysis.report import VARIANTS, collect
+from lln_fairseq.analysis.analyze import analyze_checkpoint
+from lln_fairseq.analysis.probe import record_layers, spread_batches
+from lln_fairseq.analysis.report import VARIANTS, measure_model
 from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
 
@@ -23,99 +23,126 @@ LLN = (*USER_DIR, "--arch", "lln_roberta_tiny")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder, monkeypatch = tmp_path_factory.mktemp("trained"), pytest.MonkeyPatch()
+    """The data directory, and a checkpoint of one masked language model for each of two attentions."""
+    folder = tmp_path_factory.mktemp("trained")
     data = make_corpus(folder / "data")
-    for attention in ("lln_diag", "softmax"):
-        train(monkeypatch, folder / "log", data, folder / attention, *MASKED_LM, *LLN, "--attention", attention,
-              "--max-update", 2)  # fmt: skip
-    monkeypatch.undo()
-    return data, {name: folder / name / "checkpoint_last.pt" for name in ("lln_diag", "softmax")}
+    checkpoints = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for attention in ("lln_diag", "softmax"):
+            options = (*MASKED_LM, *LLN, "--attention", attention, "--max-update", 2)
+            train(monkeypatch, folder / "log", data, folder / attention, *options)
+            checkpoints[attention] = folder / attention / "checkpoint_last.pt"
+    return data, checkpoints
 
 
-def run(capsys, *arguments):
+def run_analyze(capsys, *arguments):
+    """Return the exit code, the standard output and the standard error of the program."""
     code = main(["analyze", *map(str, arguments)])
     return code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("attention", ["lln_diag", "softmax"])
-def test_table_json_and_picture(attention, trained, tmp_path, capsys):
+def test_analyze_writes_table_json_and_figure(attention, trained, tmp_path, capsys):
     data, checkpoints = trained
-    out, png = tmp_path / "a.json", tmp_path / "a.png"
-    code, said, _ = run(capsys, checkpoints[attention], data, "--batches", 2, "--batch-size", 3, "--json", out,
-                        "--png", png)  # fmt: skip
+    json_file = tmp_path / "a.json"
+    png = tmp_path / "a.png"
+    options = ("--batches", 2, "--batch-size", 3, "--json", json_file, "--png", png)
+
+    code, table, _ = run_analyze(capsys, checkpoints[attention], data, *options)
+
     assert code == 0
-    assert "split 'valid': 4 sequences" in said  # all there are
-    found = json.loads(out.read_text())
-    assert found["sequences"] == 4
-    assert found["longest"] <= 64
-    assert len(found["layers"]) == 2
-    for layer in found["layers"]:
+    assert "split 'valid': 4 sequences" in table  # fewer than 2 · 3
+    assert "nan" not in table
+    numbers = json.loads(json_file.read_text())
+    assert numbers["sequences"] == 4
+    assert numbers["longest"] <= 64
+    assert len(numbers["layers"]) == 2
+    for layer in numbers["layers"]:
         assert len(layer["entropy"]["by_head"]) == 2
-        assert f"{layer['entropy']['mean']:.3f}" in said
+        assert f"{layer['entropy']['mean']:.3f}" in table
         assert 0 < layer["entropy"]["mean"] <= math.log2(64)
         assert layer["entropy"]["mean"] == pytest.approx(sum(layer["entropy"]["by_head"]) / 2)
         assert (layer["tau_lln"]["mean"] is None) == (attention == "softmax")
         assert 0 < layer["q_ks"]["mean"] < 0.2
         assert 1 <= layer["rank"]["mean"] <= 64
     for name in ("residual", "rank"):
-        assert set(found[name]) == set(VARIANTS)
-        assert all(len(values) == 3 for values in found[name].values())
-    assert found["residual"]["neither"][2] < found["residual"]["model"][2]
-    assert "nan" not in said
+        assert set(numbers[name]) == set(VARIANTS)
+        assert all(len(values) == 3 for values in numbers[name].values())
+    assert numbers["residual"]["neither"][2] < numbers["residual"]["model"][2]
     assert matplotlib.image.imread(png).std() > 0.1
 
 
-def test_the_numbers_are_the_means_over_sequences(trained):
+def test_numbers_are_means_over_sequences(trained):
     data, checkpoints = trained
-    report = analyse(str(checkpoints["softmax"]), str(data), batches=1, batch_size=3)
+    report = analyze_checkpoint(str(checkpoints["softmax"]), str(data), batches=1, batch_size=3)
+
     model, task = load_model(str(checkpoints["softmax"]), str(data))
     task.load_dataset("valid")
     (batch,) = spread_batches(task.dataset("valid"), 1, 3, model)
-    layer = record(model, batch)[1]
+    layer = record_layers(model, batch)[1]
     P = layer.attention.attention_matrix(layer.q, layer.k, layer.key_padding_mask)
     expected = entropy(P, layer.key_padding_mask).double().mean(dim=0)
     torch.testing.assert_close(report.layers[1]["entropy"], expected)
 
 
-def test_long_sequences_are_announced(trained, monkeypatch, capsys):
+def test_table_explains_what_is_measured_of_long_sequences(trained, monkeypatch, capsys):
     data, checkpoints = trained
     monkeypatch.setattr(measure, "MAX_TOKENS", 40)
-    code, said, _ = run(capsys, checkpoints["softmax"], data)
+    code, table, _ = run_analyze(capsys, checkpoints["softmax"], data)
     assert code == 0
-    assert "More than 40 tokens a sequence" in said
-    assert "  -  " in said
+    assert "More than 40 tokens" in table
+    assert "  -  " in table
 
 
-def test_a_fine_tuned_model(tmp_path, monkeypatch, capsys):
+def test_analyze_takes_a_fine_tuned_model(tmp_path, monkeypatch, capsys):
     data = make_classification(tmp_path / "data")
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, "--max-update", 1)
-    code, said, _ = run(capsys, tmp_path / "run" / "checkpoint_last.pt", data, "--split", "train")
+    code, table, _ = run_analyze(capsys, tmp_path / "run" / "checkpoint_last.pt", data, "--split", "train")
     assert code == 0
-    assert "split 'train': 16 sequences" in said
+    assert "split 'train': 16 sequences" in table
 
 
-def test_bad_input_is_one_line(trained, tmp_path, monkeypatch, capsys):
-    data, checkpoints = trained
-    ours, broken, other = checkpoints["softmax"], tmp_path / "broken.pt", make_classification(tmp_path / "other")
+def assert_error_of_one_line(result, message):
+    code, _, stderr = result
+    assert code == 1
+    assert stderr.count("\n") == 1
+    assert re.search(f"^error: .*{message}", stderr), stderr
+
+
+def test_damaged_checkpoint_is_rejected(trained, tmp_path, capsys):
+    data, _ = trained
+    broken = tmp_path / "broken.pt"
     broken.write_bytes(b"no checkpoint")
-    train(monkeypatch, tmp_path / "log", data, tmp_path / "stock", *MASKED_LM, *USER_DIR, "--arch", "roberta",
-          "--max-update", 1)  # fmt: skip
-    for arguments, message in [
-        ((broken, data), "cannot load .*broken.pt"),
-        ((ours, other), "is not a binarised data directory: .*dict.txt is missing"),
-        ((ours, data, "--batches", 0), "must be at least 1"),
-        ((tmp_path / "stock" / "checkpoint_last.pt", data), "no attention of this package"),
-        ((ours, data, "--json", tmp_path / "no" / "folder.json"), "no such directory: .*no"),
-    ]:
-        code, _, complaint = run(capsys, *arguments)
-        assert code == 1
-        assert complaint.count("\n") == 1
-        assert re.search(f"^error: .*{message}", complaint), complaint
+    assert_error_of_one_line(run_analyze(capsys, broken, data), "cannot load .*broken.pt")
 
 
-def test_a_sequence_longer_than_the_model_is_refused(trained):
+def test_data_of_another_task_is_rejected(trained, tmp_path, capsys):
+    _, checkpoints = trained
+    other_data = make_classification(tmp_path / "other")
+    assert_error_of_one_line(run_analyze(capsys, checkpoints["softmax"], other_data), ".*dict.txt is missing")
+
+
+def test_stock_roberta_is_rejected(trained, tmp_path, monkeypatch, capsys):
+    data, _ = trained
+    options = (*MASKED_LM, *USER_DIR, "--arch", "roberta", "--max-update", 1)
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "stock", *options)
+    result = run_analyze(capsys, tmp_path / "stock" / "checkpoint_last.pt", data)
+    assert_error_of_one_line(result, "no attention of this package")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--batches", 0, "must be at least 1"), ("--json", "no/folder.json", "no such directory: .*no")],
+)
+def test_wrong_option_is_rejected(option, value, message, trained, tmp_path, monkeypatch, capsys):
+    data, checkpoints = trained
+    monkeypatch.chdir(tmp_path)
+    assert_error_of_one_line(run_analyze(capsys, checkpoints["softmax"], data, option, value), message)
+
+
+def test_sequence_longer_than_the_model_is_rejected(trained):
     data, checkpoints = trained
     model, _ = load_model(str(checkpoints["softmax"]), str(data))
     batch = {"src_tokens": torch.full((1, 70), 5), "src_lengths": torch.tensor([70])}
-    with pytest.raises(ValueError, match="a sequence of 70 tokens, and the model takes 64 at most"):
-        collect(model, [batch])
+    with pytest.raises(ValueError, match="a sequence of 70 tokens, but the model takes at most 64"):
+        measure_model(model, [batch])

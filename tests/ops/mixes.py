@@ -3,7 +3,7 @@
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.joint import Blocks, outside_mass, outside_weight
+from lln_fairseq.ops.joint import BlockKinds, outside_mass, outside_weight
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from tests.helpers import random_padding, random_qkv, relative_rms
 
@@ -78,7 +78,7 @@ def plain(mix, mask, block=BLOCK):
         mass = outside_mass(inside)
         count = same.sum(-1, keepdim=True)
         real = (~mask).sum(-1)[:, None, None, None]
-        weight = outside_weight(mass, offset[:, None, None], Blocks((count == real) & (count > 0), count == 0))
+        weight = outside_weight(mass, offset[:, None, None], BlockKinds((count == real) & (count > 0), count == 0))
         corrected = ((1 - weight * mass) * p - weight * inside).to(dtype)
         return (weight * lln + corrected @ v).to(dtype)
 

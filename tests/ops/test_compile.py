@@ -1,4 +1,4 @@
-"""torch.compile: one graph without a break, the numbers of eager execution, and the kernels in it."""
+"""torch.compile: one graph without a break, with the kernels in it, and the results of eager execution."""
 
 import dataclasses
 import functools
@@ -13,76 +13,88 @@ from lln_fairseq.ops.backends import HybridSpec, choose_backend, load_backend
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
+OPERATOR = "lln_fairseq.hybrid_attention"
+needs_kernels = pytest.mark.skipif(
+    choose_backend("auto", torch.zeros(1, 1, 1, 32)) != "cpu",
+    reason="no C compiler, or a CPU that the kernels do not support",
+)
 
-def results(mask, compute):
-    """Output and gradients of q, k, v."""
+
+def output_and_gradients(mask, compute):
+    """Return compute(q, k, v, mask) and its gradients with respect to q, k and v."""
     q, k, v = (x.requires_grad_() for x in random_qkv())
     out = compute(q, k, v, mask)
     return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled_before():
+def _reset_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("name", "options", "compiler"), [
-    ("lln", {}, "aot_eager"),
-    ("lln_diag", {}, "inductor"),
-    ("lln_diag", {"mix": "ratio"}, "aot_eager"),
-    ("lln_diag", {"mix": "joint_offset", "block_size": 16}, "aot_eager"),
-    ("lln_diag", {"constants": "entropy"}, "aot_eager"),
-    ("lln", {"scope": "batch", "gain": "learned"}, "aot_eager"),
-    ("block_diag", {}, "aot_eager"),
-])  # fmt: skip
-def test_one_graph_with_the_numbers_of_eager_execution(name, options, compiler, padded):
-    attention = build_attention(name, num_heads=3, head_dim=32, max_positions=128, **options).eval()
-    mask = random_padding(2, 97) if padded else None
-    expected = results(mask, attention)
-    found = results(mask, torch.compile(attention, fullgraph=True, backend=compiler))
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert relative_rms(one, other) <= (FLOAT32_GRADIENT if number else FLOAT32_FORWARD)
+class RecordingCompiler:
+    """Compiles functions into one graph each, and records the operators of all graphs."""
+
+    def __init__(self):
+        self.operators = []
+
+    def compile(self, function, **options):
+        return torch.compile(function, fullgraph=True, backend=self._record, **options)
+
+    def _record(self, module, inputs):
+        self.operators.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
 
 
 @pytest.fixture
-def graphs():
-    """compile(function) and the names of the operators in what it has compiled."""
-    found = []
-
-    def backend(module, inputs):
-        found.extend(str(node.target) for node in module.graph.nodes)
-        return module.forward
-
-    def compiled(function, **options):
-        return torch.compile(function, fullgraph=True, backend=backend, **options)
-
-    compiled.operators = found
-    return compiled
+def compiler():
+    return RecordingCompiler()
 
 
-OPERATOR = "lln_fairseq.hybrid_attention"
-needs_kernels = pytest.mark.skipif(
-    choose_backend("auto", torch.zeros(1, 1, 1, 32)) != "cpu", reason="no C compiler, or no CPU of ours"
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options", "backend"),
+    [
+        ("lln", {}, "aot_eager"),
+        ("lln_diag", {}, "inductor"),
+        ("lln_diag", {"mix": "ratio"}, "aot_eager"),
+        ("lln_diag", {"mix": "joint_offset", "block_size": 16}, "aot_eager"),
+        ("lln_diag", {"constants": "entropy"}, "aot_eager"),
+        ("lln", {"scope": "batch", "gain": "learned"}, "aot_eager"),
+        ("block_diag", {}, "aot_eager"),
+    ],
 )
+def test_compiled_mechanism_equals_eager_execution(name, options, backend, padded):
+    attention = build_attention(name, num_heads=3, head_dim=32, max_positions=128, **options).eval()
+    mask = random_padding(2, 97) if padded else None
+
+    expected = output_and_gradients(mask, attention)
+    actual = output_and_gradients(mask, torch.compile(attention, fullgraph=True, backend=backend))
+
+    assert relative_rms(actual[0], expected[0]) <= FLOAT32_FORWARD
+    for x, y in zip(actual[1:], expected[1:], strict=True):
+        assert relative_rms(x, y) <= FLOAT32_GRADIENT
 
 
 @needs_kernels
-@pytest.mark.parametrize(("head_dim", "dtype", "backend", "expected"), [
-    (32, torch.float32, "auto", True),
-    (32, torch.float32, "triton", True),
-    (32, torch.float32, "torch", False),
-    (20, torch.float32, "auto", False),
-    (32, torch.float64, "auto", False),
-])  # fmt: skip
-def test_the_kernels_are_in_the_graph_where_they_run(head_dim, dtype, backend, expected, graphs):
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "backend", "is_in_graph"),
+    [
+        (32, torch.float32, "auto", True),
+        (32, torch.float32, "triton", True),
+        (32, torch.float32, "torch", False),
+        (20, torch.float32, "auto", False),
+        (32, torch.float64, "auto", False),
+    ],
+)
+def test_graph_has_the_operator_where_kernels_run(head_dim, dtype, backend, is_in_graph, compiler):
     q, k, v = random_qkv(dim=head_dim, dtype=dtype)
     for mix in ("average", "joint"):
         compute = functools.partial(lln_diag_attention, alpha=1.2, beta=0.9, backend=backend, mix=mix)
-        assert relative_rms(graphs(compute)(q, k, v), compute(q, k, v)) <= FLOAT32_FORWARD
-    assert graphs.operators.count(OPERATOR) == 2 * expected
+        assert relative_rms(compiler.compile(compute)(q, k, v), compute(q, k, v)) <= FLOAT32_FORWARD
+    assert compiler.operators.count(OPERATOR) == (2 if is_in_graph else 0)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +105,12 @@ def test_the_kernels_are_in_the_graph_where_they_run(head_dim, dtype, backend, e
     ("weights", "given", "joint"),
     [((0.5, 0.5), False, False), ((1.0, 0.0), True, False), ((0.0, 1.0), True, False), ((1.0, 1.0), True, True)],
 )
-def test_the_operator_keeps_torchs_contract(layout, weights, given, joint, backend):
+def test_operator_passes_torchs_checks(layout, weights, given, joint, backend):
+    """`given` passes α and β, with gradients; otherwise the operator matches them."""
     if reason := load_backend(backend).is_supported(torch.empty(1, 1, 1, 32), 16):
         pytest.skip(reason)
     if backend == "triton" and not weights[0]:
-        pytest.skip("Triton has no kernel for the blocks alone")
+        pytest.skip("Triton has no kernel for block-diagonal attention without LLN")
     q, k, v = random_qkv(batch=1, heads=2, length=24)
     if layout == "tokens":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
@@ -108,57 +121,70 @@ def test_the_operator_keeps_torchs_contract(layout, weights, given, joint, backe
     parameter = torch.full((1, 2), 0.4, requires_grad=given) if joint else None
     seed = torch.tensor([7])
     for mask, dropout in ((None, 0.0), (torch.arange(24)[None] >= 19, 0.1)):
-        mix = (*weights, 16, dropout if weights[1] else 0.0, joint, backend)
-        arguments = (*leaves, alpha, beta, parameter, mask, seed if dropout else None, *mix)
+        settings = (*weights, 16, dropout if weights[1] else 0.0, joint, backend)
+        arguments = (*leaves, alpha, beta, parameter, mask, seed if dropout else None, *settings)
         torch.library.opcheck(torch.ops.lln_fairseq.hybrid_attention.default, arguments)
 
 
-def test_the_operator_knows_all_that_a_mixture_is():
-    takes = {argument.name for argument in torch.ops.lln_fairseq.hybrid_attention.default._schema.arguments}
-    # What is compiled cannot exchange anything, see autograd.py.
-    assert {field.name for field in dataclasses.fields(HybridSpec)} - {"exchange"} <= takes
+def test_operator_takes_every_field_of_the_spec():
+    """Except the exchange, which compiled attention cannot have: see autograd.py."""
+    arguments = {argument.name for argument in torch.ops.lln_fairseq.hybrid_attention.default._schema.arguments}
+    assert {field.name for field in dataclasses.fields(HybridSpec)} - {"exchange"} <= arguments
 
 
 @needs_kernels
-def test_one_graph_for_every_length(graphs):
-    compiled = graphs(lambda q, k, v: lln_diag_attention(q, k, v), dynamic=True)
+def test_dynamic_graph_serves_every_length(compiler):
+    compiled = compiler.compile(lambda q, k, v: lln_diag_attention(q, k, v), dynamic=True)
     for length in (5, 33, 80, 97):
         q, k, v = random_qkv(length=length)
         assert relative_rms(compiled(q, k, v), lln_diag_attention(q, k, v)) <= FLOAT32_FORWARD
-    assert graphs.operators.count(OPERATOR) == 1
+    assert compiler.operators.count(OPERATOR) == 1
 
 
 @needs_kernels
-def test_dropout_is_the_same_in_both_passes():
-    def compute(q, k, v, mask):
-        torch.manual_seed(3)
+def test_compiled_dropout_equals_eager_dropout():
+    def attention(q, k, v):
         return lln_diag_attention(q, k, v, dropout_p=0.3)
 
-    def compiled(q, k, v, mask):
-        torch.manual_seed(3)
-        return function(q, k, v)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
 
-    function = torch.compile(lambda q, k, v: lln_diag_attention(q, k, v, dropout_p=0.3), fullgraph=True,
-                             backend="aot_eager")  # fmt: skip
-    for one, other in zip(results(None, compiled), results(None, compute), strict=True):
-        assert relative_rms(one, other) <= FLOAT32_GRADIENT
+    def seeded(function):
+        def compute(q, k, v, mask):
+            torch.manual_seed(3)
+            return function(q, k, v)
+
+        return compute
+
+    actual = output_and_gradients(None, seeded(compiled))
+    expected = output_and_gradients(None, seeded(attention))
+    for x, y in zip(actual, expected, strict=True):
+        assert relative_rms(x, y) <= FLOAT32_GRADIENT
 
 
-def test_transforms_autocast_and_export_beside_compilation(graphs):
+def test_compiled_vmap_equals_eager_execution():
     q, k, v = random_qkv(batch=4)
-    several = [x.view(2, 2, *x.shape[1:]) for x in (q, k, v)]
-    expected = lln_diag_attention(q, k, v)
+    pairs = [x.view(2, 2, *x.shape[1:]) for x in (q, k, v)]
     compiled = torch.compile(torch.vmap(lln_diag_attention), fullgraph=True, backend="aot_eager")
-    assert relative_rms(compiled(*several).view_as(q), expected) <= FLOAT32_FORWARD
+    assert relative_rms(compiled(*pairs).view_as(q), lln_diag_attention(q, k, v)) <= FLOAT32_FORWARD
+
+
+def test_compiled_autocast_rounds_nothing(compiler):
+    q, k, v = random_qkv(batch=4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert relative_rms(graphs(lln_diag_attention)(q, k, v), expected) <= FLOAT32_FORWARD
+        out = compiler.compile(lln_diag_attention)(q, k, v)
+    assert relative_rms(out, lln_diag_attention(q, k, v)) <= FLOAT32_FORWARD
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_program_has_only_operators_of_torch(strict):
+    """Whoever loads an exported program may not have this package."""
+    q, k, v = random_qkv(batch=4)
     attention = build_attention("lln_diag", num_heads=3, head_dim=32, max_positions=128).eval()
-    for strict in (False, True):
-        exported = torch.export.export(attention, (q, k, v), strict=strict)
-        assert OPERATOR not in str(exported.graph)  # whoever loads it may not have it
-        assert relative_rms(exported.module()(q, k, v), expected) <= FLOAT32_FORWARD
+    exported = torch.export.export(attention, (q, k, v), strict=strict)
+    assert OPERATOR not in str(exported.graph)
+    assert relative_rms(exported.module()(q, k, v), lln_diag_attention(q, k, v)) <= FLOAT32_FORWARD
 
 
-def test_the_operations_do_not_import_the_compiler():
+def test_import_does_not_load_the_compiler():
     code = "import sys, lln_fairseq.ops.lln; print('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

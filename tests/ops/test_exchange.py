@@ -1,6 +1,6 @@
-"""A sequence on several workers gives what it gives on one: outputs, gradients, and what is sent for it.
+"""Attention over several workers: outputs and gradients equal those of one worker, with the expected traffic.
 
-All workers start once and work through all cases.
+The workers start once and go through all cases.
 """
 
 import itertools
@@ -20,21 +20,28 @@ from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import random_padding, random_qkv, relative_rms
 from tests.workers import run_workers
 
-WORKERS, BATCH, HEADS, DIM, BLOCK = 4, 2, 3, 32, 16
-# The tokens of each worker: even, uneven, and none at all on one of them.
+WORKERS = 4
+BATCH = 2
+HEADS = 3
+DIM = 32
+BLOCK = 16
+# The tokens of each worker: even, uneven, and one worker without tokens.
 SHARDS = ((16, 81), (0, 64, 33), (32, 48, 0, 17))
-IN_SPLITS = (16, 80)  # Triton takes these in splits of 32 tokens
+SPLIT_SHARDS = (16, 80)  # Triton computes these in splits of 32 tokens
 FUNCTIONS = {
     "lln": lambda *args, **kw: lln_attention(*args, **kw),
     "lln_diag": lambda *args, **kw: lln_diag_attention(*args, block_size=BLOCK, **kw),
 }
-FACTORS = ("matched", "given")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}  # against one worker in this dtype
 
 
-def cases():
-    """(backend, function, shards, padded, factors, dtype)"""
-    for backend, function, factors in itertools.product(("torch", "cpu"), FUNCTIONS, FACTORS):
+def make_cases():
+    """Yield (backend, function, shards, padded, factors, dtype).
+
+    "torch cpu" gives rank 0 the first backend and all others the second. The factors α and β are "given", or "matched"
+    by head, or matched "of the batch".
+    """
+    for backend, function, factors in itertools.product(("torch", "cpu"), FUNCTIONS, ("matched", "given")):
         for shards in SHARDS:
             yield backend, function, shards, True, factors, torch.float32
         yield backend, function, (0, 64, 33), False, factors, torch.float32
@@ -44,12 +51,15 @@ def cases():
         yield "cpu", function, (16, 81), True, "of the batch", torch.float32
         yield "torch cpu", function, (16, 81), True, "given", torch.float32  # one worker has no compiler
         yield "triton", function, (16, 81), True, "given", torch.float32
-        yield "triton", function, IN_SPLITS, False, "given", torch.float32
+        yield "triton", function, SPLIT_SHARDS, False, "given", torch.float32
     yield "triton", "lln_diag", (16, 81), False, "matched", torch.bfloat16
 
 
-def inputs(length, padded, factors, dtype):
-    """Tensors that want gradients, the incoming gradient, and a mask with whole shards, and a whole row, of padding."""
+def make_inputs(length, padded, factors, dtype):
+    """Return the tensors to differentiate, the incoming gradient and the mask.
+
+    With padding, whole shards and a whole row are padded, and all padding is NaN.
+    """
     q, k, v = random_qkv(BATCH, HEADS, length, DIM, dtype=dtype)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     mask = None
@@ -66,153 +76,172 @@ def inputs(length, padded, factors, dtype):
     return tensors, grad, mask
 
 
-def run(case, tensors, grad, mask, group=None):
-    """The output and the gradients of the tensors, with numbers for what padding answers."""
-    backends, function, *_ = case
+def run_case(case, tensors, grad, mask, group=None):
+    """Return the output, 0 in padded rows, and the gradients of the tensors."""
+    backends, function, _, _, factors, _ = case
     backend = backends.split()[dist.get_rank(group) if " " in backends else 0]
     tensors = [x.clone().requires_grad_() for x in tensors]
-    q, k, v, *factors = tensors
-    scope = "batch" if case[4] == "of the batch" else "head"
-    kw = dict(key_padding_mask=mask, backend=backend, scope=scope, group=group)
-    out = FUNCTIONS[function](q, k, v, *(factors or (None, None)), **kw)
+    q, k, v, *alpha_beta = tensors
+    scope = "batch" if factors == "of the batch" else "head"
+    options = dict(key_padding_mask=mask, backend=backend, scope=scope, group=group)
+    out = FUNCTIONS[function](q, k, v, *(alpha_beta or (None, None)), **options)
     grads = torch.autograd.grad(out, tensors, grad)
     if mask is not None:
         out = out.detach().masked_fill(mask[:, None, :, None], 0.0)
     return [out, *grads]
 
 
-def compare(case, group):
-    """The relative errors of what this worker holds against one worker that has all tokens."""
+def compare_with_one_worker(case, group):
+    """Return the relative errors of this worker's part of the output and of each gradient."""
     _, _, shards, *settings = case
-    if shards == IN_SPLITS:
+    if shards == SPLIT_SHARDS:
         load_backend("triton").split_tokens = lambda length, dim: ((length + 31) // 32, 32)
-    tensors, grad, mask = inputs(sum(shards), *settings)
-    expected = run(case, tensors, grad, mask)
+    tensors, grad, mask = make_inputs(sum(shards), *settings)
+    expected = run_case(case, tensors, grad, mask)
     rank = dist.get_rank(group)
-    here = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
-    local = [x[:, :, here] for x in tensors[:3]] + tensors[3:]
-    found = run(case, local, grad[:, :, here], None if mask is None else mask[:, here], group)
-    for x in found[4:]:  # of α and β a worker has a part
+    tokens = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+    local = [x[:, :, tokens] for x in tensors[:3]] + tensors[3:]
+    actual = run_case(case, local, grad[:, :, tokens], None if mask is None else mask[:, tokens], group)
+    for x in actual[4:]:  # each worker has a part of the gradients of α and β
         dist.all_reduce(x, group=group)
-    expected = [x[:, :, here] for x in expected[:4]] + expected[4:]
-    return [relative_rms(x, y) if x.numel() else 0.0 for x, y in zip(found, expected, strict=True)]
+    expected = [x[:, :, tokens] for x in expected[:4]] + expected[4:]
+    return [relative_rms(x, y) if x.numel() else 0.0 for x, y in zip(actual, expected, strict=True)]
 
 
-class Counted:
-    """A collective that adds up the bytes of what this worker gives."""
+class CountingCollective:
+    """Replaces a collective of torch.distributed by one that records the bytes that this worker sends.
 
-    def __init__(self, name, tensor):
-        self.original, self.tensor, self.sent = getattr(dist, name), tensor, []
+    `argument` is the position of the tensor that is sent.
+    """
+
+    def __init__(self, name, argument):
+        self.original = getattr(dist, name)
+        self.argument = argument
+        self.sent = []
         setattr(dist, name, self)
 
     def __call__(self, *args, **kw):
-        self.sent.append(args[self.tensor].nbytes)
+        self.sent.append(args[self.argument].nbytes)
         return self.original(*args, **kw)
 
 
-def sent_bytes(group):
-    """By collective, of one call with matched factors, forward and backward."""
-    gather, reduce = Counted("all_gather", 1), Counted("all_reduce", 0)
+def count_sent_bytes(group):
+    """Return the bytes of each all_gather and each all_reduce in two calls with 32 and 4096 tokens."""
+    gather = CountingCollective("all_gather", 1)
+    reduce = CountingCollective("all_reduce", 0)
     try:
         for length in (32, 4096):
             q, k, v = (x.requires_grad_() for x in random_qkv(BATCH, HEADS, length, DIM))
             lln_diag_attention(q, k, v, block_size=BLOCK, group=group).sum().backward()
     finally:
-        dist.all_gather, dist.all_reduce = gather.original, reduce.original
+        dist.all_gather = gather.original
+        dist.all_reduce = reduce.original
     return gather.sent, reduce.sent
 
 
-def merged_with_nothing(group):
-    """What comes out where one worker has no real key for the first head, and none has one for the second."""
-    here = torch.tensor([dist.get_rank(group) == 1, False])
-    top, total = torch.where(here, -200.0, 0.0)[:, None], torch.where(here, 3.0, 0.0)[:, None]
-    return [x.flatten().tolist() for x in Exchange(group).merge_states(top, total, total[..., None] * 7)]
+def merge_missing_keys(group):
+    """Merge states where only rank 1 has a real key in the first head, and no worker has one in the second."""
+    has_key = torch.tensor([dist.get_rank(group) == 1, False])
+    maximum = torch.where(has_key, -200.0, 0.0)[:, None]
+    total = torch.where(has_key, 3.0, 0.0)[:, None]
+    return [x.flatten().tolist() for x in Exchange(group).merge_states(maximum, total, total[..., None] * 7)]
 
 
 def error_at_a_large_mean(group):
     """Return the relative error of α and β where mean / σ is 1000, against one worker in float64."""
     q, k, _ = (x + 1000 for x in random_qkv(BATCH, HEADS, 40, DIM))
-    here = slice(0, 24) if dist.get_rank(group) == 0 else slice(24, 40)
-    found = match_moments(q[:, :, here], k[:, :, here], group=group)
-    return relative_rms(torch.stack(found), torch.stack(match_moments(q.double(), k.double(), backend="torch")))
+    tokens = slice(0, 24) if dist.get_rank(group) == 0 else slice(24, 40)
+    actual = match_moments(q[:, :, tokens], k[:, :, tokens], group=group)
+    return relative_rms(torch.stack(actual), torch.stack(match_moments(q.double(), k.double(), backend="torch")))
 
 
-def said(function, *args, **kw):
-    """The message of an error, and after how many seconds it came."""
-    begin = time.monotonic()
+def error_and_seconds(function, *args, **kw):
+    """Return the type and message of the error that a call raises, and how long it took."""
+    start = time.monotonic()
     try:
         function(*args, **kw)
     except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin
-    return "no error", time.monotonic() - begin
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
 
 
-def refusals(group, other):
-    """What a worker says before it exchanges anything."""
+def call_with_errors(group, foreign_group):
+    """Return the messages of calls that must fail on a worker before it exchanges anything."""
     q, k, v = random_qkv(BATCH, HEADS, 24, DIM)
-    first = dist.get_rank(group) == 0
-    found = {
-        "joint": said(lln_diag_attention, q, k, v, block_size=8, mix="joint", group=group)[0],
-        "block": said(lln_diag_attention, q, k, v, block_size=BLOCK, group=group)[0] if first else "",
-        "member": said(lln_attention, q, k, v, group=other)[0],
-        "traced": said(torch.func.vmap(lambda x: lln_attention(x, x, x, 1.0, 1.0, group=group)), torch.stack([q]))[0],
+
+    def message(function, *args, **kw):
+        return error_and_seconds(function, *args, **kw)[0]
+
+    traced = torch.func.vmap(lambda x: lln_attention(x, x, x, 1.0, 1.0, group=group))
+    messages = {
+        "joint": message(lln_diag_attention, q, k, v, block_size=8, mix="joint", group=group),
+        "member": message(lln_attention, q, k, v, group=foreign_group),
+        "traced": message(traced, torch.stack([q])),
     }
+    if dist.get_rank(group) == 0:
+        messages["block"] = message(lln_diag_attention, q, k, v, block_size=BLOCK, group=group)
     out = lln_attention(q.requires_grad_(), k, v, group=group)
-    found["second"] = said(torch.autograd.grad, out.sum(), q, create_graph=True)[0]
-    return found
+    messages["second"] = message(torch.autograd.grad, out.sum(), q, create_graph=True)
+    return messages
 
 
-def losses(rank, groups):
-    """Of a worker that is late (rank 0 waits for 1), and of one that has died (rank 2 waits for 3)."""
+def wait_for_missing_worker(rank, groups):
+    """On rank 0, wait for rank 1, which never calls; on rank 2, wait for rank 3, which dies here."""
     q, k, v = random_qkv(BATCH, HEADS, 24, DIM)
     if rank == 3:
         os._exit(1)
-    return said(lln_attention, q, k, v, group=groups[rank]) if rank in (0, 2) else None
+    if rank == 1:
+        return None
+    return error_and_seconds(lln_attention, q, k, v, group=groups[rank])
 
 
-def work(rank, chosen):
+def work(rank, cases):
+    """Run everything that this worker takes part in, and return the results by case or name."""
     groups = {count: dist.new_group(range(count)) for count in range(1, WORKERS + 1)}
-    others = {2: dist.new_group([0, 1]), 0: dist.new_group([2, 3])}
+    last_two = dist.new_group([2, 3])
     impatient = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     results = {}
-    for case in chosen:
+    for case in cases:
         count = len(case[2])
         if rank < count:
-            results[case] = compare(case, groups[count])
+            results[case] = compare_with_one_worker(case, groups[count])
     if rank < 2:
-        results["bytes"] = sent_bytes(groups[2])
+        results["bytes"] = count_sent_bytes(groups[2])
         results["large mean"] = error_at_a_large_mean(groups[2])
-        results["nothing"] = merged_with_nothing(groups[2])
-        results["refused"] = refusals(groups[2], others[0])
+        results["missing keys"] = merge_missing_keys(groups[2])
+        results["errors"] = call_with_errors(groups[2], last_two)
     dist.barrier()
-    results["lost"] = losses(rank, {0: impatient, 2: others[0]})
+    results["lost"] = wait_for_missing_worker(rank, {0: impatient, 2: last_two})
     return results
 
 
-def runnable(case):
+def is_runnable(case):
     return all(load_backend(name).is_supported(torch.empty(1, 1, 1, DIM)) is None for name in case[0].split())
 
 
-CASES = list(cases())
+CASES = list(make_cases())
 
 
 @pytest.fixture(scope="module")
 def results():
-    return run_workers(WORKERS, work, [case for case in CASES if runnable(case)])
+    return run_workers(WORKERS, work, [case for case in CASES if is_runnable(case)])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_workers_compute_what_one_does(case, results):
-    if not runnable(case):
+def test_workers_equal_one_worker(case, results):
+    if not is_runnable(case):
         pytest.skip("this backend cannot run here")
     count = len(case[2])
-    for rank, result in enumerate(results[: min(count, WORKERS - 1)]):  # the last one has died meanwhile, see `losses`
+    with_results = results[: min(count, WORKERS - 1)]  # the last worker died in `wait_for_missing_worker`
+    for rank, result in enumerate(with_results):
         assert max(result[case]) <= TOLERANCE[case[-1]], (rank, result[case])
 
 
-def test_what_is_sent_does_not_depend_on_the_number_of_tokens(results):
+def test_traffic_does_not_depend_on_the_number_of_tokens(results):
     heads = BATCH * HEADS
-    forward, backward, moments = 4 * heads * DIM * (DIM + 2), 4 * heads * DIM * (DIM + 1), 8 * 6 * heads
+    forward = 4 * heads * DIM * (DIM + 2)
+    backward = 4 * heads * DIM * (DIM + 1)
+    moments = 8 * 6 * heads
     for result in results[:2]:
         gathered, reduced = result["bytes"]
         assert gathered == [forward, forward]
@@ -224,27 +253,25 @@ def test_large_mean_costs_no_digits(results):
         assert result["large mean"] <= 1e-5
 
 
-def test_a_worker_without_a_real_key_changes_nothing(results):
+def test_worker_without_a_real_key_changes_nothing(results):
     for result in results[:2]:
-        assert result["nothing"] == [[-200.0, 0.0], [3.0, 0.0], [21.0, 0.0]]
+        assert result["missing keys"] == [[-200.0, 0.0], [3.0, 0.0], [21.0, 0.0]]
 
 
-def test_what_cannot_be_is_refused_in_one_line(results):
-    for rank, result in enumerate(results[:2]):
-        found = result["refused"]
-        assert found["joint"] == "ValueError: mix 'joint' cannot be computed over several workers, choose average"
-        assert "group must be a process group of torch.distributed that this worker is in" in found["member"]
-        assert "cannot follow an exchange between workers" in found["traced"]
-        assert found["second"] == "RuntimeError: attention over several workers has no second derivative"
-        if rank == 0:
-            assert "worker 0 of 2 holds 24 tokens: all but the last must hold a multiple of" in found["block"]
+def test_wrong_calls_are_rejected(results):
+    for result in results[:2]:
+        messages = result["errors"]
+        assert "mix 'joint' cannot be computed over several workers" in messages["joint"]
+        assert "group must be a process group of torch.distributed that includes this worker" in messages["member"]
+        assert "several workers cannot be traced" in messages["traced"]
+        assert "attention over several workers has no second derivative" in messages["second"]
+        assert all("\n" not in message for message in messages.values())
+    assert "worker 0 of 2 holds 24 tokens" in results[0]["errors"]["block"]
 
 
-def test_nobody_waits_for_ever_for_a_worker_that_is_late_or_dead(results):
-    for rank, patience in ((0, 15), (2, 15)):
+def test_missing_worker_times_out(results):
+    for rank in (0, 2):
         message, seconds = results[rank]["lost"]
-        assert message.startswith(
-            "WorkerLost: no exchange with the workers that share this one's sequences, has one of them ended?"
-        )
+        assert message.startswith("WorkerLost: the exchange with the workers that hold the same sequences failed")
         assert "\n" not in message
-        assert seconds < patience
+        assert seconds < 15

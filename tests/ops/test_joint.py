@@ -1,4 +1,4 @@
-"""What sets the joint mixes apart: they are softmax in one block, and their rows sum to 1. See test_backends.py."""
+"""The properties of the joint mixes: softmax in one block, and rows that sum to 1. See also test_backends.py."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_qkv, relative_rms
 from tests.ops.mixes import BLOCK, OFFSETS, attend, errors, holes, inputs, oracle, output_and_gradients
 
-JOINT_MIXES = {"joint": None, "joint_offset": OFFSETS[:3]}
+JOINT_MIXES = {"joint": None, "joint_offset": OFFSETS[:3]}  # with their mix_parameter
 
 
 @pytest.fixture(params=["torch", "cpu", "triton"])
@@ -22,13 +22,14 @@ def backend(request):
 @pytest.mark.parametrize("mix", JOINT_MIXES)
 @pytest.mark.parametrize(("length", "real"), [(16, 16), (11, 11), (40, 13)])
 @pytest.mark.parametrize("factor", [0.5, 8.0])
-def test_one_block_of_tokens_is_softmax_attention(factor, length, real, mix, backend):
+def test_one_block_of_real_tokens_is_softmax_attention(factor, length, real, mix, backend):
     q, k, v = (x.requires_grad_() for x in random_qkv(batch=1, length=length))
     mask = (torch.arange(length) >= real)[None] if real < length else None
     rows = slice(0, real)
-    offset = JOINT_MIXES[mix]
-    out = lln_diag_attention(q, k, v, factor, factor, mask, BLOCK, backend, mix=mix, mix_parameter=offset)
+
+    out = lln_diag_attention(q, k, v, factor, factor, mask, BLOCK, backend, mix=mix, mix_parameter=JOINT_MIXES[mix])
     expected = reference.softmax_matrix(q.double(), k.double(), mask) @ v.double()
+
     assert relative_rms(out[:, :, rows], expected[:, :, rows]) < 1e-6
     grads = [torch.autograd.grad(x[:, :, rows].square().sum(), (q, k, v)) for x in (out, expected)]
     for x, y in zip(*grads, strict=True):
@@ -37,63 +38,71 @@ def test_one_block_of_tokens_is_softmax_attention(factor, length, real, mix, bac
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_rows_sum_to_1(padded, backend):
-    """Those of queries too whose block has no real key; a sequence without one gives 0."""
-    q, k, v, *others = inputs("joint_offset", batch=3)
+    """Also rows whose block has no real key. A sequence without a real key gives 0."""
+    q, k, v, *parameters = inputs("joint_offset", batch=3)
     expected = torch.ones_like(v)
     mask = None
     if padded:
         mask = holes(3, 40)
         expected[2] = 0
-    out = attend("joint_offset", backend, mask)(q, k, torch.ones_like(v), *others)
+
+    out = attend("joint_offset", backend, mask)(q, k, torch.ones_like(v), *parameters)
+
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("offset", [3.0, 20.0, 80.0])
-def test_a_large_offset_does_not_multiply_rounding(offset, backend):
-    """Concentrated attention leaves most rows nothing outside their block but the rounding of a difference."""
+def test_large_offset_does_not_amplify_rounding(offset, backend):
+    """With concentrated attention, the mass outside the block is only a rounding error in most rows."""
     q, k, v = random_qkv(length=40)
     factor = torch.full((2, 3), 3.0)
     tensors = [3 * q, 3 * k, v, factor, factor, torch.full((3,), offset)]
+
     expected = output_and_gradients(oracle("joint_offset"), tensors, torch.float64)
-    found = output_and_gradients(attend("joint_offset", backend), tensors)
-    torch.testing.assert_close(found.pop(), expected.pop().float(), rtol=1e-4, atol=1e-5)
-    wrong = errors(found, expected)
-    assert wrong.pop("out") <= FLOAT32_FORWARD
-    assert max(wrong.values()) <= FLOAT32_GRADIENT
-    rows = attend("joint_offset", backend)(3 * q, 3 * k, torch.ones_like(v), *tensors[3:])
-    torch.testing.assert_close(rows, torch.ones_like(v), rtol=0, atol=1e-5)
+    actual = output_and_gradients(attend("joint_offset", backend), tensors)
+    row_sums = attend("joint_offset", backend)(3 * q, 3 * k, torch.ones_like(v), *tensors[3:])
+
+    torch.testing.assert_close(actual.pop(), expected.pop().float(), rtol=1e-4, atol=1e-5)
+    relative_errors = errors(actual, expected)
+    assert relative_errors.pop("out") <= FLOAT32_FORWARD
+    assert max(relative_errors.values()) <= FLOAT32_GRADIENT
+    torch.testing.assert_close(row_sums, torch.ones_like(v), rtol=0, atol=1e-5)
 
 
-def test_the_outside_grows_out_of_softmax_without_a_jump():
-    """A first token beyond the block, nearly without weight, changes next to nothing, with either mix."""
+@pytest.mark.parametrize("mix", JOINT_MIXES)
+def test_first_token_beyond_the_block_changes_little(mix):
+    """If the token has nearly no weight, the step from softmax attention to the joint form is small."""
     q, k, v = random_qkv(length=17)
     k[:, :, 16] = -8.0
-    for mix in JOINT_MIXES:
-        out = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, mix=mix)[:, :, :16]
-        expected = lln_diag_attention(q[:, :, :16], k[:, :, :16], v[:, :, :16], 1.0, 1.0, None, BLOCK, mix=mix)
-        assert relative_rms(out, expected) < 0.01
+
+    out = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, mix=mix)[:, :, :16]
+    expected = lln_diag_attention(q[:, :, :16], k[:, :, :16], v[:, :, :16], 1.0, 1.0, None, BLOCK, mix=mix)
+
+    assert relative_rms(out, expected) < 0.01
 
 
-def test_names_and_defaults(backend):
+def test_default_offset_is_0_and_default_mix_is_average(backend):
     q, k, v = random_qkv(length=40)
     joint = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend, mix="joint")
-    for parameter in (None, 0.0, torch.zeros(3), torch.zeros(2, 1)):
-        offset = attend("joint_offset", backend)(q, k, v, 1.0, 1.0, parameter)
-        assert torch.equal(offset, joint)
-    average = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend)
-    assert torch.equal(average, lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend, mix="average"))
+    average = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend, mix="average")
+
+    for offset in (None, 0.0, torch.zeros(3), torch.zeros(2, 1)):
+        assert torch.equal(attend("joint_offset", backend)(q, k, v, 1.0, 1.0, offset), joint)
+    assert torch.equal(lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend), average)
     assert relative_rms(average, joint) > 0.01
 
 
-def test_dropout_keeps_the_mean_of_the_block_and_all_of_the_outside():
+def test_dropout_concerns_only_the_block():
     q, k, _ = random_qkv(batch=8, heads=8, length=32)
-    v = torch.eye(32).expand_as(q)  # the output is then the matrix
+    v = torch.eye(32).expand_as(q)  # so that the output is the matrix
     plain = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, mix="joint")
     torch.manual_seed(1)
     dropped = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, mix="joint", dropout_p=0.25)
+
     block = torch.arange(32) // BLOCK
-    same = (block[:, None] == block[None, :]).expand_as(plain)
-    torch.testing.assert_close(dropped[~same], plain[~same])
-    kept = dropped[same].abs() > 1e-6
-    assert abs(kept.float().mean().item() - 0.75) < 0.015  # 32,768 weights: standard deviation 0.0024
-    torch.testing.assert_close(dropped[same][kept], plain[same][kept] / 0.75, rtol=1e-4, atol=1e-6)
+    same_block = (block[:, None] == block[None, :]).expand_as(plain)
+    torch.testing.assert_close(dropped[~same_block], plain[~same_block])
+    kept = dropped[same_block].abs() > 1e-6
+    # The fraction of 32,768 weights has a standard deviation of 0.0024.
+    assert abs(kept.float().mean().item() - 0.75) < 0.015
+    torch.testing.assert_close(dropped[same_block][kept], plain[same_block][kept] / 0.75, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""LLN and LLN+Diag as users call them; test_backends.py compares them with their oracles."""
+"""LLN and LLN+Diag as public functions; test_backends.py compares their results with oracles."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_qkv, relativ
 from tests.ops.mixes import MIXES, attend, oracle, output_and_gradients
 
 
-def test_checkpointing_repeats_the_dropout():
+def test_activation_checkpointing_repeats_the_dropout():
     q, k, v = (x.requires_grad_() for x in random_qkv(length=70))
 
     def attention(q, k, v):
@@ -17,9 +17,10 @@ def test_checkpointing_repeats_the_dropout():
     torch.manual_seed(3)
     plain = attention(q, k, v)
     torch.manual_seed(3)
-    again = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
-    assert torch.equal(plain, again)
-    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (plain, again)]
+    recomputed = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
+
+    assert torch.equal(plain, recomputed)
+    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (plain, recomputed)]
     assert all(map(torch.equal, *gradients))
 
 
@@ -28,20 +29,23 @@ def test_checkpointing_repeats_the_dropout():
 def test_alpha_and_beta_broadcast(shape, mix):
     q, k, v = random_qkv(batch=3, heads=2, length=40)
     tensors = [q, k, v, torch.full(shape, 1.2), torch.full(shape, 0.7)]
-    found = output_and_gradients(lambda *x: attend(mix)(*x, offset=None), tensors)
+
+    actual = output_and_gradients(lambda *x: attend(mix)(*x, offset=None), tensors)
     expected = output_and_gradients(
         lambda q, k, v, a, b: oracle(mix)(q, k, v, a.expand(3, 2), b.expand(3, 2), 0.0), tensors, torch.float64
     )
-    assert relative_rms(found[0], expected[0]) <= FLOAT32_FORWARD
-    for x, y in zip(found[1:], expected[1:], strict=True):
+
+    assert relative_rms(actual[0], expected[0]) <= FLOAT32_FORWARD
+    for x, y in zip(actual[1:], expected[1:], strict=True):
         assert x.shape == y.shape
         assert relative_rms(x, y) <= FLOAT32_GRADIENT
 
 
-def test_dispatch(monkeypatch):
+def test_unavailable_backend_is_rejected_with_the_reason(monkeypatch):
     q, k, v = random_qkv(length=20, dim=32)
     with pytest.raises(ValueError, match="blocks of 16 to 256 tokens, not 7"):
         lln_diag_attention(q, k, v, 2.0, 2.0, block_size=7, backend="triton")
+
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="Triton is not installed"):
         lln_attention(q, k, v, 2.0, 2.0, backend="triton")

@@ -19,7 +19,7 @@ from torch import Tensor
 from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiag
 from lln_fairseq.ops.backends.pytorch.lln import features, key_weights, lln_forward
 from lln_fairseq.ops.backends.pytorch.run import Run, softmax_backward
-from lln_fairseq.ops.joint import Blocks, count_blocks, outside_mass, outside_slopes, outside_weight
+from lln_fairseq.ops.joint import BlockKinds, classify_blocks, outside_mass, outside_weight, outside_weight_gradients
 
 
 class Joint:
@@ -36,8 +36,8 @@ class Joint:
         padding = parameter.new_zeros(1, count, run.block, dtype=torch.bool)
         if run.padding is not None:
             padding = run.padding[group].unflatten(1, (count, run.block))
-        counts = (x.expand(self.heads, count).reshape(-1, 1, 1) for x in count_blocks(padding))
-        self.kinds = Blocks(*counts)
+        counts = (x.expand(self.heads, count).reshape(-1, 1, 1) for x in classify_blocks(padding))
+        self.kinds = BlockKinds(*counts)
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:
         lln = (self.alpha, self.beta, self.log_sum, self.state)
@@ -94,7 +94,7 @@ class Joint:
         dropped = p if kept is None else kept * p
         u = outside_mass(inside)
         c = outside_weight(u, self.parameter, self.kinds)
-        by_u, by_parameter = outside_slopes(c, u, self.parameter, self.kinds)
+        by_u, by_parameter = outside_weight_gradients(c, u, self.parameter, self.kinds)
         diag = torch.linalg.vecdot(dropped, e)[..., None]
         outside = (torch.linalg.vecdot(a, da) - torch.linalg.vecdot(inside, e))[..., None]
         du = by_u * outside - (c + by_u * u) * diag

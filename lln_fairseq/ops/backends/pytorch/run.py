@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops.backends import HybridSpec
-from lln_fairseq.ops.padding import clear_queries, written_out
+from lln_fairseq.ops.padding import clear_queries, explicit_mask
 from lln_fairseq.ops.scratch import Scratch, head_groups
 
 
@@ -26,7 +26,7 @@ class Run:
         self.groups = list(head_groups(self.heads, length * max(dim, self.block), q))
         self.padding, self.masked, self.length = None, mask is not None, n
         if mask is not None or length != n:
-            padding = torch.nn.functional.pad(written_out(mask, q), (0, length - n), value=True)
+            padding = torch.nn.functional.pad(explicit_mask(mask, q), (0, length - n), value=True)
             self.padding = padding.repeat_interleave(heads, dim=0)
 
     def by_head(self, *alpha_beta: Tensor) -> list[Tensor]:
