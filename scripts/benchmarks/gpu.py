@@ -102,7 +102,7 @@ def rehearsal_commands(out: Path) -> dict[str, list[str]]:
     """Return the commands of the same steps with tiny sizes, for a CPU."""
     return {
         "kernels": program(
-            "pytest", "-q", "-p", "no:cacheprovider", "-k", "of_constant_and_of_no_tokens", *KERNEL_TESTS
+            "pytest", "-q", "-p", "no:cacheprovider", "-k", "without_variance_and_without_tokens", *KERNEL_TESTS
         ),
         "attention": program("scripts.benchmarks.attention", "--smoke", "--no-memory", "--attentions", *ATTENTIONS),
         "model": program("scripts.benchmarks.model", "--smoke", "--no-memory", "--attentions", *ATTENTIONS),

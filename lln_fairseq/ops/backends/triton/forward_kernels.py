@@ -197,9 +197,9 @@ def _lln_state_kernel(
 ):
     """Compute m, s and Wᵀv of the tokens [i_s T, (i_s + 1) T) in one pass.
 
-    The sums are rescaled whenever the running maximum grows. The grid is (B H, splits). m and log_s are (B H, splits, D)
-    float32, S is (B H, splits, D, D). With FINAL, which requires a single split, log s and S / s are written. Otherwise
-    log_s and S get s itself and the sum Wᵀv.
+    The sums are rescaled whenever the running maximum grows. The grid is (B H, splits); m and log_s are (B H, splits,
+    D) float32, S is (B H, splits, D, D). With FINAL, which requires a single split, log s and S / s are written.
+    Otherwise log_s and S get s itself and the sum Wᵀv.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_s = tl.program_id(1)
