@@ -74,9 +74,10 @@ def forward(
 
     Args:
         q, k, v: (B, H, N, D) with any strides; copied only if their strides differ or the features are not dense.
-        alpha, beta: (B, H) float32, or None to match them to the moments of q and k.
+        alpha, beta: (B, H) float32. If either is None, both are matched to the moments of q and k.
         mask: bool (B, N), True = padded, or None.
-        spec: which of the three to compute. Its weights are 1 and 0, or ½ and ½; both are 1 for the joint form.
+        spec: which of the three to compute. Its weights are 1 and 0, or ½ and ½; both are 1 for the joint form. With
+            an exchange, which the joint form does not support, α and β must be given.
 
     Returns:
         The output (B, H, N, D), α and β as they were used, and the tensors of `empty_saved` for `backward`.
@@ -418,7 +419,7 @@ def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Ten
 
     σ_q and σ_k are population standard deviations about the mean over the real tokens and the features of a (batch,
     head), at least 1e-6. log σ̃² is linearly interpolated at log s, s = σ_q²σ_k²; outside the table its end slopes
-    continue. Does not wait for the device.
+    continue, up to log σ̃² = 24. Does not wait for the device.
 
     Args:
         q, k: (B, H, N, D) with any strides.

@@ -53,7 +53,10 @@ def _rounding_error(b_x, p):
 
 @triton.jit
 def _exp2_at_most_1(b_x):
-    """Return 2^x for x <= 0, and 1 for x > 0, which occurs only by rounding if x is a difference of large numbers."""
+    """Return 2^min(x, 0), and NaN for NaN.
+
+    In exact arithmetic x is never above 0, but rounding may leave it there if it is a difference of large numbers.
+    """
     return tl.exp2(tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 

@@ -85,8 +85,8 @@ def _load_keys(k, v, pad, i_b, i_t, end, stride_n, N, D: tl.constexpr, ROWS: tl.
 def _is_usable_query(b_q, pad, i_b, o_q, end, N):
     """Return which of the queries o_q, b_q (ROWS, D), lie before `end` and hold numbers that can be computed with.
 
-    A padded query is not usable if one of its numbers is not finite or is 3e4 or more, see ops/padding.py. Callers
-    replace unusable queries by 0, which keeps them out of all sums.
+    A padded query is not usable if one of its numbers is not finite or has a magnitude of 3e4 or more, see
+    ops/padding.py. Callers replace unusable queries by 0, which keeps them out of all sums.
     """
     usable = o_q < end
     if pad is not None:
