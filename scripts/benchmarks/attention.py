@@ -162,7 +162,10 @@ def memory_in_tensors(name: str, length: int, args: argparse.Namespace) -> float
 
 
 def prepare_both(name: str, length: int, args: argparse.Namespace) -> Callable[[], None]:
-    """Return a call of forward and backward, after a short one that loads what is loaded on first use."""
+    """Return a call of forward and backward.
+
+    A short call runs first, so that libraries that are loaded on first use are not measured.
+    """
     attention = attention_function(name, args)
     run_both(attention, *make_inputs(args, 64))
     return functools.partial(run_both, attention, *make_inputs(args, length))

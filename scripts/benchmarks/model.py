@@ -46,7 +46,7 @@ VOCABULARY = 50265
 def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callable[[], None]:
     """Return a call that makes model and optimizer and runs two iterations.
 
-    A short training of the tiny preset runs first, which loads what is loaded on first use.
+    A short training of the tiny preset runs first, so that libraries that are loaded on first use are not measured.
     """
     torch.set_num_threads(args.threads)
     tiny = argparse.Namespace(**vars(args) | {"preset": "tiny"})

@@ -2,11 +2,11 @@
 
     python -m scripts.benchmarks.sequence_parallel --tokens 131072 262144 524288 1048576
 
-Every worker is a process (gloo) with its shard of the tokens. It runs forward and backward of an encoder layer with our
-attention, once to measure the memory and then three times to measure the time. The time is that of the slowest worker.
-The memory is the growth of a worker's resident set at its peak, the largest of all workers. Sent bytes are those that a
-worker passes to the collectives of one forward and backward pass. Unlike in a training, freed memory goes back to the
-system.
+Every worker is a process (gloo) with its shard of the tokens. It runs forward and backward of an encoder layer with the
+attention of --attention, once to measure the memory and then three times to measure the time. The time is that of the
+slowest worker. The memory is the growth of a worker's resident set at its peak, the largest of all workers. Sent bytes
+are those that a worker passes to the collectives of one forward and backward pass. Unlike in a training, freed memory
+goes back to the system.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, folder: str) ->
     def random_hidden(count: int) -> Tensor:
         return torch.randn(count, 1, layer.embed_dim, requires_grad=True)
 
-    run(random_hidden(256))  # loads what is loaded on first use
+    run(random_hidden(256))  # so that libraries that are loaded on first use are not measured
     x = random_hidden(end - first)
     peak = resident_peak_of(lambda: run(x))
     seconds = []

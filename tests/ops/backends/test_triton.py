@@ -1,4 +1,4 @@
-"""Tests of what only the Triton backend has: splits, memory layouts, its dropout, moment matching, CUDA graphs.
+"""Tests of the features of the Triton backend: splits, memory layouts, its dropout, moment matching, CUDA graphs.
 
 test_backends.py compares all backends with the oracles. The tests run in the interpreter on a CPU, and natively where
 there is a GPU.

@@ -43,10 +43,10 @@ def _state_scale(b_log_s, N):
 
 @triton.jit
 def _rounding_error(b_x, p):
-    """Return what rounding x to the dtype that p points to adds to x.
+    """Return x' - x in float32, where x' is x rounded to the dtype that p points to.
 
     Σ_j W (v dSᵀ - g) = S · dS - g must equal Σ_i A (dA - δ), otherwise dk and dβ get an error along the mean key. dS is
-    rounded twice: A before the product and the result when it is stored. g absorbs what both change in S · dS.
+    rounded twice: A before the product, and the result when it is stored. Both errors of S · dS are added to g.
     """
     return b_x.to(p.dtype.element_ty).to(tl.float32) - b_x
 
@@ -187,7 +187,7 @@ def _lln_dstate_kernel(
         # (ROWS, D)
         b_dx = b_a * (b_da - b_delta[:, None])
         b_rounded_a = b_a.to(DOT)
-        # (D,): A δ, corrected by what rounding A changes in dS
+        # (D,): A δ, plus the error of S · dS from rounding A
         b_g += tl.sum(b_rounded_a.to(tl.float32) * b_da - b_dx, 0)
         # (D, D)
         b_dS = _dot(tl.trans(b_rounded_a), b_do, acc=b_dS)

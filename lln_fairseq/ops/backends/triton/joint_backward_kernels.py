@@ -141,10 +141,11 @@ def _joint_block_dkv(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute what the queries of their block contribute to dk and dv of the keys o_k; b_k, b_v, b_w are (ROWS, D).
+    """Compute the parts of dk and dv of the keys o_k that come from the queries of their block.
 
-    Returns ((1 - c u) D - c M)ᵀ do, the softmax's part of dk, not yet multiplied by SCALE, and Xᵀ A; each (ROWS, D)
-    float32. The rows of keys that are not real hold arbitrary finite numbers.
+    b_k, b_v and b_w are (ROWS, D) in the dtype DOT. Returns ((1 - c u) D - c M)ᵀ do, the softmax's part of dk, not yet
+    multiplied by SCALE, and Xᵀ A; each (ROWS, D) float32. The rows of keys that are not real hold arbitrary finite
+    numbers.
     """
     b_dv = tl.zeros([ROWS, D], tl.float32)
     b_dk = tl.zeros([ROWS, D], tl.float32)

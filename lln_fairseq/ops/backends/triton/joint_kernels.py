@@ -75,7 +75,7 @@ def _count_sequence_keys(padded, i_b, N):
 
 @triton.jit
 def _outside_weight(b_u, b_offset, b_block_keys, sequence_keys):
-    """Return the weight c of what is outside the block, dc/du and dc/d(offset), each (queries,).
+    """Return the weight c of the keys outside the block, dc/du and dc/d(offset), each (queries,).
 
     c is 1 for a block without a real key and 0 for a block with all real keys of its sequence. Both derivatives are 0
     for these two kinds of blocks, and where the floor applies. See ops/joint.py.

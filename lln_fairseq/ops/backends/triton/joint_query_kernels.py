@@ -135,7 +135,7 @@ def _block_dq_and_da(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute what the keys of their block contribute to dq and dA of the queries o_q.
+    """Compute the parts of dq and dA of the queries o_q that come from the keys of their block.
 
     b_q, b_do and b_da are (ROWS, D), the statistics of the queries (ROWS,). Returns the softmax's part of dq, not yet
     multiplied by SCALE, and b_da + X W with X = -(c E + du); both (ROWS, D) float32.
