@@ -1,1 +1,1 @@
-"""How fast and how large: attentions, models, kernels. Run as `python -m scripts.benchmarks.NAME`."""
+"""Benchmarks of the time and memory of attentions, models and kernels: run `python -m scripts.benchmarks.NAME`."""

@@ -1,16 +1,17 @@
-"""Checks and times everything on a CUDA machine, step by step within a time limit, and writes a report.
+"""Check and time everything on a CUDA machine, step by step within a time limit, and write a report.
 
     scripts/gpu_run.sh                                 # all steps, within half an hour
     scripts/gpu_run.sh kernels attention --minutes 10
-    scripts/gpu_run.sh --rehearse                      # tiny sizes on a CPU: does everything run?
+    scripts/gpu_run.sh --rehearse                      # tiny sizes on a CPU, to check that everything runs
 
 kernels    tests of the Triton kernels
-attention  time and memory by length, compared with SDPA and with the bytes that must move
+attention  time and memory by length, compared with SDPA and with the time to move the bytes
 model      time and memory of a training step of RoBERTa-base
 training   two minutes of pre-training for each of three attentions, then SST-2; needs data-bin/wikitext-103 and glue
 
-A step that fails or takes too long does not stop the next. The same command skips the steps that ended well, starts the
-others again and resumes the trainings. OUT/logs has the output of each step, OUT/report.txt the end of each.
+A step that fails or takes too long does not stop the next one. If you run the same command again, it skips the steps
+that succeeded, starts the others again, and resumes the trainings. The output of each step is in OUT/logs, and the last
+lines of all of them are in OUT/report.txt.
 """
 
 import argparse
@@ -27,11 +28,11 @@ from lln_fairseq.data.files import write_bytes
 from scripts.experiments.steps import StepFailed, Steps
 from scripts.terminal import program_parser
 
-MINUTES = {"kernels": 6, "attention": 5, "model": 5, "training": 13}
+MINUTES = {"kernels": 6, "attention": 5, "model": 5, "training": 13}  # the limit of each step
 TESTS = Path(__file__).parents[2] / "tests/ops"
 KERNEL_TESTS = [str(TESTS / name) for name in ("test_backends.py", "backends/test_triton.py", "backends/test_gpu.py")]
 ATTENTIONS = ["lln", "lln_diag", "lln_diag:mix=joint_offset"]
-REPORTED_LINES = 60
+REPORTED_LINES = 60  # of the output of each step
 
 PRETRAINING = [
     "corpus=wikitext103",
@@ -66,30 +67,31 @@ REHEARSED_TRAINING = [
     "glue=sst2",
     "finetune:optimization.max_update=2",
 ]
-# The kernels are interpreted even where there is a GPU.
+# A rehearsal interprets the kernels even on a machine with a GPU.
 REHEARSAL_VARIABLES = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def program(module: str, *arguments: str) -> list[str]:
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module with this Python."""
     return [sys.executable, "-m", module, *arguments]
 
 
 def step_commands(out: Path) -> dict[str, list[str]]:
-    """Return the command of each step on a GPU."""
+    """Return the command of each step on a GPU, in the order of MINUTES."""
     return {
-        "kernels": program("pytest", "-q", "-p", "no:cacheprovider", "-n", "8", *KERNEL_TESTS),
-        "attention": program(
+        "kernels": module_command("pytest", "-q", "-p", "no:cacheprovider", "-n", "8", *KERNEL_TESTS),
+        "attention": module_command(
             "scripts.benchmarks.attention",
             *("--dtype", "float16", "--tokens", "32768", "--attentions", *ATTENTIONS),
             *("--lengths", "512", "1024", "2048", "4096", "8192", "16384", "32768"),
             *("--json", str(out / "attention.json")),
         ),
-        "model": program(
+        "model": module_command(
             "scripts.benchmarks.model",
             *("--preset", "base", "--attentions", "softmax_matrix", "softmax", "nystrom:conv_kernel=33", *ATTENTIONS),
             *("--json", str(out / "model.json")),
         ),
-        "training": program(
+        "training": module_command(
             "scripts.compare_attentions",
             *("--attentions", "softmax,lln,lln_diag", "--seeds", "1", "--out", str(out / "compare")),
             *PRETRAINING,
@@ -100,13 +102,13 @@ def step_commands(out: Path) -> dict[str, list[str]]:
 
 def rehearsal_commands(out: Path) -> dict[str, list[str]]:
     """Return the commands of the same steps with tiny sizes, for a CPU."""
+    one_fast_test = "without_variance_and_without_tokens"
+    smoke_options = ["--smoke", "--no-memory", "--attentions", *ATTENTIONS]
     return {
-        "kernels": program(
-            "pytest", "-q", "-p", "no:cacheprovider", "-k", "of_constant_and_of_no_tokens", *KERNEL_TESTS
-        ),
-        "attention": program("scripts.benchmarks.attention", "--smoke", "--no-memory", "--attentions", *ATTENTIONS),
-        "model": program("scripts.benchmarks.model", "--smoke", "--no-memory", "--attentions", *ATTENTIONS),
-        "training": program(
+        "kernels": module_command("pytest", "-q", "-p", "no:cacheprovider", "-k", one_fast_test, *KERNEL_TESTS),
+        "attention": module_command("scripts.benchmarks.attention", *smoke_options),
+        "model": module_command("scripts.benchmarks.model", *smoke_options),
+        "training": module_command(
             "scripts.compare_attentions",
             *("--attentions", "lln_diag", "--seeds", "1", "--out", str(out / "compare")),
             *REHEARSED_TRAINING,
@@ -115,20 +117,32 @@ def rehearsal_commands(out: Path) -> dict[str, list[str]]:
 
 
 def run_steps(args: argparse.Namespace) -> int:
-    """Run the steps that are left and write the report. Return 1 if a step failed or had no time, else 0."""
-    if not args.rehearse and not torch.cuda.is_available():
-        raise UserError("torch finds no CUDA device; --rehearse runs tiny sizes on a CPU")
-    commands = rehearsal_commands(args.out) if args.rehearse else step_commands(args.out)
+    """Run the requested steps that have not succeeded yet, and write the report.
+
+    Returns:
+        The exit code: 1 if a requested step failed or had no time left, otherwise 0.
+
+    Raises:
+        UserError: if there is no GPU and this is not a rehearsal.
+    """
+    if args.rehearse:
+        commands = rehearsal_commands(args.out)
+        environment = REHEARSAL_VARIABLES
+    elif torch.cuda.is_available():
+        commands = step_commands(args.out)
+        environment = {}
+    else:
+        raise UserError("torch finds no CUDA device; use --rehearse to run tiny sizes on a CPU")
     steps = Steps(args.out)
     end = time.monotonic() + 60 * args.minutes
     for name in args.steps:
         seconds = min(60 * MINUTES[name], end - time.monotonic())
         if seconds <= 0:
-            print(f"{name}: no time left")
+            print(f"{name}: not started, the {args.minutes:g} minutes are over")
             continue
         print(f"{name} ...", flush=True)
         try:
-            steps.run(name, commands[name], environment=REHEARSAL_VARIABLES if args.rehearse else {}, timeout=seconds)
+            steps.run(name, commands[name], environment=environment, timeout=seconds)
         except StepFailed as error:
             print(f"error: {error}", file=sys.stderr)
     report = report_text(steps, list(commands))
@@ -138,30 +152,34 @@ def run_steps(args: argparse.Namespace) -> int:
 
 
 def report_text(steps: Steps, names: list[str]) -> str:
-    """Return the device, and for each step its time and the last lines of its output."""
+    """Return the device and the versions, and for each step its time and the last lines of its output."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}"
     parts = [f"{device}; CUDA {torch.version.cuda}; {versions}"]
     for name in names:
         log = steps.out / "logs" / f"{name}.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        state = f"{steps.times[name]:.0f} s" if name in steps.times else "NOT COMPLETE"
+        lines = []
+        if log.exists():
+            lines = log.read_text(errors="replace").splitlines()
+        state = "NOT COMPLETE"
+        if name in steps.times:
+            state = f"{steps.times[name]:.0f} s"
         parts.append("\n".join([f"== {name}: {state}", *lines[-REPORTED_LINES:]]))
     return "\n\n".join(parts) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = program_parser("scripts/gpu_run.sh", __doc__)
-    parser.add_argument("steps", nargs="*", metavar="step", help=f"of {', '.join(MINUTES)} (default: all)")
+    parser.add_argument("steps", nargs="*", metavar="step", help=f"{', '.join(MINUTES)} (default: all)")
     parser.add_argument("--minutes", type=float, default=29.0, help="for all steps together (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: runs/gpu; runs/rehearsal with --rehearse")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU")
     args = parser.parse_args(argv)
     if unknown := set(args.steps) - set(MINUTES):
-        parser.error(f"no such step: {', '.join(sorted(unknown))} (there are {', '.join(MINUTES)})")
+        parser.error(f"unknown step: {', '.join(sorted(unknown))} (choose from {', '.join(MINUTES)})")
     args.steps = args.steps or list(MINUTES)
     args.out = args.out or Path("runs/rehearsal" if args.rehearse else "runs/gpu")
-    return run_main(lambda: run_steps(args), "\ninterrupted; the same command goes on from here")
+    return run_main(lambda: run_steps(args), "\ninterrupted; run the same command again to continue")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks share: one call's time, interleaved repeats, peak memory, options."""
+"""Measurements and options that the benchmarks share: the time of a call, interleaved repeats, and peak memory."""
 
 import argparse
 import contextlib
@@ -22,29 +22,33 @@ from torch import Tensor
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.terminal import output_file
 
-MAX_SECONDS = 20.0
-MIN_REPEATS = 3  # of what takes longer
-MEMORY_SHARE = 0.9  # of what is free: a process that takes more is out of memory
-OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "bad_alloc")
-_STATUS, _CLEAR, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+MAX_SECONDS = 20.0  # a run that has taken longer in all is not repeated more than MIN_REPEATS times
+MIN_REPEATS = 3
+MEMORY_LIMIT = 0.9  # of the free memory; a child process that needs more is out of memory
+OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "bad_alloc")
+_PROCESS_STATUS = Path("/proc/self/status")
+_RESET_PEAK = Path("/proc/self/clear_refs")
+_MACHINE_MEMORY = Path("/proc/meminfo")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 def add_device_options(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
+    """Add --device, --dtype (None by default), --no-memory (as `memory`) and --json."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=dtypes, help="default: %(default)s")
-    parser.add_argument("--no-memory", dest="memory", action="store_false", help="skip the measurement of memory")
-    parser.add_argument("--json", type=output_file, help="write the figures here")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure the peak memory")
+    parser.add_argument("--json", type=output_file, help="write the results to this file")
 
 
 def device_name(device: str) -> str:
+    """Return the name of the GPU for "cuda", and the number of threads for "cpu"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
 
 
 class Spread(NamedTuple):
-    """Median, fastest and slowest of several repeats."""
+    """The median, the smallest and the largest of several repeats."""
 
     median: float
     low: float
@@ -52,18 +56,20 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
+        """Return the spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, digits: int = 2) -> str:
+        """Return the spread as "median (low-high)"."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:
-    """Return the time of one call on "cpu" or "cuda", where the device's cache is overwritten before."""
+    """Return the time of one call on "cpu" or "cuda". On a GPU, its cache is overwritten before the call."""
     if device == "cpu":
-        begin = time.perf_counter()
+        start_seconds = time.perf_counter()
         run()
-        return 1e3 * (time.perf_counter() - begin)
+        return 1e3 * (time.perf_counter() - start_seconds)
     cache_sized_buffer().zero_()
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
@@ -76,12 +82,12 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
 
 @functools.cache
 def cache_sized_buffer() -> Tensor:
-    """Return 256 MB of GPU memory, more than any GPU's cache holds."""
+    """Return 256 MB of GPU memory, more than the cache of any GPU holds. Every call returns the same buffer."""
     return torch.empty(2**28, dtype=torch.uint8, device="cuda")
 
 
 def copy_bandwidth(device: str, size: int = 2**30) -> float:
-    """Return how many bytes per second a copy of `size` bytes reads and writes."""
+    """Return how many bytes per second a copy of `size` bytes reads and writes, the median of ten copies."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = [milliseconds(lambda: target.copy_(source), device) for _ in range(10)]
@@ -89,9 +95,11 @@ def copy_bandwidth(device: str, size: int = 2**30) -> float:
 
 
 def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats: int) -> dict[_Key, list[float]]:
-    """Times in ms of every run, taken in turn, repeat by repeat, so that a noisy machine slows all of them alike.
+    """Return the times of every run in ms.
 
-    A first round warms up. What has taken MAX_SECONDS is not repeated more than MIN_REPEATS times.
+    The runs are called in turn, repeat by repeat, so that a noisy machine slows all of them alike. A first round is not
+    timed. A run that has taken more than MAX_SECONDS in all is not repeated more than MIN_REPEATS times, so its list
+    may be shorter than `repeats`.
     """
     times: dict[_Key, list[float]] = {key: [] for key in runs}
     for repeat in range(repeats + 1):
@@ -99,20 +107,24 @@ def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats:
             if repeat > MIN_REPEATS and sum(times[key]) > 1e3 * MAX_SECONDS:
                 continue
             passed = milliseconds(run, device)
-            if repeat:
+            if repeat > 0:
                 times[key].append(passed)
     return times
 
 
 class OutOfMemory(Exception):
-    """What was measured needs more memory than there is."""
+    """A measured call needs more memory than there is."""
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return function(*arguments), computed in a process of its own, whose memory nobody else has used.
+    """Return function(*arguments), computed in a new process, whose memory nothing else has used.
 
-    The process is forked from a server that has imported torch and done nothing else. Raises: OutOfMemory, also if the
-    process was killed, as Linux does when there is no memory left; any other exception of the function.
+    The process is forked from a server that has imported torch and done nothing else. The function, its arguments and
+    its result must be picklable.
+
+    Raises:
+        OutOfMemory: if memory runs out, or if the process is killed, as Linux does when there is no memory left.
+        Exception: any other exception of the function.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lln_fairseq.attention"])
@@ -121,37 +133,44 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
             return pool.submit(_with_limited_memory, function, arguments).result()
     except BrokenProcessPool:
         raise OutOfMemory from None
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY):
+    except MemoryError:
+        raise OutOfMemory from None
+    except RuntimeError as error:
+        if any(message in str(error) for message in OUT_OF_MEMORY_MESSAGES):
             raise OutOfMemory from None
         raise
 
 
 def _with_limited_memory(function: Callable[..., Any], arguments: tuple) -> Any:
-    """Let this process fail with an exception, where Linux would kill it or another, when memory runs out."""
-    if _MACHINE.exists():
-        limit = 1024 * (_kibibytes("VmData") + int(MEMORY_SHARE * _kibibytes("MemAvailable", _MACHINE)))
+    """Return function(*arguments) with a limit on the memory of this process, if the system is Linux.
+
+    An allocation beyond the limit raises an exception. Without it, Linux would kill this process or another one.
+    """
+    if _MACHINE_MEMORY.exists():
+        available = _read_kibibytes("MemAvailable", _MACHINE_MEMORY)
+        limit = 1024 * (_read_kibibytes("VmData") + int(MEMORY_LIMIT * available))
         _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
     return function(*arguments)
 
 
 def resident_peak_of(run: Callable[[], object]) -> int:
-    """Bytes by which the resident set of this process grew at its peak while it ran (Linux)."""
+    """Call `run` and return the bytes by which the resident set of this process grew at its peak (Linux only)."""
     gc.collect()
-    with contextlib.suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)  # pages that the allocator kept would be used again and not counted
-    _CLEAR.write_text("5")  # the peak starts again from here
-    before = _kibibytes("VmRSS")
+    with contextlib.suppress(AttributeError):  # the C library is not glibc
+        # Pages that the allocator kept would be used again, and would not be counted.
+        ctypes.CDLL(None).malloc_trim(0)
+    _RESET_PEAK.write_text("5")
+    before = _read_kibibytes("VmRSS")
     run()
-    return 1024 * (_kibibytes("VmHWM") - before)
+    return 1024 * (_read_kibibytes("VmHWM") - before)
 
 
 def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
-    """Return the bytes by which memory grows at its peak while the call that `prepare` returns runs.
+    """Return the bytes by which memory grows at its peak during the call that `prepare` returns.
 
     Args:
-        device: "cuda", or "cpu", where a child process measures.
+        device: "cuda", or "cpu", where the call runs in a child process.
         prepare: returns the call that is measured; what it allocates itself is not counted.
         arguments: of `prepare`.
 
@@ -173,26 +192,37 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
 
 
 def _prepared_resident_peak(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
+    """Return the resident peak of the call that prepare(*arguments) returns."""
     return resident_peak_of(prepare(*arguments))
 
 
 def can_measure_resident_peak() -> bool:
-    return _CLEAR.exists()
+    """Return True if the peak of the resident set can be measured here, which needs Linux."""
+    return _RESET_PEAK.exists()
 
 
-def _kibibytes(key: str, file: Path = _STATUS) -> int:
-    return int(next(line for line in file.read_text().splitlines() if line.startswith(key)).split()[1])
+def _read_kibibytes(key: str, file: Path = _PROCESS_STATUS) -> int:
+    """Return the number in the line of a file of /proc that starts with `key`."""
+    for line in file.read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1])
+    raise ValueError(f"{file} has no line that starts with {key}")
 
 
 def growth(points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the exponent p of time ~ length^p between the shortest and the longest of (length, time)."""
-    (first, first_time), (last, last_time) = min(points), max(points)
+    """Return the exponent p of time ~ length^p between the shortest and the longest of the (length, time).
+
+    Returns None if there is only one length.
+    """
+    first, first_time = min(points)
+    last, last_time = max(points)
     if first == last:
         return None
     return math.log(last_time / first_time) / math.log(last / first)
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
-    """√(mean (actual - expected)² / mean expected²) in float64."""
-    actual, expected = actual.double(), expected.double()
+    """Return √(mean (actual - expected)² / mean expected²), computed in float64, for tensors of the same shape."""
+    actual = actual.double()
+    expected = expected.double()
     return ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()

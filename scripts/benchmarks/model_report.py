@@ -1,6 +1,6 @@
-"""The text of scripts/benchmarks/model.py, beside the paper's Table 2."""
+"""The tables that scripts/benchmarks/model.py prints, with the numbers of the paper's Table 2."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,10 @@ PAPER_GIGABYTES = {
 
 @dataclass
 class Row:
-    """Time of an iteration in ms, peak memory in bytes; None where it is not measured or there is not enough memory."""
+    """The results of one attention at one length: time of an iteration in ms and peak memory in bytes.
+
+    Both are None if they were not measured. `oom` means that memory ran out; both are None then.
+    """
 
     attention: str
     length: int
@@ -35,41 +38,41 @@ class Row:
     oom: bool = False
 
 
-def table(settings: dict[str, Any], rows: Sequence[Row]) -> str:
+def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Return the settings, the tables of the rows, and the paper's tables if any of its lengths was measured."""
     lengths = sorted({row.length for row in rows})
     baseline = {row.length: row.time for row in rows if row.attention == SOFTMAX}
-
-    def milliseconds(row: Row) -> str:
-        return row.time.text(1) if row.time else "-"
-
-    def ratio(row: Row) -> str:
-        base = baseline.get(row.length)
-        return f"{base.median / row.time.median:.2f}" if base and row.time else ""
-
-    def gigabytes(row: Row) -> str:
-        return f"{row.memory / 1e9:.3f}" if row.memory else "-"
-
-    blocks = [settings_line(settings)]
-    blocks.append(_measured("time [ms/iteration], median (fastest-slowest)", rows, lengths, milliseconds))
-    blocks.append(_measured(f"times as fast as {SOFTMAX}, fused", rows, lengths, ratio))
-    if any(row.memory for row in rows):
-        blocks.append(_measured("peak memory [GB]", rows, lengths, gigabytes))
-    if set(lengths) & set(PAPER_LENGTHS):
-        blocks.append(_paper("the paper's time [s/iteration], RoBERTa-base on a GPU", PAPER_SECONDS, lengths))
-        blocks.append(_paper("the paper's memory [GB]", PAPER_GIGABYTES, lengths))
-    return "\n\n".join(blocks)
-
-
-def _measured(head: str, rows: Sequence[Row], lengths: Sequence[int], cell: Callable[[Row], str]) -> str:
-    cells: dict[tuple[str, int], str] = {}
+    times: dict[tuple[str, int], str] = {}
+    ratios: dict[tuple[str, int], str] = {}
+    memory: dict[tuple[str, int], str] = {}
     for row in rows:
-        cells[row.attention, row.length] = "OOM" if row.oom else cell(row)
-    return grid(head, {length: str(length) for length in lengths}, cells, "N =")
+        key = (row.attention, row.length)
+        if row.oom:
+            times[key] = "OOM"
+            ratios[key] = "OOM"
+            memory[key] = "OOM"
+            continue
+        softmax_time = baseline.get(row.length)
+        times[key] = row.time.text(1) if row.time else "-"
+        ratios[key] = f"{softmax_time.median / row.time.median:.2f}" if softmax_time and row.time else ""
+        memory[key] = f"{row.memory / 1e9:.3f}" if row.memory else "-"
+
+    columns = {length: str(length) for length in lengths}
+    parts = [settings_line(settings)]
+    parts.append(grid("time [ms/iteration], median (fastest-slowest)", columns, times, "N ="))
+    parts.append(grid(f"times as fast as {SOFTMAX}, fused", columns, ratios, "N ="))
+    if any(row.memory for row in rows):
+        parts.append(grid("peak memory [GB]", columns, memory, "N ="))
+    if set(lengths) & set(PAPER_LENGTHS):
+        parts.append(_paper_table("the paper's time [s/iteration], RoBERTa-base on a GPU", PAPER_SECONDS, columns))
+        parts.append(_paper_table("the paper's memory [GB]", PAPER_GIGABYTES, columns))
+    return "\n\n".join(parts)
 
 
-def _paper(head: str, values: Mapping[str, Sequence[float | None]], lengths: Sequence[int]) -> str:
+def _paper_table(title: str, values: Mapping[str, Sequence[float | None]], columns: Mapping[int, str]) -> str:
+    """Return the paper's values by attention as a table of the lengths in `columns`."""
     cells: dict[tuple[str, int], str] = {}
     for name, line in values.items():
         for length, value in zip(PAPER_LENGTHS, line, strict=True):
             cells[name, length] = "OOM" if value is None else str(value)
-    return grid(head, {length: str(length) for length in lengths}, cells, "N =")
+    return grid(title, columns, cells, "N =")

@@ -1,7 +1,7 @@
-"""What scripts/benchmarks/model.py measures: training iterations of one RoBERTa whose attention is exchanged.
+"""The training iterations that scripts/benchmarks/model.py measures, of one RoBERTa whose attentions are exchanged.
 
-What replaces whole layers is put in the place of the layers; what such a model has otherwise, a norm at its end or no
-embeddings of positions, is too little to show.
+Mechanisms that replace whole layers take the place of RoBERTa's layers. Other differences of their models, such as a
+norm after the last layer or missing position embeddings, are too small to matter and are left out.
 """
 
 import argparse
@@ -22,52 +22,63 @@ from lln_fairseq.models.presets import PRESETS
 SOFTMAX = "softmax"
 MATRIX = "softmax_matrix"
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
-FIRST_WORD = 4  # after fairseq's four special tokens
-MASKED = 0.15
-LOSS_SCALE = 128.0  # of float16
+FIRST_WORD = 4  # after fairseq's four special symbols
+MASKED_FRACTION = 0.15
+LOSS_SCALE = 128.0  # for float16
 
 
 class MatrixSoftmax(nn.Module):
-    """Softmax attention by way of its N x N matrix: torch's own reference implementation."""
+    """Softmax attention that builds the N x N matrix, as torch's own reference implementation does."""
 
     def __init__(self, softmax: nn.Module) -> None:
         super().__init__()
         self.softmax = softmax
 
     def forward(self, *args: Tensor | None) -> Tensor:
+        """Return the output of the softmax attention for its arguments."""
         with sdpa_kernel(SDPBackend.MATH):
             return self.softmax(*args)
 
 
 class Adam:
-    """Adam as in the recipe. Parameters in half precision have one flat float32 copy, as fairseq's --fp16 keeps it."""
+    """Adam with the recipe's settings.
+
+    Parameters in half precision, which must be all or none, have one flat float32 copy, as fairseq's --fp16 keeps it.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.half = parameters if parameters[0].dtype == torch.float16 else []
+        self.half_parameters: list[nn.Parameter] = []
         self.masters = parameters
-        if self.half:
+        if parameters[0].dtype == torch.float16:
+            self.half_parameters = parameters
             self.masters = [nn.Parameter(torch.cat([p.detach().float().flatten() for p in parameters]))]
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=1e-5, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, fused=True
         )
 
     def step(self) -> None:
-        if self.half:
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.half]
+        """Update the parameters. Half-precision gradients are divided by LOSS_SCALE; missing ones count as 0."""
+        if self.half_parameters:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.half_parameters]
             self.masters[0].grad = torch.cat([g.flatten() for g in gradients]).float().div_(LOSS_SCALE)
         self.optimizer.step()
-        if self.half:
-            parts = self.masters[0].detach().split([p.numel() for p in self.half])
-            for parameter, part in zip(self.half, parts, strict=True):
+        if self.half_parameters:
+            parts = self.masters[0].detach().split([p.numel() for p in self.half_parameters])
+            for parameter, part in zip(self.half_parameters, parts, strict=True):
                 parameter.data.copy_(part.view_as(parameter))
 
     def zero_grad(self) -> None:
-        for parameter in (*self.masters, *self.half):
+        """Drop all gradients."""
+        for parameter in (*self.masters, *self.half_parameters):
             parameter.grad = None
 
 
 class Training:
-    """One model whose attention is exchanged, its optimizer and a batch."""
+    """One model whose attentions are exchanged, its optimizers, and a batch of random tokens.
+
+    A mechanism is added by name and then trained by that name. Its parameters have an optimizer of their own; RoBERTa's
+    layers have one that all attentions share, made when the first attention is added; the rest of the model has one.
+    """
 
     def __init__(self, args: argparse.Namespace, length: int) -> None:
         torch.manual_seed(0)
@@ -75,10 +86,10 @@ class Training:
         self.length = length
         self.model = self.build_model().to(device=args.device, dtype=DTYPES[args.dtype]).train()
         self.layers = self.model.encoder.sentence_encoder.layers
-        self.robertas_layers = list(self.layers)
-        self.rows: dict[str, tuple[nn.ModuleList, list[Adam]]] = {}
-        of_layers = {id(parameter) for parameter in self.layers.parameters()}
-        self.adam = Adam([parameter for parameter in self.model.parameters() if id(parameter) not in of_layers])
+        self.roberta_layers = list(self.layers)
+        self.mechanisms: dict[str, tuple[nn.ModuleList, list[Adam]]] = {}
+        ids_in_layers = {id(parameter) for parameter in self.layers.parameters()}
+        self.adam = Adam([parameter for parameter in self.model.parameters() if id(parameter) not in ids_in_layers])
         self.layers_adam: Adam | None = None
         self.make_batch()
 
@@ -87,65 +98,82 @@ class Training:
         return fairseq_model(self.args, self.length)
 
     def make_batch(self) -> None:
+        """Draw random words and the positions that are masked, among them the first one of each sequence."""
         words = self.random_words()
-        self.masked = (torch.rand(words.shape) < MASKED).index_fill_(1, torch.tensor([0]), True).to(self.args.device)
+        masked = (torch.rand(words.shape) < MASKED_FRACTION).index_fill_(1, torch.tensor([0]), True)
+        self.masked = masked.to(self.args.device)
         self.words = words.to(self.args.device)
 
     def random_words(self) -> Tensor:
+        """Return random symbols without special ones, (batch, length) int64 on the CPU."""
         return torch.randint(FIRST_WORD, self.args.vocabulary, (self.args.batch, self.length))
 
     def loss(self) -> Tensor:
+        """Return the masked-LM loss of the batch."""
         logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
         return F.cross_entropy(logits.float(), self.words[self.masked])
 
     def add(self, name: str) -> None:
-        modules = nn.ModuleList(self.build_row(name))
+        """Build a mechanism and its optimizers; `iteration` puts it into the model."""
+        modules = nn.ModuleList(self.build_modules(name))
         modules.to(device=self.args.device, dtype=DTYPES[self.args.dtype]).train()
         optimizers = [self.adam]
         if parameters := list(modules.parameters()):
             optimizers.append(Adam(parameters))
-        if not isinstance(modules[0], EncoderLayer):  # then RoBERTa's layers are trained too
-            self.layers_adam = self.layers_adam or Adam(list(nn.ModuleList(self.robertas_layers).parameters()))
+        if not isinstance(modules[0], EncoderLayer):  # an attention: RoBERTa's layers are trained too
+            if self.layers_adam is None:
+                self.layers_adam = Adam(list(nn.ModuleList(self.roberta_layers).parameters()))
             optimizers.append(self.layers_adam)
-        self.rows[name] = modules, optimizers
+        self.mechanisms[name] = (modules, optimizers)
 
-    def build_row(self, name: str) -> Sequence[nn.Module]:
-        """Build the attentions, or the whole layers, of a row: one for each layer."""
+    def build_modules(self, name: str) -> Sequence[nn.Module]:
+        """Return one attention for each layer, or one whole layer if the mechanism replaces layers."""
         args = self.args
         count = len(self.layers)
         _, dim, _, heads = PRESETS[args.preset]
-        row, options = parse_attention_spec(name)
-        if row in LAYER_REGISTRY:
-            options = dict(dim=dim, dropout=args.dropout, attention_dropout=args.attention_dropout) | options
-            return [build_layer(row, **options) for _ in range(count)]
-        sizes = dict(num_heads=heads, head_dim=dim // heads, max_positions=self.length, dropout=args.attention_dropout)
-        modules = [build(SOFTMAX if name == MATRIX else name, **sizes) for _ in range(count)]
-        for layer, module in enumerate(modules):
-            module.place(layer, count)
-        return [MatrixSoftmax(module) for module in modules] if name == MATRIX else modules
+        mechanism, options = parse_attention_spec(name)
+        if mechanism in LAYER_REGISTRY:
+            defaults = {"dim": dim, "dropout": args.dropout, "attention_dropout": args.attention_dropout}
+            return [build_layer(mechanism, **defaults | options) for _ in range(count)]
+        sizes = {
+            "num_heads": heads,
+            "head_dim": dim // heads,
+            "max_positions": self.length,
+            "dropout": args.attention_dropout,
+        }
+        attention_name = SOFTMAX if name == MATRIX else name
+        attentions = [build_row_attention(attention_name, **sizes) for _ in range(count)]
+        for layer, attention in enumerate(attentions):
+            attention.place(layer, count)
+        if name == MATRIX:
+            return [MatrixSoftmax(attention) for attention in attentions]
+        return attentions
 
     def put_in_place(self, modules: nn.ModuleList) -> None:
+        """Put whole layers, or RoBERTa's layers with these attentions, into the model."""
         for number, module in enumerate(modules):
             if isinstance(module, EncoderLayer):
                 self.layers[number] = module
             else:
-                self.layers[number] = self.robertas_layers[number]
+                self.layers[number] = self.roberta_layers[number]
                 self.layers[number].self_attn.attention = module
 
     def iteration(self, name: str) -> None:
-        modules, optimizers = self.rows[name]
+        """Run forward, backward and optimizer step with a mechanism that was added."""
+        modules, optimizers = self.mechanisms[name]
         self.put_in_place(modules)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (self.loss() * (LOSS_SCALE if self.args.dtype == "float16" else 1.0)).backward()
+        loss_scale = LOSS_SCALE if self.args.dtype == "float16" else 1.0
+        (self.loss() * loss_scale).backward()
         for optimizer in optimizers:
             optimizer.step()
 
 
-def build(row: str, **sizes: Any) -> Attention:
-    """The attention of a row as parse_attention_spec reads it; its attention dropout is an option too."""
-    name, options = parse_attention_spec(row)
-    return build_attention(name, **sizes | options)
+def build_row_attention(name: str, **sizes: Any) -> Attention:
+    """Build the attention of a spec such as "lln_diag:dropout=0.1", whose options take precedence over `sizes`."""
+    attention, options = parse_attention_spec(name)
+    return build_attention(attention, **sizes | options)
 
 
 def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
@@ -167,10 +195,11 @@ def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
     return model
 
 
-def train_a_little(name: str, length: int, args: argparse.Namespace) -> None:
+def run_two_iterations(name: str, length: int, args: argparse.Namespace) -> None:
+    """Build a training with one mechanism and run two iterations: the state of the optimizer exists from the second."""
     training = args.training(args, length)
     training.add(name)
     if training.layers_adam is None:
-        training.robertas_layers.clear()  # which have no part in this row's memory
-    for _ in range(2):  # the optimizer's state is there from the second one on
+        training.roberta_layers.clear()  # replaced as a whole, they must not count in the memory of the mechanism
+    for _ in range(2):
         training.iteration(name)

@@ -1,11 +1,11 @@
-"""Time of `predict` of a loaded model, for one sentence and for many, beside transformers' text-classification.
+"""Time `predict` of a loaded model on one sentence and on many, compared with a pipeline of transformers.
 
     python -m scripts.benchmarks.prediction --presets tiny small --threads 1
 
-The models have random weights and 2 classes, the sentences random words; nothing is fetched. The pipeline runs the same
-softmax model, exported for Hugging Face. Both sides start from text and end with labels and probabilities, which are
-compared before anything is timed. All variants are timed in turn, repeat by repeat, so that a noisy machine slows all
-of them alike; medians count.
+The models have random weights and two classes, the sentences are random words, and nothing is downloaded. The
+text-classification pipeline runs the same softmax model, exported for Hugging Face. Both start from text and end with
+labels and probabilities, which are compared before anything is timed. All variants are timed in turn, repeat by repeat,
+so that a noisy machine slows all of them alike, and times are medians.
 """
 
 import argparse
@@ -30,22 +30,26 @@ from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import Spread, device_name, interleaved
 from scripts.terminal import aligned, at_least_one, program_parser
 
-SOFTMAX = "softmax"  # the attention of the model that both sides run
-WORDS, PIECES, LABELS, POSITIONS = 2000, 1000, ("0", "1"), 512
+SOFTMAX = "softmax"  # the attention of the model that `predict` and the pipeline both run
+NUM_WORDS = 2000  # different words in the sentences
+NUM_PIECES = 1000  # of the tokenizer
+LABELS = ("0", "1")
+MAX_POSITIONS = 512
 HEAD = "sentence_classification_head"
-BATCHES = (1, 32)  # of the pipeline
+BATCHES = (1, 32)  # batch sizes of the pipeline
 LONGEST = 40  # words of a sentence
 REPEATS = 7
-SINGLE = 20  # sentences, one after the other, whose mean is the time of one
-SEED, TOLERANCE = 0, 1e-4  # of probabilities
-NOISE = 0.1  # on the initial weights, which would give every text the same probability
+NUM_SINGLE = 20  # sentences that are predicted one by one; their mean is the time of one sentence
+SEED = 0
+TOLERANCE = 1e-4  # of probabilities
+NOISE = 0.1  # added to the initial weights, which would give all texts the same probability
 
-Predict = Callable[[list[str]], list[float]]
+Predict = Callable[[list[str]], list[float]]  # texts to their probabilities of the second class
 
 
 @dataclass
 class Row:
-    """Medians with the fastest and slowest repeat: ms for one sentence, sentences a second of many."""
+    """The results of one model: ms for one sentence, and sentences per second of many."""
 
     preset: str
     model: str
@@ -53,22 +57,27 @@ class Row:
     many: Spread
 
 
-def sentences(count: int, longest: int) -> list[str]:
-    """Of 3 to `longest` words, short and frequent ones before long and rare ones."""
+def random_sentences(count: int, longest: int) -> list[str]:
+    """Return sentences of 3 to `longest` words, always the same; short words are more frequent than long ones."""
     generator = random.Random(SEED)
-    words = ["".join(generator.choices("aeiounrtslcdm", k=2 + number % 9)) for number in range(WORDS)]
-    weights = [1 / (number + 1) for number in range(WORDS)]
+    words = ["".join(generator.choices("aeiounrtslcdm", k=2 + number % 9)) for number in range(NUM_WORDS)]
+    weights = [1 / (number + 1) for number in range(NUM_WORDS)]
     return [" ".join(generator.choices(words, weights, k=generator.randint(3, longest))) for _ in range(count)]
 
 
 def write_data(folder: Path) -> None:
-    """What `load` takes from a run: a tokenizer and the dictionaries."""
-    model = train_sentencepiece(sentences(2000, LONGEST), PIECES)
+    """Write what `lln_fairseq.load` needs from a data directory: a tokenizer and the dictionaries."""
+    model = train_sentencepiece(random_sentences(2000, LONGEST), NUM_PIECES)
     vocabulary = new_vocabulary(SentencePieceTokenizer(model))
     (folder / "spm.model").write_bytes(model)
-    for name, text in (("input0", vocabulary.dictionary), ("label", "".join(f"{label} 1\n" for label in LABELS))):
-        (folder / name).mkdir()
-        (folder / name / "dict.txt").write_text(text, encoding="utf-8")
+    write_dictionary(folder / "input0", vocabulary.dictionary)
+    write_dictionary(folder / "label", "".join(f"{label} 1\n" for label in LABELS))
+
+
+def write_dictionary(folder: Path, text: str) -> None:
+    """Make the folder and write its dict.txt."""
+    folder.mkdir()
+    (folder / "dict.txt").write_text(text, encoding="utf-8")
 
 
 def write_checkpoint(path: Path, data: Path, preset: str, attention: str) -> None:
@@ -79,91 +88,117 @@ def write_checkpoint(path: Path, data: Path, preset: str, attention: str) -> Non
     options: dict[str, Any] = {
         "data": str(data),
         "num_classes": len(LABELS),
-        "max_positions": POSITIONS,
+        "max_positions": MAX_POSITIONS,
         "init_token": 0,
         "classification_head_name": HEAD,
         "regression_target": False,
     }
     task = LLNSentencePredictionTask.setup_task(LLNSentencePredictionConfig(**options))
-    sizes = {**dict(zip(SIZE_FIELDS, PRESETS[preset], strict=True)), "attention": attention, "max_positions": POSITIONS}
+    sizes: dict[str, Any] = dict(zip(SIZE_FIELDS, PRESETS[preset], strict=True))
+    sizes |= {"attention": attention, "max_positions": MAX_POSITIONS}
     torch.manual_seed(SEED)
     model = LLNRobertaModel.build_model(OmegaConf.create(sizes), task)
     model.register_classification_head(HEAD, num_classes=len(LABELS))
     for parameter in model.parameters():
         parameter.data += NOISE * torch.randn_like(parameter)
-    config = {"model": {"_name": "lln_roberta", **sizes}, "task": {"_name": "lln_sentence_prediction", **options}}
-    training = {"optimizer_history": [{"num_updates": 0, "optimizer_name": "", "lr_scheduler_state": {}}],
-                "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}}}  # fmt: skip
-    torch.save({"args": None, "cfg": config, "model": model.state_dict(), **training}, path)
+    checkpoint = {
+        "args": None,
+        "cfg": {
+            "model": {"_name": "lln_roberta", **sizes},
+            "task": {"_name": "lln_sentence_prediction", **options},
+        },
+        "model": model.state_dict(),
+        "optimizer_history": [{"num_updates": 0, "optimizer_name": "", "lr_scheduler_state": {}}],
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
+    }
+    torch.save(checkpoint, path)
 
 
-def ours(checkpoint: Path, data: Path) -> Predict:
-    """The probability of the second class."""
+def checkpoint_predict(checkpoint: Path, data: Path) -> Predict:
+    """Load a checkpoint and return its `predict` as a function to the probabilities of the second class."""
     model = lln_fairseq.load(checkpoint, data)
-    return lambda texts: [_second(one.label, one.probability) for one in model.predict(texts)]
+    return lambda texts: [_probability_of_second(one.label, one.probability) for one in model.predict(texts)]
 
 
-def theirs(folder: Path, batch: int) -> Predict:
+def pipeline_predict(folder: Path, batch_size: int) -> Predict:
+    """Load an exported model and return its pipeline as a function to the probabilities of the second class."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipeline = transformers.pipeline("text-classification", model=str(folder), device=device)
-    return lambda texts: [_second(one["label"], one["score"]) for one in pipeline(texts, batch_size=batch)]
+
+    def predict(texts: list[str]) -> list[float]:
+        results = pipeline(texts, batch_size=batch_size)
+        return [_probability_of_second(one["label"], one["score"]) for one in results]
+
+    return predict
 
 
-def _second(label: str, probability: float) -> float:
-    return probability if label == LABELS[1] else 1 - probability
+def _probability_of_second(label: str, probability: float) -> float:
+    """Return the probability of the second label from the predicted label and its probability."""
+    if label == LABELS[1]:
+        return probability
+    return 1 - probability
 
 
-def check(ours: Predict, theirs: Predict, texts: list[str]) -> None:
-    """Raises: RuntimeError where the two give other probabilities, or the same to every text."""
-    a, b = (torch.tensor(predict(texts)) for predict in (ours, theirs))
-    off, spread = (a - b).abs().max().item(), a.std().item()
-    if not off <= TOLERANCE < spread:
-        raise RuntimeError(f"predict and the pipeline differ by {off:.1e} in probabilities that spread by {spread:.1e}")
+def check_same_predictions(predict: Predict, pipeline: Predict, texts: list[str]) -> None:
+    """Raise RuntimeError if two models give different probabilities, or the same probability to all texts."""
+    probabilities = torch.tensor(predict(texts))
+    difference = (probabilities - torch.tensor(pipeline(texts))).abs().max().item()
+    spread = probabilities.std().item()
+    if not difference <= TOLERANCE < spread:
+        raise RuntimeError(
+            f"predict and the pipeline differ by {difference:.1e} in probabilities that spread by {spread:.1e}: "
+            f"the difference must be at most {TOLERANCE:.1e}, and the spread larger"
+        )
 
 
-def variants(preset: str, folder: Path, data: Path) -> dict[str, Predict]:
+def build_variants(preset: str, folder: Path, data: Path) -> dict[str, Predict]:
+    """Return the models to time by name; writes their checkpoints and the exported model to the folder."""
     from lln_fairseq.conversion.export import export
 
-    found: dict[str, Predict] = {}
+    predicts: dict[str, Predict] = {}
     for attention in (SOFTMAX, "lln_diag"):
         checkpoint = folder / f"{preset}_{attention}.pt"
         write_checkpoint(checkpoint, data, preset, attention)
-        found[f"predict, {attention}"] = ours(checkpoint, data)
+        predicts[f"predict, {attention}"] = checkpoint_predict(checkpoint, data)
     export(folder / f"{preset}_{SOFTMAX}.pt", folder / f"{preset}_hf", data)
-    for batch in BATCHES:
-        found[f"pipeline, batches of {batch}"] = theirs(folder / f"{preset}_hf", batch)
-    return found
+    for batch_size in BATCHES:
+        predicts[f"pipeline, batches of {batch_size}"] = pipeline_predict(folder / f"{preset}_hf", batch_size)
+    return predicts
 
 
-def measure(preset: str, folder: Path, data: Path, args: argparse.Namespace) -> list[Row]:
-    texts, predicts = sentences(args.sentences, LONGEST), variants(preset, folder, data)
-    for name, predict in predicts.items():
-        if name.startswith("pipeline"):
-            check(predicts[f"predict, {SOFTMAX}"], predict, texts[:SINGLE])
+def measure_preset(preset: str, folder: Path, data: Path, args: argparse.Namespace) -> list[Row]:
+    """Time all variants of a preset and return a row for each."""
+    texts = random_sentences(args.sentences, LONGEST)
+    single_texts = texts[:NUM_SINGLE]
+    predicts = build_variants(preset, folder, data)
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
     for name, predict in predicts.items():
-        runs[name, "single"] = functools.partial(one_by_one, predict, texts[:SINGLE])
+        if name.startswith("pipeline"):
+            check_same_predictions(predicts[f"predict, {SOFTMAX}"], predict, single_texts)
+        runs[name, "single"] = functools.partial(predict_one_by_one, predict, single_texts)
         runs[name, "many"] = functools.partial(predict, texts)
-    times = interleaved(runs, "cpu", REPEATS)  # all of them end with numbers on the CPU
+    times = interleaved(runs, "cpu", REPEATS)  # even on a GPU: every run ends with numbers on the CPU
     rows = []
     for name in predicts:
-        single = Spread.of([passed / len(texts[:SINGLE]) for passed in times[name, "single"]])
+        single = Spread.of([passed / len(single_texts) for passed in times[name, "single"]])
         many = Spread.of([1e3 * len(texts) / passed for passed in times[name, "many"]])
         rows.append(Row(preset, name, single, many))
     return rows
 
 
-def one_by_one(predict: Predict, texts: list[str]) -> None:
+def predict_one_by_one(predict: Predict, texts: list[str]) -> None:
     for text in texts:
         predict([text])
 
 
-def table(rows: list[Row], sentences: int) -> str:
+def results_table(rows: list[Row], sentences: int) -> str:
+    """Return the rows as a table; `sentences` is the number of sentences that were predicted together."""
     cells = [("preset", "model", "one sentence [ms]", f"{sentences} sentences [1/s]")]
-    cells += [(row.preset, row.model, row.single.text(), row.many.text(0)) for row in rows]
+    for row in rows:
+        cells.append((row.preset, row.model, row.single.text(), row.many.text(0)))
     return aligned(cells)
 
 
@@ -177,19 +212,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    lln_fairseq.register()  # before fairseq is imported, which configures the root logger
+    """Measure all presets in a temporary directory and print the table."""
+    lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     disable_malloc_trim()
     torch.set_num_threads(args.threads)
     rows = []
-    with tempfile.TemporaryDirectory() as place:
-        folder, data = Path(place), Path(place, "data")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        data = folder / "data"
         data.mkdir()
         write_data(data)
         for preset in args.presets:
-            rows += measure(preset, folder, data, args)
+            rows += measure_preset(preset, folder, data, args)
             print(f"{preset} done", file=sys.stderr)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{device}, torch {torch.__version__}, sentences of 3 to {LONGEST} words\n{table(rows, args.sentences)}")
+    table = results_table(rows, args.sentences)
+    print(f"{device}, torch {torch.__version__}, sentences of 3 to {LONGEST} words\n{table}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""One encoder layer over a sequence that lies on several workers of this machine: time, memory, and what is sent.
+"""Measure one encoder layer over a sequence that several workers of this machine share: time, memory, bytes sent.
 
     python -m scripts.benchmarks.sequence_parallel --tokens 131072 262144 524288 1048576
 
-Every worker is a process (gloo) with its part of the tokens: forward and backward of fairseq's layer with our
-attention, once for the memory and then three times for the time. Time is that of the slowest worker; memory the
-peak of a worker's resident set above what it was before, the greatest of all; sent is what each worker gives
-to the collectives of a forward and backward pass. Freed memory goes back to the system, unlike in a training.
+Every worker is a process (gloo) with its shard of the tokens. It runs forward and backward of an encoder layer with the
+attention of --attention, once to measure the memory and then three times to measure the time. The time is that of the
+slowest worker. The memory is the growth of a worker's resident set at its peak, the largest of all workers. Sent bytes
+are those that a worker passes to the collectives of one forward and backward pass. Unlike in a training, freed memory
+goes back to the system.
 """
 
 import argparse
@@ -35,12 +36,12 @@ from scripts.terminal import aligned, at_least_one, program_parser
 
 PRESET = "small"
 REPEATS = 3
-COLLECTIVES = {"all_gather": 1, "all_reduce": 0}  # which argument a worker sends
+COLLECTIVES = {"all_gather": 1, "all_reduce": 0}  # the position of the argument that a worker sends
 
 
 @dataclass
 class Row:
-    """One length: seconds of forward + backward, bytes."""
+    """The results of one length: seconds of forward and backward, and bytes of memory and of messages."""
 
     tokens: int
     seconds: float
@@ -49,16 +50,25 @@ class Row:
 
 
 def build_layer(args: argparse.Namespace, tokens: int) -> LLNEncoderLayer:
-    """A layer of the preset's size without dropout."""
+    """Return a layer of the preset's size without dropout, for sequences of up to `tokens` tokens.
+
+    Raises:
+        ValueError: for an unknown attention or option.
+    """
     _, width, inner, heads = PRESETS[PRESET]
     cfg = TransformerConfig(dropout=0.0, attention_dropout=0.0, activation_fn="gelu", max_source_positions=tokens)
-    cfg.encoder.embed_dim, cfg.encoder.ffn_embed_dim, cfg.encoder.attention_heads = width, inner, heads
+    cfg.encoder.embed_dim = width
+    cfg.encoder.ffn_embed_dim = inner
+    cfg.encoder.attention_heads = heads
     name, options = parse_attention_spec(args.attention)
     return LLNEncoderLayer(cfg, name, options, args.feed_forward_tokens)
 
 
-def count_sent() -> list[int]:
-    """From now on every collective adds the bytes that this worker gives to it."""
+def count_sent_bytes() -> list[int]:
+    """Patch torch's collectives for the rest of the process and return a list.
+
+    Every later call appends the number of bytes that this worker passes to it.
+    """
     sent: list[int] = []
 
     def counted(collective: Callable, index: int) -> Callable:
@@ -73,8 +83,8 @@ def count_sent() -> list[int]:
     return sent
 
 
-def measure(rank: int, args: argparse.Namespace, tokens: int, folder: str) -> None:
-    """A worker: its seconds of each repeat, peak and bytes, as a file of the folder."""
+def run_worker(rank: int, args: argparse.Namespace, tokens: int, folder: str) -> None:
+    """Measure in the process of one worker and write {rank}.json: seconds of each repeat, peak and sent bytes."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     store = dist.FileStore(f"{folder}/store", args.workers)
@@ -83,43 +93,49 @@ def measure(rank: int, args: argparse.Namespace, tokens: int, folder: str) -> No
     attention = layer.self_attn.attention
     attention.group = dist.group.WORLD
     first, end = bounds(tokens, args.workers, attention.shard_multiple or 1)[rank]
-    sent = count_sent()
+    sent = count_sent_bytes()
 
     def run(x: Tensor) -> None:
         sent.clear()
         layer(x, encoder_padding_mask=None).sum().backward()
         x.grad = None
 
-    def hidden(count: int) -> Tensor:
+    def random_hidden(count: int) -> Tensor:
         return torch.randn(count, 1, layer.embed_dim, requires_grad=True)
 
-    run(hidden(256))  # loads what is loaded on first use
-    x = hidden(end - first)
+    run(random_hidden(256))  # so that libraries that are loaded on first use are not measured
+    x = random_hidden(end - first)
     peak = resident_peak_of(lambda: run(x))
     seconds = []
     for _ in range(REPEATS):
         dist.barrier()
-        begin = time.perf_counter()
+        start = time.perf_counter()
         run(x)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - start)
     Path(folder, f"{rank}.json").write_text(json.dumps({"seconds": seconds, "peak": peak, "sent": sum(sent)}))
 
 
 def measure_length(args: argparse.Namespace, tokens: int) -> Row:
-    """All workers of one length. Raises: UserError where one of them ends early, as without memory."""
+    """Run all workers on a sequence of that length.
+
+    Raises:
+        UserError: if a worker ends early, for example because memory ran out.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            processes.spawn(measure, (args, tokens, folder), nprocs=args.workers)
+            processes.spawn(run_worker, (args, tokens, folder), nprocs=args.workers)
         except (processes.ProcessExitedException, processes.ProcessRaisedException) as error:
             reason = str(error).strip().splitlines()[-1]
-            raise UserError(f"{tokens} tokens: a worker has ended, is there memory enough? {reason}") from error
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.workers)]
-    seconds = [max(times) for times in zip(*(worker["seconds"] for worker in found), strict=True)]
-    peak = max(worker["peak"] for worker in found)
-    return Row(tokens, median(seconds), peak, found[0]["sent"])
+            raise UserError(f"{tokens} tokens: a worker failed, perhaps because memory ran out: {reason}") from error
+        results = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.workers)]
+    seconds_of_workers = [worker["seconds"] for worker in results]
+    seconds = [max(times) for times in zip(*seconds_of_workers, strict=True)]
+    peak = max(worker["peak"] for worker in results)
+    return Row(tokens, median(seconds), peak, results[0]["sent"])
 
 
-def table(rows: list[Row]) -> str:
+def results_table(rows: list[Row]) -> str:
+    """Return the rows as a table, and the growth of the time if there are several lengths."""
     cells = [["tokens", "seconds", "peak of a worker [GB]", "sent by a worker [kB]"]]
     for row in rows:
         cells.append([f"{row.tokens:,}", f"{row.seconds:.2f}", f"{row.peak / 1e9:.2f}", f"{row.sent / 1e3:.1f}"])
@@ -129,38 +145,50 @@ def table(rows: list[Row]) -> str:
     return f"{aligned(cells)}\nseconds grow like N^{exponent:.2f}"
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = program_parser("python -m scripts.benchmarks.sequence_parallel", __doc__)
     parser.add_argument("--tokens", nargs="+", type=at_least_one, default=[131072, 262144, 524288])
     parser.add_argument("--workers", type=at_least_one, default=2)
-    parser.add_argument("--threads", type=at_least_one, default=1, help="of each worker")
+    parser.add_argument("--threads", type=at_least_one, default=1, help="threads of each worker")
     parser.add_argument("--attention", default="lln_diag", metavar="NAME[:OPTION=VALUE,...]")
-    parser.add_argument("--feed-forward-tokens", type=int, default=0, help="the model's option: less memory; 0 = all")
+    parser.add_argument(
+        "--feed-forward-tokens",
+        type=int,
+        default=0,
+        help="tokens that the feed-forward network computes at a time, to save memory; 0 means all (default)",
+    )
     args = parser.parse_args(argv)
     if not can_measure_resident_peak():
-        parser.error("memory is measured on Linux alone")
+        parser.error("this benchmark needs Linux: it cannot measure memory on other systems")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args = parse_arguments(argv)
     return run_main(lambda: benchmark(args))
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    """Raises: UserError for an attention that cannot, and where memory runs out."""
+    """Measure all lengths, shortest first, and print the table.
+
+    Raises:
+        UserError: if the attention does not exist or cannot share a sequence over workers, or if memory runs out.
+    """
     try:
         layer = build_layer(args, 1)
     except ValueError as error:
         raise UserError(str(error)) from error
     if layer.self_attn.attention.shard_multiple is None:
-        raise UserError(f"attention {args.attention} cannot share a sequence over workers")
+        raise UserError(
+            f"--attention {args.attention} cannot share a sequence over workers: use lln, block_diag or lln_diag"
+        )
     rows = []
     for tokens in sorted(args.tokens):
-        rows.append(measure_length(args, tokens))
-        print(f"N = {tokens} done: {rows[-1].seconds:.2f} s", file=sys.stderr)
-    sizes = f"{PRESET}, {args.attention}, feed_forward_tokens {args.feed_forward_tokens}"
-    print(f"{args.workers} workers of {args.threads} threads, {sizes}, torch {torch.__version__}\n{table(rows)}")
+        row = measure_length(args, tokens)
+        rows.append(row)
+        print(f"N = {tokens} done: {row.seconds:.2f} s", file=sys.stderr)
+    settings = f"{PRESET}, {args.attention}, feed_forward_tokens {args.feed_forward_tokens}, torch {torch.__version__}"
+    print(f"{args.workers} workers of {args.threads} threads, {settings}\n{results_table(rows)}")
 
 
 if __name__ == "__main__":

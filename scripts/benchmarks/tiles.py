@@ -1,11 +1,12 @@
-"""Tries other tiles for the Triton kernels on this GPU and prints the fastest.
+"""Try other tiles for the Triton kernels on this GPU and print the fastest.
 
     python -m scripts.benchmarks.tiles
     python -m scripts.benchmarks.tiles --kernels dkv diag_bwd --dim 128
 
-A tile is rows, warps, stages and registers of a kernel, see lln_fairseq/ops/backends/triton/launch.py. Each candidate
-takes the place of the one in use, and the forward or backward pass that the kernel belongs to is timed. The fastest
-stays for the kernels after it. A candidate that fails or changes the results is left out.
+A tile is the number of rows, warps, stages and registers of a kernel, see lln_fairseq/ops/backends/triton/launch.py.
+Each candidate replaces the current tile, and the forward or backward pass that the kernel belongs to is timed. The
+fastest tile stays in place while the following kernels are timed. Candidates that fail or change the results are left
+out.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from scripts.benchmarks.meter import milliseconds, relative_rms
 from scripts.terminal import program_parser
 
-# The pass that each kernel is timed in: the mix (None: LLN alone), whether backward, and the tokens of a block.
+# The pass in which each kernel is timed: the mix (None: LLN without blocks), whether backward too, tokens of a block.
 PASSES = {
     "state": (None, False, 64),
     "out": (None, False, 64),
@@ -39,11 +40,11 @@ PASSES = {
     "joint_dkv_long": ("joint_offset", True, 128),
 }
 ALPHA = 1.4
-LARGEST_DIFFERENCE = 1e-2  # relative, of results in half precision by different tiles
+LARGEST_DIFFERENCE = 1e-2  # relative; half precision differs by less than this from tile to tile
 
 
 def run_pass(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Run the pass that a kernel belongs to and return its output and gradients."""
+    """Run the pass that a kernel belongs to on q, k, v (B, H, N, D), and return its output and gradients, if any."""
     mix, backward, block_size = PASSES[kernel]
     if mix is None:
         out = lln_attention(q, k, v, ALPHA, ALPHA, backend="triton")
@@ -54,27 +55,36 @@ def run_pass(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
 
 
-def candidates(current: Tile) -> list[Tile]:
-    """Return the tiles to try, which have half, as many or twice as many rows."""
-    found = []
+def candidate_tiles(current: Tile) -> list[Tile]:
+    """Return the tiles to try: 16 to 128 rows, which are half, as many or twice as many as now; other warps, stages."""
+    tiles = []
     for rows in (current.rows // 2, current.rows, 2 * current.rows):
         for warps in (4, 8):
             for stages in (1, 2, 3):
-                found.append(Tile(rows, warps, stages, current.registers))
-    return [tile for tile in found if 16 <= tile.rows <= 128 and tile != current]
+                tiles.append(Tile(rows, warps, stages, current.registers))
+    return [tile for tile in tiles if 16 <= tile.rows <= 128 and tile != current]
 
 
-def best_tile(key: tuple[int, int, int], kernel: str, inputs: list[Tensor], repeats: int) -> Tile:
-    """Time the tile in use and the candidates, and leave the fastest in the table of this process."""
+def find_best_tile(key: tuple[int, int, int], kernel: str, inputs: list[Tensor], repeats: int) -> Tile:
+    """Time the current tile of a kernel and the candidates, print the result, and return the fastest.
+
+    The fastest stays in launch.TILES of this process.
+
+    Args:
+        key: of launch.TILES.
+        kernel: a field of launch.Tiles.
+        inputs: q, k and v, (B, H, N, D).
+        repeats: of each pass; medians count.
+    """
     current = getattr(launch.TILES[key], kernel)
     expected = run_pass(kernel, *inputs)
     times: dict[Tile, float] = {}
-    for tile in (current, *candidates(current)):
+    for tile in (current, *candidate_tiles(current)):
         launch.TILES[key] = launch.TILES[key]._replace(**{kernel: tile})
         try:
             results = run_pass(kernel, *inputs)
             repeated = [milliseconds(lambda: run_pass(kernel, *inputs), inputs[0].device.type) for _ in range(repeats)]
-        except Exception as error:  # Triton, its assembler or the device cannot do it
+        except Exception as error:  # Triton, its assembler or the device cannot run the tile
             print(f"{kernel}: {tuple(tile)} fails: {type(error).__name__}", flush=True)
             continue
         if any(relative_rms(x, y) > LARGEST_DIFFERENCE for x, y in zip(results, expected, strict=True)):
@@ -88,24 +98,24 @@ def best_tile(key: tuple[int, int, int], kernel: str, inputs: list[Tensor], repe
 
 
 def search(args: argparse.Namespace) -> None:
-    q = torch.empty(
-        args.tokens // args.length, args.heads, args.length, args.dim, device=args.device, dtype=torch.float16
-    )
+    """Search the tiles of all requested kernels; raise UserError if the kernels do not run on the device."""
+    batch = args.tokens // args.length
+    q = torch.empty(batch, args.heads, args.length, args.dim, device=args.device, dtype=torch.float16)
     if reason := launch.is_supported(q):
         raise UserError(reason)
     inputs = [torch.randn_like(q).requires_grad_() for _ in range(3)]
     for kernel in args.kernels:
-        best_tile(launch.tiles_key(q), kernel, inputs, args.repeats)
+        find_best_tile(launch.tiles_key(q), kernel, inputs, args.repeats)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = program_parser("python -m scripts.benchmarks.tiles", __doc__)
     parser.add_argument("--kernels", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=32768, help="in a batch")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a batch (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: interpreted, as a trial")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a trial in the interpreter")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args(argv)
     return run_main(lambda: search(args))

@@ -1,5 +1,4 @@
 import json
-import re
 from argparse import Namespace
 
 import pytest
@@ -13,7 +12,10 @@ from scripts.benchmarks.meter import Spread, copy_bandwidth, peak_memory
 @pytest.mark.exhaustive
 def test_smoke_run_covers_every_attention(tmp_path, capsys):
     outputs = ["--json", str(tmp_path / "b.json"), "--png", str(tmp_path / "b.png")]
-    assert benchmark.main(["--smoke", "--no-memory", *outputs]) == 0  # memory takes a process for each of them
+
+    # Without memory, which takes a process for each attention.
+    assert benchmark.main(["--smoke", "--no-memory", *outputs]) == 0
+
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert {row["attention"] for row in rows} == {*ATTENTION_REGISTRY, "sdpa"}
     assert all(min(*row["forward"], *row["both"]) > 0 for row in rows)
@@ -21,44 +23,68 @@ def test_smoke_run_covers_every_attention(tmp_path, capsys):
     assert "lln_diag" in capsys.readouterr().out
 
 
-def test_rows_may_have_options(tmp_path, capsys):
-    row = "lln_diag:mix=joint_offset,block_size=16"
+def test_attentions_may_have_options(tmp_path):
+    spec = "lln_diag:mix=joint_offset,block_size=16"
     output = tmp_path / "b.json"
-    assert benchmark.main(["--smoke", "--no-memory", "--attentions", row, "--json", str(output)]) == 0
-    assert {found["attention"] for found in json.loads(output.read_text())["rows"]} == {row, "sdpa"}
-    for wrong, message in {"lnn": "unknown attention 'lnn'.*lln", "lln:mix=joint": "no option 'mix'"}.items():
-        with pytest.raises(SystemExit):
-            benchmark.main(["--smoke", "--attentions", wrong])
-        assert re.search(message, capsys.readouterr().err)
+
+    assert benchmark.main(["--smoke", "--no-memory", "--attentions", spec, "--json", str(output)]) == 0
+
+    assert {row["attention"] for row in json.loads(output.read_text())["rows"]} == {spec, "sdpa"}
 
 
-def test_causal_rows_are_compared(tmp_path, capsys):
-    rows = ["lln:alpha=2,beta=2", "causal_lln", "causal_sdpa"]
-    assert benchmark.main(["--smoke", "--no-memory", "--attentions", *rows, "--json", str(tmp_path / "b.json")]) == 0
-    assert [row["attention"] for row in json.loads((tmp_path / "b.json").read_text())["rows"][:4]] == ["sdpa", *rows]
+@pytest.mark.parametrize(
+    ("spec", "messages"),
+    [("lnn", ["'lnn'", "lln"]), ("lln:mix=joint", ["'mix'"])],
+)
+def test_unknown_attention_or_option_is_rejected(spec, messages, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["--smoke", "--attentions", spec])
+
+    error = capsys.readouterr().err
+    assert all(message in error for message in messages)
 
 
-def test_times_are_compared_with_their_floors():
+def test_causal_attentions_are_compared(tmp_path):
+    names = ["lln:alpha=2,beta=2", "causal_lln", "causal_sdpa"]
+    output = tmp_path / "b.json"
+
+    assert benchmark.main(["--smoke", "--no-memory", "--attentions", *names, "--json", str(output)]) == 0
+
+    rows_of_first_length = json.loads(output.read_text())["rows"][:4]
+    assert [row["attention"] for row in rows_of_first_length] == ["sdpa", *names]
+
+
+def test_table_shows_floors_as_fractions_of_the_times():
+    one_tensor_per_ms = 4 * 2 * 3 * 50 * 10 * 1e3
+    floors = benchmark.floors(torch.ones(2, 3, 50, 10), bandwidth=one_tensor_per_ms)
+    rows = [benchmark.Row("sdpa", 50, Spread(8, 8, 8), Spread(22, 22, 22), None, floors)]
+
+    assert benchmark.results_table(rows, ["sdpa"]).splitlines()[1].split()[-2:] == ["0.50", "0.50"]
+
+
+def test_copy_bandwidth_is_positive():
     assert copy_bandwidth("cpu", 2**20) > 0
-    least = benchmark.floors(torch.ones(2, 3, 50, 10), bandwidth=12e6)  # 12,000 bytes take a millisecond
-    rows = [benchmark.Row("sdpa", 50, Spread(8, 8, 8), Spread(22, 22, 22), None, least)]
-    assert benchmark.table(rows, ["sdpa"]).splitlines()[1].split()[-2:] == ["0.50", "0.50"]
 
 
-def prepare(moment, args):
+def prepare_with_temporary_tensors(count, args):
+    """Return a call of an attention that allocates `count` tensors of the size of q and frees them again."""
+
     def attention(q, k, v):
-        short = torch.ones(moment, *q.shape)
-        out = q + short.sum(0)
-        del short
+        temporary = torch.ones(count, *q.shape)
+        out = q + temporary.sum(0)
+        del temporary
         return out
 
     benchmark.attention_function = lambda *_: attention
     return benchmark.prepare_both("x", 4096, args)
 
 
-def test_resident_peak_sees_tensors_that_are_alive_for_a_moment():
-    """These, their sum and the output at once, and q's gradient unless it lies where they were; to the page."""
+@pytest.mark.parametrize("count", [8, 16])
+def test_peak_memory_includes_temporary_tensors(count):
+    """Besides the temporary tensors, their sum and the output are alive, and q's gradient if it is in other memory."""
     args = Namespace(lengths=[4096], tokens=1, heads=12, head_dim=64, device="cpu", dtype="float32")
     bytes_of_q = 4 * 12 * 4096 * 64
-    for moment in (8, 16):
-        assert moment + 2 - 1e-2 <= peak_memory("cpu", prepare, moment, args) / bytes_of_q <= moment + 3 + 1e-2
+
+    peak = peak_memory("cpu", prepare_with_temporary_tensors, count, args)
+
+    assert count + 2 - 1e-2 <= peak / bytes_of_q <= count + 3 + 1e-2

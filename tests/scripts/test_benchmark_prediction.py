@@ -7,25 +7,43 @@ from scripts.benchmarks import prediction as benchmark
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path_factory):
+    """Keep Hugging Face's libraries from using the network and the user's cache."""
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     monkeypatch.setitem(os.environ, "HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
 
 
 @pytest.mark.exhaustive
-def test_a_small_run(offline, monkeypatch, capsys):
+def test_small_run_prints_every_variant(offline, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "REPEATS", 1)
     monkeypatch.setattr(benchmark, "BATCHES", (4,))
+
     assert benchmark.main(["--presets", "tiny", "--sentences", "21"]) == 0
-    said = capsys.readouterr().out
+
+    out = capsys.readouterr().out
     for row in ("predict, softmax", "predict, lln_diag", "pipeline, batches of 4"):
-        assert row in said
+        assert row in out
 
 
-def test_what_predicts_something_else_is_not_timed():
-    texts = benchmark.sentences(9, 5)
-    numbers = [len(text) / 100 for text in texts]
-    benchmark.check(lambda _: numbers, lambda _: numbers, texts)
+TEXTS = benchmark.random_sentences(9, 5)
+PROBABILITIES = [len(text) / 100 for text in TEXTS]
+
+
+def always(probabilities):
+    """Return a model that predicts these probabilities."""
+    return lambda texts: probabilities
+
+
+def test_equal_predictions_pass_the_check():
+    benchmark.check_same_predictions(always(PROBABILITIES), always(PROBABILITIES), TEXTS)
+
+
+def test_different_predictions_are_rejected():
+    shifted = [probability + 1e-3 for probability in PROBABILITIES]
+
     with pytest.raises(RuntimeError, match=r"differ by 1.0e-03"):
-        benchmark.check(lambda _: numbers, lambda _: [number + 1e-3 for number in numbers], texts)
-    with pytest.raises(RuntimeError, match=r"that spread by 0.0e\+00"):
-        benchmark.check(lambda _: [0.5] * 9, lambda _: [0.5] * 9, texts)
+        benchmark.check_same_predictions(always(PROBABILITIES), always(shifted), TEXTS)
+
+
+def test_constant_predictions_are_rejected():
+    with pytest.raises(RuntimeError, match=r"spread by 0.0e\+00"):
+        benchmark.check_same_predictions(always([0.5] * 9), always([0.5] * 9), TEXTS)

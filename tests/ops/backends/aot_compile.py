@@ -1,10 +1,11 @@
-"""Compile every kernel for an architecture without a GPU and print registers, stack and shared memory as JSON lines.
+"""Compile every Triton kernel for an architecture without a GPU and print their resources as JSON lines.
 
     python tests/ops/backends/aot_compile.py ARCH [DIM ...] [--dtypes float16 ...] [--cases NAME ...] [--timeout S]
 
-The host code runs as it does on a GPU, on CPU tensors, with a driver that only names the architecture: what is compiled
-is exactly what would be launched, specialisation of strides and pointers included. Run it as its own process, without
-TRITON_INTERPRET: the driver stays.
+A line holds the registers, the stack and the shared memory of a kernel. The host code runs on CPU tensors as it does on
+a GPU, with a driver that only names the architecture. So exactly those kernels are compiled that would be launched,
+with the same specialization of strides and pointers. Run it as its own process and without TRITON_INTERPRET, because
+the driver cannot be replaced again.
 """
 
 import argparse
@@ -30,8 +31,8 @@ from lln_fairseq.ops.backends import triton as backend
 from lln_fairseq.ops.backends.triton import launch
 
 
-class NamedDriver:
-    """The part of a triton driver that compilation asks for."""
+class CompileOnlyDriver:
+    """The part of a Triton driver that compilation needs."""
 
     def __init__(self, arch):
         self.arch = arch
@@ -49,12 +50,12 @@ class NamedDriver:
         return torch.device("cpu")
 
 
-def compile_only(arch, compiled, timeout):
-    """From now on a launch compiles and calls `compiled(name, kernel, keywords)`.
+def compile_only(arch, report, timeout):
+    """Make every later launch of a kernel compile it and call `report(name, kernel, keywords)` in place of running it.
 
     A kernel that takes longer than `timeout` seconds ends the process.
     """
-    driver.set_active(NamedDriver(arch))
+    driver.set_active(CompileOnlyDriver(arch))
     launch.capability = lambda device: arch
     original = JITFunction.run
 
@@ -63,67 +64,75 @@ def compile_only(arch, compiled, timeout):
         signal.alarm(timeout)
         kernel = original(self, *positional, grid=grid, warmup=True, **keywords)
         signal.alarm(0)
-        compiled(self.__name__, kernel, keywords)
+        report(self.__name__, kernel, keywords)
         return kernel
 
     JITFunction.run = run
 
 
 def resources(kernel):
-    """Registers of a thread and bytes of stack. Spilled registers live on the stack: 0 bytes say that none did."""
+    """Return the registers of a thread and the bytes of its stack, which is where spilled registers are stored."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"Function (?!\$).*?:\s*REG:(\d+) STACK:(\d+)", text)
-    return {"registers": int(found[1]), "stack": int(found[2])}
+    usage = re.search(r"Function (?!\$).*?:\s*REG:(\d+) STACK:(\d+)", text)
+    return {"registers": int(usage[1]), "stack": int(usage[2])}
+
+
+def inputs(length, dim, dtype):
+    """Return q, k, v, α, β that need gradients, and a mask without padding."""
+    q, k, v = torch.empty(3, 2, 3, length, dim, dtype=dtype).requires_grad_()
+    alpha, beta = torch.empty(2, 2, 3).requires_grad_()
+    return q, k, v, alpha, beta, torch.zeros(2, length, dtype=torch.bool)
 
 
 def cases(dim, dtype):
-    """name -> function that launches kernels: long sequences take several splits, short ones a single one."""
+    """Return functions that launch kernels, by name: long sequences take several splits, short ones a single one."""
 
-    def inputs(length):
-        q, k, v = torch.empty(3, 2, 3, length, dim, dtype=dtype).requires_grad_()
-        alpha, beta = torch.empty(2, 2, 3).requires_grad_()
-        return q, k, v, alpha, beta, torch.zeros(2, length, dtype=torch.bool)
-
-    def lln(length):
-        out = hybrid_attention(*inputs(length), HybridSpec(1.0, 0.0), "triton")
+    def run_forward_and_backward(length, spec):
+        out = hybrid_attention(*inputs(length, dim, dtype), spec, "triton")
         out.backward(torch.empty_like(out))
 
-    def diag(length, block_size, dropout=0.0):
+    def lln(*lengths):
+        for length in lengths:
+            run_forward_and_backward(length, HybridSpec(1.0, 0.0))
+
+    def diag(*lengths, block_size=dim, dropout=0.0):
         seed = torch.ones(1, dtype=torch.int64) if dropout else None
-        out = hybrid_attention(*inputs(length), HybridSpec(0.5, 0.5, block_size, dropout, seed), "triton")
-        out.backward(torch.empty_like(out))
+        for length in lengths:
+            run_forward_and_backward(length, HybridSpec(0.5, 0.5, block_size, dropout, seed))
 
-    def joint(length, block_size, dropout=0.0):
+    def joint(*lengths, block_size=dim, dropout=0.0):
         seed = torch.ones(1, dtype=torch.int64) if dropout else None
-        mix = HybridSpec(1.0, 1.0, block_size, dropout, seed, joint=True, parameter=torch.empty(2, 3))
-        out = hybrid_attention(*inputs(length), mix, "triton")
-        out.backward(torch.empty_like(out))
+        offset = torch.empty(2, 3)
+        for length in lengths:
+            spec = HybridSpec(1.0, 1.0, block_size, dropout, seed, joint=True, parameter=offset)
+            run_forward_and_backward(length, spec)
 
-    def moments(length):
-        q, k, _, _, _, mask = inputs(length)
-        backend.match_moments(q, k, mask, (torch.arange(64.0), torch.arange(64.0)))
+    def moments(*lengths):
+        for length in lengths:
+            q, k, _, _, _, mask = inputs(length, dim, dtype)
+            backend.match_moments(q, k, mask, (torch.arange(64.0), torch.arange(64.0)))
 
-    found = {
-        "lln": lambda: (lln(512), lln(8192)),
-        "diag": lambda: (diag(512, dim), diag(8192, dim)),
-        "joint": lambda: (joint(512, dim), joint(8192, dim)),
-        "moments": lambda: (moments(512), moments(8192)),
+    functions = {
+        "lln": lambda: lln(512, 8192),
+        "diag": lambda: diag(512, 8192),
+        "joint": lambda: joint(512, 8192),
+        "moments": lambda: moments(512, 8192),
     }
-    if dtype != torch.bfloat16:  # nearly the same registers as float16
-        found["dropout"] = lambda: diag(512, dim, 0.1)
-        found["block16"] = lambda: diag(512, 16)
-        found["block256"] = lambda: diag(512, 256)
-        found["joint-dropout"] = lambda: joint(512, dim, 0.1)
-        found["joint-block16"] = lambda: joint(512, 16)
-        found["joint-block256"] = lambda: joint(512, 256)
+    if dtype != torch.bfloat16:  # which takes nearly the same registers as float16
+        functions["dropout"] = lambda: diag(512, dropout=0.1)
+        functions["block16"] = lambda: diag(512, block_size=16)
+        functions["block256"] = lambda: diag(512, block_size=256)
+        functions["joint-dropout"] = lambda: joint(512, dropout=0.1)
+        functions["joint-block16"] = lambda: joint(512, block_size=16)
+        functions["joint-block256"] = lambda: joint(512, block_size=256)
     elif dim != 64:
-        found["block64"] = lambda: (diag(512, 64), diag(8192, 64))
-        found["joint-block64"] = lambda: (joint(512, 64), joint(8192, 64))
-    return found
+        functions["block64"] = lambda: diag(512, 8192, block_size=64)
+        functions["joint-block64"] = lambda: joint(512, 8192, block_size=64)
+    return functions
 
 
 def main():
@@ -131,28 +140,27 @@ def main():
     parser.add_argument("arch", type=int)
     parser.add_argument("dims", type=int, nargs="*", default=[64, 128])
     parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"])
-    parser.add_argument("--cases", nargs="+")
-    parser.add_argument(
-        "--timeout", type=int, default=60, help="seconds for one kernel; the process dies when it is over"
-    )
+    parser.add_argument("--cases", nargs="+", help="default: all")
+    parser.add_argument("--timeout", type=int, default=60, help="seconds for one kernel, after which the process ends")
     args = parser.parse_args()
 
-    seen = set()
+    printed = set()
 
-    def compiled(name, kernel, keywords):
-        if kernel.hash in seen:
+    def print_resources(name, kernel, keywords):
+        if kernel.hash in printed:
             return
-        seen.add(kernel.hash)
-        row = {"kernel": name, "arch": args.arch, **where, "warps": kernel.metadata.num_warps}
-        row |= resources(kernel) | {"shared": kernel.metadata.shared, "split": not keywords.get("FINAL", True)}
+        printed.add(kernel.hash)
+        row = {"kernel": name, "arch": args.arch, **current_case, "warps": kernel.metadata.num_warps}
+        row |= resources(kernel)
+        row |= {"shared": kernel.metadata.shared, "split": not keywords.get("FINAL", True)}
         print(json.dumps(row), flush=True)
 
-    compile_only(args.arch, compiled, args.timeout)
+    compile_only(args.arch, print_resources, args.timeout)
     for dtype in args.dtypes:
         for dim in args.dims:
             for name, run_case in cases(dim, getattr(torch, dtype)).items():
                 if args.cases is None or name in args.cases:
-                    where = {"dim": dim, "dtype": dtype, "case": name}
+                    current_case = {"dim": dim, "dtype": dtype, "case": name}
                     run_case()
 
 

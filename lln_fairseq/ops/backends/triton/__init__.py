@@ -1,7 +1,7 @@
-"""LLN and LLN+Diag attention and moment matching on the GPU: host side of the Triton kernels, on torch and triton only.
+"""The Triton backend: LLN and LLN+Diag attention and moment matching on a GPU. This is the host side of its kernels.
 
-Nothing here waits for the device, every launch depends on shapes alone (so CUDA graphs can capture it), and the number
-of splits of the tokens depends on N and D alone, so that a sentence gets the same bits whatever else is in the batch.
+The functions never wait for the device, and every launch depends on shapes only, so CUDA graphs can capture them. The
+number of splits of a sequence depends on N and D only, so a sentence gets the same bits whatever else is in its batch.
 """
 
 import math
@@ -22,10 +22,10 @@ from lln_fairseq.ops.backends.triton import (
 from lln_fairseq.ops.backends.triton.joint import joint_backward, joint_out
 from lln_fairseq.ops.backends.triton.launch import (
     aligned,
-    chunk_of,
+    chunk_size,
     device_of,
-    dot_options,
     is_supported,
+    kernel_options,
     mask_bytes,
     split_tokens,
     strides,
@@ -38,96 +38,201 @@ from lln_fairseq.ops.moment_matching import calibration_table
 __all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "is_supported", "match_moments"]
 
 
-def _fill_state(k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> None:
-    """state: m, log s and S as `empty_saved` makes them."""
-    (batch, heads, length, dim), tile = k.shape, tiles_for(k).state
-    bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
+def draw_seed(device: torch.device) -> Tensor:
+    """Return a seed (1,) int64 for the dropout of one call.
+
+    It is drawn on the device, so that a CUDA graph draws a new one at each replay.
+    """
+    return torch.randint(2**62, (1,), device=device)
+
+
+def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    """Return uninitialized tensors with the memory layouts that `backward` gives to dq, dk and dv, all (B, H, N, D)."""
+    return [torch.empty_like(x) for x in aligned(q, k, v)]
+
+
+def empty_saved(q: Tensor, spec: HybridSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized tensors for what `forward` saves, see forward_kernels.py.
+
+    They are m and log s, (B H, D) float32 in base 2, and S, (B H, D, D) in the dtype of q.
+    """
+    bh = q.shape[0] * q.shape[1]
+    dim = q.shape[3]
+    return workspace(q, bh, dim), workspace(q, bh, dim), q.new_empty(bh, dim, dim)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None,
+    spec: HybridSpec,
+) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+    """Compute LLN, ½ (LLN + block-diagonal softmax) or the joint form in 4 or, with blocks, 6 passes over N x D.
+
+    Args:
+        q, k, v: (B, H, N, D) with any strides; copied only if their strides differ or the features are not dense.
+        alpha, beta: (B, H) float32. If either is None, both are matched to the moments of q and k.
+        mask: bool (B, N), True = padded, or None.
+        spec: which of the three to compute. Its weights are 1 and 0, or ½ and ½; both are 1 for the joint form. With
+            an exchange, which the joint form does not support, α and β must be given.
+
+    Returns:
+        The output (B, H, N, D), α and β as they were used, and the tensors of `empty_saved` for `backward`.
+    """
+    if alpha is None or beta is None:
+        alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
+    q, k, v = aligned(q, k, v)
+    pad = mask_bytes(mask)
+    with device_of(q):
+        if spec.exchange is None:
+            state = empty_saved(q, spec)
+            _compute_state(k, v, pad, beta.contiguous(), state)
+        else:
+            state = _exchanged_state(k, v, pad, beta.contiguous(), spec.exchange)
+        if spec.joint:
+            out = joint_out(q, k, v, pad, alpha.contiguous(), beta.contiguous(), spec, state)
+        else:
+            out = _hybrid_out(q, k, v, pad, alpha.contiguous(), spec, state)
+    return out, alpha, beta, state
+
+
+def _compute_state(
+    k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Fill in the state of the keys: m, log s and S as `empty_saved` makes them."""
+    batch, heads, length, dim = k.shape
+    bh = batch * heads
+    splits, tokens = split_tokens(length, dim)
     parts = state
     if splits > 1:
         parts = (workspace(k, bh, splits, dim), workspace(k, bh, splits, dim), workspace(k, bh, splits, dim, dim))
     forward_kernels._lln_state_kernel[bh, splits](
-        k, v, pad, beta, *parts, *strides(k), heads, length, tokens,
-        D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, FINAL=splits == 1, **dot_options(k),
-        **tile.options,
-    )  # fmt: skip
+        k,
+        v,
+        pad,
+        beta,
+        *parts,
+        *strides(k),
+        heads,
+        length,
+        tokens,
+        FINAL=splits == 1,
+        **kernel_options(k, tiles_for(k).state),
+    )
     if splits > 1:
         forward_kernels._lln_combine_kernel[bh, dim * dim // 256](
             *parts, *state, splits, D=dim, COLS=256, ROWS=16, num_warps=4
         )
 
 
-def _merged_state(
+def _exchanged_state(
     k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, exchange: Exchange
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state of all workers' keys: exchanged in float32 with totals in place of logarithms to base 2, S in the dtype
-    of k."""
-    bh, dim = k.shape[0] * k.shape[1], k.shape[3]
-    m, log_s, state = workspace(k, bh, dim), workspace(k, bh, dim), workspace(k, bh, dim, dim)
-    _fill_state(k, v, pad, beta, (m, log_s, state))
+    """Return the state of the keys of all workers: m, log s and S as `empty_saved` makes them.
+
+    The workers exchange m in base e, s in place of log s, and S, all in float32.
+    """
+    bh = k.shape[0] * k.shape[1]
+    dim = k.shape[3]
+    m = workspace(k, bh, dim)
+    log_s = workspace(k, bh, dim)
+    state = workspace(k, bh, dim, dim)
+    _compute_state(k, v, pad, beta, (m, log_s, state))
     total = log_s.exp2()
-    if pad is not None:  # of a sequence without a real key it is 0, which has no logarithm
+    if pad is not None:
+        # A sequence without a real key has s = 0, but the kernel stores log s = 0.
         total *= pad.eq(0).any(dim=1).repeat_interleave(k.shape[1])[:, None]
-    top, total, state = exchange.merge_states(m * math.log(2), total, state)
-    return top / math.log(2), total.log2().nan_to_num(neginf=0.0), state.to(k.dtype)
+    m, total, state = exchange.merge_states(m * math.log(2), total, state)
+    return m / math.log(2), total.log2().nan_to_num(neginf=0.0), state.to(k.dtype)
 
 
-def draw_seed(device: torch.device) -> Tensor:
-    """A seed on the device: a CUDA graph then draws anew at each replay."""
-    return torch.randint(2**62, (1,), device=device)
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec
-) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """LLN alone, ½ (LLN + block-diagonal softmax) or a joint form: 4 or 6 passes over N x D."""
-    if alpha is None or beta is None:
-        alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
-    q, k, v = aligned(q, k, v)
+def _hybrid_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pad: Tensor | None,
+    alpha: Tensor,
+    spec: HybridSpec,
+    state: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Return LLN or ½ (LLN + block-diagonal softmax), (B, H, N, D), from the state of the keys."""
     batch, heads, length, dim = q.shape
-    block_size, pad = _block_size(mix), mask_bytes(mask)
-    tile = tiles_for(q).diag_out if block_size else tiles_for(q).out
-    chunk, state = chunk_of(block_size, tile.rows), empty_saved(q, mix)
-    with device_of(q):
-        if mix.exchange is None:
-            _fill_state(k, v, pad, beta.contiguous(), state)
-        else:
-            state = _merged_state(k, v, pad, beta.contiguous(), mix.exchange)
-        if mix.joint:
-            out = joint_out(q, k, v, pad, alpha.contiguous(), beta.contiguous(), mix, state)
-            return out, alpha, beta, state
-        out = torch.empty_like(q)
-        forward_kernels._lln_out_kernel[batch * heads, triton.cdiv(length, chunk)](
-            q, k, v, pad, alpha.contiguous(), *state, mix.seed, out, *strides(q), *strides(out), heads, length,
-            SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=block_size or 0, CHUNK=chunk,
-            D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q),
-            **tile.options,
-        )  # fmt: skip
-    return out, alpha, beta, state
+    if spec.diag_weight:
+        tile = tiles_for(q).diag_out
+        chunk = chunk_size(spec.block_size, tile.rows)
+        kernel_block_size = spec.block_size
+    else:
+        tile = tiles_for(q).out
+        chunk = chunk_size(None, tile.rows)
+        kernel_block_size = 0
+    out = torch.empty_like(q)
+    forward_kernels._lln_out_kernel[batch * heads, triton.cdiv(length, chunk)](
+        q,
+        k,
+        v,
+        pad,
+        alpha,
+        *state,
+        spec.seed,
+        out,
+        *strides(q),
+        *strides(out),
+        heads,
+        length,
+        SCALE=dim**-0.5,
+        DROPOUT=spec.dropout_p,
+        BLOCK=kernel_block_size,
+        CHUNK=chunk,
+        **kernel_options(q, tile),
+    )
+    return out
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
-    saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
-) -> Sequence[Tensor | None]:  # fmt: skip
-    """7 or 9 passes over N x D, 13 for a joint form."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    spec: HybridSpec,
+    saved: Sequence[Tensor],
+    grad: Tensor,
+    needed: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Compute the gradients of `forward` in 7 passes over N x D, 9 with blocks, and 13 for the joint form.
+
+    Args:
+        q, k, v, mask, spec: as `forward` got them.
+        alpha, beta, saved: as `forward` returned them.
+        grad: gradient of the output, (B, H, N, D) with any strides.
+        needed: whether the gradients of α, of β and of the joint form's offset are needed.
+
+    Returns:
+        dq, dk, dv (B, H, N, D), then the gradients of α, β and the joint form's offset, (B, H) float32. Those that are
+        not needed are None, except that ½ (LLN + block-diagonal softmax) returns both dα and dβ if either is needed.
+    """
     q, k, v = aligned(q, k, v)
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # an expanded one, of .sum() say
-    m, log_s, state = saved
-    alpha, beta, pad = alpha.contiguous(), beta.contiguous(), mask_bytes(mask)
-    if mix.joint:
-        with device_of(q):
-            return joint_backward(q, k, v, pad, alpha, beta, mix, saved, grad, needed)
-    run = _Backward(q, k, v, alpha, beta, pad, mix, m, log_s, state, grad, needed[0], needed[1])
+    if grad.stride(-1) != 1:  # an expanded gradient, such as that of .sum()
+        grad = grad.contiguous()
+    alpha = alpha.contiguous()
+    beta = beta.contiguous()
+    pad = mask_bytes(mask)
     with device_of(q):
-        return *(_lln_diag_backward if mix.diag_weight else _lln_backward)(run), None
+        if spec.joint:
+            return joint_backward(q, k, v, pad, alpha, beta, spec, saved, grad, needed)
+        m, log_s, state = saved
+        inputs = _BackwardInputs(q, k, v, alpha, beta, pad, spec, m, log_s, state, grad, needed[0], needed[1])
+        if spec.diag_weight:
+            return *_lln_diag_backward(inputs), None
+        return *_lln_backward(inputs), None
 
 
-def _block_size(mix: HybridSpec) -> int | None:
-    return mix.block_size if mix.diag_weight else None
-
-
-class _Backward(NamedTuple):
-    """What a backward pass needs: the inputs, what forward saved, and the incoming gradient."""
+class _BackwardInputs(NamedTuple):
+    """The inputs of a backward pass: those of the forward pass, what it saved, and the gradient of its output."""
 
     q: Tensor
     k: Tensor
@@ -135,7 +240,7 @@ class _Backward(NamedTuple):
     alpha: Tensor
     beta: Tensor
     pad: Tensor | None
-    mix: HybridSpec
+    spec: HybridSpec
     m: Tensor
     log_s: Tensor
     state: Tensor
@@ -144,106 +249,226 @@ class _Backward(NamedTuple):
     needs_beta: bool
 
 
-def _dstate(run: _Backward, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """g (B H, D) float32 and c dS / s (B H, D, D) of backward_kernels.py; with dq: filled in, and dα (B H,)."""
-    q, do, log_s, state, share = run.q, run.do, run.log_s, run.state, run.mix.lln_weight
-    (batch, heads, length, dim), tile = q.shape, tiles_for(q).dstate
-    bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
-    g, dstate, exchange = workspace(q, bh, dim), torch.empty_like(state), run.mix.exchange
+def _lln_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
+    """Return dq, dk, dv, and dα and dβ (B, H) or None if they are not needed, of LLN without blocks."""
+    k = inputs.k
+    batch, heads, length, _ = k.shape
+    dq, dk, dv = empty_results(inputs.q, k, inputs.v)
+    partial_dalpha = None
+    if inputs.needs_alpha:
+        splits, _ = split_tokens(length, k.shape[3])
+        partial_dalpha = workspace(k, batch * heads, splits)
+    g, grad_state = _compute_grad_state(inputs, dq, partial_dalpha)
+    tile = tiles_for(k).dkv
+    chunk = chunk_size(None, tile.rows)
+    grid = (batch * heads, triton.cdiv(length, chunk))
+    partial_dbeta = None
+    if inputs.needs_beta:
+        partial_dbeta = workspace(k, *grid)
+    backward_kernels._lln_dkv_kernel[grid](
+        k,
+        inputs.v,
+        inputs.pad,
+        inputs.beta,
+        inputs.m,
+        inputs.log_s,
+        g,
+        grad_state,
+        dk,
+        dv,
+        partial_dbeta,
+        *strides(k),
+        *strides(dk),
+        heads,
+        length,
+        CHUNK=chunk,
+        **kernel_options(k, tile),
+    )
+    return dq, dk, dv, _sum_programs(partial_dalpha, inputs.alpha), _sum_programs(partial_dbeta, inputs.beta)
+
+
+def _lln_diag_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
+    """Return dq, dk, dv, dα and dβ of ½ (LLN + block-diagonal softmax); the last two are None if neither is needed."""
+    q = inputs.q
+    batch, heads, length, dim = q.shape
+    block_size = inputs.spec.block_size
+    dq, dk, dv = empty_results(q, inputs.k, inputs.v)
+    g, grad_state = _compute_grad_state(inputs)
+    tile = tiles_for(q).for_block_size("diag_bwd", block_size)
+    chunk = chunk_size(block_size, tile.rows)
+    grid = (batch * heads, triton.cdiv(length, chunk))
+    partial_dalpha = None
+    partial_dbeta = None
+    if inputs.needs_alpha or inputs.needs_beta:
+        partial_dalpha = workspace(q, *grid)
+        partial_dbeta = workspace(q, *grid)
+    lse = None
+    delta = None
+    if chunk > tile.rows:  # the statistics of the queries do not fit in one tile
+        lse, delta = workspace(q, 2, batch * heads, length)
+    diag_backward_kernels._lln_diag_bwd_kernel[grid](
+        q,
+        inputs.k,
+        inputs.v,
+        inputs.do,
+        inputs.pad,
+        inputs.alpha,
+        inputs.beta,
+        inputs.m,
+        inputs.log_s,
+        inputs.state,
+        g,
+        grad_state,
+        inputs.spec.seed,
+        lse,
+        delta,
+        dq,
+        dk,
+        dv,
+        partial_dalpha,
+        partial_dbeta,
+        *strides(q),
+        *strides(inputs.do),
+        *strides(dq),
+        heads,
+        length,
+        SCALE=dim**-0.5,
+        DROPOUT=inputs.spec.dropout_p,
+        BLOCK=block_size,
+        CHUNK=chunk,
+        **kernel_options(q, tile),
+    )
+    return dq, dk, dv, _sum_programs(partial_dalpha, inputs.alpha), _sum_programs(partial_dbeta, inputs.beta)
+
+
+def _compute_grad_state(
+    inputs: _BackwardInputs, dq: Tensor | None = None, partial_dalpha: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return g (B H, D) float32 and c dS / s (B H, D, D) in the dtype of q, see backward_kernels.py.
+
+    Args:
+        inputs: of the backward pass. With an exchange, the sums run over the queries of all workers.
+        dq: filled in with the gradient of q (LLN without blocks), if not None.
+        partial_dalpha: (B H, splits) float32, filled in with dα of each split, if not None; it requires dq.
+    """
+    q = inputs.q
+    batch, heads, length, dim = q.shape
+    bh = batch * heads
+    splits, tokens = split_tokens(length, dim)
+    exchange = inputs.spec.exchange
+    g = workspace(q, bh, dim)
+    grad_state = torch.empty_like(inputs.state)
     final = splits == 1 and exchange is None
-    parts = (g, dstate) if final else (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
-    dalpha = workspace(q, bh, splits) if dq is not None and run.needs_alpha else None
-    out = q if dq is None else dq
+    parts = (g, grad_state)
+    if not final:
+        parts = (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
+    dq_strides = strides(q) if dq is None else strides(dq)
     backward_kernels._lln_dstate_kernel[bh, splits](
-        q, do, run.pad, run.alpha, run.m, log_s, state, *parts, dq, dalpha, *strides(q), *strides(do), *strides(out),
-        heads, length, tokens,
-        SHARE=share, WRITE_DQ=dq is not None, WRITE_DALPHA=dalpha is not None, FINAL=final,
-        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=run.pad is not None, **dot_options(q),
-        **tile.options,
-    )  # fmt: skip
-    if exchange is not None:  # the sum over all workers is one split
-        dstate_sum, g_sum = exchange.sum(parts[1].sum(dim=1), parts[0].sum(dim=1))
-        parts, splits = (g_sum, dstate_sum), 1
+        q,
+        inputs.do,
+        inputs.pad,
+        inputs.alpha,
+        inputs.m,
+        inputs.log_s,
+        inputs.state,
+        *parts,
+        dq,
+        partial_dalpha,
+        *strides(q),
+        *strides(inputs.do),
+        *dq_strides,
+        heads,
+        length,
+        tokens,
+        WEIGHT=inputs.spec.lln_weight,
+        FINAL=final,
+        **kernel_options(q, tiles_for(q).dstate),
+    )
+    if exchange is not None:
+        # The sum over the splits and the workers takes the place of a single split.
+        grad_state_sum, g_sum = exchange.sum(parts[1].sum(dim=1), parts[0].sum(dim=1))
+        parts = (g_sum, grad_state_sum)
+        splits = 1
     if not final:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
-            *parts, log_s, state, g, dstate, length, splits, SHARE=share, D=dim, COLS=256, ROWS=16, num_warps=4
+            *parts,
+            inputs.log_s,
+            inputs.state,
+            g,
+            grad_state,
+            length,
+            splits,
+            WEIGHT=inputs.spec.lln_weight,
+            D=dim,
+            COLS=256,
+            ROWS=16,
+            num_warps=4,
         )
-    return g, dstate, dalpha
+    return g, grad_state
 
 
-def _summed(partial: Tensor | None, like: Tensor) -> Tensor | None:
-    """Σ over the programs, in a fixed order, in the shape (B, H)."""
-    return None if partial is None else partial.sum(-1).view_as(like)
-
-
-def _lln_backward(run: _Backward) -> Sequence[Tensor | None]:
-    q, k, v, alpha, beta, pad, _, m, log_s, *_ = run
-    (batch, heads, length, dim), tile = q.shape, tiles_for(q).dkv
-    dq, dk, dv = empty_results(q, k, v)
-    g, dstate, dalpha = _dstate(run, dq)
-    chunk = chunk_of(None, tile.rows)
-    grid = (batch * heads, triton.cdiv(length, chunk))
-    dbeta = workspace(q, *grid) if run.needs_beta else None
-    backward_kernels._lln_dkv_kernel[grid](
-        k, v, pad, beta, m, log_s, g, dstate, dk, dv, dbeta, *strides(q), *strides(dk), heads, length,
-        WRITE_DBETA=dbeta is not None, CHUNK=chunk, D=dim, ROWS=tile.rows, SLICE=min(dim, 64),
-        HAS_PAD=pad is not None, **dot_options(q), **tile.options,
-    )  # fmt: skip
-    return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
-
-
-def _lln_diag_backward(run: _Backward) -> Sequence[Tensor | None]:
-    q, k, v, alpha, beta, pad, mix, m, log_s, state, do, *_ = run
-    (batch, heads, length, dim), tile = q.shape, tiles_for(q).of("diag_bwd", mix.block_size)
-    dq, dk, dv = empty_results(q, k, v)
-    g, dstate, _ = _dstate(run, None)
-    chunk = chunk_of(mix.block_size, tile.rows)
-    grid = (batch * heads, triton.cdiv(length, chunk))
-    wanted = run.needs_alpha or run.needs_beta
-    dalpha, dbeta = (workspace(q, *grid), workspace(q, *grid)) if wanted else (None, None)
-    statistics = workspace(q, 2, batch * heads, length) if chunk > tile.rows else (None, None)
-    diag_backward_kernels._lln_diag_bwd_kernel[grid](
-        q, k, v, do, pad, alpha, beta, m, log_s, state, g, dstate, mix.seed, *statistics, dq, dk, dv, dalpha, dbeta,
-        *strides(q), *strides(do), *strides(dq), heads, length,
-        SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk, WRITE_AB=wanted,
-        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **dot_options(q),
-        **tile.options,
-    )  # fmt: skip
-    return dq, dk, dv, _summed(dalpha, alpha), _summed(dbeta, beta)
-
-
-def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    return [torch.empty_like(x) for x in aligned(q, k, v)]
-
-
-def empty_saved(q: Tensor, mix: HybridSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """m, log s (B H, D) float32 and S (B H, D, D) in the dtype of q: see forward_kernels.py."""
-    bh, dim = q.shape[0] * q.shape[1], q.shape[3]
-    return workspace(q, bh, dim), workspace(q, bh, dim), q.new_empty(bh, dim, dim)
+def _sum_programs(partial: Tensor | None, like: Tensor) -> Tensor | None:
+    """Sum (B H, programs) over the programs, always in the same order, in the shape (B, H) of `like`; None for None."""
+    if partial is None:
+        return None
+    return partial.sum(-1).view_as(like)
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """α = σ̃ / (√2 σ_q), β = σ̃ / (√2 σ_k), float32 (B, H), without gradient and without waiting for the device.
+    """Return α = σ̃ / (√2 σ_q) and β = σ̃ / (√2 σ_k), (B, H) float32 without gradient (arXiv 2311.13541, section 4.1).
 
-    σ: population standard deviation about the mean over the real tokens and the features of a (batch, head), at least
-    1e-6; log σ̃² piecewise linear in log s, s = σ_q²σ_k², through the increasing table (T,), T >= 2, its end slopes
-    continued (arXiv 2311.13541, section 4.1).
+    σ_q and σ_k are population standard deviations about the mean over the real tokens and the features of a (batch,
+    head), at least 1e-6. log σ̃² is linearly interpolated at log s, s = σ_q²σ_k²; outside the table its end slopes
+    continue, up to log σ̃² = 24. Does not wait for the device.
+
+    Args:
+        q, k: (B, H, N, D) with any strides.
+        mask: bool (B, N), True = padded, or None.
+        table: increasing log s and log σ̃², both (T,) with T >= 2; copied to the device of q if they are elsewhere.
     """
     q, k = aligned(q, k)
     pad = mask_bytes(mask)
     batch, heads, length, dim = q.shape
     splits, tokens = split_tokens(length, dim)
     table = [x.to(device=q.device, dtype=torch.float32).contiguous() for x in table]
-    size = {"SIZE": len(table[0]), "SIZE_2": triton.next_power_of_2(len(table[0]))}
-    alpha, beta = workspace(q, batch, heads), workspace(q, batch, heads)
-    part = workspace(q, 5, batch * heads, splits) if splits > 1 else None
+    size = len(table[0])
+    size_2 = triton.next_power_of_2(size)
+    alpha = workspace(q, batch, heads)
+    beta = workspace(q, batch, heads)
+    part = None
+    if splits > 1:
+        part = workspace(q, 5, batch * heads, splits)
     with device_of(q):
         moment_kernels._moments_kernel[batch * heads, splits](
-            q, k, pad, *table, part, alpha, beta, *strides(q), heads, length, tokens,
-            **size, D=dim, ROWS=64, HAS_PAD=pad is not None, FINAL=splits == 1, num_warps=4, num_stages=2,
-        )  # fmt: skip
+            q,
+            k,
+            pad,
+            *table,
+            part,
+            alpha,
+            beta,
+            *strides(q),
+            heads,
+            length,
+            tokens,
+            SIZE=size,
+            SIZE_2=size_2,
+            D=dim,
+            ROWS=64,
+            FINAL=splits == 1,
+            num_warps=4,
+            num_stages=2,
+        )
         if splits > 1:
             moment_kernels._moments_combine_kernel[(batch * heads,)](
-                part, *table, alpha, beta, splits, SPLITS_2=triton.next_power_of_2(splits), **size, num_warps=1
+                part,
+                *table,
+                alpha,
+                beta,
+                splits,
+                SPLITS_2=triton.next_power_of_2(splits),
+                SIZE=size,
+                SIZE_2=size_2,
+                num_warps=1,
             )
     return alpha, beta

@@ -1,4 +1,7 @@
-"""Host side of the joint form's Triton kernels: 6 passes over N x D forward, 13 backward."""
+"""Host side of the Triton kernels of the joint form: 6 passes over N x D forward, 13 backward.
+
+`state` is m, log s and S as `empty_saved` of this backend makes them. `pad` is bytes (B, N), 1 = padded, or None.
+"""
 
 from collections.abc import Sequence
 
@@ -9,103 +12,226 @@ from torch import Tensor
 from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.backends.triton import backward_kernels, joint_backward_kernels, joint_kernels, joint_query_kernels
 from lln_fairseq.ops.backends.triton.launch import (
-    chunk_of,
-    dot_options,
+    chunk_size,
+    kernel_options,
     split_tokens,
     strides,
     tiles_for,
     workspace,
 )
 
-ROWS_OF_A_QUERY = 6  # see joint_query_kernels.py
+NUM_QUERY_STATS = 6  # listed in joint_query_kernels.py
 
 
 def joint_out(
-    q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: HybridSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pad: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    spec: HybridSpec,
     state: Sequence[Tensor],
-) -> Tensor:  # fmt: skip
-    """The output; state is m, log s and S."""
-    (batch, heads, length, dim), out = q.shape, torch.empty_like(q)
-    tile = tiles_for(q).of("joint_out", mix.block_size)
-    chunk = chunk_of(mix.block_size, tile.rows)
+) -> Tensor:
+    """Return the output of the joint form, (B, H, N, D).
+
+    Args:
+        q, k, v: (B, H, N, D) with common strides and dense features.
+        alpha, beta: (B, H) float32, contiguous.
+        spec: with the offset of the joint form, (B, H), as its parameter.
+    """
+    batch, heads, length, dim = q.shape
+    out = torch.empty_like(q)
+    tile = tiles_for(q).for_block_size("joint_out", spec.block_size)
+    chunk = chunk_size(spec.block_size, tile.rows)
     joint_kernels._joint_out_kernel[batch * heads, triton.cdiv(length, chunk)](
-        q, k, v, pad, _padded_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, out,
-        *strides(q), *strides(out), heads, length,
-        SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
-        D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q), **tile.options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        pad,
+        _count_padding(pad),
+        alpha,
+        beta,
+        _joint_offset(spec),
+        *state,
+        spec.seed,
+        out,
+        *strides(q),
+        *strides(out),
+        heads,
+        length,
+        SCALE=dim**-0.5,
+        DROPOUT=spec.dropout_p,
+        BLOCK=spec.block_size,
+        CHUNK=chunk,
+        **kernel_options(q, tile),
+    )
     return out
 
 
 def joint_backward(
-    q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: HybridSpec,
-    state: Sequence[Tensor], do: Tensor, needed: Sequence[bool],
-) -> Sequence[Tensor | None]:  # fmt: skip
-    """dq, dk, dv, and of dα, dβ and the parameter's gradient those that are needed."""
-    (batch, heads, length, dim), bh = q.shape, q.shape[0] * q.shape[1]
-    rows = workspace(q, ROWS_OF_A_QUERY, bh, length)
-    dq, dalpha, dparameter = _rows_and_dq(q, k, v, pad, alpha, beta, mix, state, do, rows)
-    g, dstate = _dstate(q, pad, alpha, state, do, rows)
-    dk, dv, tile = torch.empty_like(q), torch.empty_like(q), tiles_for(q).of("joint_dkv", mix.block_size)
-    chunk = chunk_of(mix.block_size, tile.rows)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pad: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    spec: HybridSpec,
+    state: Sequence[Tensor],
+    do: Tensor,
+    needed: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Return dq, dk, dv (B, H, N, D), and the gradients of α, β and the offset, (B, H) or None if not needed.
+
+    Args:
+        q, k, v, pad, alpha, beta, spec: as in `joint_out`.
+        do: gradient of the output, (B, H, N, D) with dense features.
+        needed: whether the gradients of α, β and the offset are needed.
+    """
+    batch, heads, length, dim = q.shape
+    bh = batch * heads
+    query_stats = workspace(q, NUM_QUERY_STATS, bh, length)
+    dq, dalpha, djoint_offset = _compute_dq(q, k, v, pad, alpha, beta, spec, state, do, query_stats)
+    g, grad_state = _compute_grad_state(q, pad, alpha, state, do, query_stats)
+    dk = torch.empty_like(q)
+    dv = torch.empty_like(q)
+    tile = tiles_for(q).for_block_size("joint_dkv", spec.block_size)
+    chunk = chunk_size(spec.block_size, tile.rows)
     grid = (bh, triton.cdiv(length, chunk))
     dbeta = workspace(q, *grid)
     joint_backward_kernels._joint_dkv_kernel[grid](
-        q, k, v, do, pad, alpha, beta, *state[:2], g, dstate, mix.seed, rows, dk, dv, dbeta,
-        *strides(q), *strides(do), *strides(dk), rows.stride(0), heads, length,
-        SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
-        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **dot_options(q),
-        **tile.options,
-    )  # fmt: skip
-    sums = zip((dalpha, dbeta, dparameter), needed, strict=True)
-    return dq, dk, dv, *(x.sum(-1).view(batch, heads) if need else None for x, need in sums)
+        q,
+        k,
+        v,
+        do,
+        pad,
+        alpha,
+        beta,
+        *state[:2],
+        g,
+        grad_state,
+        spec.seed,
+        query_stats,
+        dk,
+        dv,
+        dbeta,
+        *strides(q),
+        *strides(do),
+        *strides(dk),
+        query_stats.stride(0),
+        heads,
+        length,
+        SCALE=dim**-0.5,
+        DROPOUT=spec.dropout_p,
+        BLOCK=spec.block_size,
+        CHUNK=chunk,
+        **kernel_options(q, tile),
+    )
+    grads: list[Tensor | None] = [dq, dk, dv]
+    for partial, is_needed in zip((dalpha, dbeta, djoint_offset), needed, strict=True):
+        grads.append(partial.sum(-1).view(batch, heads) if is_needed else None)
+    return grads
 
 
-def _rows_and_dq(
-    q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, alpha: Tensor, beta: Tensor, mix: HybridSpec,
-    state: Sequence[Tensor], do: Tensor, rows: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, and dα and the parameter's gradient of each program; fills rows."""
-    (batch, heads, length, dim), dq = q.shape, torch.empty_like(q)
-    tile = tiles_for(q).of("joint_dq", mix.block_size)
-    chunk = chunk_of(mix.block_size, tile.rows)
+def _compute_dq(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pad: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    spec: HybridSpec,
+    state: Sequence[Tensor],
+    do: Tensor,
+    query_stats: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq (B, H, N, D), and dα and the gradient of the offset of each program, (B H, programs) float32.
+
+    Fills in query_stats, (6, B H, N) float32.
+    """
+    batch, heads, length, dim = q.shape
+    dq = torch.empty_like(q)
+    tile = tiles_for(q).for_block_size("joint_dq", spec.block_size)
+    chunk = chunk_size(spec.block_size, tile.rows)
     grid = (batch * heads, triton.cdiv(length, chunk))
-    dalpha, dparameter = workspace(q, *grid), workspace(q, *grid)
+    dalpha = workspace(q, *grid)
+    djoint_offset = workspace(q, *grid)
     joint_query_kernels._joint_dq_kernel[grid](
-        q, k, v, do, pad, _padded_keys(pad), alpha, beta, _parameter(mix), *state, mix.seed, rows,
-        dq, dalpha, dparameter,
-        *strides(q), *strides(do), *strides(dq), rows.stride(0), heads, length,
-        SCALE=dim**-0.5, DROPOUT=mix.dropout_p, BLOCK=mix.block_size, CHUNK=chunk,
-        D=dim, ROWS=tile.rows, SLICE=min(dim, 64), HAS_PAD=pad is not None, **dot_options(q), **tile.options,
-    )  # fmt: skip
-    return dq, dalpha, dparameter
+        q,
+        k,
+        v,
+        do,
+        pad,
+        _count_padding(pad),
+        alpha,
+        beta,
+        _joint_offset(spec),
+        *state,
+        spec.seed,
+        query_stats,
+        dq,
+        dalpha,
+        djoint_offset,
+        *strides(q),
+        *strides(do),
+        *strides(dq),
+        query_stats.stride(0),
+        heads,
+        length,
+        SCALE=dim**-0.5,
+        DROPOUT=spec.dropout_p,
+        BLOCK=spec.block_size,
+        CHUNK=chunk,
+        **kernel_options(q, tile),
+    )
+    return dq, dalpha, djoint_offset
 
 
-def _dstate(
-    q: Tensor, pad: Tensor | None, alpha: Tensor, state: Sequence[Tensor], do: Tensor, rows: Tensor
+def _compute_grad_state(
+    q: Tensor, pad: Tensor | None, alpha: Tensor, state: Sequence[Tensor], do: Tensor, query_stats: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """g (B H, D) float32 and c dS / s (B H, D, D) of backward_kernels.py."""
-    (batch, heads, length, dim), tile, (_, log_s, S) = q.shape, tiles_for(q).dstate, state
-    bh, (splits, tokens) = batch * heads, split_tokens(length, dim)
-    g, dstate = workspace(q, bh, dim), torch.empty_like(S)
-    parts = (g, dstate) if splits == 1 else (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
+    """Return g (B H, D) float32 and c dS / s (B H, D, D) in the dtype of q, see backward_kernels.py."""
+    batch, heads, length, dim = q.shape
+    bh = batch * heads
+    _, log_s, S = state
+    splits, tokens = split_tokens(length, dim)
+    g = workspace(q, bh, dim)
+    grad_state = torch.empty_like(S)
+    parts = (g, grad_state)
+    if splits > 1:
+        parts = (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
     joint_backward_kernels._joint_dstate_kernel[bh, splits](
-        q, do, alpha, *state, rows, *parts, *strides(q), *strides(do), rows.stride(0), heads, length, tokens,
-        FINAL=splits == 1, D=dim, ROWS=tile.rows, HAS_PAD=pad is not None, **dot_options(q),
-        **tile.options,
-    )  # fmt: skip
+        q,
+        do,
+        alpha,
+        *state,
+        query_stats,
+        *parts,
+        *strides(q),
+        *strides(do),
+        query_stats.stride(0),
+        heads,
+        length,
+        tokens,
+        FINAL=splits == 1,
+        PADDED=pad is not None,
+        **kernel_options(q, tiles_for(q).dstate),
+    )
     if splits > 1:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
-            *parts, log_s, S, g, dstate, length, splits, SHARE=1.0, D=dim, COLS=256, ROWS=16, num_warps=4
+            *parts, log_s, S, g, grad_state, length, splits, WEIGHT=1.0, D=dim, COLS=256, ROWS=16, num_warps=4
         )
-    return g, dstate
+    return g, grad_state
 
 
-def _padded_keys(pad: Tensor | None) -> Tensor | None:
-    """(B,) padded keys of each sequence."""
-    return None if pad is None else pad.sum(dim=-1, dtype=torch.int32)
+def _count_padding(pad: Tensor | None) -> Tensor | None:
+    """Return the number of padded keys of each sequence, (B,) int32; None for None."""
+    if pad is None:
+        return None
+    return pad.sum(dim=-1, dtype=torch.int32)
 
 
-def _parameter(mix: HybridSpec) -> Tensor:
-    assert mix.parameter is not None
-    return mix.parameter.contiguous()
+def _joint_offset(spec: HybridSpec) -> Tensor:
+    """Return the offset of the joint form, (B, H), contiguous."""
+    assert spec.parameter is not None
+    return spec.parameter.contiguous()

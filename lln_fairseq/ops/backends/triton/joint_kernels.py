@@ -1,8 +1,11 @@
-"""Triton kernels of the joint form of LLN+Diag, forward, and the pieces that the backward pass shares.
+"""Triton kernel of the forward pass of the joint form of LLN+Diag, and device functions that its backward pass shares.
 
-Formulas: ops/joint.py and backends/pytorch/joint.py; notation of forward_kernels.py, whose first two kernels made m, s
-and S. M, the block's part of P, is A W_bᵀ / s: the factor min s / s goes to A, where it is at most 1, the rest to the
-product, so that half precision holds both operands at any N.
+The formulas are those of ops/joint.py and backends/pytorch/joint.py, the notation is that of forward_kernels.py, whose
+first two kernels compute m, s and S.
+
+M, the part of the LLN matrix inside the blocks, is A W_bᵀ / s with W_b the block's rows of W. The factor min s / s is
+multiplied into A, where it is at most 1, and 1 / min s into the product. This way half precision represents both
+operands at any N.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -10,20 +13,21 @@ product, so that half precision holds both operands at any N.
 import triton
 import triton.language as tl
 
-from lln_fairseq.ops.backends.triton.backward_kernels import _exp_keys_of
+from lln_fairseq.ops.backends.triton.backward_kernels import _key_features
 from lln_fairseq.ops.backends.triton.forward_kernels import (
     LOG2E,
+    _block_scores,
+    _dot,
     _dropout_scale,
-    _features,
-    _inverse,
-    _key_tile,
-    _log_normaliser,
-    _offset,
-    _real_keys,
-    _rows,
-    _scores,
+    _head_offset,
+    _is_real_key,
+    _is_usable_query,
+    _load_keys,
+    _load_log_normalizer,
+    _query_features,
+    _reciprocal_or_zero,
+    _row_pointers,
     _softmax_step,
-    _usable,
 )
 from lln_fairseq.ops.joint import FLOOR as _FLOOR
 
@@ -31,137 +35,237 @@ FLOOR = tl.constexpr(_FLOOR)
 
 
 @triton.jit
-def _balance(log_s, i_bh, D: tl.constexpr):
-    """1 / min_d s_d, and min s / s (D,)."""
+def _load_inverse_s(log_s, i_bh, D: tl.constexpr):
+    """Return the two factors of 1 / s: the number 1 / min_d s_d, and min_d s_d / s (D,), which is at most 1."""
     b_log_s = tl.load(log_s + i_bh * D + tl.arange(0, D))
-    smallest = tl.min(b_log_s, 0)
-    return tl.exp2(-smallest), tl.exp2(smallest - b_log_s)
+    min_log_s = tl.min(b_log_s, 0)
+    return tl.exp2(-min_log_s), tl.exp2(min_log_s - b_log_s)
 
 
 @triton.jit
-def _in_own_block(b_x, o_q, o_k, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """0 where a query and a key are of different blocks, which a chunk may hold."""
-    return tl.where(o_q // BLOCK == o_k // BLOCK, b_x, 0.0) if CHUNK > BLOCK else b_x
+def _mask_other_blocks(b_x, o_q, o_k, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Return x with 0 where query and key are in different blocks; a chunk holds several blocks if CHUNK > BLOCK."""
+    if CHUNK > BLOCK:
+        b_x = tl.where(o_q // BLOCK == o_k // BLOCK, b_x, 0.0)
+    return b_x
 
 
 @triton.jit
-def _keys_in_block(pad, i_b, o_q, start, end, N, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HAS_PAD: tl.constexpr):
-    """The number of real keys in the block of each query, which lies in [start, end)."""
-    first = o_q // BLOCK * BLOCK
-    if not HAS_PAD:
-        return tl.minimum(first + BLOCK, N) - first
+def _count_block_keys(pad, i_b, o_q, start, end, N, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the number of real keys in the block of each query; the blocks lie in the chunk [start, end)."""
+    o_block = o_q // BLOCK * BLOCK
+    if pad is None:
+        return tl.minimum(o_block + BLOCK, N) - o_block
     b_count = tl.zeros_like(o_q)
     for i_r in range(0, CHUNK, 16):
         o_k = start + i_r + tl.arange(0, 16)
-        real = _real_keys(pad, i_b, o_k, end, N, HAS_PAD)[None, :]
-        b_count += tl.sum((real & (first[:, None] == (o_k // BLOCK * BLOCK)[None, :])).to(tl.int32), 1)
+        real = _is_real_key(pad, i_b, o_k, end, N)[None, :]
+        b_count += tl.sum((real & (o_block[:, None] == (o_k // BLOCK * BLOCK)[None, :])).to(tl.int32), 1)
     return b_count
 
 
 @triton.jit
-def _keys_of_sequence(padded, i_b, N, HAS_PAD: tl.constexpr):
-    """The number of real keys of a sequence."""
-    if HAS_PAD:
-        return N - tl.load(padded + i_b)
-    else:
+def _count_sequence_keys(padded, i_b, N):
+    """Return the number of real keys of a sequence; `padded` points to the number of padded keys, or is None."""
+    if padded is None:
         return N
+    else:
+        return N - tl.load(padded + i_b)
 
 
 @triton.jit
-def _outside(b_u, b_t, b_count, total):
-    """c, dc/du and dc/dparameter of rows with the mass u outside and b_count of `total` real keys inside."""
-    b_e = tl.exp2(b_t * -LOG2E)
-    b_d = b_u + (1.0 - b_u) * b_e
-    b_c = 1.0 / tl.maximum(b_d, FLOOR)
-    b_by_u = tl.where(b_d > FLOOR, -b_c * b_c * (1.0 - b_e), 0.0)
-    b_by_t = tl.where(b_d > FLOOR, b_c * (1.0 - b_c * b_u), 0.0)
-    none = b_count == 0
-    special = none | (b_count == total)
-    b_c = tl.where(none, 1.0, tl.where(special, 0.0, b_c))
-    return b_c, tl.where(special, 0.0, b_by_u), tl.where(special, 0.0, b_by_t)
+def _outside_weight(b_u, b_offset, b_block_keys, sequence_keys):
+    """Return the weight c of the keys outside the block, dc/du and dc/d(offset), each (queries,).
+
+    c is 1 for a block without a real key and 0 for a block with all real keys of its sequence. Both derivatives are 0
+    for these two kinds of blocks, and where the floor applies. See ops/joint.py.
+
+    Args:
+        b_u: (queries,) mass that LLN gives to the keys outside the block.
+        b_offset: the learned offset of the head.
+        b_block_keys: (queries,) number of real keys in the query's block.
+        sequence_keys: number of real keys of the sequence.
+    """
+    b_e = tl.exp2(b_offset * -LOG2E)
+    b_divisor = b_u + (1.0 - b_u) * b_e
+    b_c = 1.0 / tl.maximum(b_divisor, FLOOR)
+    b_dc_du = tl.where(b_divisor > FLOOR, -b_c * b_c * (1.0 - b_e), 0.0)
+    b_dc_doffset = tl.where(b_divisor > FLOOR, b_c * (1.0 - b_c * b_u), 0.0)
+    no_keys = b_block_keys == 0
+    constant = no_keys | (b_block_keys == sequence_keys)
+    b_c = tl.where(no_keys, 1.0, tl.where(constant, 0.0, b_c))
+    return b_c, tl.where(constant, 0.0, b_dc_du), tl.where(constant, 0.0, b_dc_doffset)
 
 
 @triton.jit
 def _outside_mass(b_inside):
-    """u from the mass inside; rounding must not leave [0, 1]."""
+    """Return u = 1 - the mass inside the block, clamped to [0, 1] because rounding may leave it."""
     return tl.minimum(tl.maximum(1.0 - b_inside, 0.0), 1.0)
 
 
 @triton.jit
-def _joint_rows(
-    b_q, b_as, b_all, unbalance, k, v, pad, b_beta, b_m, seed, i_bh, i_b, o_q, start, end, stride_n, N,
-    SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of the queries o_q over their block: Σ_j 2^(x - max) v and its normaliser, b_all - M v, Σ_j M."""
-    b_top = tl.full([ROWS], -1e30, tl.float32)
-    b_sum = tl.zeros([ROWS], tl.float32)
+def _block_and_outside(
+    b_q,
+    b_scaled_a,
+    b_outside,
+    inverse_min_s,
+    k,
+    v,
+    pad,
+    b_beta,
+    b_m,
+    seed,
+    i_bh,
+    i_b,
+    o_q,
+    start,
+    end,
+    stride_n,
+    N,
+    SCALE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Walk over the keys of the block of the queries o_q, in tiles of ROWS from the chunk [start, end).
+
+    Args:
+        b_q: (ROWS, D) queries.
+        b_scaled_a: (ROWS, D) A min s / s in the dtype DOT.
+        b_outside: (ROWS, D) float32, A S.
+        inverse_min_s: 1 / min s.
+
+    Returns:
+        Σ_j 2^(score - maximum) v_j (ROWS, D) of the block's softmax, its sum of weights (ROWS,), A S - M v (ROWS, D),
+        and Σ_j M (ROWS,), all float32.
+    """
+    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_sum = tl.zeros([ROWS], tl.float32)
     b_inside = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k, real, b_k, b_v = _key_tile(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD)
+        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS)
         b_v = b_v.to(DOT)
+        # (keys, D)
+        b_w = _key_features(b_k, real, b_beta, b_m).to(DOT)
         # (queries, keys)
-        b_w = _exp_keys_of(b_k, real, b_beta, b_m).to(DOT)
-        b_p = tl.dot(b_as, tl.trans(b_w), input_precision=PRECISION)
-        b_p = -unbalance * _in_own_block(b_p, o_q[:, None], o_k[None, :], BLOCK, CHUNK)
-        b_inside -= tl.sum(b_p, 1)
-        b_all = tl.dot(b_p.to(DOT), b_v, acc=b_all, input_precision=PRECISION)
+        b_minus_m = _dot(b_scaled_a, tl.trans(b_w))
+        b_minus_m = -inverse_min_s * _mask_other_blocks(b_minus_m, o_q[:, None], o_k[None, :], BLOCK, CHUNK)
+        b_inside -= tl.sum(b_minus_m, 1)
+        # (queries, D)
+        b_outside = _dot(b_minus_m.to(DOT), b_v, acc=b_outside)
 
-        b_x = _scores(b_q.to(DOT), b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
-        b_x, b_shrink, b_top, b_sum = _softmax_step(b_x, b_top, b_sum, SCALE)
+        # (queries, keys)
+        b_scores = _block_scores(b_q.to(DOT), b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK)
+        b_p, b_rescale, b_row_max, b_row_sum = _softmax_step(b_scores, b_row_max, b_row_sum, SCALE)
         if DROPOUT > 0:
-            b_x *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
-        if CHUNK > ROWS:  # else there is no earlier part
-            b_o *= b_shrink[:, None]
-        b_o = tl.dot(b_x.to(DOT), b_v, acc=b_o, input_precision=PRECISION)
-    return b_o, b_sum, b_all, b_inside
+            b_p *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
+        # (queries, D)
+        if CHUNK > ROWS:  # a single tile has no earlier sum to rescale
+            b_o *= b_rescale[:, None]
+        b_o = _dot(b_p.to(DOT), b_v, acc=b_o)
+    return b_o, b_row_sum, b_outside, b_inside
 
 
 @triton.jit(do_not_specialize=["N"])
 def _joint_out_kernel(
-    q, k, v, pad, padded, alpha, beta, parameter, m, log_s, S, seed, out,
-    stride_b, stride_h, stride_n, stride_out_b, stride_out_h, stride_out_n, H, N,
-    SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out = (1 - c u) Diag + c (A S - M v), u = 1 - Σ_j M; padded: (B,) padded keys of a sequence, or None.
+    q,
+    k,
+    v,
+    pad,
+    padded,
+    alpha,
+    beta,
+    joint_offset,
+    m,
+    log_s,
+    S,
+    seed,
+    out,
+    stride_b,
+    stride_h,
+    stride_n,
+    stride_out_b,
+    stride_out_h,
+    stride_out_n,
+    H,
+    N,
+    SCALE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Write (1 - c u) Diag + c (A S - M v) with u = 1 - Σ_j M.
 
-    grid (B H, ⌈N / CHUNK⌉): a program owns the CHUNK rows of one or more whole blocks, ROWS of them at a time.
+    The grid is (B H, ⌈N / CHUNK⌉): a program computes the CHUNK rows of one or more whole blocks, ROWS at a time.
+    padded is (B,) int32, the number of padded keys of each sequence, or None together with pad. joint_offset is (B H,).
     """
-    i_bh, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_c = tl.program_id(1)
     i_b = i_bh // H
-    offset = _offset(i_bh, stride_b, stride_h, H)
-    offset_out = _offset(i_bh, stride_out_b, stride_out_h, H)
+    offset = _head_offset(i_bh, stride_b, stride_h, H)
+    offset_out = _head_offset(i_bh, stride_out_b, stride_out_h, H)
     start = i_c * CHUNK
     end = tl.minimum(start + CHUNK, N)
 
     o_d = tl.arange(0, D)
-    b_alpha, b_beta = tl.load(alpha + i_bh), tl.load(beta + i_bh)
-    b_l = _log_normaliser(m, log_s, i_bh, D)
-    unbalance, b_balance = _balance(log_s, i_bh, D)
+    b_alpha = tl.load(alpha + i_bh)
+    b_beta = tl.load(beta + i_bh)
+    b_l = _load_log_normalizer(m, log_s, i_bh, D)
+    inverse_min_s, b_min_s_over_s = _load_inverse_s(log_s, i_bh, D)
     b_m = tl.load(m + i_bh * D + o_d)
-    total = _keys_of_sequence(padded, i_b, N, HAS_PAD)
+    sequence_keys = _count_sequence_keys(padded, i_b, N)
     for i_r in range(0, CHUNK, ROWS):
         i_t = start + i_r
         o_q = i_t + tl.arange(0, ROWS)
-        inside = (o_q < end)[:, None]
+        in_range = (o_q < end)[:, None]
         # (ROWS, D)
-        b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside, other=0.0)
-        if HAS_PAD:
-            b_q = tl.where(_usable(b_q, pad, i_b, o_q, end, N, HAS_PAD)[:, None], b_q, 0.0)
-        b_a = _features(b_q, b_alpha, b_l)
+        b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=in_range, other=0.0)
+        if pad is not None:
+            b_q = tl.where(_is_usable_query(b_q, pad, i_b, o_q, end, N)[:, None], b_q, 0.0)
+        b_a = _query_features(b_q, b_alpha, b_l)
         # (D, D)
         b_S = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
-        b_all = tl.dot(b_a.to(DOT), b_S, input_precision=PRECISION)
-        b_o, b_sum, b_outside, b_inside = _joint_rows(
-            b_q, (b_a * b_balance[None, :]).to(DOT), b_all, unbalance, k + offset, v + offset, pad, b_beta,
-            b_m, seed, i_bh, i_b, o_q, start, end, stride_n, N,
-            SCALE, DROPOUT, BLOCK, CHUNK, D, ROWS, HAS_PAD, DOT, PRECISION,
-        )  # fmt: skip
+        # (ROWS, D)
+        b_lln = _dot(b_a.to(DOT), b_S)
+        b_o, b_row_sum, b_outside, b_inside = _block_and_outside(
+            b_q,
+            (b_a * b_min_s_over_s[None, :]).to(DOT),
+            b_lln,
+            inverse_min_s,
+            k + offset,
+            v + offset,
+            pad,
+            b_beta,
+            b_m,
+            seed,
+            i_bh,
+            i_b,
+            o_q,
+            start,
+            end,
+            stride_n,
+            N,
+            SCALE,
+            DROPOUT,
+            BLOCK,
+            CHUNK,
+            D,
+            ROWS,
+            DOT,
+        )
+        # (ROWS,)
         b_u = _outside_mass(b_inside)
-        b_count = _keys_in_block(pad, i_b, o_q, start, end, N, BLOCK, CHUNK, HAS_PAD)
-        b_c, _, _ = _outside(b_u, tl.load(parameter + i_bh), b_count, total)
-        b_o = ((1.0 - b_c * b_u) * _inverse(b_sum))[:, None] * b_o + b_c[:, None] * b_outside
-        p_out = _rows(out + offset_out, i_t, stride_out_n, ROWS, D)
-        tl.store(p_out, b_o.to(out.dtype.element_ty), mask=inside)
+        b_block_keys = _count_block_keys(pad, i_b, o_q, start, end, N, BLOCK, CHUNK)
+        b_c, _, _ = _outside_weight(b_u, tl.load(joint_offset + i_bh), b_block_keys, sequence_keys)
+        b_block_weight = (1.0 - b_c * b_u) * _reciprocal_or_zero(b_row_sum)
+        # (ROWS, D)
+        b_o = b_block_weight[:, None] * b_o + b_c[:, None] * b_outside
+        p_out = _row_pointers(out + offset_out, i_t, stride_out_n, ROWS, D)
+        tl.store(p_out, b_o.to(out.dtype.element_ty), mask=in_range)

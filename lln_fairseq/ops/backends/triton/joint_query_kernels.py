@@ -1,8 +1,17 @@
-"""Triton kernel of the first backward launch of the joint form: q, k, v, do -> dq, dα, the parameter's gradient, and
-what the other launches need of every query, six numbers.
+"""Triton kernel of the first backward launch of the joint form: it reads q, k, v and do and writes dq, dα, the gradient
+of the offset, and six numbers of each query that the later launches need.
 
-They are the log-normaliser of the block's softmax, de, c, 1 - c u, du and δ = Σ_d A dA = c oe - du Σ_j M. As rows of P
-sum to 1, δ needs no dA. Formulas: backends/pytorch/joint.py.
+The formulas are those of backends/pytorch/joint.py: E = do v_bᵀ, de_i = Σ_j D_ij E_ij and oe_i = do_i O_i. The numbers
+are the rows of `query_stats`, (6, B H, N) float32:
+
+    0   log-normalizer of the block's softmax in base 2, infinite for a query that is not usable
+    1   de
+    2   c
+    3   1 - c u
+    4   du
+    5   δ = Σ_d A dA
+
+Since rows of P sum to 1, δ = c oe - du Σ_j M, which does not need dA.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -10,167 +19,319 @@ sum to 1, δ needs no dA. Formulas: backends/pytorch/joint.py.
 import triton
 import triton.language as tl
 
-from lln_fairseq.ops.backends.triton.backward_kernels import _exp_below_1, _exp_keys_of, _times_state_transposed
+from lln_fairseq.ops.backends.triton.backward_kernels import _add_times_state_T, _exp2_at_most_1, _key_features
 from lln_fairseq.ops.backends.triton.forward_kernels import (
     LOG2E,
+    _block_scores,
+    _dot,
     _dropout_scale,
-    _features,
-    _inverse,
-    _key_tile,
-    _log_normaliser,
-    _log_sum,
-    _offset,
-    _rows,
-    _scores,
+    _head_offset,
+    _is_usable_query,
+    _load_keys,
+    _load_log_normalizer,
+    _log_sum_exp,
+    _query_features,
+    _reciprocal_or_zero,
+    _row_pointers,
     _softmax_step,
-    _usable,
 )
 from lln_fairseq.ops.backends.triton.joint_kernels import (
-    _balance,
-    _in_own_block,
-    _keys_in_block,
-    _keys_of_sequence,
-    _outside,
+    _count_block_keys,
+    _count_sequence_keys,
+    _load_inverse_s,
+    _mask_other_blocks,
     _outside_mass,
+    _outside_weight,
 )
 
 
 @triton.jit
-def _row_sums(
-    b_q, b_do, b_as, k, v, pad, b_beta, b_m, seed, i_bh, i_b, o_q, start, end, stride_n, N,
-    SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of the queries o_q over their block: log-normaliser, de = Σ_j D E, and over min s Σ_j M and Σ_j M E; (ROWS,)."""
-    b_top = tl.full([ROWS], -1e30, tl.float32)
-    b_sum = tl.zeros([ROWS], tl.float32)
+def _block_row_sums(
+    b_q,
+    b_do,
+    b_scaled_a,
+    k,
+    v,
+    pad,
+    b_beta,
+    b_m,
+    seed,
+    i_bh,
+    i_b,
+    o_q,
+    start,
+    end,
+    stride_n,
+    N,
+    SCALE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Compute sums over the keys of the block of the queries o_q; b_q, b_do, b_scaled_a are (ROWS, D) in dtype DOT.
+
+    Returns the log-normalizer of the block's softmax in base 2, de = Σ_j D E, and Σ_j M and Σ_j M E, both divided by
+    1 / min s; each (ROWS,) float32. b_scaled_a is A min s / s.
+    """
+    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_sum = tl.zeros([ROWS], tl.float32)
     b_de = tl.zeros([ROWS], tl.float32)
     b_inside = tl.zeros([ROWS], tl.float32)
     b_me = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k, real, b_k, b_v = _key_tile(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD)
+        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS)
         # (queries, keys)
-        b_e = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
-        b_w = _exp_keys_of(b_k, real, b_beta, b_m).to(DOT)
-        b_p = tl.dot(b_as, tl.trans(b_w), input_precision=PRECISION)
-        b_p = _in_own_block(b_p, o_q[:, None], o_k[None, :], BLOCK, CHUNK)
-        b_inside += tl.sum(b_p, 1)
-        b_me += tl.sum(b_p * b_e, 1)
+        b_e = _dot(b_do, tl.trans(b_v.to(DOT)))
+        # (keys, D)
+        b_w = _key_features(b_k, real, b_beta, b_m).to(DOT)
+        # (queries, keys)
+        b_scaled_m = _dot(b_scaled_a, tl.trans(b_w))
+        b_scaled_m = _mask_other_blocks(b_scaled_m, o_q[:, None], o_k[None, :], BLOCK, CHUNK)
+        # (queries,)
+        b_inside += tl.sum(b_scaled_m, 1)
+        b_me += tl.sum(b_scaled_m * b_e, 1)
 
-        b_x = _scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
+        # (queries, keys)
+        b_scores = _block_scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK)
         if DROPOUT > 0:
             b_e *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
-        b_x, b_shrink, b_top, b_sum = _softmax_step(b_x, b_top, b_sum, SCALE)
-        b_de = b_de * b_shrink + tl.sum(b_x * b_e, 1)
-    return _log_sum(b_top, b_sum), b_de * _inverse(b_sum), b_inside, b_me
+        b_p, b_rescale, b_row_max, b_row_sum = _softmax_step(b_scores, b_row_max, b_row_sum, SCALE)
+        # (queries,)
+        b_de = b_de * b_rescale + tl.sum(b_p * b_e, 1)
+    return _log_sum_exp(b_row_max, b_row_sum), b_de * _reciprocal_or_zero(b_row_sum), b_inside, b_me
 
 
 @triton.jit
-def _row_gradients(
-    b_q, b_do, b_da, b_lse, b_de, b_c, b_diag, b_du, k, v, pad, b_beta, b_m, seed, i_bh, i_b, o_q, start, end,
-    stride_n, N,
-    SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_PAD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of the queries o_q over their block: what the softmax gives to dq, over SCALE, and b_da + X W; (ROWS, D)."""
+def _block_dq_and_da(
+    b_q,
+    b_do,
+    b_da,
+    b_lse,
+    b_de,
+    b_c,
+    b_block_weight,
+    b_du,
+    k,
+    v,
+    pad,
+    b_beta,
+    b_m,
+    seed,
+    i_bh,
+    i_b,
+    o_q,
+    start,
+    end,
+    stride_n,
+    N,
+    SCALE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Compute the parts of dq and dA of the queries o_q that come from the keys of their block.
+
+    b_q, b_do and b_da are (ROWS, D), the statistics of the queries (ROWS,). Returns the softmax's part of dq, not yet
+    multiplied by SCALE, and b_da + X W with X = -(c E + du); both (ROWS, D) float32.
+    """
     b_dq = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k, real, b_k, b_v = _key_tile(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS, HAS_PAD)
+        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS)
         # (queries, keys)
-        b_e = tl.dot(b_do, tl.trans(b_v.to(DOT)), input_precision=PRECISION)
-        b_w = _exp_keys_of(b_k, real, b_beta, b_m).to(DOT)
-        b_x = _in_own_block(-b_c[:, None] * b_e - b_du[:, None], o_q[:, None], o_k[None, :], BLOCK, CHUNK)
-        b_da = tl.dot(b_x.to(DOT), b_w, acc=b_da, input_precision=PRECISION)
+        b_e = _dot(b_do, tl.trans(b_v.to(DOT)))
+        # (keys, D)
+        b_w = _key_features(b_k, real, b_beta, b_m).to(DOT)
+        # (queries, keys)
+        b_x = -b_c[:, None] * b_e - b_du[:, None]
+        b_x = _mask_other_blocks(b_x, o_q[:, None], o_k[None, :], BLOCK, CHUNK)
+        # (queries, D)
+        b_da = _dot(b_x.to(DOT), b_w, acc=b_da)
 
-        b_x = _scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK, PRECISION)
+        # (queries, keys)
+        b_scores = _block_scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK)
         if DROPOUT > 0:
             b_e *= _dropout_scale(seed, i_bh, o_q[:, None], o_k[None, :], DROPOUT)
-        b_p = _exp_below_1(b_x * (SCALE * LOG2E) - b_lse[:, None])
-        b_x = b_p * (b_diag[:, None] * (b_e - b_de[:, None]))
-        b_dq = tl.dot(b_x.to(DOT), b_k.to(DOT), acc=b_dq, input_precision=PRECISION)
+        b_p = _exp2_at_most_1(b_scores * (SCALE * LOG2E) - b_lse[:, None])
+        b_dscores = b_p * (b_block_weight[:, None] * (b_e - b_de[:, None]))
+        # (queries, D)
+        b_dq = _dot(b_dscores.to(DOT), b_k.to(DOT), acc=b_dq)
     return b_dq, b_da
 
 
 @triton.jit(do_not_specialize=["N"])
 def _joint_dq_kernel(
-    q, k, v, do, pad, padded, alpha, beta, parameter, m, log_s, S, seed, rows, dq, dalpha, dparameter,
-    stride_b, stride_h, stride_n, stride_do_b, stride_do_h, stride_do_n, stride_out_b, stride_out_h, stride_out_n,
-    stride_row, H, N,
-    SCALE: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, HAS_PAD: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq, the numbers of each query, rows (6, B H, N) float32, and each program's sums for dα and the parameter.
+    q,
+    k,
+    v,
+    do,
+    pad,
+    padded,
+    alpha,
+    beta,
+    joint_offset,
+    m,
+    log_s,
+    S,
+    seed,
+    query_stats,
+    dq,
+    dalpha,
+    djoint_offset,
+    stride_b,
+    stride_h,
+    stride_n,
+    stride_do_b,
+    stride_do_h,
+    stride_do_n,
+    stride_out_b,
+    stride_out_h,
+    stride_out_n,
+    stride_stat,
+    H,
+    N,
+    SCALE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Write dq, query_stats, and each program's sums for dα and the gradient of the offset.
 
-    grid of _joint_out_kernel: a program has whole blocks, so it finds the numbers itself.
+    The grid is that of _joint_out_kernel, (B H, ⌈N / CHUNK⌉): a program computes whole blocks, so it recomputes the
+    numbers of its queries itself. dalpha and djoint_offset are (B H, ⌈N / CHUNK⌉) float32.
     """
-    i_bh, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_c = tl.program_id(1)
     i_b = i_bh // H
-    offset = _offset(i_bh, stride_b, stride_h, H)
-    offset_out = _offset(i_bh, stride_out_b, stride_out_h, H)
-    p_do = do + _offset(i_bh, stride_do_b, stride_do_h, H)
+    offset = _head_offset(i_bh, stride_b, stride_h, H)
+    offset_out = _head_offset(i_bh, stride_out_b, stride_out_h, H)
+    p_do = do + _head_offset(i_bh, stride_do_b, stride_do_h, H)
     start = i_c * CHUNK
     end = tl.minimum(start + CHUNK, N)
 
     o_d = tl.arange(0, D)
-    b_alpha, b_beta = tl.load(alpha + i_bh), tl.load(beta + i_bh)
-    total = _keys_of_sequence(padded, i_b, N, HAS_PAD)
-    b_dparameter = tl.zeros([ROWS], tl.float32)
+    b_alpha = tl.load(alpha + i_bh)
+    b_beta = tl.load(beta + i_bh)
+    sequence_keys = _count_sequence_keys(padded, i_b, N)
+    b_djoint_offset = tl.zeros([ROWS], tl.float32)
     b_dalpha = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
         i_t = start + i_r
         o_q = i_t + tl.arange(0, ROWS)
-        inside = o_q < end
+        in_range = o_q < end
         # (ROWS, D)
-        b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=inside[:, None], other=0.0)
-        usable = _usable(b_q, pad, i_b, o_q, end, N, HAS_PAD)
-        if HAS_PAD:
+        b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=in_range[:, None], other=0.0)
+        usable = _is_usable_query(b_q, pad, i_b, o_q, end, N)
+        if pad is not None:
             b_q = tl.where(usable[:, None], b_q, 0.0)
-        b_do = tl.load(_rows(p_do, i_t, stride_do_n, ROWS, D), mask=inside[:, None], other=0.0).to(DOT)
-        b_a = _features(b_q, b_alpha, _log_normaliser(m, log_s, i_bh, D))
+        b_do = tl.load(_row_pointers(p_do, i_t, stride_do_n, ROWS, D), mask=in_range[:, None], other=0.0).to(DOT)
+        b_a = _query_features(b_q, b_alpha, _load_log_normalizer(m, log_s, i_bh, D))
+        # (D,)
         b_m = tl.load(m + i_bh * D + o_d)
-        unbalance, b_balance = _balance(log_s, i_bh, D)
-        b_lse, b_de, b_inside, b_me = _row_sums(
-            b_q.to(DOT), b_do, (b_a * b_balance[None, :]).to(DOT), k + offset, v + offset, pad, b_beta, b_m, seed,
-            i_bh, i_b, o_q, start, end, stride_n, N,
-            SCALE, DROPOUT, BLOCK, CHUNK, D, ROWS, HAS_PAD, DOT, PRECISION,
-        )  # fmt: skip
-        b_da = _times_state_transposed(
-            tl.zeros([ROWS, D], tl.float32), p_do + i_t.to(tl.int64) * stride_do_n, inside, S + i_bh * D * D,
-            stride_do_n, D, ROWS, SLICE, DOT, PRECISION,
-        )  # fmt: skip
+        inverse_min_s, b_min_s_over_s = _load_inverse_s(log_s, i_bh, D)
         # (ROWS,)
-        b_inside *= unbalance
-        b_oe = tl.sum(b_a * b_da, 1) - unbalance * b_me
+        b_lse, b_de, b_inside, b_me = _block_row_sums(
+            b_q.to(DOT),
+            b_do,
+            (b_a * b_min_s_over_s[None, :]).to(DOT),
+            k + offset,
+            v + offset,
+            pad,
+            b_beta,
+            b_m,
+            seed,
+            i_bh,
+            i_b,
+            o_q,
+            start,
+            end,
+            stride_n,
+            N,
+            SCALE,
+            DROPOUT,
+            BLOCK,
+            CHUNK,
+            D,
+            ROWS,
+            DOT,
+        )
+        # (ROWS, D): do Sᵀ
+        b_da = _add_times_state_T(
+            tl.zeros([ROWS, D], tl.float32),
+            p_do + i_t.to(tl.int64) * stride_do_n,
+            in_range,
+            S + i_bh * D * D,
+            stride_do_n,
+            D,
+            ROWS,
+            DOT,
+        )
+        # (ROWS,)
+        b_inside *= inverse_min_s
+        b_oe = tl.sum(b_a * b_da, 1) - inverse_min_s * b_me
         b_u = _outside_mass(b_inside)
-        b_count = _keys_in_block(pad, i_b, o_q, start, end, N, BLOCK, CHUNK, HAS_PAD)
-        b_c, b_by_u, b_by_t = _outside(b_u, tl.load(parameter + i_bh), b_count, total)
-        b_diag = 1.0 - b_c * b_u
-        b_du = b_by_u * b_oe - (b_c + b_by_u * b_u) * b_de
+        b_block_keys = _count_block_keys(pad, i_b, o_q, start, end, N, BLOCK, CHUNK)
+        b_c, b_dc_du, b_dc_doffset = _outside_weight(b_u, tl.load(joint_offset + i_bh), b_block_keys, sequence_keys)
+        b_block_weight = 1.0 - b_c * b_u
+        b_du = b_dc_du * b_oe - (b_c + b_dc_du * b_u) * b_de
         b_delta = b_c * b_oe - b_du * b_inside
-        b_dparameter += b_by_t * (b_oe - b_u * b_de)
-        if HAS_PAD:
-            b_lse = tl.where(usable, b_lse, float("inf"))  # says that the query counts as 0
+        b_djoint_offset += b_dc_doffset * (b_oe - b_u * b_de)
+        if pad is not None:
+            b_lse = tl.where(usable, b_lse, float("inf"))  # later launches count the query as 0
 
-        # dA = (c s do Sᵀ + X W) / s
+        # (ROWS, D): s dA = c s do Sᵀ + X W
         p_log_s = log_s + i_bh * D + o_d
-        b_dq, b_da = _row_gradients(
-            b_q.to(DOT), b_do, b_c[:, None] * tl.exp2(tl.load(p_log_s))[None, :] * b_da, b_lse, b_de, b_c, b_diag, b_du,
-            k + offset, v + offset, pad, b_beta, b_m, seed, i_bh, i_b, o_q, start, end, stride_n, N,
-            SCALE, DROPOUT, BLOCK, CHUNK, D, ROWS, HAS_PAD, DOT, PRECISION,
-        )  # fmt: skip
-        p_row = rows + i_bh * N + o_q
-        tl.store(p_row, b_lse, mask=inside)
-        tl.store(p_row + stride_row, b_de, mask=inside)
-        tl.store(p_row + 2 * stride_row, b_c, mask=inside)
-        tl.store(p_row + 3 * stride_row, b_diag, mask=inside)
-        tl.store(p_row + 4 * stride_row, b_du, mask=inside)
-        tl.store(p_row + 5 * stride_row, b_delta, mask=inside)
-        b_q = tl.load(_rows(q + offset, i_t, stride_n, ROWS, D), mask=usable[:, None], other=0.0)  # anew: not kept
+        b_dq, b_da = _block_dq_and_da(
+            b_q.to(DOT),
+            b_do,
+            b_c[:, None] * tl.exp2(tl.load(p_log_s))[None, :] * b_da,
+            b_lse,
+            b_de,
+            b_c,
+            b_block_weight,
+            b_du,
+            k + offset,
+            v + offset,
+            pad,
+            b_beta,
+            b_m,
+            seed,
+            i_bh,
+            i_b,
+            o_q,
+            start,
+            end,
+            stride_n,
+            N,
+            SCALE,
+            DROPOUT,
+            BLOCK,
+            CHUNK,
+            D,
+            ROWS,
+            DOT,
+        )
+        p_stats = query_stats + i_bh * N + o_q
+        tl.store(p_stats, b_lse, mask=in_range)
+        tl.store(p_stats + stride_stat, b_de, mask=in_range)
+        tl.store(p_stats + 2 * stride_stat, b_c, mask=in_range)
+        tl.store(p_stats + 3 * stride_stat, b_block_weight, mask=in_range)
+        tl.store(p_stats + 4 * stride_stat, b_du, mask=in_range)
+        tl.store(p_stats + 5 * stride_stat, b_delta, mask=in_range)
+        # q is loaded again, so that it does not stay in registers.
+        b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
         b_dx = b_a * (tl.exp2(-tl.load(p_log_s))[None, :] * b_da - b_delta[:, None])
         b_dalpha += tl.sum(b_q.to(tl.float32) * b_dx, 1)
-        p_dq = _rows(dq + offset_out, i_t, stride_out_n, ROWS, D)
-        tl.store(p_dq, (b_alpha * b_dx + SCALE * b_dq).to(dq.dtype.element_ty), mask=inside[:, None])
+        p_dq = _row_pointers(dq + offset_out, i_t, stride_out_n, ROWS, D)
+        tl.store(p_dq, (b_alpha * b_dx + SCALE * b_dq).to(dq.dtype.element_ty), mask=in_range[:, None])
     i_program = i_bh * tl.num_programs(1) + i_c
     tl.store(dalpha + i_program, tl.sum(b_dalpha, 0))
-    tl.store(dparameter + i_program, tl.sum(b_dparameter, 0))
+    tl.store(djoint_offset + i_program, tl.sum(b_djoint_offset, 0))
