@@ -93,7 +93,7 @@ class Conversion:
             self.rows = saved["rows"]
         lln_fairseq.register()  # before fairseq is imported, which configures the root logger
         from lln_fairseq.inference.loading import load_model
-        from lln_fairseq.linearize.linearize import COUNT, read_texts
+        from lln_fairseq.linearize.linearize import HELD_OUT_COUNT, read_texts
 
         self.model, task = load_model(str(args.teacher))
         dictionary = task.source_dictionary
@@ -101,7 +101,7 @@ class Conversion:
         if args.whole:
             self.train, valid = (WholeTexts(texts, dictionary.pad()) for texts in (self.train, valid))
         self.mask = dictionary.index("<mask>")
-        self.held_out = [HeldOutSet(self.model, valid, COUNT, length) for length in args.lengths]
+        self.held_out = [HeldOutSet(self.model, valid, HELD_OUT_COUNT, length) for length in args.lengths]
 
     def all(self) -> None:
         wanted = [(name, steps, seed) for seed in self.args.seeds for name in self.args.variants

@@ -6,7 +6,7 @@ from torch import nn
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.linearize.attention_transfer import (
-    Heads,
+    AttentionCall,
     QKReparameterization,
     Student,
     TokenStream,
@@ -53,7 +53,7 @@ def test_lln_notices_every_part_of_it():
 
 def test_the_error_is_relative_to_the_teacher_and_leaves_padding_out():
     (q, k, v), mask = random_qkv(), random_padding(2, 97)
-    teacher, projection = Heads(q, k, v, mask, v), torch.randn(16, HEADS * DIM)
+    teacher, projection = AttentionCall(q, k, v, mask, v), torch.randn(16, HEADS * DIM)
     changed = 1.5 * v
     changed[mask[:, None, :, None].expand_as(v)] = 1e6
     assert relative_error(changed, teacher, projection).item() == pytest.approx(0.25, rel=1e-5)
