@@ -1,1 +1,1 @@
-"""Read checkpoints safely, check that they are compatible, and write them whole."""
+"""Load checkpoints safely, check that they are compatible, and save them atomically."""

@@ -15,21 +15,23 @@ from lln_fairseq.errors import InputError, input_errors
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
-LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks
-NOT_LABELS = ("<mask>", "madeupword")  # what fairseq's tools add to every dictionary
+LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks that state a length
+NOT_LABELS = ("<mask>", "madeupword")  # prefixes of symbols that fairseq's tools add to every dictionary
 
 logger = logging.getLogger(__name__)
 
 
 def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, path: str) -> None:
-    """Check a checkpoint before it is loaded into a model, and log a warning if its attention differs.
+    """Check that a checkpoint can be loaded into a model, and log a warning if its attention or an option differs.
 
     Args:
         state: the checkpoint, which may be loaded lazily
         model: the model
-        task: its task
+        task: the model's task, whose dictionary counts
         path: the checkpoint's file, for messages
-    Raises: InputError if it was made with another dictionary or has other layers.
+
+    Raises: InputError if the checkpoint was trained with another dictionary, or if its attention differs and one of the
+        two replaces whole encoder layers.
     """
     check_dictionary(state, task, path)
     options = getattr(model, "args", {})
@@ -39,10 +41,11 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     name = options["attention"]
     stored_name = stored.get("attention", STOCK_ATTENTION)
     if name != stored_name:
-        for mechanism in (str(name), str(stored_name)):  # one of them may replace whole layers
+        for mechanism in (str(name), str(stored_name)):
             with input_errors():
                 require_attention(
-                    mechanism, f"{path} has {stored_name}, this model {name}: neither has the other's parameters"
+                    mechanism,
+                    f"{path} has {stored_name}, this model {name}: neither has the other's parameters",
                 )
         logger.warning(f"{path} was trained with attention = {stored_name}, here it is {name}")
         return
@@ -53,44 +56,60 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
 
 
 def require_roberta_layers(options: Mapping[str, Any], path: Any) -> None:
-    """Raise InputError for the options of a model that has layers of its own kind."""
+    """Raise InputError if the model's mechanism replaces whole encoder layers.
+
+    Args:
+        options: the options of the model, with its attention
+        path: the model's file, for the message
+    """
     with input_errors():
         require_attention(str(options.get("attention")), f"{path} is therefore no RoBERTa")
 
 
 def dictionary_hash(dictionary: Any) -> str:
-    """Return the sha256 of the symbols in their order: two data sets with the same one can share a model."""
+    """Return the sha256 of the dictionary's symbols in their order. Data sets with equal hashes can share a model."""
     return hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
 
 
 def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
-    """Raise InputError if the model of the checkpoint was trained with another dictionary than the task has."""
+    """Raise InputError if a checkpoint was trained with another dictionary than the task has.
+
+    The number of symbols is always compared with the embedding, if there is one. The symbols themselves are compared
+    only if a training of this project has recorded their hash in the checkpoint.
+    """
     dictionary = task.source_dictionary
-    weight = _parameter(state, EMBEDDING)
+    embedding = _find_parameter(state, EMBEDDING)
     message = f"the dictionary of {(task.cfg or task.args).data} is not the one that {path} was made with"
-    if weight is not None and weight.shape[0] != len(dictionary):
+    if embedding is not None and embedding.shape[0] != len(dictionary):
         raise InputError(
-            f"{message}: {len(dictionary)} symbols here, {weight.shape[0]} there. Binarise with that dict.txt"
+            f"{message}: it has {len(dictionary)} symbols, and the checkpoint has {embedding.shape[0]}. Binarize with "
+            "the checkpoint's dict.txt"
         )
-    recorded = plugin_state(state).get("dictionary")
-    if recorded and recorded != dictionary_hash(dictionary):
-        raise InputError(f"{message}: as many symbols, but others or in another order. Binarise with that dict.txt")
+    recorded_hash = plugin_state(state).get("dictionary")
+    if recorded_hash and recorded_hash != dictionary_hash(dictionary):
+        raise InputError(
+            f"{message}: it has as many symbols, but other ones or another order. Binarize with the checkpoint's "
+            "dict.txt"
+        )
 
 
 def check_labels(state: Mapping[str, Any], task: Any, path: str) -> None:
-    """Raise InputError if a fine-tuned model of ours had other labels, or in another order, than the task has."""
+    """Raise InputError if the labels recorded in a checkpoint differ from the task's, also if only the order differs.
+
+    Nothing is checked if the task has no labels, or if the checkpoint records none.
+    """
     if not hasattr(task, "label_dictionary"):
         return
     trained = plugin_state(state).get("labels", [])
     if trained and trained != label_names(task):
-        raise InputError(f"{path} was trained with the labels {trained}, {task.cfg.data} has {label_names(task)}")
+        raise InputError(f"{path} was trained with the labels {trained}, but {task.cfg.data} has {label_names(task)}")
 
 
 def label_names(task: Any) -> list[str]:
     """Return the label of every class, in the order of label/dict.txt; empty for a regression.
 
-    data_prep writes that file in the order of its table of tasks. fairseq-preprocess orders labels by frequency, so
-    that "1" may be class 0: a class number means nothing without this list.
+    data_prep writes that file in the order of its table of tasks, but fairseq-preprocess orders labels by frequency, so
+    that "1" may be class 0. Without this list, the number of a class has no meaning.
     """
     if task.cfg.regression_target:
         return []
@@ -99,18 +118,21 @@ def label_names(task: Any) -> list[str]:
 
 
 def is_finetuned(task: Any) -> bool:
-    """Return True if a model of the task of this name has labels or scores to give."""
+    """Return True if the task of this name is sentence prediction, fairseq's or ours, whose models predict labels."""
     return str(task).endswith("sentence_prediction")
 
 
 def longest_sequence(path: str) -> int | None:
-    """Return the number of positions of the model in a checkpoint; without a table of them, its training's length.
+    """Return how many tokens a sequence may have for the model in a checkpoint.
 
-    Returns: None if that is not known.
-    Raises: InputError for a file that is no checkpoint.
+    That is the number of positions in its positional table. A model without a table has the first positive length among
+    the model's max_positions and the task's max_positions and tokens_per_sample.
+
+    Returns: None if the checkpoint has none of them
+    Raises: InputError if the file is missing, damaged or not a checkpoint.
     """
     state = load_checkpoint_lazily(path)
-    table = _parameter(state, POSITIONS)
+    table = _find_parameter(state, POSITIONS)
     if table is not None:
         return table.shape[0] - NO_POSITIONS
     stored = stored_options(state)
@@ -118,7 +140,8 @@ def longest_sequence(path: str) -> int | None:
     return next((length for length in lengths if isinstance(length, int) and length > 0), None)
 
 
-def _parameter(state: Mapping[str, Any], name: str) -> Tensor | None:
-    """Return a parameter by its name or the one of 2019."""
+def _find_parameter(state: Mapping[str, Any], name: str) -> Tensor | None:
+    """Return a parameter by its name or by its name in fairseq's checkpoints of 2019; None if there is none."""
     parameters = state.get("model", {})
-    return parameters.get(name, parameters.get(name.replace("encoder", "decoder", 1)))
+    old_name = name.replace("encoder", "decoder", 1)
+    return parameters.get(name, parameters.get(old_name))

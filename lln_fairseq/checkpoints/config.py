@@ -1,9 +1,9 @@
-"""Check the configuration in a checkpoint: only known options of known models and tasks reach fairseq.
+"""Check the configuration in a checkpoint, so that only known options of known models and tasks reach fairseq.
 
-A configuration comes with a file that anybody may have made, and fairseq builds whatever it names: some of its models
-and optimizers call `eval` on their options. So nothing of it is handed on. It is written anew from the fields of the
-dataclasses of the names below, each value with the type that its field declares; other names are refused, other options
-left out.
+Anybody may have made a checkpoint, and fairseq builds whatever its configuration names; some of fairseq's models and
+optimizers even call `eval` on their options. Therefore the configuration is not passed on but written anew: from the
+fields of the dataclasses of the models, tasks and criterions in KNOWN, each value with the type that its field
+declares. Other models, tasks and values are rejected; other options are left out.
 """
 
 import argparse
@@ -22,33 +22,41 @@ from lln_fairseq.errors import InputError, first_line
 
 OURS = "lln_roberta"
 STOCK = "roberta"
-STOCK_ATTENTION = "softmax"  # which has no option that says so
+STOCK_ATTENTION = "softmax"  # the attention of fairseq's RoBERTa, which has no option that says so
 LANGUAGE_MODELS = ("lln_transformer_lm", "transformer_lm")
-KNOWN = {  # and the presets of the models: roberta_large, ...
+KNOWN = {  # the presets of these models (roberta_large, ...) are known too
     "model": (OURS, STOCK, *LANGUAGE_MODELS),
     "task": ("lln_language_modeling", "lln_masked_lm", "lln_sentence_prediction", "masked_lm", "sentence_prediction"),
     "criterion": ("lln_sentence_prediction", "masked_lm", "sentence_prediction"),
 }
-NAMED_BY = {"model": "arch", "task": "task", "criterion": "criterion"}  # in a Namespace of arguments
+NAME_ARGUMENTS = {"model": "arch", "task": "task", "criterion": "criterion"}  # of a Namespace of arguments
 
-NO_POSITIONS = 2  # first rows of the positional table: fairseq counts from the padding's id + 1
-PLAIN = (str, int, float, bool, type(None))
-# Sizes that the tensors show too: a number that does not fit them could ask for any amount of memory.
-MEASURED = {
+NO_POSITIONS = 2  # first rows of the positional table that are no positions: fairseq counts from the padding's id + 1
+PLAIN_TYPES = (str, int, float, bool, type(None))
+# Options that state the size of a parameter, with its name and axis. They are compared with the parameter, because a
+# wrong number could make fairseq allocate any amount of memory.
+SIZE_OPTIONS = {
     "encoder_embed_dim": ("embed_tokens.weight", 1),
     "encoder_ffn_embed_dim": ("layers.0.fc1.weight", 0),
-    "decoder_embed_dim": ("layers.0.fc1.weight", 1),  # its embeddings may have another width
+    "decoder_embed_dim": ("layers.0.fc1.weight", 1),  # not embed_tokens, whose width may differ
     "decoder_ffn_embed_dim": ("layers.0.fc1.weight", 0),
 }
-# What fairseq evaluates as Python, for embeddings that no checkpoint may ask for.
+# Options for embeddings that fairseq evaluates as Python code. No checkpoint may use them.
 EVALUATED = ("character_embeddings", "adaptive_input", "adaptive_softmax_cutoff")
 
 
 def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
-    """Return the configuration of a checkpoint, complete as fairseq wants it.
+    """Return the checked configuration of a checkpoint, with every group that fairseq expects.
 
-    Raises: InputError if there is none, for another model, task or criterion than those above, and for an option
-    that has not its type or does not fit the parameters.
+    The groups other than model, task and criterion have fairseq's defaults. The criterion is None if it is unknown. The
+    model of a stock RoBERTa is a Namespace of the stored options, which fairseq completes.
+
+    Args:
+        state: the checkpoint
+        path: its file, for messages
+
+    Raises: InputError if there is no configuration, if the model or the task is not in KNOWN, or if an option is not a
+        plain value, does not have the type of its field, or does not fit the parameters.
     """
     options = stored_options(state)
     if not options["model"] or not options["task"]:
@@ -61,65 +69,93 @@ def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
         config[group] = _checked_group(group, stored, path)
     model = config["model"]
     positions = _check_sizes(model, state["model"], path)
-    for group in ("model", "task"):  # not stated: those of the checkpoint that a fine-tuning began with
+    for group in ("model", "task"):
+        # None: the fine-tuning that wrote the checkpoint took the length from the checkpoint that it began with.
         if config[group].get("max_positions", 0) is None:
             config[group]["max_positions"] = positions
-    if _family("model", model["_name"]) == STOCK:  # takes what an argument parser would give
+    if _registered_name("model", model["_name"]) == STOCK:
         stored = {key: value for key, value in model.items() if key in options["model"] and key != "_name"}
         config["model"] = argparse.Namespace(**stored, arch=model["_name"])
     return OmegaConf.create(config, flags={"allow_objects": True})
 
 
 def stored_options(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the unchecked options of model, task and criterion; `_name` is the name in each group."""
+    """Return the options of the model, the task and the criterion of a checkpoint, as they are stored.
+
+    Nothing is checked. Each group has its name under `_name`, if it is known; a group that is not stored is empty.
+    """
     arguments = state.get("args")
-    if isinstance(arguments, argparse.Namespace):
-        return {group: {**vars(arguments), "_name": getattr(arguments, key, None)} for group, key in NAMED_BY.items()}
-    groups = state.get("cfg")
-    if not isinstance(groups, Mapping):
+    if isinstance(arguments, argparse.Namespace):  # a checkpoint from before Hydra: one Namespace for all groups
         groups = {}
-    return {group: _stored_group(groups.get(group)) for group in KNOWN}
+        for group, argument in NAME_ARGUMENTS.items():
+            groups[group] = {**vars(arguments), "_name": getattr(arguments, argument, None)}
+        return groups
+    config = state.get("cfg")
+    if not isinstance(config, Mapping):
+        config = {}
+    return {group: _stored_group(config.get(group)) for group in KNOWN}
 
 
 def _stored_group(group: Any) -> dict[str, Any]:
-    if isinstance(group, argparse.Namespace):  # of a model without dataclass
-        return {**vars(group), "_name": getattr(group, "_name", None) or getattr(group, "arch", None)}
+    """Return a group of a stored configuration as a dictionary; empty if it is neither a Namespace nor a mapping."""
+    if isinstance(group, argparse.Namespace):  # the group of a model without a dataclass
+        name = getattr(group, "_name", None) or getattr(group, "arch", None)
+        return {**vars(group), "_name": name}
     return dict(group) if isinstance(group, Mapping) else {}
 
 
 def plain_config(cfg: DictConfig) -> dict[str, Any]:
-    """Return the configuration of a program as dictionaries, with its interpolations resolved."""
+    """Return the configuration of a program as dictionaries, with interpolations resolved and enums as strings."""
     config: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     return config
 
 
 def plain_options(group: Any) -> dict[str, Any]:
-    """Return the options of a group that are plain values, and so can be compared."""
+    """Return the options of a group that are plain values and can therefore be compared; see `is_plain`.
+
+    Args:
+        group: a Namespace or a mapping; for anything else, the result is empty
+    """
     options = vars(group) if isinstance(group, argparse.Namespace) else group
-    return {key: value for key, value in options.items() if is_plain(value)} if isinstance(options, Mapping) else {}
+    if not isinstance(options, Mapping):
+        return {}
+    return {key: value for key, value in options.items() if is_plain(value)}
 
 
 def is_plain(value: Any) -> bool:
-    """Return False for an object, and for an interpolation or a missing value of omegaconf."""
+    """Return True for a string, number, bool, None or list of them, except for omegaconf's "${...}" and "???"."""
     values = value if isinstance(value, list) else [value]
-    return all(isinstance(x, PLAIN) and not (isinstance(x, str) and ("${" in x or x == "???")) for x in values)
+    for item in values:
+        if not isinstance(item, PLAIN_TYPES):
+            return False
+        if isinstance(item, str) and ("${" in item or item == "???"):
+            return False
+    return True
 
 
 def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str, Any] | None:
-    """Return the stored options of a group, and the defaults of the others that need no other group."""
+    """Return the stored options of a group, and the default of every other option that is a plain value.
+
+    Options that are not fields of the group's dataclass are left out.
+
+    Returns: None for a criterion that is not in KNOWN: a loss belongs to the training and is not needed again
+    Raises: InputError as `checked_config`.
+    """
     name = stored.get("_name")
-    family = _family(group, name)
-    if family not in KNOWN[group]:
+    registered_name = _registered_name(group, name)
+    if registered_name not in KNOWN[group]:
         if group == "criterion":
-            return None  # a loss belongs to the training
-        raise InputError(f"{path} holds the {group} {str(name)[:80]!r}, and may hold {', '.join(KNOWN[group])} alone")
-    schema = OmegaConf.structured(_dataclass(group, family))
+            return None
+        raise InputError(
+            f"{path} holds the {group} {str(name)[:80]!r}, and may hold only one of {', '.join(KNOWN[group])}"
+        )
+    schema = OmegaConf.structured(_dataclass(group, registered_name))
     values = {key: value for key, value in stored.items() if key in schema._content and value is not None}
     for key, value in values.items():
         if group == "model" and key in EVALUATED and value:
-            raise InputError(f"{path}: the model's option {key} is not supported: fairseq would run what goes with it")
+            raise InputError(f"{path}: the model's option {key} is not supported: fairseq evaluates it as Python code")
         if not is_plain(value):
-            raise InputError(f"{path}: the {group}'s option {key} is no plain value: {str(value)[:80]!r}")
+            raise InputError(f"{path}: the {group}'s option {key} is not a plain value: {str(value)[:80]!r}")
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(schema, values), enum_to_str=True)
     except OmegaConfBaseException as error:
@@ -127,14 +163,15 @@ def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str
     return plain_options(merged) | {"_name": name}
 
 
-def _family(group: str, name: Any) -> Any:
-    """Return the registered model of a preset; other names as they are."""
+def _registered_name(group: str, name: Any) -> Any:
+    """Return the registered model of a preset such as roberta_large; any other name unchanged."""
     if group == "model" and isinstance(name, str):
         return ARCH_MODEL_NAME_REGISTRY.get(name, name)
     return name
 
 
 def _dataclass(group: str, name: str) -> type:
+    """Return the dataclass of the options of a model, task or criterion in KNOWN."""
     if group == "model":
         return MODEL_DATACLASS_REGISTRY[OURS if name == STOCK else name]  # ours has every option of the stock model
     if group == "task":
@@ -143,15 +180,17 @@ def _dataclass(group: str, name: str) -> type:
 
 
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
-    """Return the number of positions that the parameters have, if they have any.
+    """Compare the sizes in the options of a model with its parameters; options that are not stated are not compared.
 
-    Raises: InputError for an option that does not fit the parameters.
+    Returns: the number of positions of the positional table; None if there is no table
+    Raises: InputError if an option does not fit the parameters.
     """
-    side = "decoder" if _family("model", options["_name"]) in LANGUAGE_MODELS else "encoder"
-    prefix = "decoder." if side == "decoder" else "sentence_encoder."
+    is_language_model = _registered_name("model", options["_name"]) in LANGUAGE_MODELS
+    side = "decoder" if is_language_model else "encoder"
+    prefix = "decoder." if is_language_model else "sentence_encoder."
     stack = {key.rpartition(prefix)[2]: value for key, value in parameters.items()}
     sizes = {}
-    for option, (key, axis) in MEASURED.items():
+    for option, (key, axis) in SIZE_OPTIONS.items():
         if option.startswith(side) and key in stack and stack[key].dim() > axis:
             sizes[option] = stack[key].shape[axis]
     if not options.get(f"{side}_layers_to_keep"):

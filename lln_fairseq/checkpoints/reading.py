@@ -1,4 +1,4 @@
-"""Read checkpoints: nothing in them is executed, damage is reported, configurations are checked."""
+"""Load checkpoints without executing anything in them, detect damage, and check configurations."""
 
 import argparse
 import collections
@@ -23,8 +23,8 @@ from torch import Tensor
 from lln_fairseq.checkpoints.config import checked_config
 from lln_fairseq.errors import InputError, first_line
 
-# argparse.Namespace: checkpoints of models without a dataclass, the stock RoBERTa among them. The others travel from
-# the first worker to the rest when several workers resume.
+# Classes that a checkpoint may hold. argparse.Namespace is in checkpoints of models without a dataclass, such as the
+# stock RoBERTa. The others are in what the first worker sends to the rest when several workers resume.
 FAIRSEQ_CLASSES = (
     argparse.Namespace,
     _TensorPlaceholder,
@@ -40,26 +40,31 @@ FAIRSEQ_CLASSES = (
     int,
 )
 
-LARGEST = 1 << 31  # of a count; fairseq seeds numpy with the epoch
-NUMBERS = ("best", "val_loss", "previous_training_time")  # of extra_state, if they exist
-WITHOUT_VALIDATION = "val_loss"  # is None if nothing was validated
+MAX_COUNT = 1 << 31  # counts in a checkpoint are below this: fairseq seeds numpy with the epoch
+NUMBERS = ("best", "val_loss", "previous_training_time")  # entries of extra_state that are numbers, if they exist
+OPTIONAL_NUMBER = "val_loss"  # None if nothing was validated
 
-# Entries of a model's state that are no weights: seeds, and a buffer that fairseq does not initialize.
+# Entries of a model's state that are not weights: seeds, and a buffer that fairseq does not initialize.
 NOT_WEIGHTS = ("_extra_state", "_float_tensor")
 
 PLUGIN_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
 
 
 def allow_fairseq_checkpoints() -> None:
-    """Let torch.load accept the classes above with weights_only, its safe default."""
+    """Let torch.load accept FAIRSEQ_CLASSES with weights_only=True, its safe default, in this process."""
     torch.serialization.add_safe_globals(list(FAIRSEQ_CLASSES))
 
 
 def load_checkpoint_lazily(path: str, mmap: bool = True) -> dict[str, Any]:
-    """Load a checkpoint and leave its tensors on the disk. The format before torch 1.6 is read into memory.
+    """Load a checkpoint of fairseq to the CPU, and leave its tensors on the disk until they are used.
 
-    Raises: InputError for a file that is missing, damaged or no checkpoint of fairseq, or that holds classes which are
-    not allowed.
+    Checksums and the configuration are not checked.
+
+    Args:
+        mmap: False to read the tensors into memory at once; files in torch's format before 1.6 are always read at once
+
+    Raises: InputError if the file is missing, damaged, not a checkpoint of fairseq, or holds classes that are not
+        allowed.
     """
     state = load_plain_data(path, mmap)
     parameters = state.get("model") if isinstance(state, dict) else None
@@ -73,11 +78,15 @@ def load_checkpoint_lazily(path: str, mmap: bool = True) -> dict[str, Any]:
 def load_checkpoint(
     path: str, arg_overrides: Mapping[str, Any] | None = None, load_on_all_ranks: bool | None = None
 ) -> dict[str, Any]:
-    """Load a checkpoint into memory; takes the place of fairseq's load_checkpoint_to_cpu.
+    """Load a checkpoint into memory and check it. This function replaces fairseq's load_checkpoint_to_cpu.
 
-    A training, which passes `load_on_all_ranks`, has a configuration of its own and gets none. Other programs get the
-    checked one.
-    Raises: InputError as `load_checkpoint_lazily` and `checked_config`, and for an incomplete state of the training.
+    Args:
+        arg_overrides: options that replace those of the checkpoint's configuration
+        load_on_all_ranks: None returns the checked configuration under `cfg`; a training passes True or False, has a
+            configuration of its own, and gets None under `cfg`
+
+    Raises: InputError as `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if the state of the
+        training is incomplete or has values that cannot be right.
     """
     state = load_checkpoint_lazily(path, mmap=False)
     verify_checksums(path)
@@ -87,122 +96,142 @@ def load_checkpoint(
         overwrite_args_by_name(config, dict(arg_overrides or {}))
     try:
         state = checkpoint_utils._upgrade_state_dict({**state, "args": None, "cfg": config})
-        updates = state["optimizer_history"][-1]["num_updates"]
+        num_updates = state["optimizer_history"][-1]["num_updates"]
         position = dict(state["extra_state"]["train_iterator"])
-        numbers = [updates, position["epoch"], position["iterations_in_epoch"], *position.values()]
+        counts = [num_updates, position["epoch"], position["iterations_in_epoch"], *position.values()]
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise InputError(f"{path} is damaged: the state of its training is incomplete ({first_line(error)})") from error
-    if not all(isinstance(number, int) and 0 <= number < LARGEST for number in numbers):
-        raise InputError(f"{path} is damaged: its update, epoch and position in it are {numbers[:3]}")
+    if not all(isinstance(count, int) and 0 <= count < MAX_COUNT for count in counts):
+        raise InputError(f"{path} is damaged: its update, epoch and position in the epoch are {counts[:3]}")
     for name in NUMBERS:
         value = state["extra_state"].get(name, 0)
-        if not _is_number(value) and (value is not None or name != WITHOUT_VALIDATION):
-            raise InputError(f"{path} is damaged: its {name} is no number")
+        may_be_missing = value is None and name == OPTIONAL_NUMBER
+        if not _is_number(value) and not may_be_missing:
+            raise InputError(f"{path} is damaged: its {name} is not a number")
     return state
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number; several workers save the time of the training as a tensor of one element."""
+    """Return True for a number or a tensor of one element, as which several workers save the time of the training."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def load_plain_data(path: str, mmap: bool = True) -> Any:
-    """Load what torch.save wrote, if it is plain data: tensors, containers and the classes above.
+    """Load a file that torch.save wrote to the CPU, if it holds only tensors, containers and FAIRSEQ_CLASSES.
 
-    Raises: InputError for a file that is missing or damaged, or that wants to call anything else.
+    Args:
+        mmap: leave tensors on the disk until they are used, if the file's format allows it
+
+    Raises: InputError if the file is missing or damaged, or if loading it would call anything else.
     """
     if not os.path.isfile(path):
         raise InputError(f"no such checkpoint: {path}")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of torch, about its own formats
-            return _load(path, mmap)
-    except Exception as error:  # an unpickler may end in any way on bytes that are no pickle
+        with warnings.catch_warnings(action="ignore"):  # torch warns about its own formats
+            return _torch_load(path, mmap)
+    except Exception as error:  # an unpickler may raise anything on bytes that are not a pickle
         raise InputError(
-            f"cannot load {path}, which is damaged or no checkpoint: {_reason(error)}{_advice(path)}"
+            f"cannot load {path}, which is damaged or not a checkpoint: {_loading_reason(error)}{_advice(path)}"
         ) from error
 
 
-def _load(path: str, mmap: bool) -> Any:
+def _torch_load(path: str, mmap: bool) -> Any:
+    """Call torch.load, without mmap if the file's format does not support it."""
     try:
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except RuntimeError as error:
         if not mmap or "mmap" not in str(error):
             raise
         return torch.load(path, map_location="cpu", weights_only=True)
-    except UnicodeEncodeError:  # torch opens only paths that are UTF-8; under a POSIX locale "é" is none
+    except UnicodeEncodeError:  # torch opens only paths that are UTF-8; under a POSIX locale, "é" is not
         with open(path, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _reason(error: Exception) -> str:
-    """Return torch's reason without its advice to load such a file all the same."""
-    if found := re.search(r"[Uu]nsupported (?:global: )?(?:GLOBAL|class) (\S+)", str(error)):
-        return f"it wants to call {found[1]}, which no checkpoint may"
+def _loading_reason(error: Exception) -> str:
+    """Return the reason in torch's message, without its advice to load an unsafe file nevertheless."""
+    match = re.search(r"[Uu]nsupported (?:global: )?(?:GLOBAL|class) (\S+)", str(error))
+    if match:
+        return f"it wants to call {match[1]}, which no checkpoint may"
     if "weights_only" in str(error):
-        return "it is no plain data"
+        return "it does not hold only plain data"
     return first_line(error).split(". ")[0]
 
 
 def _advice(path: str) -> str:
-    """Return what to do if a run whose last checkpoint is damaged has another one that is whole."""
+    """Return the advice to use the newest undamaged checkpoint of the directory instead of a damaged last checkpoint.
+
+    Returns: an empty string if `path` is not a last checkpoint, or if no other checkpoint is undamaged
+    """
     folder, name = os.path.split(path)
     if not name.startswith("checkpoint_last"):
         return ""
-    for other in sorted(Path(folder).glob("checkpoint*.pt"), key=os.path.getmtime, reverse=True):
-        if other.name == name:
+    newest_first = sorted(Path(folder).glob("checkpoint*.pt"), key=os.path.getmtime, reverse=True)
+    for candidate in newest_first:
+        if candidate.name == name:
             continue
         try:
-            load_checkpoint_lazily(str(other))
-            verify_checksums(str(other))
+            load_checkpoint_lazily(str(candidate))
+            verify_checksums(str(candidate))
         except InputError:
             continue
-        return f". {other} is whole: copy it to {name} to go on from it"
+        return f". {candidate} is whole: copy it to {name} to resume from it"
     return ""
 
 
 def verify_checksums(path: str) -> None:
-    """Compare every part of a checkpoint with its checksum, which torch writes and does not read; about 1 GB a second.
+    """Compare every part of a checkpoint with its checksum, at about 1 GB per second.
 
-    Raises: InputError for a file in which a number has changed. Formats before torch 1.6 have no checksums.
+    torch writes the checksums but does not check them. Files in torch's format before 1.6 have none and pass.
+
+    Raises: InputError if a part has changed or cannot be read.
     """
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
             for part in archive.infolist():
-                if part.CRC:  # 0: torch was told to save without
-                    with archive.open(part) as stream:
-                        while stream.read(1 << 24):
-                            pass
-    except Exception as error:  # zipfile has no class of its own for all that damaged bytes end in
+                if not part.CRC:  # torch was told to save without checksums
+                    continue
+                with archive.open(part) as stream:
+                    while stream.read(1 << 24):  # zipfile compares the checksum at the end
+                        pass
+    except Exception as error:  # zipfile raises many kinds of exceptions on damaged bytes
         raise InputError(f"{path} is damaged: {first_line(error)}{_advice(path)}") from error
 
 
 def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
-    """Raise InputError for weights that a program cannot use as they are.
+    """Raise InputError if a weight is not floating-point, or has NaN or infinite values.
 
-    Every program that uses a model without training it calls this for what it has read of `source`. A training does
-    not: what a diverged run has saved can still be loaded there.
+    Every program that uses a model without training it calls this. A training does not, so that it can still load what
+    a diverged run has saved.
+
+    Args:
+        weights: tensors by name; entries that are not weights (NOT_WEIGHTS) are skipped
+        source: the file, for messages
     """
     for name, value in weights.items():
         if name.endswith(NOT_WEIGHTS):
             continue
         if not value.is_floating_point():
-            kind = str(value.dtype).removeprefix("torch.")
-            raise InputError(f"{source}: {name} is of dtype {kind}, and weights must be floating-point: dequantize it")
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise InputError(f"{source}: {name} is of dtype {dtype}, and weights must be floating-point: dequantize it")
         if not value.float().isfinite().all():
             raise InputError(f"{source}: {name} has NaN or infinite values: use another checkpoint")
 
 
 def plugin_state(state: Mapping[str, Any]) -> dict[str, str | list[str]]:
-    """Return what our tasks wrote into the checkpoint, text and lists of it; empty for a stock one.
+    """Return the strings and lists of strings that our tasks wrote into a checkpoint; empty for a stock checkpoint.
 
-    See `HookedTask.get_checkpoint_dict`.
+    `HookedTask.get_checkpoint_dict` writes them. Values of other types are left out.
     """
-    extra = state.get("extra_state")
-    found = extra.get(PLUGIN_STATE) if isinstance(extra, Mapping) else None
-    return {key: value for key, value in found.items() if _is_text(value)} if isinstance(found, dict) else {}
+    extra_state = state.get("extra_state")
+    stored = extra_state.get(PLUGIN_STATE) if isinstance(extra_state, Mapping) else None
+    if not isinstance(stored, dict):
+        return {}
+    return {key: value for key, value in stored.items() if _is_text(value)}
 
 
 def _is_text(value: Any) -> bool:
+    """Return True for a string or a list of strings."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, str) for x in value))

@@ -1,11 +1,11 @@
-"""The tokenizer and the dictionaries of a run, kept beside its checkpoints: what turns text into the model's ids.
+"""Save the tokenizer and the dictionaries of a run next to its checkpoints, so that its model can be given text.
 
     SAVE_DIR/tokenizer/     in the layout of the training data, without the data
-        dict.txt            or input0/, input1/ (tasks of pairs) and label/dict.txt
-        spm.model           or encoder.json and vocab.bpe, as data_prep puts them beside its data
+        dict.txt            or input0/, input1/ (tasks with pairs of sentences) and label/dict.txt
+        spm.model           or encoder.json and vocab.bpe, as data_prep puts them next to its data
         manifest.json       which of these they are, with checksums; `data_prep.glue --tokenizer` takes the folder
 
-Data of others has no tokenizer: the dictionaries alone are kept then.
+Data that data_prep has not written has no tokenizer: then only the dictionaries are saved.
 """
 
 import json
@@ -21,46 +21,61 @@ from lln_fairseq.data.special_symbols import NUM_SPECIAL
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 
-FOLDER, MANIFEST = "tokenizer", "manifest.json"
+FOLDER = "tokenizer"
+MANIFEST = "manifest.json"
 DICTIONARIES = ("dict.txt", "input0/dict.txt", "input1/dict.txt", "label/dict.txt")
 
 logger = logging.getLogger(__name__)
 
 
 def save_tokenizer(task: Any, save_dir: str) -> None:
-    """Copies what prediction needs of the task's data into the run's folder; files that are there already stay.
+    """Copy the dictionaries and the tokenizer of the task's data to SAVE_DIR/tokenizer.
 
-    Raises: OSError where they cannot be written.
+    If the data has no tokenizer, or one with another vocabulary, only the dictionaries are copied and the reason is
+    logged. Dictionaries and a manifest that an earlier task left there and this one does not have are removed.
+
+    Raises: OSError if the files cannot be written.
     """
-    data, folder = Path(split_paths(task.cfg.data)[0]), Path(save_dir, FOLDER)
-    dictionaries = {name: (data / name).read_bytes() for name in DICTIONARIES if (data / name).is_file()}
-    if (data / "input1").is_dir() and "input0/dict.txt" in dictionaries:  # pairs, whose second dictionary may lack
-        dictionaries.setdefault("input1/dict.txt", dictionaries["input0/dict.txt"])
-    files = dict(dictionaries)
+    data = Path(split_paths(task.cfg.data)[0])
+    folder = Path(save_dir, FOLDER)
+    files = {name: (data / name).read_bytes() for name in DICTIONARIES if (data / name).is_file()}
+    if (data / "input1").is_dir() and "input0/dict.txt" in files:  # input1 has the same dictionary if it has no file
+        files.setdefault("input1/dict.txt", files["input0/dict.txt"])
     try:
         vocabulary = load_vocabulary(str(data))
         check_vocabulary(vocabulary, task, str(data))
     except UserError as error:
-        logger.info(f"text can be given to this run's model only with a --tokenizer: {error}")
+        logger.info(f"this run's model can be given text only with the option --tokenizer: {error}")
     else:
         files |= vocabulary.tokenizer.files
         record = vocabulary.record(folder="input0/" if "input0/dict.txt" in files else "")
-        files[MANIFEST] = (json.dumps({"tokenizer": record}, indent=1) + "\n").encode()  # the last one
-    for name in {*DICTIONARIES, MANIFEST} - files.keys():  # of other data in the same directory
+        # The manifest is written last, because the dictionary keeps the order of insertion.
+        files[MANIFEST] = (json.dumps({"tokenizer": record}, indent=1) + "\n").encode()
+    for name in {*DICTIONARIES, MANIFEST} - files.keys():
         (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_bytes(folder / name, content)
 
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
-    """Raises: InputError where the symbols of a tokenizer have other ids than in the task's dictionary."""
-    if task.source_dictionary.symbols[NUM_SPECIAL : NUM_SPECIAL + len(vocabulary.symbols)] != vocabulary.symbols:
+    """Raise InputError if the symbols of a vocabulary have other ids in the task's dictionary.
+
+    Args:
+        where: the directory of the vocabulary, for the message
+    """
+    symbols = task.source_dictionary.symbols[NUM_SPECIAL : NUM_SPECIAL + len(vocabulary.symbols)]
+    if symbols != vocabulary.symbols:
         raise InputError(f"the tokenizer of {where} has other symbols than the dictionary of {task.cfg.data}")
 
 
 def directories(checkpoint: str, data: str | None) -> list[Path]:
-    """Where the dictionaries of a checkpoint may be, in the order of search: its run's folder, the directory that it
-    is in, the data of its training. Those that have dictionaries."""
-    beside = Path(checkpoint).parent
-    places = [beside / FOLDER, beside, *(Path(part) for part in split_paths(data or "")[:1])]
-    return [place for place in places if any((place / name).is_file() for name in DICTIONARIES[:2])]
+    """Return the directories that have dictionaries for a checkpoint, in the order of preference.
+
+    Candidates are the tokenizer folder next to the checkpoint, the checkpoint's directory, and the first directory of
+    `data`, the path of its training data.
+    """
+    checkpoint_directory = Path(checkpoint).parent
+    candidates = [checkpoint_directory / FOLDER, checkpoint_directory]
+    candidates += [Path(part) for part in split_paths(data or "")[:1]]
+    text_dictionaries = DICTIONARIES[:2]
+    return [folder for folder in candidates if any((folder / name).is_file() for name in text_dictionaries)]

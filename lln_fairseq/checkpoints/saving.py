@@ -1,4 +1,4 @@
-"""Keep checkpoints whole on the disk, whatever happens while they are written."""
+"""Save checkpoints atomically, and lock the directory of a run."""
 
 import errno
 import fcntl
@@ -16,7 +16,7 @@ from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError, first_line
 
 LAST = "checkpoint_last.pt"
-LOCK = "training.lock"  # stays there: to remove it would let two trainings lock two files of that name
+LOCK = "training.lock"  # never removed: otherwise two trainings could lock two different files of this name
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +24,19 @@ logger = logging.getLogger(__name__)
 def lock_directory(
     save_dir: str | Path, what: str = "training", other: str = "directory (checkpoint.save_dir, --save-dir)"
 ) -> IO[str]:
-    """Lock a directory until the returned file is closed, or the process ends in any way.
+    """Lock a directory until the returned file is closed or the process ends.
 
     Args:
-        save_dir: the directory; if its file system has no locks, a warning is logged
-        what: the kind of program that works in it, for messages
-        other: what the user can give instead, for messages
-    Raises: InputError if another process has it.
+        save_dir: an existing directory; if its file system has no locks, a warning is logged and nothing is locked
+        what: the kind of program that works in the directory, for messages
+        other: what the user can change to use another directory, for messages
+
+    Returns: the open lock file, which the caller must keep
+    Raises: InputError if another process has locked the directory.
     """
     file = open(Path(save_dir, LOCK), "a+")  # noqa: SIM115  the caller closes it
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which loader processes would inherit and keep
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which data loader processes would inherit
     except (BlockingIOError, PermissionError):  # POSIX allows either
         file.seek(0)
         holder = file.read().strip() or "just started"
@@ -53,9 +55,10 @@ def lock_directory(
 
 
 def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
-    """Copy a file such that `dst_path` is always whole, the old or the new one, whatever kills the program.
+    """Copy a file so that `dst_path` is always a complete file, the old or the new one, even if the program is killed.
 
-    Raises: InputError if the file system refuses, for example because it is full; `dst_path` is then as before.
+    Returns: True if the file was copied; False if `dst_path` exists and `overwrite` is False
+    Raises: InputError if the file system refuses, for example because it is full; `dst_path` is then unchanged.
     """
     if os.path.exists(dst_path) and not overwrite:
         return False
@@ -63,56 +66,69 @@ def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
         with atomic_path(Path(dst_path)) as part:
             shutil.copyfile(src_path, part)
     except OSError as error:
-        raise _cannot_save(dst_path, error) from error
+        raise _save_error(dst_path, error) from error
     return True
 
 
 def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call fairseq's torch_persistent_save, and raise InputError if the file cannot be written."""
+    """Call fairseq's torch_persistent_save, with one error message instead of three tracebacks.
+
+    Args:
+        original: fairseq's function, which calls itself again with an open file as `filename`
+
+    Raises: InputError if the file cannot be written; its temporary file is removed. Errors of the inner call, with an
+        open file, are raised unchanged.
+    """
     log = checkpoint_utils.logger
     was_disabled = log.disabled
-    log.disabled = True  # it would print three tracebacks of the same full disk
+    log.disabled = True  # it would log a traceback for each of three attempts
     try:
         return original(obj, filename, *args, **kwargs)
     except (OSError, RuntimeError) as error:
-        if not isinstance(filename, str):  # the open file of a call inside this one
+        if not isinstance(filename, str):
             raise
         Path(f"{filename}.tmp").unlink(missing_ok=True)
-        raise _cannot_save(filename, _root_cause(error)) from error
+        raise _save_error(filename, _root_cause(error)) from error
     finally:
         log.disabled = was_disabled
 
 
 def remove_superseded(cfg: Any) -> None:
-    """Remove the interval checkpoint that the last save of a run was killed before removing.
+    """Remove the oldest interval checkpoint if there is one more than `keep_interval_updates`.
 
-    More than one too many are of a run that was told to keep more; they stay, as do those that a pattern of updates
-    keeps. `cfg` is fairseq's checkpoint configuration.
+    A run that was killed during its last save leaves it behind. More than one too many come from a run with a larger
+    setting, and stay; nothing is removed if `keep_interval_updates_pattern` is set.
+
+    Args:
+        cfg: fairseq's checkpoint configuration
     """
-    kept = cfg.keep_interval_updates
-    if kept > 0 and cfg.keep_interval_updates_pattern == -1:
-        found = checkpoint_utils.checkpoint_paths(cfg.save_dir, pattern=r"checkpoint_\d+_(\d+)\.pt")  # the newest first
-        if len(found) == kept + 1:
-            os.remove(found[-1])
+    limit = cfg.keep_interval_updates
+    if limit <= 0 or cfg.keep_interval_updates_pattern != -1:
+        return
+    newest_first = checkpoint_utils.checkpoint_paths(cfg.save_dir, pattern=r"checkpoint_\d+_(\d+)\.pt")
+    if len(newest_first) == limit + 1:
+        os.remove(newest_first[-1])
 
 
-def _cannot_save(path: str, error: BaseException) -> InputError:
+def _save_error(path: str, error: BaseException) -> InputError:
+    """Return the error to raise when `path` cannot be written: the reason, and how to resume."""
     folder = os.path.dirname(os.path.abspath(path))
     if getattr(error, "errno", None) == errno.ENOENT or not os.path.isdir(folder):
         return InputError(
-            f"cannot save {path}: {folder}, or what was being written in it, was removed by another program; the same "
-            "command goes on from the last checkpoint that is left"
+            f"cannot save {path}: {folder}, or what was being written in it, was removed by another program; give the "
+            "same command again to resume from the last checkpoint that is left"
         )
     reason = getattr(error, "strerror", None) or first_line(error)
-    free = shutil.disk_usage(folder).free / 1e6
+    free_megabytes = shutil.disk_usage(folder).free / 1e6
     if os.path.isfile(os.path.join(folder, LAST)):
         advice = "the last checkpoint that was saved is whole: make room and give the same command again to resume it"
     else:
         advice = f"{folder} has no {LAST} yet: make room and give the same command again, which begins anew"
-    return InputError(f"cannot save {path}: {reason} ({free:.0f} MB free); {advice}")
+    return InputError(f"cannot save {path}: {reason} ({free_megabytes:.0f} MB free); {advice}")
 
 
 def _root_cause(error: BaseException) -> BaseException:
+    """Return the first OSError in the chain of contexts of `error`, or the last error of the chain if there is none."""
     while not isinstance(error, OSError) and error.__context__ is not None:
         error = error.__context__
     return error

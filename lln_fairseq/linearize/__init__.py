@@ -1,1 +1,1 @@
-"""Turn a trained softmax encoder into one with a linear attention."""
+"""Replace the softmax attention of a trained encoder by a linear attention and train it to match."""

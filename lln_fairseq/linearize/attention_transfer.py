@@ -1,17 +1,17 @@
-"""Attention transfer: a linear attention learns to give what a trained softmax attention gives on the same tokens.
+"""Attention transfer: train a linear attention to match a trained softmax attention on the same hidden states.
 
-What is learned, for each head: a rotation R, and for each feature a positive scale d and a shift c of the keys,
+For each head, a rotation R is learned, and for each of its features a positive scale d and a shift c of the keys:
 
     q -> (q R) ∘ d        k -> (k R) / d + c
 
-Softmax attention, inside a block too, stays exactly as it is: q·k grows by the same q·c for every key. A linear
-attention notices all three: LLN's features e^{αq}, e^{βk} are taken in another basis and weighed by e^{βc}. They are
-affine functions of q and k, so in the end they are folded into the projections, and nothing of them remains. Parameters
-of the attention itself (the share of the blocks, say) are learned beside them.
+This reparameterization does not change softmax attention, also not inside a block: q·k grows by the same q·c for every
+key. It does change a linear attention: LLN's features e^{αq} and e^{βk} are computed in another basis and weighted by
+e^{βc}. Because it is an affine function of q and k, it is folded into their projections at the end and costs nothing.
+Parameters of the linear attention itself are learned together with it.
 
-The loss is that of each layer alone, with the teacher's hidden states as the input of every layer:
-‖W (o - o')‖² / ‖W o'‖² with o the output of the heads, o' the teacher's and W the output projection, over the tokens
-that are not padded.
+Each layer has its own loss and gets the teacher's hidden states as its input: ‖W (o - o')‖² / ‖W o'‖² over the tokens
+that are not padded, where o is the output of the student's heads, o' that of the teacher's, and W the output
+projection.
 """
 
 import copy
@@ -25,21 +25,24 @@ from torch import Tensor, nn
 from lln_fairseq.attention import Attention
 from lln_fairseq.modules.encoder import LLNEncoderLayer
 
-SHORTEST = 64  # tokens of a text: LLN+Diag is softmax in a block anyway
+MIN_TEXT_LENGTH = 64  # tokens; in shorter texts, LLN+Diag is softmax in a single block
 
 
-class Heads(NamedTuple):
-    """What the attention of one layer got and gave: q, k, v, out (B, H, N, D), mask bool (B, N), True = padded."""
+class AttentionCall(NamedTuple):
+    """The inputs and the output of the attention of one layer."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    out: Tensor
+    q: Tensor  # (B, H, N, D)
+    k: Tensor  # (B, H, N, D)
+    v: Tensor  # (B, H, N, D)
+    mask: Tensor | None  # bool (B, N), True = padded
+    out: Tensor  # (B, H, N, D)
 
 
 class QKReparameterization(nn.Module):
-    """A rotation R = exp(X - Xᵀ), a scale d = exp(s) and a shift c for each of H heads of D features; at first none."""
+    """A rotation R = exp(X - Xᵀ), a scale d = exp(s) and a shift c of q and k, for each of H heads with D features.
+
+    The parameters start at X = 0, s = 0 and c = 0, which changes nothing.
+    """
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -48,30 +51,31 @@ class QKReparameterization(nn.Module):
         self.key_shift = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """R d for the queries and R / d for the keys, (H, D, D)."""
+        """Return R d, which multiplies the queries, and R / d, which multiplies the keys; both (H, D, D)."""
         rotation = torch.matrix_exp(self.generator - self.generator.mT)
         return rotation * self.log_scale.exp(), rotation * (-self.log_scale).exp()
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k (B, H, N, D) -> the same shapes."""
-        of_q, of_k = self.factors()
-        return q @ of_q, k @ of_k + self.key_shift
+        """Return the reparameterized q and k, both (B, H, N, D)."""
+        q_factor, k_factor = self.factors()
+        return q @ q_factor, k @ k_factor + self.key_shift
 
     @torch.no_grad()
     def fold(self, q_proj: nn.Linear, k_proj: nn.Linear) -> None:
-        """Change the projections so that they compute the aligned queries and keys."""
+        """Change the weights and biases of both projections in place so that they return reparameterized q and k."""
         for projection, factor in zip((q_proj, k_proj), self.factors(), strict=True):
-            heads = projection.weight.unflatten(0, factor.shape[:2])  # (H, D, C)
+            weight = projection.weight.unflatten(0, factor.shape[:2])  # (H, D, C)
             bias = projection.bias.unflatten(0, factor.shape[:2])  # (H, D)
-            # in float64: the dot products of queries and keys then keep their last digits
-            weight = factor.double().mT @ heads.double()
-            projection.weight.copy_(weight.flatten(0, 1))
-            projection.bias.copy_((bias.double()[:, None] @ factor.double()).flatten())
+            # In float64, so that the dot products of queries and keys keep their last digits.
+            folded_weight = factor.double().mT @ weight.double()
+            folded_bias = bias.double()[:, None] @ factor.double()
+            projection.weight.copy_(folded_weight.flatten(0, 1))
+            projection.bias.copy_(folded_bias.flatten())
         k_proj.bias.add_(self.key_shift.flatten())
 
 
 class Student(nn.Module):
-    """The attention of one layer with its alignment."""
+    """The linear attention of one layer, applied to reparameterized queries and keys."""
 
     def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -79,36 +83,47 @@ class Student(nn.Module):
         self.alignment = QKReparameterization(num_heads, head_dim)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Compute the attention's output (B, H, N, D) for q, k and v (B, H, N, D); mask: bool (B, N), True = padded."""
         return self.attention(*self.alignment(q, k), v, key_padding_mask)
 
     def with_attention(self, attention: Attention) -> "Student":
-        """Return a student with another attention and the same alignment."""
+        """Return a student with another attention that shares this one's reparameterization."""
         shared = copy.copy(self)
         shared._modules = {**self._modules, "attention": attention}
         return shared
 
 
-def relative_error(out: Tensor, teacher: Heads, projection: Tensor) -> Tensor:
-    """‖W (o - o')‖² / ‖W o'‖² over the real tokens; out (B, H, N, D), projection W (C, H · D)."""
-    error, size = (_projected_size(x, teacher.mask, projection) for x in (out - teacher.out, teacher.out))
+def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> Tensor:
+    """Compute the relative squared error ‖W (o - o')‖² / ‖W o'‖² over the tokens that are not padded.
+
+    Args:
+        out: o, the student's output (B, H, N, D)
+        teacher: the teacher's call, with o' and the mask
+        projection: W (C, H · D)
+
+    Returns: a scalar tensor
+    """
+    error = _projected_square_sum(out - teacher.out, teacher.mask, projection)
+    size = _projected_square_sum(teacher.out, teacher.mask, projection)
     return error / size
 
 
-def _projected_size(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tensor:
-    tokens = x.transpose(1, 2).flatten(2) @ projection.mT  # (B, N, C)
+def _projected_square_sum(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tensor:
+    """Compute ‖W x‖² over the tokens that are not padded, for x (B, H, N, D) and W (C, H · D)."""
+    projected = x.transpose(1, 2).flatten(2) @ projection.mT  # (B, N, C)
     if mask is not None:
-        tokens = tokens.masked_fill(mask[..., None], 0.0)
-    return tokens.square().sum()
+        projected = projected.masked_fill(mask[..., None], 0.0)
+    return projected.square().sum()
 
 
 @contextmanager
-def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[Heads]]:
-    """Record the inputs and the output of every call of the layers' attentions in this context, in their order."""
-    calls: list[Heads] = []
+def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]:
+    """Record every call of the layers' attentions inside the context, in the order of the calls."""
+    calls: list[AttentionCall] = []
 
     def record(attention: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
         q, k, v, mask = inputs
-        calls.append(Heads(q, k, v, mask, out))
+        calls.append(AttentionCall(q, k, v, mask, out))
 
     hooks = [layer.self_attn.attention.register_forward_hook(record) for layer in layers]
     try:
@@ -120,7 +135,7 @@ def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[Heads]]:
 
 @contextmanager
 def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the layers' attentions by the given ones in this context."""
+    """Replace the layers' attentions by the given ones, one per layer, inside the context."""
     originals = [layer.self_attn.attention for layer in layers]
     try:
         for layer, attention in zip(layers, attentions, strict=True):
@@ -132,45 +147,78 @@ def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn
 
 
 class TokenStream:
-    """A stream of tokens, cut into texts at random places."""
+    """A stream of token ids, from which texts are cut at random places."""
 
     def __init__(self, tokens: Tensor, bos: int, eos: int) -> None:
-        """tokens (N,), ids; `bos` and `eos` begin and end a text."""
-        self.tokens, self.bos, self.eos = tokens, bos, eos
+        """tokens: ids (N,); bos, eos: the ids that begin and end each text."""
+        self.tokens = tokens
+        self.bos = bos
+        self.eos = eos
 
     def batch(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """(count, length) ids. Raises: ValueError where the stream is shorter than one text."""
-        inner = length - 2
-        if len(self.tokens) < inner or inner < 1:
+        """Cut `count` texts at random places.
+
+        Args:
+            length: tokens per text, including bos and eos
+
+        Returns: ids (count, length)
+        Raises: ValueError if length is less than 3, or if the stream is shorter than one text.
+        """
+        num_words = length - 2
+        if len(self.tokens) < num_words or num_words < 1:
             raise ValueError(f"{len(self.tokens)} tokens are too few for a text of {length}")
-        starts = torch.randint(len(self.tokens) - inner + 1, (count, 1), generator=generator)
-        words = self.tokens[starts + torch.arange(inner)]
-        ends = [torch.full((count, 1), end) for end in (self.bos, self.eos)]
-        return torch.cat([ends[0], words, ends[1]], dim=1)
+        starts = torch.randint(len(self.tokens) - num_words + 1, (count, 1), generator=generator)
+        words = self.tokens[starts + torch.arange(num_words)]
+        bos = torch.full((count, 1), self.bos)
+        eos = torch.full((count, 1), self.eos)
+        return torch.cat([bos, words, eos], dim=1)
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
-        """About so many tokens in texts of one length: `longest`, its half, its quarter, ..., each as likely."""
-        lengths = [length for length in (longest >> k for k in range(16)) if length >= min(SHORTEST, longest)]
+        """Cut texts of one random length, with about `tokens` tokens in total, but at least one text.
+
+        The length is `longest`, a half, a quarter, ... of it, each equally likely, but at least MIN_TEXT_LENGTH unless
+        `longest` is shorter.
+
+        Returns: ids (texts, length)
+        Raises: ValueError as `batch`.
+        """
+        shortest = min(MIN_TEXT_LENGTH, longest)
+        halved = [longest >> halvings for halvings in range(16)]
+        lengths = [length for length in halved if length >= shortest]
         length = lengths[int(torch.randint(len(lengths), (), generator=generator))]
         return self.batch(max(1, tokens // length), length, generator)
 
 
 class LayerwiseTrainer:
-    """Training that goes on exactly from where it stopped: Adam on a module, the second half of the steps down to a
-    learning rate of 0."""
+    """A training with one loss per layer that can stop at any step and resume exactly.
 
-    warmup = 1  # updates in which the learning rate rises
+    The optimizer is Adam. Its learning rate rises linearly for `warmup` steps, and falls linearly to 0 in the second
+    half of the steps.
+    """
+
+    warmup = 1
 
     def __init__(self, module: nn.Module, lr: float, steps: int, seed: int) -> None:
-        self.module, self.lr, self.steps, self.step = module, lr, steps, 0
+        """module: what is trained; steps: the number of updates; seed: that of the random texts."""
+        self.module = module
+        self.lr = lr
+        self.steps = steps
+        self.step = 0
         self.optimizer = torch.optim.Adam(module.parameters(), lr=lr)
         self.generator = torch.Generator().manual_seed(seed)
 
     def train_step(self, texts: TokenStream, tokens: int, longest: int) -> list[float]:
-        """One update with so many tokens in texts of mixed lengths. The relative squared error of each layer."""
-        share = min((self.step + 1) / self.warmup, 2 * (1 - self.step / self.steps), 1.0)
+        """Update the parameters once on a batch of `TokenStream.mixed_batch`.
+
+        Args:
+            tokens: tokens per update, approximately
+            longest: tokens of the longest texts
+
+        Returns: the relative squared error of each layer before the update
+        """
+        schedule = min((self.step + 1) / self.warmup, 2 * (1 - self.step / self.steps), 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * share
+            group["lr"] = self.lr * schedule
         errors = self.errors(texts.mixed_batch(tokens, longest, self.generator))
         self.optimizer.zero_grad()
         torch.stack(errors).mean().backward()
@@ -179,17 +227,20 @@ class LayerwiseTrainer:
         return [error.item() for error in errors]
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """The relative squared error of each layer on tokens (B, N)."""
+        """Compute the relative squared error of each layer on tokens (B, N), as scalars with gradients."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
+        """Return everything that `restore` needs to resume exactly. Its tensors change when the training continues."""
         return {
-            "step": self.step, "module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
-        }  # fmt: skip
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from what `state()` returned."""
+        """Resume from what `state` returned."""
         self.step = state["step"]
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -197,9 +248,20 @@ class LayerwiseTrainer:
 
 
 def similarity(vectors: Tensor, teacher: Tensor) -> tuple[float, float]:
-    """The mean cosine between a student's and the teacher's vectors of the same texts (n, C), and for which share of
-    the texts both have the same nearest other text."""
-    ours, theirs = (nn.functional.normalize(x.double(), dim=-1) for x in (vectors, teacher))
-    others = 2 * torch.eye(len(ours), dtype=ours.dtype, device=ours.device)  # no text is its own neighbour
-    neighbours = [(x @ x.mT - others).argmax(dim=-1) for x in (ours, theirs)]
-    return (ours * theirs).sum(dim=-1).mean().item(), (neighbours[0] == neighbours[1]).double().mean().item()
+    """Compare a student's vectors with the teacher's vectors of the same texts.
+
+    Args:
+        vectors, teacher: (texts, C)
+
+    Returns: the mean cosine between both vectors of a text, and the fraction of the texts for which both models have
+        the same nearest neighbor by cosine among the other texts
+    """
+    vectors = nn.functional.normalize(vectors.double(), dim=-1)
+    teacher = nn.functional.normalize(teacher.double(), dim=-1)
+    # A cosine is at most 1: subtracting 2 keeps a text from being its own neighbor.
+    exclude_self = 2 * torch.eye(len(vectors), dtype=vectors.dtype, device=vectors.device)
+    neighbors = (vectors @ vectors.mT - exclude_self).argmax(dim=-1)
+    teacher_neighbors = (teacher @ teacher.mT - exclude_self).argmax(dim=-1)
+    cosine = (vectors * teacher).sum(dim=-1).mean().item()
+    same_neighbor = (neighbors == teacher_neighbors).double().mean().item()
+    return cosine, same_neighbor

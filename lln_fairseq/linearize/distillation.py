@@ -1,8 +1,9 @@
-"""The second stage of a conversion: all layers of the linear encoder learn, end to end, to give the teacher's states.
+"""Distillation, the second stage of linearize: train all layers of the linear encoder to match the teacher's states.
 
-The loss is ‖h - h'‖² / ‖h'‖², the mean over the layers, with h a layer's output over all tokens and h' the teacher's.
-What one layer makes wrong is so mended by the next, which attention transfer (transfer.py) cannot do. The embeddings
-and the heads stay the teacher's, and logits come near with the last layer's states. The teacher's softmax is lost.
+The loss is ‖h - h'‖² / ‖h'‖², averaged over the layers, where h is a layer's output over all tokens and h' the
+teacher's. All layers are trained end to end, so that a layer can correct errors of the layers below it, which attention
+transfer cannot do. The embeddings and the heads stay the teacher's. The projections change, so that the result no
+longer contains the teacher's softmax attention.
 """
 
 from typing import Any
@@ -14,24 +15,28 @@ from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 
 
 class Distillation(LayerwiseTrainer):
-    """Trains the layers of `model`."""
+    """The training of all layers of `model` on the hidden states of `teacher`."""
 
     warmup = 20
 
     def __init__(self, teacher: Any, model: Any, lr: float, steps: int, seed: int) -> None:
-        """teacher, model: of our models, in evaluation mode and with the same sizes."""
+        """teacher, model: two RoBERTa models of this project with the same sizes, in evaluation mode."""
         super().__init__(model.encoder.sentence_encoder.layers, lr, steps, seed)
-        self.teacher, self.model = teacher, model
+        self.teacher = teacher
+        self.model = model
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
+        """Compute ‖h - h'‖² / ‖h'‖² of each layer on tokens (B, N), as scalars with gradients."""
         with torch.no_grad():
-            wanted = hidden_states(self.teacher, tokens)
-        pairs = zip(hidden_states(self.model, tokens), wanted, strict=True)
-        return [(ours - theirs).square().sum() / theirs.square().sum() for ours, theirs in pairs]
+            teacher_states = hidden_states(self.teacher, tokens)
+        errors = []
+        for state, teacher_state in zip(hidden_states(self.model, tokens), teacher_states, strict=True):
+            errors.append((state - teacher_state).square().sum() / teacher_state.square().sum())
+        return errors
 
 
 def hidden_states(model: Any, tokens: Tensor) -> list[Tensor]:
-    """The output of each layer, (N, B, C) as fairseq has them, for tokens (B, N)."""
+    """Compute the output of each layer, (N, B, C) as in fairseq, for tokens (B, N); without the embeddings."""
     tokens = tokens.to(next(model.parameters()).device)
     states = model(src_tokens=tokens, features_only=True, return_all_hiddens=True)[1]["inner_states"]
     return states[1:]  # the first are the embeddings

@@ -1,4 +1,4 @@
-"""The students of a softmax encoder: a linear attention for each of its layers, trained side by side."""
+"""The first stage of linearize: train a linear attention for each layer of a softmax encoder, and evaluate it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,50 +19,64 @@ from lln_fairseq.linearize.attention_transfer import (
     swapped_attention,
 )
 
-SEED = 5  # of the held-out texts
-ROWS = 4096  # tokens of a held-out batch, about
+SEED = 5  # seed of the held-out texts
+TOKENS_PER_BATCH = 4096  # tokens of a held-out batch, approximately
 
 
 class Students(LayerwiseTrainer):
-    """Trains one student a layer."""
+    """The training of one student per layer of a softmax encoder, all at the same time."""
 
     def __init__(self, model: Any, attention: str, options: dict[str, Any], lr: float, steps: int, seed: int) -> None:
-        """Raises: InputError for options that the attention does not have."""
+        """Create the students on the model's device; `model` stays unchanged until `fold`.
+
+        Args:
+            model: the teacher, a RoBERTa model of this project in evaluation mode
+            attention: the name of the students' attention
+            options: options of that attention
+            seed: also seeds torch's global generator before the attentions are built
+
+        Raises: InputError if the attention does not have these options.
+        """
         self.model = model
         self.layers = list(model.encoder.sentence_encoder.layers)
         teacher = self.layers[0].self_attn
         sizes = dict(num_heads=teacher.num_heads, head_dim=teacher.head_dim, max_positions=model.max_positions())
         torch.manual_seed(seed)
         try:
-            built = [build_attention(attention, **sizes, **options) for _ in self.layers]
+            attentions = [build_attention(attention, **sizes, **options) for _ in self.layers]
         except ValueError as error:
             raise InputError(str(error)) from None
-        for number, module in enumerate(built):
-            module.place(number, len(built))
-        heads = (teacher.num_heads, teacher.head_dim)
-        self.students = [Student(module, *heads) for module in built]
+        for number, module in enumerate(attentions):
+            module.place(number, len(attentions))
+        self.students = [Student(module, teacher.num_heads, teacher.head_dim) for module in attentions]
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """Return the `relative_error` of each layer, with the teacher's hidden states as its input."""
+        """Compute the `relative_error` of each layer, with the teacher's hidden states as its input."""
         device = next(self.model.parameters()).device
         with torch.no_grad(), recorded(self.layers) as calls:
             self.model(src_tokens=tokens.to(device), features_only=True)
         errors = []
-        for layer, heads, student in zip(self.layers, calls, self.students, strict=True):
-            out = student(heads.q, heads.k, heads.v, heads.mask)
-            errors.append(relative_error(out, heads, layer.self_attn.out_proj.weight.detach()))
+        for layer, call, student in zip(self.layers, calls, self.students, strict=True):
+            out = student(call.q, call.k, call.v, call.mask)
+            errors.append(relative_error(out, call, layer.self_attn.out_proj.weight.detach()))
         return errors
 
     def branches(self) -> dict[str, list[Student]]:
-        """Return, for each branch of a hybrid attention, students of all layers with only this branch."""
+        """Return students that use only one branch of a hybrid attention, by branch, for all layers.
+
+        The dictionary is empty for an attention without branches.
+        """
         branches = {}
         for name in self.students[0].attention.branches():
             branches[name] = [student.with_attention(student.attention.branches()[name]) for student in self.students]
         return branches
 
     def fold(self) -> dict[str, Tensor]:
-        """Fold the alignments into the model, and return the parameters that changed or are new, by their names."""
+        """Fold the reparameterizations into the model's projections, and replace its attentions by the students'.
+
+        Returns: the parameters that changed or are new, on the CPU, by their names in the model
+        """
         changed: dict[str, Tensor] = {}
         for number, (layer, student) in enumerate(zip(self.layers, self.students, strict=True)):
             student.alignment.fold(layer.self_attn.q_proj, layer.self_attn.k_proj)
@@ -77,57 +91,86 @@ class Students(LayerwiseTrainer):
 
 @dataclass
 class Quality:
-    """How near the students come to the teacher on held-out texts."""
+    """How close the students come to the teacher on held-out texts."""
 
-    errors: list[float]  # of each layer, as a root mean square relative to the teacher's output
-    cosine: float  # between mean-pooled vectors of the last layer
-    same_neighbour: float
+    errors: list[float]  # root of the mean relative squared error of each layer
+    cosine: float  # between the mean-pooled vectors of the last layer
+    same_neighbor: float  # fraction of the texts with the same nearest neighbor
 
 
 class HeldOutSet:
-    """Texts that no student was trained on, all of one length, and the teacher's vectors of them."""
+    """Texts of one length that no student is trained on, and the teacher's vectors of them."""
 
     def __init__(self, model: Any, texts: TokenStream, count: int, length: int) -> None:
-        """Raises: InputError where there is too little text."""
-        self.model, self.length = model, length
+        """Cut the texts and compute the teacher's vectors.
+
+        Args:
+            model: the teacher, before `Students.fold`
+            texts: the stream to cut from
+            count: the number of texts
+            length: tokens per text
+
+        Raises: InputError if the stream is too short.
+        """
+        self.model = model
+        self.length = length
         self.layers = list(model.encoder.sentence_encoder.layers)
         try:
             tokens = texts.batch(count, length, torch.Generator().manual_seed(SEED))
         except ValueError as error:
             raise InputError(f"the held-out text is too short: {error}") from None
-        self.batches = tokens.split(max(1, ROWS // length))
+        self.batches = tokens.split(max(1, TOKENS_PER_BATCH // length))
         self.teacher = self._vectors()
 
     def evaluate(self, students: Students) -> Quality:
         """Return how close the students come to the teacher on these texts."""
         with torch.no_grad():
-            errors = torch.stack([torch.stack(students.errors(tokens)) for tokens in self.batches]).mean(dim=0)
-        return Quality(errors.sqrt().tolist(), *self.similarity(students.students))
+            batch_errors = [torch.stack(students.errors(tokens)) for tokens in self.batches]
+            errors = torch.stack(batch_errors).mean(dim=0)
+        cosine, same_neighbor = self.similarity(students.students)
+        return Quality(errors.sqrt().tolist(), cosine, same_neighbor)
 
     def similarity(self, attentions: Sequence[nn.Module] | None = None) -> tuple[float, float]:
-        """Return the cosine and the fraction of same neighbours, of the model with these attentions or as it is."""
-        with swapped_attention(self.layers, attentions or [layer.self_attn.attention for layer in self.layers]):
+        """Compare the model's vectors with the teacher's; see `attention_transfer.similarity`.
+
+        Args:
+            attentions: attentions to use instead of the model's own, one per layer; None to keep them
+
+        Returns: the mean cosine, and the fraction of texts with the same nearest neighbor
+        """
+        if not attentions:
+            return similarity(self._vectors(), self.teacher)
+        with swapped_attention(self.layers, attentions):
             return similarity(self._vectors(), self.teacher)
 
     @torch.no_grad()
     def _vectors(self) -> Tensor:
+        """Compute the mean of the last layer's states over the tokens of each text that are not padding, (texts, C)."""
         device = next(self.model.parameters()).device
-        pad, found = self.model.encoder.dictionary.pad(), []
+        pad = self.model.encoder.dictionary.pad()
+        vectors = []
         for tokens in self.batches:
             hidden, _ = self.model(src_tokens=tokens.to(device), features_only=True)
             padded = (tokens == pad).to(device)[..., None]
-            found.append(hidden.masked_fill(padded, 0).sum(dim=1) / (~padded).sum(dim=1))
-        return torch.cat(found)
+            vectors.append(hidden.masked_fill(padded, 0).sum(dim=1) / (~padded).sum(dim=1))
+        return torch.cat(vectors)
 
 
-def report(students: Students, held_out: list[HeldOutSet], before: list[Quality], after: list[Quality]) -> None:
-    """Prints what the transfer has brought, and what each part of a mixed attention would do alone."""
-    for texts, start, now in zip(held_out, before, after, strict=True):
-        print(f"held-out texts of {texts.length} tokens, beside the teacher's: before -> after")
-        print(f"  cosine of the texts' vectors    {start.cosine:.3f} -> {now.cosine:.3f}")
-        print(f"  same nearest text               {start.same_neighbour:.2f} -> {now.same_neighbour:.2f}")
-        for layer, errors in enumerate(zip(start.errors, now.errors, strict=True)):
-            print(f"  relative error of layer {layer:2d}       {errors[0]:.3f} -> {errors[1]:.3f}")
+def print_transfer_report(
+    students: Students, held_out: list[HeldOutSet], before: list[Quality], after: list[Quality]
+) -> None:
+    """Print the quality before and after the transfer, and that of each branch of a hybrid attention by itself.
+
+    Args:
+        held_out: the sets of texts
+        before, after: one quality per set
+    """
+    for texts, start, end in zip(held_out, before, after, strict=True):
+        print(f"held-out texts of {texts.length} tokens, compared with the teacher: before -> after the transfer")
+        print(f"  cosine of the texts' vectors    {start.cosine:.3f} -> {end.cosine:.3f}")
+        print(f"  same nearest text               {start.same_neighbor:.2f} -> {end.same_neighbor:.2f}")
+        for layer, (start_error, end_error) in enumerate(zip(start.errors, end.errors, strict=True)):
+            print(f"  relative error of layer {layer:2d}       {start_error:.3f} -> {end_error:.3f}")
         for name, attentions in students.branches().items():
-            cosine, neighbour = texts.similarity(attentions)
-            print(f"  {name:12s} cosine {cosine:.3f}, same nearest text {neighbour:.2f}")
+            cosine, same_neighbor = texts.similarity(attentions)
+            print(f"  {name:12s} cosine {cosine:.3f}, same nearest text {same_neighbor:.2f}")

@@ -122,7 +122,7 @@ class ConversionExperiment:
 
         lln_fairseq.register()  # before fairseq is imported: it configures the root logger
         from lln_fairseq.inference.loading import load_model
-        from lln_fairseq.linearize.linearize import COUNT, read_texts
+        from lln_fairseq.linearize.linearize import HELD_OUT_COUNT, read_texts
 
         self.model, task = load_model(str(args.teacher))
         dictionary = task.source_dictionary
@@ -132,7 +132,7 @@ class ConversionExperiment:
             self.train = LineStream(self.train, dictionary.pad())
             valid = LineStream(valid, dictionary.pad())
         self.mask = dictionary.index("<mask>")
-        self.held_out = [HeldOutSet(self.model, valid, COUNT, length) for length in args.lengths]
+        self.held_out = [HeldOutSet(self.model, valid, HELD_OUT_COUNT, length) for length in args.lengths]
 
     def run_all(self) -> None:
         """Measure the missing rows and print the table."""

@@ -44,6 +44,6 @@ def test_data_of_others_has_dictionaries_alone(tmp_path, monkeypatch, caplog):
     corpus = make_corpus(tmp_path / "corpus")
     train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *MASKED_LM, *LLN, "--max-update", 1)
     assert names(tmp_path / "run/tokenizer") == ["dict.txt"]
-    assert "only with a --tokenizer" in caplog.text
+    assert "only with the option --tokenizer" in caplog.text
     train(monkeypatch, tmp_path / "log", corpus, tmp_path / "none", *MASKED_LM, *LLN, "--max-update", 1, "--no-save")
     assert not (tmp_path / "none/tokenizer").exists()

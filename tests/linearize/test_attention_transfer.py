@@ -1,4 +1,4 @@
-"""What softmax does not notice of an alignment, and that folding it changes nothing."""
+"""Tests of the reparameterization of queries and keys, the loss and the texts of attention transfer."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.linearize.attention_transfer import (
-    Heads,
+    AttentionCall,
     QKReparameterization,
     Student,
     TokenStream,
@@ -14,16 +14,17 @@ from lln_fairseq.linearize.attention_transfer import (
 )
 from tests.helpers import random_padding, random_qkv, relative_rms
 
-HEADS, DIM = 3, 32
+HEADS = 3
+DIM = 32
 
 
-def random_alignment():
+def random_reparameterization():
     torch.manual_seed(1)
-    alignment = QKReparameterization(HEADS, DIM)
+    reparameterization = QKReparameterization(HEADS, DIM)
     with torch.no_grad():
-        for parameter, size in zip(alignment.parameters(), (0.3, 0.5, 1.0), strict=True):
+        for parameter, size in zip(reparameterization.parameters(), (0.3, 0.5, 1.0), strict=True):
             parameter.normal_(0, size)
-    return alignment
+    return reparameterization
 
 
 def attention(name, **options):
@@ -31,39 +32,49 @@ def attention(name, **options):
 
 
 @pytest.mark.parametrize("name", ["softmax", "block_diag"])
-def test_softmax_does_not_notice_an_alignment(name):
-    (q, k, v), mask = random_qkv(), random_padding(2, 97)
-    plain, aligned = attention(name), Student(attention(name), HEADS, DIM)
-    assert torch.equal(aligned(q, k, v, mask), plain(q, k, v, mask))  # the identity at first
-    aligned.alignment = random_alignment()
-    assert relative_rms(aligned.alignment(q, k)[0], q) > 0.5
-    assert relative_rms(aligned(q, k, v, mask), plain(q, k, v, mask)) < 1e-5
+def test_reparameterization_does_not_change_softmax(name):
+    q, k, v = random_qkv()
+    mask = random_padding(2, 97)
+    plain = attention(name)
+    student = Student(attention(name), HEADS, DIM)
+    assert torch.equal(student(q, k, v, mask), plain(q, k, v, mask))  # it starts as the identity
+
+    student.alignment = random_reparameterization()
+
+    assert relative_rms(student.alignment(q, k)[0], q) > 0.5
+    assert relative_rms(student(q, k, v, mask), plain(q, k, v, mask)) < 1e-5
 
 
-def test_lln_notices_every_part_of_it():
-    (q, k, v), lln = random_qkv(), attention("lln")
+def test_each_parameter_of_the_reparameterization_changes_lln():
+    q, k, v = random_qkv()
+    lln = attention("lln")
     for kept in range(3):
         student = Student(lln, HEADS, DIM)
-        student.alignment = random_alignment()
+        student.alignment = random_reparameterization()
         for number, parameter in enumerate(student.alignment.parameters()):
             if number != kept:
                 nn.init.zeros_(parameter)
         assert relative_rms(student(q, k, v), lln(q, k, v)) > 0.05
 
 
-def test_the_error_is_relative_to_the_teacher_and_leaves_padding_out():
-    (q, k, v), mask = random_qkv(), random_padding(2, 97)
-    teacher, projection = Heads(q, k, v, mask, v), torch.randn(16, HEADS * DIM)
+def test_relative_error_ignores_padding():
+    q, k, v = random_qkv()
+    mask = random_padding(2, 97)
+    teacher = AttentionCall(q, k, v, mask, v)
+    projection = torch.randn(16, HEADS * DIM)
     changed = 1.5 * v
     changed[mask[:, None, :, None].expand_as(v)] = 1e6
+
     assert relative_error(changed, teacher, projection).item() == pytest.approx(0.25, rel=1e-5)
     unmasked = teacher._replace(mask=None)
     assert relative_error(1.5 * v, unmasked, projection).item() == pytest.approx(0.25, rel=1e-5)
 
 
-def test_texts_are_cut_at_every_place():
+def test_token_stream_cuts_texts_at_every_place():
     texts = TokenStream(torch.arange(10, 20), bos=0, eos=2)
+
     batch = texts.batch(200, 6, torch.Generator().manual_seed(0))
+
     assert batch.shape == (200, 6)
     assert (batch[:, 0] == 0).all()
     assert (batch[:, -1] == 2).all()

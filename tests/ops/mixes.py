@@ -14,7 +14,7 @@ BLOCK = 16
 
 
 def inputs(mix, batch=2, heads=3, length=40, dim=32, dtype=torch.float32, scale=1.0, device="cpu"):
-    """Return q, k, v, α, β and, for joint_offset, the offset of each head."""
+    """Return q, k, v (B, H, N, D), α, β (B, H) and, for joint_offset, the offset of each head (H,)."""
     tensors = list(random_qkv(batch, heads, length, dim, dtype, scale, device=device))
     generator = torch.Generator().manual_seed(1)
     tensors.extend((0.6 + torch.rand(2, batch, heads, generator=generator)).to(device))
@@ -32,20 +32,19 @@ def holes(batch, length, device="cpu"):
 
 
 def attend(mix, backend="auto", mask=None, block=BLOCK, **options):
-    """Return the attention as a function of the tensors that `inputs` gives."""
+    """Return the attention as a function of the tensors that `inputs` returns."""
 
     def function(q, k, v, alpha, beta, offset=None):
         if mix == "lln":
             return lln_attention(q, k, v, alpha, beta, mask, backend)
-        return lln_diag_attention(
-            q, k, v, alpha, beta, mask, block, backend, mix=mix, mix_parameter=offset, **options
-        )  # fmt: skip
+        options_of_mix = dict(options, mix=mix, mix_parameter=offset)
+        return lln_diag_attention(q, k, v, alpha, beta, mask, block, backend, **options_of_mix)
 
     return function
 
 
 def oracle(mix, mask=None, block=BLOCK):
-    """Return the quadratic definition as a function of the same tensors."""
+    """Return the definition, with explicit attention matrices, as a function of the same tensors."""
 
     def function(q, k, v, alpha, beta, offset=None):
         if mix == "lln":
@@ -68,17 +67,19 @@ def plain(mix, mask, block=BLOCK):
         lln = a @ (w.mT @ v)
         if mix == "lln":
             return lln
-        block_of = torch.arange(q.shape[-2], device=q.device) // block
-        same = (block_of[:, None] == block_of[None, :]) & ~mask[:, None, None, :]  # (B, 1, N, N)
-        scores = (q @ k.mT / q.shape[-1] ** 0.5).float().masked_fill(~same, torch.finfo(torch.float32).min)
-        p = scores.softmax(-1).masked_fill(~same, 0.0)
+        block_number = torch.arange(q.shape[-2], device=q.device) // block
+        same_block = block_number[:, None] == block_number[None, :]
+        same_block = same_block & ~mask[:, None, None, :]  # (B, 1, N, N), without padded keys
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).float().masked_fill(~same_block, torch.finfo(torch.float32).min)
+        p = scores.softmax(-1).masked_fill(~same_block, 0.0)
         if mix == "average":
             return (lln + p.to(dtype) @ v) / 2
-        inside = (a @ w.mT).masked_fill(~same, 0.0).float()
+        inside = (a @ w.mT).masked_fill(~same_block, 0.0).float()
         mass = outside_mass(inside)
-        count = same.sum(-1, keepdim=True)
-        real = (~mask).sum(-1)[:, None, None, None]
-        weight = outside_weight(mass, offset[:, None, None], BlockKinds((count == real) & (count > 0), count == 0))
+        keys_in_block = same_block.sum(-1, keepdim=True)
+        real_keys = (~mask).sum(-1)[:, None, None, None]
+        blocks = BlockKinds((keys_in_block == real_keys) & (keys_in_block > 0), keys_in_block == 0)
+        weight = outside_weight(mass, offset[:, None, None], blocks)
         corrected = ((1 - weight * mass) * p - weight * inside).to(dtype)
         return (weight * lln + corrected @ v).to(dtype)
 
@@ -86,7 +87,10 @@ def plain(mix, mask, block=BLOCK):
 
 
 def output_and_gradients(function, tensors, dtype=None, grad=None):
-    """Return function(*tensors) and its gradients with respect to every tensor, by default for a fixed random grad."""
+    """Return function(*tensors) and its gradients with respect to every tensor.
+
+    The gradient of the output is `grad`, by default a fixed random one. If `dtype` is given, the tensors are converted.
+    """
     tensors = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
     out = function(*tensors)
     if grad is None:
@@ -94,6 +98,6 @@ def output_and_gradients(function, tensors, dtype=None, grad=None):
     return [out.detach(), *torch.autograd.grad(out, tensors, grad.to(out))]
 
 
-def errors(found, expected):
-    """Return the relative errors of the output and the gradients, by name."""
-    return {name: relative_rms(x, y) for name, x, y in zip(NAMES, found, expected, strict=False)}
+def errors(actual, expected):
+    """Return the relative errors of the output and the gradients, by their names in NAMES."""
+    return {name: relative_rms(x, y) for name, x, y in zip(NAMES, actual, expected, strict=False)}

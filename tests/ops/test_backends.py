@@ -331,7 +331,7 @@ def test_kernels_take_no_tensor_without_data(which):
     q, *others = tensors
     assert choose_backend("auto", q, None, *others) == "torch"
     assert relative_rms(lln_attention(*tensors), lln_attention(*(x.as_subclass(torch.Tensor) for x in tensors))) < 1e-5
-    with pytest.raises(ValueError, match="cannot run here: The kernels are no operations of torch"):
+    with pytest.raises(ValueError, match="cannot run here: Its kernels are not operations of torch"):
         lln_attention(*tensors, backend="triton")
 
 

@@ -1,7 +1,8 @@
-"""What a backend is, and which one computes a call: Triton on a GPU, the C kernels on a CPU, PyTorch everywhere else.
+"""The backends that compute LLN, block-diagonal and hybrid attention, and the choice between them.
 
-To add one: a module with the functions of `Backend`, and a line in MODULES; tests/ops/test_backends.py then asks of it
-what it asks of all.
+A backend is a module with the functions of the protocol `Backend`: Triton kernels for GPUs, C kernels for CPUs, and
+PyTorch for everything else. To add one, write such a module and list it in MODULES; the contract tests in
+tests/ops/test_backends.py then cover it.
 """
 
 import functools
@@ -20,139 +21,213 @@ from lln_fairseq.ops.exchange import Exchange
 
 MODULES = {"torch": f"{__name__}.pytorch", "triton": f"{__name__}.triton", "cpu": f"{__name__}.cpu"}
 BACKENDS = ("auto", *MODULES)
-_AUTO = {"cuda": "triton", "cpu": "cpu"}  # by the type of the device
-_PLAIN = (Tensor, torch.nn.Parameter)
+_AUTO_BY_DEVICE_TYPE = {"cuda": "triton", "cpu": "cpu"}  # every other device gets PyTorch
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
 class HybridSpec:
-    """out = lln_weight · LLN + diag_weight · block-diagonal softmax; a part of weight 0 is not computed.
+    """The settings of one call of hybrid attention.
 
-    Or, where `joint` is true, the joint form of ops/joint.py, with both weights 1.
+    The output is lln_weight · LLN + diag_weight · block-diagonal softmax, and a part whose weight is 0 is not computed.
+    If `joint` is true, the output is the joint form of ops/joint.py instead; both weights are then 1.
     """
 
     lln_weight: float
     diag_weight: float
     block_size: int = 1
-    dropout_p: float = 0.0  # of the block-diagonal probabilities
-    seed: int | Tensor | None = None  # of the dropout, from the backend's draw_seed
+    dropout_p: float = 0.0  # probability of dropping a block-diagonal attention probability
+    seed: int | Tensor | None = None  # seed of the dropout, from the backend's draw_seed
     joint: bool = False
-    parameter: Tensor | None = None  # the offset of the joint form, (B, H) as α and β
-    exchange: Exchange | None = None  # with the workers that hold the other tokens; not for a joint form
+    parameter: Tensor | None = None  # offset of the joint form, (B, H) like α and β
+    exchange: Exchange | None = None  # exchange with the workers that hold the other tokens; not for a joint form
 
     @property
     def keep_threshold(self) -> int:
-        """Of the 2^16 values of 16 random bits, those that keep a probability: p is right to 1e-5."""
+        """Return how many of the 65,536 values of 16 random bits keep a probability: at least 1, at most 65,535.
+
+        A backend keeps a probability if its 16 random bits are less than this; dropout_p is then right to 1e-5.
+        """
         return min(max(round((1 - self.dropout_p) * 2**16), 1), 2**16 - 1)
 
 
 class Backend(Protocol):
-    """A module that computes mixtures.
+    """The functions of a module that computes hybrid attention.
 
-    It gets tensors that are checked, plain, on one device and with at least one element: q, k, v and the gradient
-    (B, H, N, D) with any strides, α and β (B, H) of any strides in float32 (float64 for float64 q), the mask bool
-    (B, N) with True = padded or None. What padding holds must not get into results and gradients, see ops/padding.py.
-    Where the mixture has an exchange, α and β are given; forward puts `merge_states` of it between the keys' sums and
-    the queries, backward the `sum` of dS and g between the queries and the keys, each once.
+    The callers have checked the tensors: they are plain tensors on one device with at least one element. q, k, v and
+    the gradient of the output are (B, H, N, D) with any strides. α and β are (B, H) with any strides, in float32, or in
+    float64 if q is float64. The mask is bool (B, N), True = padded, or None. Values at padded positions may be NaN or
+    infinite and must not affect the results of other tokens (ops/padding.py).
+
+    If the spec has an exchange, the callers pass α and β. `forward` then calls the exchange's `merge_states` once,
+    between the sums over the keys and the queries, and `backward` calls its `sum` once for dS and g, between the
+    queries and the keys.
     """
 
     def is_supported(self, q: Tensor, block_size: int | None = None) -> str | None:
-        """None where it can run on tensors like q, with blocks of so many tokens if any; else why not, one sentence."""
+        """Return None if the backend can run on tensors like q, otherwise one sentence that says why it cannot.
+
+        Args:
+            q: (B, H, N, D), whose device, dtype and D count
+            block_size: tokens per block; None for a call without blocks
+        """
 
     def draw_seed(self, device: torch.device) -> int | Tensor:
-        """What the dropout of one call depends on, from torch's generator."""
+        """Draw a seed for the dropout of one call from torch's random generator."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        alpha: Tensor | None,
+        beta: Tensor | None,
+        mask: Tensor | None,
         mix: HybridSpec,
-    ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
-        """The mixture, in q's memory layout where it can be; α and β, as given or matched; what backward needs."""
+    ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+        """Compute hybrid attention. If alpha or beta is None, both are computed by moment matching.
+
+        Returns: the output (B, H, N, D) in the dtype and, where possible, the memory layout of q; α and β (B, H), the
+            same tensors if they were passed; and what `backward` needs as `saved`
+        """
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
-        saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
-    ) -> Sequence[Tensor | None]:  # fmt: skip
-        """The gradients of q, k, v, and those of α, β and the mixture's parameter that are needed."""
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        mask: Tensor | None,
+        mix: HybridSpec,
+        saved: Sequence[Tensor],
+        grad: Tensor,
+        needed: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        """Compute the gradients of the inputs of `forward`.
+
+        Args:
+            alpha, beta: (B, H), as `forward` returned them
+            saved: the tensors that `forward` returned
+            grad: the gradient of the output, (B, H, N, D)
+            needed: whether the gradients of α, β and the spec's parameter are needed
+
+        Returns: six gradients: those of q, k and v, which are always computed, and those of α, β and the parameter
+            (B, H), each None if it is not needed
+        """
 
     def empty_results(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """Empty tensors that lie in memory as backward's gradients of q, k, v do; as the first, so forward's result."""
+        """Return uninitialized tensors with the memory layout of the gradients of q, k and v that `backward` returns.
+
+        The output of `forward` has the layout of the first one.
+        """
 
     def empty_saved(self, q: Tensor, mix: HybridSpec) -> Sequence[Tensor]:
-        """Empty tensors for what forward saves."""
+        """Return uninitialized tensors with the shapes and dtypes of those that `forward` saves for q (B, H, N, D)."""
 
     def match_moments(
         self, q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """α and β by `moment_matching.match_moments` of scope "head", with a `moment_matching.calibration_table`."""
+        """Compute α and β (B, H) as `moment_matching.match_moments` does for the scope "head".
+
+        Args:
+            table: the two tensors that `moment_matching.calibration_table` returns
+        """
 
 
-def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *others: object) -> str:
-    """The name of the backend for tensors like q, (B, H, N, D), and blocks of so many tokens if any.
+def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *other_inputs: object) -> str:
+    """Return the name of the backend that computes a call: "torch", "triton" or "cpu".
 
-    Args: others: whatever else takes part; kernels read tensors alone that lie in memory as they are.
-    Raises: ValueError for an unknown backend, or with the reason if one is asked for where it cannot run.
+    "auto" selects the kernels of q's device, and PyTorch if they cannot run.
+
+    Args:
+        backend: one of BACKENDS
+        q: the queries (B, H, N, D)
+        block_size: tokens per block; None for a call without blocks
+        other_inputs: all other arguments of the call; kernels can only read plain tensors, see
+            `is_traced_or_transformed`
+
+    Raises: ValueError if the backend is unknown, or if it is not "auto" and cannot run on these inputs.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend '{backend}', choose from {', '.join(BACKENDS)}")
-    wanted = _AUTO.get(q.device.type, "torch") if backend == "auto" else backend
-    if wanted == "torch":
-        return wanted
-    if is_compiled(q, *others):
-        block = None if block_size is None else index(block_size)  # sizes may be symbols
-        if _kernels_take(wanted, q.device, q.dtype, index(q.shape[-1]), block):
-            return wanted
-    if is_traced_or_transformed(q, *others):
-        reason: str | None = "The kernels are no operations of torch: what records or imitates those does not see them."
+    selected = backend
+    if backend == "auto":
+        selected = _AUTO_BY_DEVICE_TYPE.get(q.device.type, "torch")
+    if selected == "torch":
+        return selected
+    if _can_be_operator_in_graph(q, *other_inputs):
+        # torch.compile may represent sizes by symbols: index() turns them into integers.
+        block = None if block_size is None else index(block_size)
+        if _is_supported_while_compiling(selected, q.device, q.dtype, index(q.shape[-1]), block):
+            return selected
+    if is_traced_or_transformed(q, *other_inputs):
+        reason: str | None = (
+            "Its kernels are not operations of torch, so tracing, function transforms and tensors without plain memory "
+            "cannot use them."
+        )
     else:
-        reason = _reason_against(wanted, q, block_size)
-    if reason and backend != "auto":
-        raise ValueError(f"backend '{backend}' cannot run here: {reason}")
-    return "torch" if reason else wanted
+        reason = _unsupported_reason(selected, q, block_size)
+    if reason is None:
+        return selected
+    if backend == "auto":
+        return "torch"
+    raise ValueError(f"backend '{backend}' cannot run here: {reason}")
 
 
 @functools.cache
 def load_backend(name: str) -> Backend:
-    """A backend, imported when needed: triton takes a moment."""
+    """Return the backend of this name, one of MODULES. It is imported on first use, because Triton imports slowly."""
     return cast(Backend, importlib.import_module(MODULES[name]))
 
 
 def is_traced_or_transformed(*values: object) -> bool:
-    """Whether operations on these values are recorded, imitated or transformed, so that only torch's own may be used.
+    """Return True if only torch's own operations may be used on these values.
 
-    Tracing, export, compilation, functorch; tensors without data; subclasses. Values that are no tensors do not count.
+    That is the case while operations are traced, exported, compiled, dispatched to a Python mode or transformed by
+    functorch, and for meta tensors and tensor subclasses. Values that are not tensors are ignored.
     """
     return (
         torch.jit.is_tracing()
         or torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta) for x in values)
+        or any(isinstance(x, Tensor) and (type(x) not in _PLAIN_TYPES or x.is_meta) for x in values)
     )
 
 
-def is_compiled(*values: object) -> bool:
-    """Whether torch.compile traces plain operations on these values, for which an operator can stand in its graph."""
+def _can_be_operator_in_graph(*values: object) -> bool:
+    """Return True if torch.compile, and not torch.export, is tracing and all tensors among the values are plain.
+
+    The call can then become one operator in the compiled graph (ops/operator.py).
+    """
     return (
         torch.compiler.is_dynamo_compiling()
         and not torch.compiler.is_exporting()
-        and all(type(x) in _PLAIN for x in values if isinstance(x, Tensor))
+        and all(type(x) in _PLAIN_TYPES for x in values if isinstance(x, Tensor))
     )
 
 
-def _reason_against(name: str, q: Tensor, block_size: int | None) -> str | None:
+def _unsupported_reason(name: str, q: Tensor, block_size: int | None) -> str | None:
+    """Return why a backend cannot run on tensors like q in one sentence, None if it can."""
     if name == "triton" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed."
     return load_backend(name).is_supported(q, block_size)
 
 
-def _kernels_take(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> bool:
-    """Whether a backend runs on such tensors, here; torch.compile asks once and takes the answer as it is."""
+def _is_supported_while_compiling(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
+) -> bool:
+    """Return True if a backend can run on tensors with these properties.
+
+    torch.compile calls this once while it traces and treats the result as a constant.
+    """
     if torch._C._are_functorch_transforms_active():
         return False
     with _disable_current_modes():
         q = torch.empty(0, 0, 0, head_dim, dtype=dtype, device=device)
-        return _reason_against(name, q, block_size) is None
+        return _unsupported_reason(name, q, block_size) is None
 
 
-# What torch.compiler.assume_constant_result does, without its import of the compiler, which takes seconds.
-_kernels_take.__dict__["_dynamo_marked_constant"] = True
+# The effect of torch.compiler.assume_constant_result, without its import of the compiler, which takes seconds.
+_is_supported_while_compiling.__dict__["_dynamo_marked_constant"] = True

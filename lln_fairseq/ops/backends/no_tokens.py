@@ -1,4 +1,7 @@
-"""The part of a worker that has none of the tokens of a sequence: it only takes part in the exchange."""
+"""The computation of a worker that holds no token of a sequence that several workers share.
+
+Its output and gradients are empty, but it must still take part in the exchange, which every worker has to call.
+"""
 
 from collections.abc import Sequence
 
@@ -12,26 +15,54 @@ from lln_fairseq.ops.dtypes import compute_dtype
 def forward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """As the backends' for q, k, v (B, H, 0, D)."""
+    """Exchange sums of zero and return an empty output; see `Backend.forward`.
+
+    Args:
+        q, k, v: (B, H, 0, D)
+        alpha, beta: (B, H)
+        mask: not used
+        mix: a spec with an exchange
+
+    Returns: an empty tensor like q, the same α and β, and no tensors to save
+    """
     assert mix.exchange is not None
-    vector, square = _zeros(q)
-    mix.exchange.merge_states(vector, vector, square)
+    zero_vectors = _zero_vectors(q)
+    mix.exchange.merge_states(zero_vectors, zero_vectors, _zero_matrices(q))
     return torch.empty_like(q), alpha, beta, ()
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
-    saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
-) -> Sequence[Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    mix: HybridSpec,
+    saved: Sequence[Tensor],
+    grad: Tensor,
+    needed: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Exchange gradients of zero; see `Backend.backward`.
+
+    Returns: empty gradients of q, k and v (B, H, 0, D), then for each of α, β and the parameter zeros (B, H), or None
+        if that gradient is not needed
+    """
     assert mix.exchange is not None
-    vector, square = _zeros(q)
-    mix.exchange.sum(square, vector)
-    scalars = (torch.zeros_like(alpha) if need else None for need in needed)
-    return *(torch.empty_like(x) for x in (q, k, v)), *scalars
+    mix.exchange.sum(_zero_matrices(q), _zero_vectors(q))
+    gradients: list[Tensor | None] = [torch.empty_like(x) for x in (q, k, v)]
+    for is_needed in needed:
+        gradients.append(torch.zeros_like(alpha) if is_needed else None)
+    return gradients
 
 
-def _zeros(q: Tensor) -> tuple[Tensor, Tensor]:
-    """A sum of vectors and one of matrices over no token."""
-    (batch, heads, _, dim), dtype = q.shape, compute_dtype(q.dtype)
-    vector = torch.zeros(batch * heads, dim, dtype=dtype, device=q.device)
-    return vector, torch.zeros(batch * heads, dim, dim, dtype=dtype, device=q.device)
+def _zero_vectors(q: Tensor) -> Tensor:
+    """Return zeros (B·H, D): the sum of vectors over no tokens."""
+    batch, heads, _, dim = q.shape
+    return torch.zeros(batch * heads, dim, dtype=compute_dtype(q.dtype), device=q.device)
+
+
+def _zero_matrices(q: Tensor) -> Tensor:
+    """Return zeros (B·H, D, D): the sum of matrices over no tokens."""
+    batch, heads, _, dim = q.shape
+    return torch.zeros(batch * heads, dim, dim, dtype=compute_dtype(q.dtype), device=q.device)

@@ -121,7 +121,7 @@ def test_narrower_vectors_give_the_same(arch, monkeypatch, cache, compiled):
     monkeypatch.setattr(compile, "FLAGS", flags)
     for mix in MIXES[1:]:
         tensors = inputs(mix, length=130, dim=48)
-        cpu._library.cache_clear()
+        cpu._load_kernels.cache_clear()
         expected = output_and_gradients(oracle(mix), tensors, torch.float64)
         check(output_and_gradients(attend(mix, "cpu"), tensors), expected)
     assert len(compiled) == len(list(cache.iterdir())) == 1  # the second time it came from the cache
@@ -143,9 +143,9 @@ def test_what_the_kernels_do_not_take():
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path / "cache"))
-    cpu._library.cache_clear()
+    cpu._load_kernels.cache_clear()
     yield tmp_path / "cache"
-    cpu._library.cache_clear()
+    cpu._load_kernels.cache_clear()
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def compiled(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"CC": "false"}, "false ended with 1"),
+        ({"CC": "false"}, "false ended with exit status 1"),
         ({"CC": "", "PATH": "/nowhere"}, "none of gcc, cc, clang is installed"),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_cache_that_others_can_write_to_is_not_trusted(source, cache, compiled
     with caplog.at_level(logging.WARNING):
         assert load_library(source, A=42).answer() == 42
     assert len(compiled) == 2
-    assert f"others may write to {cache}: empty it, and then chmod 700 {cache}" in caplog.text
+    assert f"other users can write to {cache}: empty it, and then run chmod 700 {cache}" in caplog.text
 
 
 @needs_compiler
@@ -242,8 +242,8 @@ def test_users_without_a_home_have_no_cache(monkeypatch):
 @needs_compiler
 def test_processes_that_compile_at_the_same_time(source, cache, monkeypatch):
     context = multiprocessing.get_context("fork")
-    barrier, build = context.Barrier(3), compile._build  # they have all seen that there is none yet
-    monkeypatch.setattr(compile, "_build", lambda *args: (barrier.wait(timeout=60), build(*args))[1])
+    barrier, build = context.Barrier(3), compile._build_library  # they have all seen that there is none yet
+    monkeypatch.setattr(compile, "_build_library", lambda *args: (barrier.wait(timeout=60), build(*args))[1])
     processes = [context.Process(target=load_library, args=(source,), kwargs={"A": 42}) for _ in range(3)]
     for process in processes:
         process.start()
@@ -262,11 +262,10 @@ int64_t offsets[] = {%s, sizeof(problem)};
 
 @needs_compiler
 def test_python_packs_what_c_reads(tmp_path, cache):
-    names = [(kind, name) for kind, names in cpu.FIELDS for name in names]
     for header in cpu.SOURCE.parent.glob("*.h"):
         (tmp_path / header.name).write_bytes(header.read_bytes())
     source = tmp_path / "offsets.c"
-    source.write_text(OFFSETS % ", ".join(f"offsetof(problem, {name})" for _, name in names))
-    found = list((ctypes.c_int64 * (len(names) + 1)).in_dll(load_library(source, D=16), "offsets"))
-    kinds = "".join(kind for kind, _ in names)
+    source.write_text(OFFSETS % ", ".join(f"offsetof(problem, {name})" for _, name in cpu.FIELDS))
+    found = list((ctypes.c_int64 * (len(cpu.FIELDS) + 1)).in_dll(load_library(source, D=16), "offsets"))
+    kinds = "".join(kind for kind, _ in cpu.FIELDS)
     assert found == [struct.calcsize(kinds[: i + 1]) - 8 for i in range(len(kinds))] + [struct.calcsize(kinds)]

@@ -1,7 +1,8 @@
-"""LLN and block-diagonal attention and moment matching on a CPU: Python's side of the C kernels in csrc/.
+"""Hybrid attention and moment matching on a CPU: the Python side of the C kernels in csrc/.
 
-They do in two or three passes over the tokens what takes PyTorch a dozen, read any layout with dense features and need
-a C compiler when they are first used. Where they cannot run, the backend pytorch does the same.
+The kernels pass over the tokens two or three times where PyTorch takes a dozen passes. They read tensors of any layout
+whose features are contiguous, and need a C compiler when they are first used. Where they cannot run, the backend
+`torch` computes the same.
 """
 
 import ctypes
@@ -26,115 +27,159 @@ from lln_fairseq.ops.scratch import reused_buffers
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"
 HEAD_DIMS = range(16, 257, 16)
 MAX_BLOCK_SIZE = 256
-TILE = 64  # tokens, without blocks
+TILE_SIZE = 64  # tokens per tile for a call without blocks; otherwise a tile is a block
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "is_supported", "match_moments"]
 
 
-VIEWS = ("q", "k", "v", "out", "dq", "dk", "dv")
-# `problem` of csrc/problem.h, as the module struct writes it. Packed in one go, because Python's share of a call counts
-# where sequences are short: a tenth at 512 tokens.
-FIELDS = (
-    ("q", ("batches", "heads", "tokens", "tile", "threads", "rows", "kept", "joint")),
-    ("Q", ("seed",)),
-    ("d", ("lln", "diag")),
-    ("P", ("padding", "alpha", "beta", "states", "dalpha", "dbeta", "parameter", "dparameter", "shared",
-           "scratch")),
-    ("P", ("calibration.x", "calibration.y")),
-    ("q", ("calibration.points",)),
-    *((kind, (f"{view}.{name}",)) for view in VIEWS
-      for kind, name in (("P", "data"), ("q", "batch"), ("q", "head"), ("q", "token"))),
-)  # fmt: skip
-_PROBLEM = struct.Struct("".join(kind * len(names) for kind, names in FIELDS))
-_NO_VIEW = (0, 0, 0, 0)
+VIEWS = ("q", "k", "v", "out", "grad_q", "grad_k", "grad_v")
+POINTERS = (
+    "padding",
+    "alpha",
+    "beta",
+    "states",
+    "grad_alpha",
+    "grad_beta",
+    "offset",
+    "grad_offset",
+    "exchanged",
+)
+# The fields of the struct `problem` in csrc/problem.h in their order, with their formats in Python's module struct. All
+# are packed at once because Python's share of a call is a tenth of the time for 512 tokens.
+FIELDS = [
+    *(("q", name) for name in ("batches", "heads", "tokens", "tile_size", "threads")),
+    *(("q", name) for name in ("state_rows", "keep_threshold", "joint")),
+    ("Q", "seed"),
+    ("d", "lln_weight"),
+    ("d", "diag_weight"),
+    *(("P", name) for name in POINTERS),
+    ("P", "scratch"),
+    ("P", "calibration.x"),
+    ("P", "calibration.y"),
+    ("q", "calibration.points"),
+]
+for _view in VIEWS:
+    FIELDS += [("P", f"{_view}.data"), ("q", f"{_view}.batch"), ("q", f"{_view}.head"), ("q", f"{_view}.token")]
+_PROBLEM = struct.Struct("".join(kind for kind, _ in FIELDS))
 
 
 def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
-    """None where the kernels can run on tensors like q, (B, H, N, D); otherwise the reason in one sentence."""
+    """Return None if the kernels can run on tensors like q, (B, H, N, D), otherwise one sentence that says why not.
+
+    The first call for a head dimension compiles the kernels, or loads them from the cache.
+    """
     if q.device.type != "cpu" or q.dtype != torch.float32:
-        return f"The CPU kernels take float32 on a CPU, not {q.dtype} on {q.device.type}."
+        return f"The CPU kernels support float32 on a CPU, not {q.dtype} on {q.device.type}."
     if q.shape[-1] not in HEAD_DIMS:
-        return f"The CPU kernels take head dims that are multiples of 16 up to 256, not {q.shape[-1]}."
+        return f"The CPU kernels support head dims that are multiples of 16 up to 256, not {q.shape[-1]}."
     if block_size is not None and block_size > MAX_BLOCK_SIZE:
-        return f"The CPU kernels take blocks of up to {MAX_BLOCK_SIZE} tokens, not {block_size}."
-    library = _library(q.shape[-1])
+        return f"The CPU kernels support blocks of up to {MAX_BLOCK_SIZE} tokens, not {block_size}."
+    library = _load_kernels(q.shape[-1])
     return library if isinstance(library, str) else None
 
 
 @functools.cache
-def _library(dim: int) -> ctypes.CDLL | str:
-    """The kernels for a head dimension, or why there are none."""
+def _load_kernels(dim: int) -> ctypes.CDLL | str:
+    """Return the kernels for a head dimension, or a sentence that says why they cannot be compiled.
+
+    A failure is logged as a warning once, because the result is cached.
+    """
     try:
         library = load_library(SOURCE, D=dim)
     except CannotCompile as error:
         logger.warning("attention on this CPU runs in PyTorch, at about half the speed: %s", error)
         return f"They could not be compiled: {error}."
-    library.scratch_floats.argtypes, library.scratch_floats.restype = [ctypes.c_int64], ctypes.c_int64
+    library.scratch_floats.argtypes = [ctypes.c_int64]
+    library.scratch_floats.restype = ctypes.c_int64
     return library
 
 
 @functools.cache
-def _scratch_floats(dim: int, tile: int) -> int:
-    library = _library(dim)
-    assert isinstance(library, ctypes.CDLL)  # is_supported has been asked
-    return library.scratch_floats(tile)
+def _scratch_floats(dim: int, tile_size: int) -> int:
+    """Return how many floats of scratch memory one thread needs."""
+    library = _load_kernels(dim)
+    assert isinstance(library, ctypes.CDLL)  # the caller has checked is_supported
+    return library.scratch_floats(tile_size)
 
 
-_threads_started = False  # by a kernel, in this process or in the one that it was forked from
+_threads_started = False  # True once a kernel has used several threads, in this process or the one it was forked from
 
 
-def _threads() -> int:
-    """torch's number of threads."""
+def _num_threads() -> int:
+    """Return torch's number of threads, and note that kernels have started threads if there are several."""
     global _threads_started
     threads = torch.get_num_threads()
     _threads_started |= threads > 1
     return threads
 
 
-def _after_fork() -> None:
-    """OpenMP's threads do not survive a fork, and a child that waits for them, here or in torch, waits for ever."""
+def _use_one_thread_after_fork() -> None:
+    """Set torch's number of threads to 1 in a forked child if the parent's kernels have started threads.
+
+    OpenMP's threads do not survive a fork, and a child that waited for them, here or in torch, would hang.
+    """
     if _threads_started:
         torch.set_num_threads(1)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_use_one_thread_after_fork)
 
 
 def _scratch(floats: int) -> Tensor:
-    """This thread's working memory, kept from call to call."""
+    """Return this thread's scratch memory with at least this many floats; it is reused from call to call."""
     buffers = reused_buffers(torch.float32)
     if "cpu kernels" not in buffers or buffers["cpu kernels"].numel() < floats:
         buffers["cpu kernels"] = torch.empty(floats, dtype=torch.float32, device="cpu")
     return buffers["cpu kernels"]
 
 
-def _run(
-    function: str, mix: HybridSpec, views: Sequence[Tensor], pointers: Sequence[Tensor | None],
+def _call_kernel(
+    function: str,
+    mix: HybridSpec,
+    views: Sequence[Tensor],
+    pointers: Sequence[Tensor | None],
     table: Sequence[Tensor] | None = None,
-) -> None:  # fmt: skip
-    """Calls a kernel; of `problem`, views are the first of VIEWS and pointers padding, alpha, beta, states, dalpha,
-    dbeta, parameter, dparameter, shared."""
+) -> None:
+    """Call a function of csrc/attention.c.
+
+    Args:
+        views: the first tensors of VIEWS, (B, H, N, D) with contiguous features
+        pointers: the first tensors of POINTERS, contiguous; those left out are None
+        table: the calibration table, with which the kernel first matches α and β; None if they are given
+    """
     batch, heads, tokens, dim = views[0].shape
-    threads, tile = _threads(), max(1, min(mix.block_size, tokens)) if mix.diag_weight else TILE
-    scratch = _scratch(threads * _scratch_floats(dim, tile))
-    problem = _PROBLEM.pack(
-        batch, heads, tokens, tile, threads, _rows(dim, mix), mix.keep_threshold if mix.dropout_p else 0,
-        mix.joint, int(mix.seed or 0), mix.lln_weight, mix.diag_weight,
-        *(0 if x is None else x.data_ptr() for x in pointers), scratch.data_ptr(),
-        *(0, 0, 0) if table is None else (table[0].data_ptr(), table[1].data_ptr(), len(table[0])),
-        *(number for x in views for number in (x.data_ptr(), *x.stride()[:3])), *_NO_VIEW * (len(VIEWS) - len(views)),
-    )  # fmt: skip
-    getattr(_library(dim), function)(problem)
+    tile_size = TILE_SIZE
+    if mix.diag_weight:
+        tile_size = max(1, min(mix.block_size, tokens))
+    threads = _num_threads()
+    scratch = _scratch(threads * _scratch_floats(dim, tile_size))
+    values: list[float] = [batch, heads, tokens, tile_size, threads, _state_rows(dim, mix)]
+    values += [mix.keep_threshold if mix.dropout_p else 0, mix.joint, int(mix.seed or 0)]
+    values += [mix.lln_weight, mix.diag_weight]
+    values += [0 if x is None else x.data_ptr() for x in pointers]
+    values += [0] * (len(POINTERS) - len(pointers))
+    values.append(scratch.data_ptr())
+    if table is None:
+        values += [0, 0, 0]
+    else:
+        values += [table[0].data_ptr(), table[1].data_ptr(), len(table[0])]
+    for x in views:
+        values += [x.data_ptr(), *x.stride()[:3]]
+    values += [0] * (4 * (len(VIEWS) - len(views)))
+    getattr(_load_kernels(dim), function)(_PROBLEM.pack(*values))
 
 
-def _rows(dim: int, mix: HybridSpec) -> int:
-    """Of a state: those of L in two parts where somebody wants them."""
-    return dim + (3 if mix.joint or mix.exchange else 1)
+def _state_rows(dim: int, mix: HybridSpec) -> int:
+    """Return the rows of a head's state: S, L and, for a joint form or an exchange, the two parts of L."""
+    if mix.joint or mix.exchange:
+        return dim + 3
+    return dim + 1
 
 
-def _dense(x: Tensor) -> Tensor:
+def _with_contiguous_features(x: Tensor) -> Tensor:
+    """Return x if its last dimension has stride 1, otherwise a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -145,66 +190,92 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """α and β None are matched head by head, while q and k are in the cache."""
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    """Compute hybrid attention; see `Backend.forward`.
+
+    If alpha or beta is None, the kernel matches both, head by head, which brings q and k into the cache.
+    """
+    q = _with_contiguous_features(q)
+    k = _with_contiguous_features(k)
+    v = _with_contiguous_features(v)
     batch, heads, _, dim = q.shape
-    out, (states,), table = fresh_result(q), empty_saved(q, mix), None
+    out = fresh_result(q)
+    (states,) = empty_saved(q, mix)
+    table = None
     if alpha is None or beta is None:
-        alpha, beta, table = q.new_empty(batch, heads), q.new_empty(batch, heads), calibration_table(dim)
-    parameter = _contiguous(mix.parameter)
-    pointers = (_contiguous(mask), alpha.contiguous(), beta.contiguous(), states, None, None, parameter, None, None)
+        alpha = q.new_empty(batch, heads)
+        beta = q.new_empty(batch, heads)
+        table = calibration_table(dim)
+    views = (q, k, v, out)
+    offset = _contiguous(mix.parameter)
+    pointers = (_contiguous(mask), alpha.contiguous(), beta.contiguous(), states, None, None, offset)
     if mix.exchange is None:
-        _run("forward", mix, (q, k, v, out), pointers, table)
-        return out, alpha, beta, (states,)
-    _run("forward_keys", mix, (q, k, v, out), pointers)
-    _merge(states, mix.exchange)
-    _run("forward_queries", mix, (q, k, v, out), pointers)
+        _call_kernel("forward", mix, views, pointers, table)
+    else:
+        _call_kernel("forward_keys", mix, views, pointers)
+        _merge_states(states, mix.exchange)
+        _call_kernel("forward_queries", mix, views, pointers)
     return out, alpha, beta, (states,)
 
 
-def _merge(states: Tensor, exchange: Exchange) -> None:
+def _merge_states(states: Tensor, exchange: Exchange) -> None:
+    """Replace S and L of this worker's keys by those of all workers' keys; states is (B, H, D + 3, D)."""
     dim = states.shape[-1]
-    state, log_sum, top, total = states.split((dim, 1, 1, 1), dim=2)
-    merged = exchange.merge_states(top[:, :, 0], total[:, :, 0], state)
-    state.copy_(merged[2])
-    log_sum[:, :, 0] = merged[0] + merged[1].clamp_min(1.0).log()  # with a real key the sum is at least 1
+    state, log_sum, key_max, key_sum = states.split((dim, 1, 1, 1), dim=2)
+    merged_max, merged_sum, merged_state = exchange.merge_states(key_max[:, :, 0], key_sum[:, :, 0], state)
+    state.copy_(merged_state)
+    # With a real key, the sum is at least 1: the clamp only affects sequences without one.
+    log_sum[:, :, 0] = merged_max + merged_sum.clamp_min(1.0).log()
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
-    saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
-) -> Sequence[Tensor | None]:  # fmt: skip
-    q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
-    dq, dk, dv = empty_results(q, k, v)
-    alpha, beta = alpha.contiguous(), beta.contiguous()
-    dalpha, dbeta, dparameter = (torch.empty_like(alpha) if need else None for need in needed)
-    shared = None if mix.exchange is None else q.new_empty(*q.shape[:2], q.shape[-1] + 1, q.shape[-1])
-    pointers = (_contiguous(mask), alpha, beta, *saved, dalpha, dbeta, _contiguous(mix.parameter), dparameter, shared)
-    views = (q, k, v, grad, dq, dk, dv)
-    if mix.exchange is None or shared is None:
-        _run("backward", mix, views, pointers)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    mix: HybridSpec,
+    saved: Sequence[Tensor],
+    grad: Tensor,
+    needed: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Compute the gradients of q, k, v, α, β and the parameter; see `Backend.backward`."""
+    views = [_with_contiguous_features(x) for x in (q, k, v, grad)]
+    grads = empty_results(q, k, v)
+    alpha = alpha.contiguous()
+    beta = beta.contiguous()
+    grad_alpha, grad_beta, grad_offset = (torch.empty_like(alpha) if is_needed else None for is_needed in needed)
+    batch, heads, _, dim = q.shape
+    pointers = [_contiguous(mask), alpha, beta, *saved, grad_alpha, grad_beta, _contiguous(mix.parameter), grad_offset]
+    if mix.exchange is None:
+        _call_kernel("backward", mix, [*views, *grads], pointers)
     else:
-        _run("backward_queries", mix, views, pointers)
-        dstate, g = shared.split((q.shape[-1], 1), dim=2)
-        dstate_of_all, g_of_all = mix.exchange.sum(dstate, g)
-        dstate.copy_(dstate_of_all)
-        g.copy_(g_of_all)
-        _run("backward_keys", mix, views, pointers)
-    return dq, dk, dv, dalpha, dbeta, dparameter
+        exchanged = q.new_empty(batch, heads, dim + 1, dim)  # dS and g
+        pointers.append(exchanged)
+        _call_kernel("backward_queries", mix, [*views, *grads], pointers)
+        parts = exchanged.split((dim, 1), dim=2)
+        for part, total in zip(parts, mix.exchange.sum(*parts), strict=True):
+            part.copy_(total)
+        _call_kernel("backward_keys", mix, [*views, *grads], pointers)
+    return *grads, grad_alpha, grad_beta, grad_offset
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    return [fresh_result(_dense(x)) for x in (q, k, v)]
+    """Return uninitialized tensors for the gradients of q, k and v, in the layouts in which the kernels write them."""
+    return [fresh_result(_with_contiguous_features(x)) for x in (q, k, v)]
 
 
 def empty_saved(q: Tensor, mix: HybridSpec) -> Sequence[Tensor]:
-    """The states of csrc/problem.h."""
+    """Return one uninitialized tensor: the states (B, H, state_rows, D) of csrc/problem.h."""
     batch, heads, _, dim = q.shape
-    return (q.new_empty(batch, heads, _rows(dim, mix), dim),)
+    return (q.new_empty(batch, heads, _state_rows(dim, mix), dim),)
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    alpha, beta = q.new_empty(*q.shape[:2]), q.new_empty(*q.shape[:2])
-    pointers = (_contiguous(mask), alpha, beta, None, None, None, None, None, None)
-    _run("match_moments", HybridSpec(1.0, 0.0), (_dense(q), _dense(k)), pointers, table)
+    """Compute α and β (B, H) by moment matching; see `Backend.match_moments`."""
+    alpha = q.new_empty(*q.shape[:2])
+    beta = q.new_empty(*q.shape[:2])
+    lln_only = HybridSpec(lln_weight=1.0, diag_weight=0.0)
+    views = (_with_contiguous_features(q), _with_contiguous_features(k))
+    _call_kernel("match_moments", lln_only, views, (_contiguous(mask), alpha, beta), table)
     return alpha, beta

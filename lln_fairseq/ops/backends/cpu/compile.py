@@ -1,4 +1,4 @@
-"""C sources to a shared library for the CPU at hand: compiled at first use, kept in a cache directory."""
+"""Compile C sources to a shared library for the CPU of this machine, on first use, and keep it in a cache directory."""
 
 import contextlib
 import ctypes
@@ -16,52 +16,65 @@ COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"]
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("-mprefer-vector-width=512")  # compilers use half of AVX-512 by default; without it this does nothing
-TIMEOUT = 120  # seconds; it takes about three
+TIMEOUT = 120  # seconds; compiling takes about three
 
 logger = logging.getLogger(__name__)
 
 
 class CannotCompile(Exception):
-    """Why there is no library: no compiler, or what it said."""
+    """The library cannot be compiled or loaded: no compiler, its error, or an error of the operating system."""
 
 
 def load_library(main: Path, **macros: int) -> ctypes.CDLL:
-    """The library of `main` and the files beside it with these macros defined, compiled unless it is in the cache.
+    """Load the library of a C file and the files next to it, and compile it if it is not in the cache.
 
-    Processes that compile at the same time do not disturb each other: each renames its own finished file.
+    Processes that compile at the same time do not disturb each other: each renames its own finished file. If the cache
+    cannot be used, the library is compiled in a temporary directory; if the cache is not safe, a warning is logged too.
+
+    Args:
+        main: the C file; all .c and .h files of its directory count as its sources
+        macros: preprocessor macros to define
+
     Raises: CannotCompile.
     """
-    command = [*_compiler(), *FLAGS, *(f"-D{name}={value}" for name, value in macros.items()), str(main)]
+    definitions = [f"-D{name}={value}" for name, value in macros.items()]
+    command = [*_find_compiler(), *FLAGS, *definitions, str(main)]
     name = f"{main.stem}-{_digest(main.parent, command)}.so"
     folder = cache_directory()
-    if folder and (reason := _distrust(folder)):
-        logger.warning("%s, so the compiled kernels are neither taken from there nor kept", reason)
+    if folder and (reason := _reason_to_distrust(folder)):
+        logger.warning("%s. Until then, compiled kernels are not cached there", reason)
         folder = None
     if folder:
-        with contextlib.suppress(OSError):  # there is none yet, or it may not be executed
+        with contextlib.suppress(OSError):  # it is not there yet, or may not be executed
             return ctypes.CDLL(str(folder / name))
     logger.info("compiling %s for this CPU, once: %s", main.name, shlex.join(command))
     if folder:
-        with contextlib.suppress(CannotCompile):  # the directory is full, read-only, its files may not be executed, ...
-            return _build(command, name, folder)
-    return _build(command, name, None)
+        with contextlib.suppress(CannotCompile):  # the directory may be full, read-only or mounted with noexec
+            return _build_library(command, name, folder)
+    return _build_library(command, name, None)
 
 
-def _distrust(folder: Path) -> str | None:
-    """Return why code from this directory must not run: it is somebody else's, or others can write to it."""
+def _reason_to_distrust(folder: Path) -> str | None:
+    """Return why code from this directory must not be run: another user owns it or can write to it.
+
+    Returns: None if the directory can be trusted or does not exist
+    """
     try:
         status = folder.lstat()
-    except OSError:  # not there yet, or nothing can be in it
+    except OSError:
         return None
     if status.st_uid != os.geteuid():
         return f"{folder} belongs to another user: set LLN_KERNEL_CACHE to a directory of your own"
     if status.st_mode & 0o022:
-        return f"others may write to {folder}: empty it, and then chmod 700 {folder}"
+        return f"other users can write to {folder}: empty it, and then run chmod 700 {folder}"
     return None
 
 
-def _build(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
-    """Compile in `folder` and leave the library there, or in a temporary directory if it is None."""
+def _build_library(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
+    """Compile and load a library, and store it in `folder`, or nowhere if that is None.
+
+    The folder is created with mode 0700 if it does not exist. Raises: CannotCompile.
+    """
     try:
         if folder:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,43 +92,58 @@ def _build(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
 
 
 def cache_directory() -> Path | None:
-    """$LLN_KERNEL_CACHE, else lln_fairseq/kernels in the user's cache directory; None for users without a home."""
-    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    given = os.environ.get("LLN_KERNEL_CACHE")
-    if not given and user.startswith("~"):
+    """Return the directory of compiled libraries, which need not exist.
+
+    It is $LLN_KERNEL_CACHE if that is set, otherwise lln_fairseq/kernels in $XDG_CACHE_HOME or ~/.cache.
+
+    Returns: None if neither is set and the user has no home
+    """
+    configured = os.environ.get("LLN_KERNEL_CACHE")
+    if configured:
+        return Path(configured).resolve()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if user_cache.startswith("~"):  # expanduser has found no home
         return None
-    return Path(given or Path(user) / "lln_fairseq" / "kernels").resolve()
+    return (Path(user_cache) / "lln_fairseq" / "kernels").resolve()
 
 
-def _compiler() -> list[str]:
-    if named := os.environ.get("CC"):
+def _find_compiler() -> list[str]:
+    """Return the words of $CC if it is set, otherwise the path of the first of COMPILERS that is installed.
+
+    Raises: CannotCompile if there is none, or if CC cannot be parsed.
+    """
+    configured = os.environ.get("CC")
+    if configured:
         try:
-            return shlex.split(named)
+            return shlex.split(configured)
         except ValueError as error:
-            raise CannotCompile(f"CC={named}: {error}") from error
-    found = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if found is None:
-        raise CannotCompile(f"no C compiler: none of {', '.join(COMPILERS)} is installed, and CC names no other")
-    return [found]
+            raise CannotCompile(f"CC={configured}: {error}") from error
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path:
+            return [path]
+    raise CannotCompile(f"no C compiler: none of {', '.join(COMPILERS)} is installed, and CC is not set")
 
 
 def _compile(command: list[str]) -> None:
+    """Run the compiler. Raises: CannotCompile with its first error if it fails, or if it cannot be run."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotCompile(f"the C compiler {command[0]} cannot be run: {error}") from error
     if result.returncode:
         problem = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[-200:])
-        raise CannotCompile(f"{command[0]} ended with {result.returncode}: {problem}")
+        raise CannotCompile(f"{command[0]} ended with exit status {result.returncode}: {problem}")
 
 
 def _digest(folder: Path, command: list[str]) -> str:
-    """Of the sources, the command and the CPU: a home directory may be shared by machines with different ones."""
+    """Hash the C sources of the folder, the command and the CPU: machines with different CPUs may share a cache."""
     sources = b"".join(path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".c", ".h"))
-    return hashlib.sha256(sources + repr((command, _cpu())).encode()).hexdigest()[:16]
+    return hashlib.sha256(sources + repr((command, _cpu_description())).encode()).hexdigest()[:16]
 
 
-def _cpu() -> str:
+def _cpu_description() -> str:
+    """Return the model and the features of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

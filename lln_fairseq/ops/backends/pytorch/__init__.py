@@ -1,8 +1,8 @@
-"""LLN and block-diagonal attention in PyTorch, forward and closed-form backward, group of heads by group of heads.
+"""Hybrid attention in PyTorch, forward and closed-form backward, one group of heads after another.
 
-Everything here works on one group: contiguous (G, N, D) in the compute dtype, padding bool (G, N) or None. Saved for
-the backward pass: q, k, v, and per head the logsumexp L (D), the state S (D x D), and for a joint form L in two parts;
-the rest is recomputed.
+This backend runs on every device and dtype. Within a group, tensors are contiguous (G, N, D) in the compute dtype, and
+padding is bool (G, N) or None. The backward pass needs q, k, v and, per head, L (D), the state S (D × D) and, for a
+joint form, the two parts of L; it recomputes everything else.
 """
 
 from collections.abc import Sequence
@@ -11,101 +11,156 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops.backends import HybridSpec
-from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiag
-from lln_fairseq.ops.backends.pytorch.joint import Joint
-from lln_fairseq.ops.backends.pytorch.lln import lln_backward, lln_forward
-from lln_fairseq.ops.backends.pytorch.run import Run
-from lln_fairseq.ops.backends.pytorch.shared import shared_backward, shared_forward
+from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagAttention
+from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
+from lln_fairseq.ops.backends.pytorch.joint import JointAttention
+from lln_fairseq.ops.backends.pytorch.lln import LLNAttention
+from lln_fairseq.ops.backends.pytorch.sharded import sharded_backward, sharded_forward
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table, matched_moments
 
 
 def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
-    """None: it runs everywhere."""
+    """Return None: this backend supports everything."""
     return None
 
 
 def draw_seed(device: torch.device) -> int:
-    """A seed from torch's global CPU generator: torch.manual_seed and activation checkpointing then reproduce it."""
+    """Draw a seed from torch's global CPU generator, whatever the device.
+
+    torch.manual_seed and activation checkpointing therefore reproduce it.
+    """
     return int(torch.randint(2**31 - 1, (), device="cpu"))
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """The mixture, α and β as given or matched, and what `backward` wants to see again."""
+    """Compute hybrid attention; see `Backend.forward`. If alpha or beta is None, both are matched.
+
+    Returns: the output like q, α and β (B, H), and the tensors of `empty_saved` with their values
+    """
     if alpha is None or beta is None:
         alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
-    run, out, saved = Run(q, mask, mix), fresh_result(q), empty_saved(q, mix)
-    inputs, results = _flat(q, k, v), _flat(out)
-    per_head = (*run.by_head(alpha, beta), *saved, *run.by_head(*_parameter(mix)))
+    call = CallContext(q, mask, mix)
+    out = fresh_result(q)
+    saved = empty_saved(q, mix)
+    inputs = _flatten_heads(q, k, v)
+    flat_out = out.flatten(0, 1)
+    heads = call.head_tensors(alpha, beta, saved)
     if mix.exchange:
-        shared_forward(run, inputs, per_head, results[0], mix.exchange)
-        return out, alpha, beta, saved
-    for group in run.groups:
-        loaded, cut = run.load(group, inputs), run.cut(group, results)
-        (out_,) = targets = run.targets(cut)
-        if mix.joint:
-            Joint(run, group, run.cut(group, per_head)).forward(loaded, out_)
-        elif mix.lln_weight:
-            lln_forward(run, group, loaded, run.cut(group, per_head), out_)
-        else:
-            out_.zero_()
-        if mix.diag_weight and not mix.joint:
-            BlockDiag(run, group).forward(loaded, out_)
-        run.store(targets, cut)
+        sharded_forward(call, inputs, heads, flat_out, mix.exchange)
+    else:
+        for group in call.groups:
+            _forward_group(call, group, inputs, heads, flat_out)
     return out, alpha, beta, saved
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec,
-    saved: Sequence[Tensor], grad: Tensor, needed: Sequence[bool],
-) -> Sequence[Tensor | None]:  # fmt: skip
-    """The gradients of q, k, v, and those of α, β and the parameter that are needed."""
-    run, grads = Run(q, mask, mix), empty_results(q, k, v)
-    scalars = [
-        torch.zeros(run.heads, 1, 1, dtype=run.scratch.dtype, device=q.device) if need else None for need in needed
-    ]
-    inputs, results = _flat(q, k, v, grad), _flat(*grads)
-    per_head = (*run.by_head(alpha, beta), *saved, *run.by_head(*_parameter(mix)))
-    if mix.exchange:
-        shared_backward(run, inputs, per_head, results, scalars[:2], mix.exchange)
-    for group in () if mix.exchange else run.groups:
-        loaded, cut = run.load(group, inputs), run.cut(group, results)
-        targets = run.targets(cut)
-        if mix.joint:
-            Joint(run, group, run.cut(group, per_head)).backward(loaded, targets, *scalars)
-        elif mix.lln_weight:
-            lln_backward(run, group, loaded, run.cut(group, per_head), targets, *scalars[:2])
+def _forward_group(call: CallContext, group: slice, inputs: Sequence[Tensor], heads: HeadTensors, out: Tensor) -> None:
+    """Compute one group's part of `out` (B·H, N, D) and of log_sum, state, key_max and key_sum of `heads`."""
+    loaded = call.load_inputs(group, inputs)
+    outputs = call.select(group, [out])
+    buffers = call.output_buffers(outputs)
+    if call.mix.joint:
+        JointAttention(call, group, heads.select(group)).forward(loaded, buffers[0])
+    else:
+        if call.mix.lln_weight:
+            LLNAttention(call, group, heads.select(group)).forward(loaded, buffers[0])
         else:
-            for target in targets:
-                target.zero_()
-        if mix.diag_weight and not mix.joint:
-            BlockDiag(run, group).backward(loaded, targets)
-        run.store(targets, cut)
-    return *grads, *(None if x is None else x.view(alpha.shape).to(alpha.dtype) for x in scalars)
+            buffers[0].zero_()
+        if call.mix.diag_weight:
+            BlockDiagAttention(call, group).forward(loaded, buffers[0])
+    call.store_outputs(buffers, outputs)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    mix: HybridSpec,
+    saved: Sequence[Tensor],
+    grad: Tensor,
+    needed: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Compute the gradients; see `Backend.backward`.
+
+    Returns: the gradients of q, k and v, and those of α, β and the parameter (B, H), each None if it is not needed
+    """
+    call = CallContext(q, mask, mix)
+    grads = empty_results(q, k, v)
+    scalar_grads = HeadGradients(*(_zeros_per_head(call) if is_needed else None for is_needed in needed))
+    inputs = _flatten_heads(q, k, v, grad)
+    flat_grads = _flatten_heads(*grads)
+    heads = call.head_tensors(alpha, beta, saved)
+    if mix.exchange:
+        sharded_backward(call, inputs, heads, flat_grads, scalar_grads, mix.exchange)
+    else:
+        for group in call.groups:
+            _backward_group(call, group, inputs, heads, flat_grads, scalar_grads)
+    results: list[Tensor | None] = [*grads]
+    for scalar_grad in scalar_grads:
+        if scalar_grad is not None:
+            scalar_grad = scalar_grad.view(alpha.shape).to(alpha.dtype)
+        results.append(scalar_grad)
+    return results
+
+
+def _backward_group(
+    call: CallContext,
+    group: slice,
+    inputs: Sequence[Tensor],
+    heads: HeadTensors,
+    grads: Sequence[Tensor],
+    scalar_grads: HeadGradients,
+) -> None:
+    """Compute one group's part of the gradients `grads` (B·H, N, D) and `scalar_grads`."""
+    loaded = call.load_inputs(group, inputs)
+    outputs = call.select(group, grads)
+    buffers = call.output_buffers(outputs)
+    if call.mix.joint:
+        JointAttention(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
+    else:
+        if call.mix.lln_weight:
+            LLNAttention(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
+        else:
+            for buffer in buffers:
+                buffer.zero_()
+        if call.mix.diag_weight:
+            BlockDiagAttention(call, group).backward(loaded, buffers)
+    call.store_outputs(buffers, outputs)
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    """Return uninitialized tensors for the gradients of q, k and v, in their own memory layouts where possible."""
     return [fresh_result(x) for x in (q, k, v)]
 
 
 def empty_saved(q: Tensor, mix: HybridSpec) -> Sequence[Tensor]:
-    """L and S of every head, for a joint form L in two parts behind them."""
+    """Return uninitialized tensors for L (B·H, 1, D) and S (B·H, D, D) in the compute dtype of q.
+
+    For a joint form, two tensors (B·H, 1, D) for the parts of L follow: max_j β k_j and Σ_j exp(β k_j - max).
+    """
     batch, heads, _, dim = q.shape
-    shapes = ((1, dim), (dim, dim), *((1, dim), (1, dim)) * bool(mix.joint))
+    shapes = [(1, dim), (dim, dim)]
+    if mix.joint:
+        shapes += [(1, dim), (1, dim)]
     return [torch.empty(batch * heads, *shape, dtype=compute_dtype(q.dtype), device=q.device) for shape in shapes]
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute α and β (B, H) by moment matching; see `Backend.match_moments`."""
     return matched_moments(q, k, mask, table=table)
 
 
-def _parameter(mix: HybridSpec) -> Sequence[Tensor]:
-    return () if mix.parameter is None else (mix.parameter,)
+def _zeros_per_head(call: CallContext) -> Tensor:
+    """Return zeros (B·H, 1, 1) in the compute dtype."""
+    return torch.zeros(call.heads, 1, 1, dtype=call.scratch.dtype, device=call.scratch.device)
 
 
-def _flat(*tensors: Tensor) -> list[Tensor]:
-    """Batch and heads as one dimension."""
+def _flatten_heads(*tensors: Tensor) -> list[Tensor]:
+    """Merge batch and heads of each tensor: (B, H, N, D) becomes (B·H, N, D), a view if the strides allow it."""
     return [x.flatten(0, 1) for x in tensors]

@@ -1,4 +1,7 @@
-"""Softmax inside blocks for one group of heads in PyTorch, forward and backward."""
+"""Block-diagonal softmax attention of one group of heads in PyTorch, forward and backward.
+
+Tensors of a group are (G, N, D) with N a multiple of the block size; "as blocks" they are (G · blocks, block size, D).
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,68 +9,111 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends.pytorch.run import Run, softmax_backward
+from lln_fairseq.ops.backends.pytorch.call_context import CallContext
 
 
-class BlockDiag:
-    """weight · softmax(q kᵀ / √D) v inside blocks, for one group of heads; results are added to what is there."""
+def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
+    """Compute P (dP - Σ P dP), the gradient through a softmax over the last dimension, in one pass.
 
-    def __init__(self, run: Run, group: slice) -> None:
-        self.scratch, self.block = run.scratch, run.block
-        self.padding = None if run.padding is None else run.padding[group].reshape(-1, 1, run.block)
-        self.keep_threshold, self.generator, self.weight = run.mix.keep_threshold, None, run.mix.diag_weight
-        if run.mix.dropout_p > 0:  # the same numbers in forward and backward: a seed for every group
-            self.generator = torch.Generator(run.scratch.device).manual_seed(run.mix.seed + group.start)
+    Args:
+        grad: dP, the gradient of the softmax's output; it is overwritten by the result
+        p: P, the softmax's output, of the same shape
+    """
+    return torch.ops.aten._softmax_backward_data.out(grad, p, -1, p.dtype, grad_input=grad)
+
+
+class BlockDiagAttention:
+    """diag_weight · softmax(q kᵀ / √D) v inside the blocks of one group of heads.
+
+    With dropout, forward and backward passes of the same call and group drop the same probabilities.
+    """
+
+    def __init__(self, call: CallContext, group: slice) -> None:
+        self.scratch = call.scratch
+        self.block_size = call.block_size
+        self.padding: Tensor | None = None
+        if call.padding is not None:
+            self.padding = call.padding[group].reshape(-1, 1, call.block_size)
+        self.keep_threshold = call.mix.keep_threshold
+        self.weight = call.mix.diag_weight
+        self.generator: torch.Generator | None = None
+        if call.mix.dropout_p > 0:
+            # Each group has its own seed, so that forward and backward draw the same numbers.
+            self.generator = torch.Generator(call.scratch.device).manual_seed(call.mix.seed + group.start)
             self.weight *= 2**16 / self.keep_threshold
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:
-        q, k, v, out = (self.blocks(x) for x in (*inputs, out))
+        """Add the attention's output to `out` (G, N, D); inputs are q, k and v (G, N, D)."""
+        q, k, v = (self.as_blocks(x) for x in inputs)
         p = self.probabilities(q, k)
         if self.generator is not None:
-            p.mul_(self.draw_kept(p))
-        out.baddbmm_(p, v, alpha=self.weight)
+            p.mul_(self._draw_dropout_mask(p))
+        self.as_blocks(out).baddbmm_(p, v, alpha=self.weight)
 
-    def backward(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        q, k, v, grad, dq, dk, dv = (self.blocks(x) for x in (*inputs, *results))
-        scale = self.weight / math.sqrt(q.shape[-1])
+    def backward(self, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Add the gradients of q, k and v to `grads`; inputs are q, k, v and the gradient of the output."""
+        q, k, v, grad_out = (self.as_blocks(x) for x in inputs)
+        grad_q, grad_k, grad_v = (self.as_blocks(x) for x in grads)
         p = self.probabilities(q, k)
-        # The buffer of the scores is free once their softmax is taken.
-        dp = torch.bmm(grad, v.mT, out=self.scratch("scores", *p.shape))
+        # The buffer of the scores is free once their softmax has been computed.
+        grad_p = torch.bmm(grad_out, v.mT, out=self.scratch("scores", *p.shape))
         if self.generator is None:
-            dv.baddbmm_(p.mT, grad, alpha=self.weight)
+            grad_v.baddbmm_(p.mT, grad_out, alpha=self.weight)
         else:
-            kept = self.draw_kept(p)
-            dp.mul_(kept)
-            dv.baddbmm_(kept.mul_(p).mT, grad, alpha=self.weight)
-        ds = softmax_backward(dp, p)
-        dq.baddbmm_(ds, k, alpha=scale)
-        dk.baddbmm_(ds.mT, q, alpha=scale)
+            mask = self._draw_dropout_mask(p)
+            grad_p.mul_(mask)
+            grad_v.baddbmm_(mask.mul_(p).mT, grad_out, alpha=self.weight)
+        grad_scores = softmax_backward(grad_p, p)
+        scale = self.weight / math.sqrt(q.shape[-1])
+        grad_q.baddbmm_(grad_scores, k, alpha=scale)
+        grad_k.baddbmm_(grad_scores.mT, q, alpha=scale)
 
-    def kept_probabilities(self, q: Tensor, k: Tensor) -> Tensor:
-        """weight · softmax after dropout, of blocks."""
-        p = self.probabilities(q, k)
-        kept = self.scaled_kept(p)
-        return p if kept is None else p.mul_(kept)
-
-    def scaled_kept(self, p: Tensor) -> Tensor | None:
-        """What dropout multiplies the weights by, `weight` included; None without dropout."""
-        return None if self.generator is None else self.draw_kept(p).mul_(self.weight)
-
-    def blocks(self, x: Tensor) -> Tensor:
-        return x.view(-1, self.block, x.shape[-1])
+    def as_blocks(self, x: Tensor) -> Tensor:
+        """View (G, N, D) as (G · blocks, block size, D)."""
+        return x.view(-1, self.block_size, x.shape[-1])
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
-        scores = self.scratch("scores", q.shape[0], self.block, self.block)
+        """Compute softmax(q kᵀ / √D) over the real keys of each block, without dropout or weight.
+
+        Args:
+            q, k: as blocks
+
+        Returns: (G · blocks, block size, block size) in scratch memory; 0 for padded keys, also where a block has none
+            but padded keys
+        """
+        scores = self.scratch("scores", q.shape[0], self.block_size, self.block_size)
         torch.baddbmm(scores, q, k.mT, beta=0, alpha=1 / math.sqrt(q.shape[-1]), out=scores)
         if self.padding is not None:
-            # The lowest finite number, not -inf: a block without a real key must not become NaN ...
+            # The lowest finite number instead of -inf: a block without a real key would become NaN.
             scores.masked_fill_(self.padding, torch.finfo(scores.dtype).min)
         p = torch.softmax(scores, dim=-1, out=self.scratch("p", *scores.shape))
-        # ... and gives 0 because its weights are set to 0 here.
-        return p if self.padding is None else p.masked_fill_(self.padding, 0.0)
+        if self.padding is not None:
+            p.masked_fill_(self.padding, 0.0)
+        return p
 
-    def draw_kept(self, p: Tensor) -> Tensor:
-        """0 for dropped weights, 1 for the others, by 16 random bits each: several times faster than bernoulli_."""
+    def dropped_probabilities(self, q: Tensor, k: Tensor) -> Tensor:
+        """Compute diag_weight · dropout(probabilities); without dropout, the weight is not applied.
+
+        Only the joint form calls this, whose weight is 1.
+        """
+        p = self.probabilities(q, k)
+        factors = self.dropout_factors(p)
+        return p if factors is None else p.mul_(factors)
+
+    def dropout_factors(self, p: Tensor) -> Tensor | None:
+        """Draw what multiplies the probabilities p: 0 if dropped, else diag_weight / (probability of keeping).
+
+        Returns: a tensor like p in scratch memory; None without dropout
+        """
+        if self.generator is None:
+            return None
+        return self._draw_dropout_mask(p).mul_(self.weight)
+
+    def _draw_dropout_mask(self, p: Tensor) -> Tensor:
+        """Draw 0 for each dropped probability and 1 for each kept one, in scratch memory of p's shape and dtype.
+
+        Each takes 16 random bits, which is several times faster than bernoulli_.
+        """
         words = -(-p.numel() // 4)
         bits = self.scratch("bits", words * 8 // p.itemsize).view(torch.int64)
         bits = bits.random_(-(2**63), None, generator=self.generator).view(torch.int16)[: p.numel()]

@@ -1,13 +1,16 @@
 """The joint form of LLN+Diag for one group of heads in PyTorch, forward and backward: the formulas of ops/joint.py.
 
-With M = A W_bᵀ, the block's part of P, what is outside comes out as O = A S - M v_b, so that one product serves both
-parts, (a D - c M) v_b with a = 1 - c u. Backward, E = do v_bᵀ, de_i = Σ_j D_ij E_ij, oe_i = do_i O_i:
+In addition to the symbols there (P = A Wᵀ, D, u, c, o), let M = A W_bᵀ be the block's part of P, with W_b the rows of
+W that belong to the block. The part of the output from outside the block is then O = A S - M v_b, so that the block
+needs only one product, (a D - c M) v_b with a = 1 - c u. In the backward pass, with E = do v_bᵀ, de_i = Σ_j D_ij E_ij
+and oe_i = do_i O_i:
 
     du = c' oe - (c + c' u) de        dD = a E        dP = c E, in the block -du instead: c E + X, X = -(c E + du)
     dA = c do Sᵀ + X W_b              dS = Aᵀ (c do)              dv = W dS + (a D - c M)ᵀ do
     dx = A (dA - δ), δ = Σ_d A dA     g = Σ_i A δ                 dy = W (v dSᵀ + Xᵀ A_b - g)
 
-Since rows of P sum to 1, du may be added to any row of dP: it stands in the block, where products are anyway.
+Since the rows of P sum to 1, du may be added to any entries of a row of dP: it is added inside the block, where the
+products are computed anyway.
 """
 
 import math
@@ -16,102 +19,141 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiag
-from lln_fairseq.ops.backends.pytorch.lln import features, key_weights, lln_forward
-from lln_fairseq.ops.backends.pytorch.run import Run, softmax_backward
+from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagAttention, softmax_backward
+from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
+from lln_fairseq.ops.backends.pytorch.lln import LLNAttention
 from lln_fairseq.ops.joint import BlockKinds, classify_blocks, outside_mass, outside_weight, outside_weight_gradients
 
 
-class Joint:
-    """One group of heads; per_head is α, β, L, S, the two parts of L and the offset."""
+class JointAttention:
+    """The joint form for one group of G heads.
 
-    def __init__(self, run: Run, group: slice, per_head: Sequence[Tensor]) -> None:
-        self.run, self.group, self.diag = run, group, BlockDiag(run, group)
-        self.alpha, self.beta, self.log_sum, self.state, self.top, self.total, parameter = per_head
-        self.heads = parameter.shape[0]
-        self.blocks = self.diag.blocks
-        count = self.run.scratch.length // run.block
-        # One number for every block, (G * blocks, 1, 1), beside (G * blocks, block, 1).
-        self.parameter = parameter.expand(-1, count, 1).reshape(-1, 1, 1)
-        padding = parameter.new_zeros(1, count, run.block, dtype=torch.bool)
-        if run.padding is not None:
-            padding = run.padding[group].unflatten(1, (count, run.block))
-        counts = (x.expand(self.heads, count).reshape(-1, 1, 1) for x in classify_blocks(padding))
-        self.kinds = BlockKinds(*counts)
+    Numbers of a block are (G · blocks, 1, 1), numbers of a query (G · blocks, block size, 1), and matrices of a block
+    (G · blocks, block size, block size).
+    """
+
+    def __init__(self, call: CallContext, group: slice, heads: HeadTensors) -> None:
+        """heads: the tensors of the group, with key_max, key_sum and offset."""
+        assert heads.key_max is not None
+        assert heads.key_sum is not None
+        assert heads.offset is not None
+        self.group = group
+        self.heads = heads
+        self.scratch = call.scratch
+        self.lln = LLNAttention(call, group, heads)
+        self.key_max = heads.key_max
+        self.key_sum = heads.key_sum
+        self.block_diag = BlockDiagAttention(call, group)
+        self.as_blocks = self.block_diag.as_blocks
+        self.num_heads = heads.offset.shape[0]
+        num_blocks = call.scratch.length // call.block_size
+        self.offset = heads.offset.expand(-1, num_blocks, 1).reshape(-1, 1, 1)
+        padding = heads.offset.new_zeros(1, num_blocks, call.block_size, dtype=torch.bool)
+        if call.padding is not None:
+            padding = call.padding[group].unflatten(1, (num_blocks, call.block_size))
+        flags = classify_blocks(padding)
+        self.blocks = BlockKinds(*(x.expand(self.num_heads, num_blocks).reshape(-1, 1, 1) for x in flags))
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:
-        lln = (self.alpha, self.beta, self.log_sum, self.state)
-        a, top, total = lln_forward(self.run, self.group, inputs, lln, out)
-        self.top.copy_(top)
-        self.total.copy_(total)
-        inside = self._inside(a, self._key_weights(inputs[1]))
-        q, k, v, out = (self.blocks(x) for x in (*inputs, out))
-        u = outside_mass(inside)
-        c = outside_weight(u, self.parameter, self.kinds)
-        p = self.diag.kept_probabilities(q, k)
-        out.mul_(c).baddbmm_(p.mul_(1 - c * u).addcmul_(inside, c, value=-1), v)
+        """Compute the output into `out` (G, N, D), and fill log_sum, state, key_max and key_sum of the heads.
 
-    def backward(
-        self, inputs: Sequence[Tensor], results: Sequence[Tensor], dalpha: Tensor | None, dbeta: Tensor | None,
-        dparameter: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Fills dq, dk, dv, and the group's part of the others."""
-        (q, k, v, grad), (dq, dk, dv), blocks = inputs, results, self.blocks
-        a, w = features(self.run, q, self.alpha, self.log_sum), self._key_weights(k)
-        da = torch.bmm(grad, self.state.mT, out=dq)
-        ds, x, c = self._block_slopes([*map(blocks, (q, k, v, grad, a, w, da, dv))], dparameter)
+        Args:
+            inputs: q, k and v (G, N, D)
+        """
+        a, key_max, key_sum = self.lln.forward(inputs, out)
+        self.key_max.copy_(key_max)
+        self.key_sum.copy_(key_sum)
+        m = self._lln_in_blocks(a, self._key_features(inputs[1]))
+        q, k, v = (self.as_blocks(x) for x in inputs)
+        u = outside_mass(m)
+        c = outside_weight(u, self.offset, self.blocks)
+        p = self.block_diag.dropped_probabilities(q, k)
+        self.as_blocks(out).mul_(c).baddbmm_(p.mul_(1 - c * u).addcmul_(m, c, value=-1), v)
 
-        blocks(da).mul_(c).baddbmm_(x, blocks(w))
-        torch.bmm(x.mT, blocks(a), out=blocks(dk))
-        delta = torch.linalg.vecdot(a, da)[..., None]
-        dx = softmax_backward(da, a)
+    def backward(self, inputs: Sequence[Tensor], grads: Sequence[Tensor], scalar_grads: HeadGradients) -> None:
+        """Compute the gradients of q, k and v into `grads`, and those of α, β and the offset into `scalar_grads`.
+
+        Args:
+            inputs: q, k, v and the gradient of the output, each (G, N, D)
+            grads: three tensors (G, N, D)
+            scalar_grads: tensors of all heads, of which the group's part is filled
+        """
+        q, k, v, grad_out = inputs
+        grad_q, grad_k, grad_v = grads
+        as_blocks = self.as_blocks
+        a = self.lln.query_features(q)
+        w = self._key_features(k)
+        grad_a = torch.bmm(grad_out, self.heads.state.mT, out=grad_q)
+        tensors = [as_blocks(tensor) for tensor in (q, k, v, grad_out, a, w, grad_a, grad_v)]
+        grad_scores, x, c = self._block_backward(tensors, scalar_grads.offset)
+
+        # Queries. grad_a and grad_x are in the memory of grad_q.
+        as_blocks(grad_a).mul_(c).baddbmm_(x, as_blocks(w))
+        torch.bmm(x.mT, as_blocks(a), out=as_blocks(grad_k))
+        delta = torch.linalg.vecdot(a, grad_a)[..., None]
+        grad_x = softmax_backward(grad_a, a)
         g = torch.bmm(delta.mT, a)
-        blocks(a).mul_(c)
-        dstate = torch.bmm(a.mT, grad)
-        if dalpha is not None:
-            dalpha[self.group] = torch.mul(q, dx, out=a).sum(dim=(1, 2), keepdim=True)
-        dx.mul_(self.alpha)
+        as_blocks(a).mul_(c)
+        grad_state = torch.bmm(a.mT, grad_out)
+        if scalar_grads.alpha is not None:
+            scalar_grads.alpha[self.group] = torch.mul(q, grad_x, out=a).sum(dim=(1, 2), keepdim=True)
+        grad_x.mul_(self.heads.alpha)
 
-        dv.baddbmm_(w, dstate)
-        dy = dk.baddbmm_(v, dstate.mT).sub_(g).mul_(w)
-        if dbeta is not None:
-            dbeta[self.group] = torch.mul(k, dy, out=a).sum(dim=(1, 2), keepdim=True)
-        dy.mul_(self.beta)
+        # Keys. grad_y is in the memory of grad_k.
+        grad_v.baddbmm_(w, grad_state)
+        grad_y = grad_k.baddbmm_(v, grad_state.mT).sub_(g).mul_(w)
+        if scalar_grads.beta is not None:
+            scalar_grads.beta[self.group] = torch.mul(k, grad_y, out=a).sum(dim=(1, 2), keepdim=True)
+        grad_y.mul_(self.heads.beta)
 
+        # The softmax inside the blocks.
         scale = 1 / math.sqrt(q.shape[-1])
-        blocks(dx).baddbmm_(ds, blocks(k), alpha=scale)
-        blocks(dy).baddbmm_(ds.mT, blocks(q), alpha=scale)
+        as_blocks(grad_x).baddbmm_(grad_scores, as_blocks(k), alpha=scale)
+        as_blocks(grad_y).baddbmm_(grad_scores.mT, as_blocks(q), alpha=scale)
 
-    def _block_slopes(
-        self, tensors: Sequence[Tensor], dparameter: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of the blocks' scores, X, and c; dv becomes (a D - c M)ᵀ do."""
-        q, k, v, grad, a, w, da, dv = tensors
-        inside, p = self._inside(a, w), self.diag.probabilities(q, k)
-        # The buffer of the scores is free once their softmax is taken.
-        e = torch.bmm(grad, v.mT, out=self.run.scratch("scores", *p.shape))
-        kept = self.diag.scaled_kept(p)
-        dropped = p if kept is None else kept * p
-        u = outside_mass(inside)
-        c = outside_weight(u, self.parameter, self.kinds)
-        by_u, by_parameter = outside_weight_gradients(c, u, self.parameter, self.kinds)
-        diag = torch.linalg.vecdot(dropped, e)[..., None]
-        outside = (torch.linalg.vecdot(a, da) - torch.linalg.vecdot(inside, e))[..., None]
-        du = by_u * outside - (c + by_u * u) * diag
-        if dparameter is not None:
-            change = by_parameter * (outside - u * diag)
-            dparameter[self.group] = change.view(self.heads, -1).sum(dim=1).view(-1, 1, 1)
-        inside.mul_(-c).addcmul_(dropped, 1 - c * u)
-        torch.bmm(inside.mT, grad, out=dv)
-        x = torch.mul(e, -c, out=inside).sub_(du)
-        e.mul_(1 - c * u)
-        return softmax_backward(e if kept is None else e.mul_(kept), p), x, c
+    def _block_backward(self, tensors: Sequence[Tensor], grad_offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of the blocks' matrices.
 
-    def _key_weights(self, k: Tensor) -> Tensor:
-        """W to the same bits that S was made of: e^(β k - L) would differ by what rounding does to a large L."""
-        return key_weights(self.run, self.group, k, self.beta, self.top).div_(self.total)
+        Args:
+            tensors: q, k, v, do, A, W, do Sᵀ and the gradient of v, as blocks; the last is overwritten by the block's
+                share of it, (a D - c M)ᵀ do
+            grad_offset: (B·H, 1, 1), of which the group's part is filled; None if it is not needed
 
-    def _inside(self, a: Tensor, w: Tensor) -> Tensor:
-        """M = A W_bᵀ."""
-        a, w = self.blocks(a), self.blocks(w)
-        return torch.bmm(a, w.mT, out=self.run.scratch("inside", a.shape[0], a.shape[1], a.shape[1]))
+        Returns: the gradient of the softmax's scores and X, both matrices of the blocks, and c for each query
+        """
+        q, k, v, grad_out, a, w, grad_a, grad_v = tensors
+        m = self._lln_in_blocks(a, w)
+        p = self.block_diag.probabilities(q, k)
+        # The buffer of the scores is free once their softmax has been computed.
+        e = torch.bmm(grad_out, v.mT, out=self.scratch("scores", *p.shape))
+        dropout_factors = self.block_diag.dropout_factors(p)
+        dropped_p = p if dropout_factors is None else dropout_factors * p
+        u = outside_mass(m)
+        c = outside_weight(u, self.offset, self.blocks)
+        c_by_u, c_by_offset = outside_weight_gradients(c, u, self.offset, self.blocks)
+        diag_e = torch.linalg.vecdot(dropped_p, e)[..., None]
+        outside_e = (torch.linalg.vecdot(a, grad_a) - torch.linalg.vecdot(m, e))[..., None]
+        grad_u = c_by_u * outside_e - (c + c_by_u * u) * diag_e
+        if grad_offset is not None:
+            grad_by_query = c_by_offset * (outside_e - u * diag_e)
+            grad_offset[self.group] = grad_by_query.view(self.num_heads, -1).sum(dim=1).view(-1, 1, 1)
+        m.mul_(-c).addcmul_(dropped_p, 1 - c * u)
+        torch.bmm(m.mT, grad_out, out=grad_v)
+        x = torch.mul(e, -c, out=m).sub_(grad_u)
+        grad_p = e.mul_(1 - c * u)
+        if dropout_factors is not None:
+            grad_p.mul_(dropout_factors)
+        return softmax_backward(grad_p, p), x, c
+
+    def _key_features(self, k: Tensor) -> Tensor:
+        """Compute W in scratch memory, with the same bits that S was computed from.
+
+        exp(β k - L) would differ from them by the rounding of a large L.
+        """
+        return self.lln.key_features(k, self.key_max).div_(self.key_sum)
+
+    def _lln_in_blocks(self, a: Tensor, w: Tensor) -> Tensor:
+        """Compute M = A W_bᵀ in scratch memory."""
+        a = self.as_blocks(a)
+        w = self.as_blocks(w)
+        return torch.bmm(a, w.mT, out=self.scratch("inside", a.shape[0], a.shape[1], a.shape[1]))

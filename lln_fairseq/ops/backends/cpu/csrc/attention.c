@@ -1,8 +1,8 @@
-/* LLN and block-diagonal attention and moment matching on a CPU in float32.
+/* LLN, block-diagonal and hybrid attention and moment matching on a CPU in float32.
 
-   A thread takes whole heads. What belongs to a tile of tokens stays in the cache of its core: q, k, v, the gradient
-   and the results are read and written once or twice, and nothing else of their size exists. Compiled by compile.py
-   for one head dimension (-DD=64) and for the CPU at hand. */
+   Each thread computes whole heads, tile by tile. What belongs to a tile of tokens stays in the cache of the thread's
+   core: q, k, v, the gradient and the results are read and written once or twice, and nothing else is as large as they
+   are. compile.py compiles this file for one head dimension (-DD=64) and for the CPU of the machine. */
 
 #include <omp.h>
 
@@ -12,50 +12,58 @@
 #include "joint.h"
 #include "moments.h"
 
+/* Compute the output of a head from its state. */
 static void head_answer_queries(const problem *p, int64_t head, scratch c) {
-    const int64_t keys = p->joint ? real_keys(p, head, 0, p->tokens) : 0;
-    for (int64_t start = 0; start < p->tokens; start += p->tile) {
-        const span s = tile_of(p, head, start);
-        const float *q = load_queries(&p->q, s, valid_of(p, s, c), c.q);
-        float *out = target(&p->out, s, c.out);
+    const int64_t real_keys = p->joint ? count_real_keys(p, head, 0, p->tokens) : 0;
+    for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
+        const span s = tile_at(p, head, start);
+        const float *q = load_queries(&p->q, s, valid_tokens(p, s, c), c.q);
+        float *out = output_tile(&p->out, s, c.out);
         if (p->joint) {
-            joint_forward(p, head, s, c, q, keys, out);
-        } else if (p->lln) {
-            features(s, q, p->alpha[head], log_sum_of(p, head), c.features);
-            multiply(0, s.padded, D, D, c.features, D, 1, state_of(p, head), 1, out, AHEAD(s, &p->q, &p->out));
+            joint_forward(p, head, s, c, q, real_keys, out);
+        } else if (p->lln_weight) {
+            query_features(s, q, p->alpha[head], log_sum_of_head(p, head), c.features);
+            multiply(0, s.rows, D, D, c.features, D, 1, state_of_head(p, head), 1, out, PREFETCH(s, &p->q, &p->out));
         } else {
-            memset(out, 0, s.padded * D * sizeof(float));
+            memset(out, 0, s.rows * D * sizeof(float));
         }
-        if (p->diag && !p->joint) block_forward(p, s, c, q, out);
-        store(&p->out, s, out);
+        if (p->diag_weight && !p->joint) block_forward(p, s, c, q, out);
+        store_tile(&p->out, s, out);
     }
 }
 
 static void head_forward(const problem *p, int64_t head, scratch c) {
-    if (p->calibration.points) head_match_moments(p, head, c); /* q and k are in the cache then */
-    if (p->lln) sum_keys(p, head, c);
+    if (p->calibration.points) head_match_moments(p, head, c); /* this brings q and k into the cache */
+    if (p->lln_weight) sum_keys(p, head, c);
     head_answer_queries(p, head, c);
 }
 
+/* Compute the gradients of the keys of a head from c.grad_state and c.g. Add the block-diagonal part to all gradients;
+   without an LLN part, that of q begins at 0 here, otherwise it has been computed before. */
 static void head_keys_backward(const problem *p, int64_t head, scratch c) {
-    if (p->lln) transpose(D, D, c.dstate, c.turned_state);
-    double dbeta = 0;
-    for (int64_t start = 0; start < p->tokens; start += p->tile) {
-        const span s = tile_of(p, head, start);
-        const float *valid = valid_of(p, s, c);
-        const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
-        float *dk = target(&p->dk, s, c.dk), *dv = target(&p->dv, s, c.dv);
-        if (p->lln) {
-            dbeta += keys_backward(p, head, s, c, 0, log_sum_of(p, head), k, v, dk, dv);
+    if (p->lln_weight) transpose(D, D, c.grad_state, c.state_T);
+    double grad_beta = 0;
+    for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
+        const span s = tile_at(p, head, start);
+        const float *valid = valid_tokens(p, s, c);
+        const float *k = load_keys(&p->k, s, valid, c.k);
+        const float *v = load_keys(&p->v, s, valid, c.v);
+        float *grad_k = output_tile(&p->grad_k, s, c.grad_k);
+        float *grad_v = output_tile(&p->grad_v, s, c.grad_v);
+        if (p->lln_weight) {
+            grad_beta += keys_backward(p, head, s, c, 0, log_sum_of_head(p, head), k, v, grad_k, grad_v);
         } else {
-            float *results[] = {target(&p->dq, s, c.dq), dk, dv};
-            for (int i = 0; i < 3; i++) memset(results[i], 0, s.padded * D * sizeof(float));
-            store(&p->dq, s, results[0]);
+            float *grad_q = output_tile(&p->grad_q, s, c.grad_q);
+            memset(grad_q, 0, s.rows * D * sizeof(float));
+            memset(grad_k, 0, s.rows * D * sizeof(float));
+            memset(grad_v, 0, s.rows * D * sizeof(float));
+            store_tile(&p->grad_q, s, grad_q);
         }
-        if (p->diag) block_backward(p, s, c, k, v, dk, dv);
-        store(&p->dk, s, dk), store(&p->dv, s, dv);
+        if (p->diag_weight) block_backward(p, s, c, k, v, grad_k, grad_v);
+        store_tile(&p->grad_k, s, grad_k);
+        store_tile(&p->grad_v, s, grad_v);
     }
-    if (p->dbeta) p->dbeta[head] = dbeta;
+    if (p->grad_beta) p->grad_beta[head] = grad_beta;
 }
 
 static void head_backward(const problem *p, int64_t head, scratch c) {
@@ -63,42 +71,42 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
         joint_backward(p, head, c);
         return;
     }
-    if (p->lln) queries_backward(p, head, c);
+    if (p->lln_weight) queries_backward(p, head, c);
     head_keys_backward(p, head, c);
 }
 
-/* The halves of backward: between them workers that share a sequence add up dS and g. */
-static void first_half(const problem *p, int64_t head, scratch c) {
-    float *shared = p->shared + head * (D + 1) * D;
+/* The two halves of a backward pass whose sequence is on several workers: between them, the workers sum dS and g. */
+static void head_backward_queries(const problem *p, int64_t head, scratch c) {
+    float *exchanged = p->exchanged + head * (D + 1) * D;
     queries_backward(p, head, c);
-    memcpy(shared, c.dstate, D * D * sizeof(float));
-    memcpy(shared + D * D, c.g, D * sizeof(float));
+    memcpy(exchanged, c.grad_state, D * D * sizeof(float));
+    memcpy(exchanged + D * D, c.g, D * sizeof(float));
 }
 
-static void second_half(const problem *p, int64_t head, scratch c) {
-    const float *shared = p->shared + head * (D + 1) * D;
-    memcpy(c.dstate, shared, D * D * sizeof(float));
-    memcpy(c.g, shared + D * D, D * sizeof(float));
+static void head_backward_keys(const problem *p, int64_t head, scratch c) {
+    const float *exchanged = p->exchanged + head * (D + 1) * D;
+    memcpy(c.grad_state, exchanged, D * D * sizeof(float));
+    memcpy(c.g, exchanged + D * D, D * sizeof(float));
     head_keys_backward(p, head, c);
 }
 
-/* ---- what Python calls ---- */
+/* ---- the functions that Python calls ---- */
 
 typedef void head_function(const problem *, int64_t, scratch);
 
-static void every_head(const problem *p, head_function *function) {
+static void for_every_head(const problem *p, head_function *function) {
 #pragma omp parallel num_threads(p->threads)
     {
-        const scratch c = carve(p, omp_get_thread_num());
+        const scratch c = divide_scratch(p, omp_get_thread_num());
 #pragma omp for schedule(dynamic)
         for (int64_t head = 0; head < p->batches * p->heads; head++) function(p, head, c);
     }
 }
 
-void forward(const problem *p) { every_head(p, head_forward); }
-void backward(const problem *p) { every_head(p, head_backward); }
-void forward_keys(const problem *p) { every_head(p, sum_keys); }
-void forward_queries(const problem *p) { every_head(p, head_answer_queries); }
-void backward_queries(const problem *p) { every_head(p, first_half); }
-void backward_keys(const problem *p) { every_head(p, second_half); }
-void match_moments(const problem *p) { every_head(p, head_match_moments); }
+void forward(const problem *p) { for_every_head(p, head_forward); }
+void backward(const problem *p) { for_every_head(p, head_backward); }
+void forward_keys(const problem *p) { for_every_head(p, sum_keys); }
+void forward_queries(const problem *p) { for_every_head(p, head_answer_queries); }
+void backward_queries(const problem *p) { for_every_head(p, head_backward_queries); }
+void backward_keys(const problem *p) { for_every_head(p, head_backward_keys); }
+void match_moments(const problem *p) { for_every_head(p, head_match_moments); }

@@ -1,67 +1,88 @@
-/* Softmax attention inside a block of tokens, which is a tile here. */
+/* Softmax attention inside a block of tokens. In a call with blocks, each tile is a block. */
 
-/* 1 or 0 for every weight of a block, from 16 bits each of Philox4x32-10 (Salmon et al., SC 2011). */
-static void draw(const problem *p, span s, float *kept) {
-    const int64_t words = s.padded * s.padded / 8, head = s.batch * p->heads + s.head;
+/* Draw 1 (keep) or 0 (drop) for every probability of a block, from 16 bits each of the generator Philox4x32-10
+   (Salmon et al., SC 2011). The numbers depend on the seed, the head and the block only. */
+static void draw_dropout(const problem *p, span s, float *dropout) {
+    const int64_t words = s.rows * s.rows / 8;
+    const int64_t head = s.batch * p->heads + s.head;
 #pragma omp simd
     for (int64_t i = 0; i < words; i++) {
         uint32_t x[4] = {(uint32_t)i, (uint32_t)s.start, (uint32_t)head, 0};
         uint32_t key[2] = {(uint32_t)p->seed, (uint32_t)(p->seed >> 32)};
         for (int round = 0; round < 10; round++) {
-            const uint64_t a = (uint64_t)0xD2511F53u * x[0], b = (uint64_t)0xCD9E8D57u * x[2];
+            const uint64_t a = (uint64_t)0xD2511F53u * x[0];
+            const uint64_t b = (uint64_t)0xCD9E8D57u * x[2];
             x[0] = (uint32_t)(b >> 32) ^ x[1] ^ key[0];
             x[2] = (uint32_t)(a >> 32) ^ x[3] ^ key[1];
-            x[1] = (uint32_t)b, x[3] = (uint32_t)a;
-            key[0] += 0x9E3779B9u, key[1] += 0xBB67AE85u;
+            x[1] = (uint32_t)b;
+            x[3] = (uint32_t)a;
+            key[0] += 0x9E3779B9u;
+            key[1] += 0xBB67AE85u;
         }
         for (int j = 0; j < 4; j++) {
-            kept[2 * j * words + i] = (x[j] & 0xFFFF) < p->kept;
-            kept[(2 * j + 1) * words + i] = (x[j] >> 16) < p->kept;
+            dropout[2 * j * words + i] = (x[j] & 0xFFFF) < p->keep_threshold;
+            dropout[(2 * j + 1) * words + i] = (x[j] >> 16) < p->keep_threshold;
         }
     }
 }
 
-/* P = softmax(q k' / sqrt(D)) of a block */
-static void block_weights(span s, const float *q, const float *k, const float *valid, float *turned, float *weight) {
-    const int64_t n = s.padded;
-    transpose(n, D, k, turned);
-    multiply(0, n, n, D, q, D, 1, turned, 1 / sqrtf(D), weight, NULL);
-    for (int64_t i = 0; i < n; i++) softmax(n, valid, weight + i * n);
+/* Compute probs = softmax(q k' / sqrt(D)) of a block, without dropout. `transposed` (D, n) receives k'. */
+static void block_softmax(span s, const float *q, const float *k, const float *valid, float *transposed, float *probs) {
+    const int64_t n = s.rows;
+    transpose(n, D, k, transposed);
+    multiply(0, n, n, D, q, D, 1, transposed, 1 / sqrtf(D), probs, NULL);
+    for (int64_t i = 0; i < n; i++) softmax(n, valid, probs + i * n);
 }
 
-static float diag_weight(const problem *p) { return p->kept ? p->diag * 65536 / p->kept : p->diag; }
+/* Return the weight of the block-diagonal part, divided by the probability of keeping if there is dropout. */
+static float scaled_diag_weight(const problem *p) {
+    return p->keep_threshold ? p->diag_weight * 65536 / p->keep_threshold : p->diag_weight;
+}
 
-/* out += weight * P v */
+/* Add weight * P v to `out`, with P after dropout. */
 static void block_forward(const problem *p, span s, scratch c, const float *q, float *out) {
-    const float *valid = valid_of(p, s, c);
-    const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
-    float *weight = c.weight, *kept = c.kept;
-    block_weights(s, q, k, valid, c.turned, weight);
-    if (p->kept) {
-        draw(p, s, kept);
-        for (int64_t i = 0; i < s.padded * s.padded; i++) weight[i] *= kept[i];
+    const float *valid = valid_tokens(p, s, c);
+    const float *k = load_keys(&p->k, s, valid, c.k);
+    const float *v = load_keys(&p->v, s, valid, c.v);
+    float *probs = c.probs;
+    float *dropout = c.dropout;
+    block_softmax(s, q, k, valid, c.transposed, probs);
+    if (p->keep_threshold) {
+        draw_dropout(p, s, dropout);
+        for (int64_t i = 0; i < s.rows * s.rows; i++) probs[i] *= dropout[i];
     }
-    multiply(1, s.padded, D, s.padded, weight, s.padded, 1, v, diag_weight(p), out, AHEAD(s, &p->k, &p->v));
+    multiply(1, s.rows, D, s.rows, probs, s.rows, 1, v, scaled_diag_weight(p), out, PREFETCH(s, &p->k, &p->v));
 }
 
-/* dv += P' do, dq += dscores k, dk += dscores' q */
-static void block_backward(const problem *p, span s, scratch c, const float *k, const float *v, float *dk, float *dv) {
-    const float *valid = valid_of(p, s, c);
-    const float *q = load_queries(&p->q, s, valid, c.q), *grad = load(&p->out, s, NULL, 0, c.grad);
-    float *dq = load(&p->dq, s, NULL, 0, c.dq);
-    const int64_t n = s.padded;
-    const float share = diag_weight(p), scale = share / sqrtf(D);
-    float *weight = c.weight, *dweight = c.dweight, *kept = c.kept, *turned = c.turned, *dropped = weight;
-    block_weights(s, q, k, valid, turned, weight);
-    transpose(n, D, v, turned);
-    multiply(0, n, n, D, grad, D, 1, turned, 1, dweight, AHEAD(s, &p->q, &p->out));
-    if (p->kept) {
-        draw(p, s, dropped = kept);
-        for (int64_t i = 0; i < n * n; i++) dweight[i] *= kept[i], kept[i] *= weight[i];
+/* Add the block's part to the gradients: to grad_k and grad_v in the tiles, to that of q in the tensor:
+   dv += P' do, dq += dscores k, dk += dscores' q. */
+static void block_backward(const problem *p, span s, scratch c, const float *k, const float *v, float *grad_k,
+                           float *grad_v) {
+    const float *valid = valid_tokens(p, s, c);
+    const float *q = load_queries(&p->q, s, valid, c.q);
+    const float *grad_out = load_tile(&p->out, s, NULL, 0, c.grad_out);
+    float *grad_q = load_tile(&p->grad_q, s, NULL, 0, c.grad_q);
+    const int64_t n = s.rows;
+    const float weight = scaled_diag_weight(p);
+    const float scale = weight / sqrtf(D);
+    float *probs = c.probs;
+    float *grad_probs = c.grad_probs;
+    float *dropout = c.dropout;
+    float *dropped_probs = probs;
+    block_softmax(s, q, k, valid, c.transposed, probs);
+    transpose(n, D, v, c.transposed);
+    multiply(0, n, n, D, grad_out, D, 1, c.transposed, 1, grad_probs, PREFETCH(s, &p->q, &p->out));
+    if (p->keep_threshold) {
+        draw_dropout(p, s, dropout);
+        dropped_probs = dropout;
+        for (int64_t i = 0; i < n * n; i++) {
+            grad_probs[i] *= dropout[i];
+            dropped_probs[i] *= probs[i];
+        }
     }
-    multiply(1, n, D, n, dropped, 1, n, grad, share, dv, AHEAD(s, &p->dq));
-    for (int64_t i = 0; i < n; i++) softmax_backward(n, weight + i * n, dweight + i * n);
-    multiply(1, n, D, n, dweight, n, 1, k, scale, dq, NULL);
-    multiply(1, n, D, n, dweight, 1, n, q, scale, dk, NULL);
-    store(&p->dq, s, dq);
+    multiply(1, n, D, n, dropped_probs, 1, n, grad_out, weight, grad_v, PREFETCH(s, &p->grad_q));
+    for (int64_t i = 0; i < n; i++) softmax_backward(n, probs + i * n, grad_probs + i * n);
+    multiply(1, n, D, n, grad_probs, n, 1, k, scale, grad_q, NULL);
+    multiply(1, n, D, n, grad_probs, 1, n, q, scale, grad_k, NULL);
+    store_tile(&p->grad_q, s, grad_q);
 }

@@ -1,12 +1,14 @@
-/* The joint form of LLN+Diag: the formulas of ops/joint.py and backends/pytorch/joint.py. A block is a tile. */
+/* The joint form of LLN+Diag: the formulas of ops/joint.py and backends/pytorch/joint.py, with their symbols. Each tile
+   is a block. */
 
-static const float FLOOR = 0.0625f; /* of ops/joint.py */
+static const float FLOOR = 0.0625f; /* the floor of ops/joint.py */
 
-/* The maximum t and the sum Σ_j e^(beta k_j - t) of the keys, the two parts of L, behind it. */
-static float *top_of(const problem *p, int64_t head) { return log_sum_of(p, head) + D; }
-static float *total_of(const problem *p, int64_t head) { return log_sum_of(p, head) + 2 * D; }
+/* Pointers to the two parts of L of a head: the maximum over the keys, and Σ_j e^(beta k_j - maximum). */
+static float *key_max_of_head(const problem *p, int64_t head) { return log_sum_of_head(p, head) + D; }
+static float *key_sum_of_head(const problem *p, int64_t head) { return log_sum_of_head(p, head) + 2 * D; }
 
-static int64_t real_keys(const problem *p, int64_t head, int64_t start, int64_t count) {
+/* Return how many of `count` tokens, from `start` on, are not padded. */
+static int64_t count_real_keys(const problem *p, int64_t head, int64_t start, int64_t count) {
     if (p->padding == NULL) return count;
     const uint8_t *padding = p->padding + head / p->heads * p->tokens + start;
     int64_t real = 0;
@@ -14,32 +16,40 @@ static int64_t real_keys(const problem *p, int64_t head, int64_t start, int64_t 
     return real;
 }
 
-/* What the queries of a block multiply the outside by. */
+/* What decides the weight of the keys outside a block. */
 typedef struct {
-    int all, none; /* whether all real keys of the sequence are in the block, or none of them */
-    float odds;    /* e^-o */
-} rule;
+    int has_all_keys, has_no_key; /* whether the block has all real keys of the sequence, or none of them */
+    float exp_minus_offset;       /* e^-o */
+} block_rule;
 
-static rule rule_of(const problem *p, int64_t head, span s, int64_t keys) {
-    const int64_t inside = real_keys(p, head, s.start, s.count);
-    return (rule){inside == keys && inside, !inside, expf(-p->parameter[head])};
+static block_rule rule_of_block(const problem *p, int64_t head, span s, int64_t real_keys) {
+    const int64_t inside = count_real_keys(p, head, s.start, s.count);
+    return (block_rule){inside == real_keys && inside, !inside, expf(-p->offset[head])};
 }
 
+/* The weight c of the keys outside the block, with its derivatives. */
 typedef struct {
-    float weight, by_u, by_parameter; /* c and its derivatives */
+    float weight, by_u, by_offset;
 } outside;
 
-static inline outside outside_of(rule r, float u) {
-    if (r.all) return (outside){0, 0, 0};
-    if (r.none) return (outside){1, 0, 0};
-    const float divisor = u + (1 - u) * r.odds;
-    const int floored = !(divisor > FLOOR);
-    const float unit = 1 / (floored ? FLOOR : divisor);
-    return (outside){unit, floored ? 0 : -unit * unit * (1 - r.odds), floored ? 0 : unit * (1 - unit * u)};
+/* Compute c and its derivatives, which are 0 at the floor and in blocks with all keys or none. */
+static inline outside outside_weight(block_rule rule, float u) {
+    if (rule.has_all_keys) return (outside){0, 0, 0};
+    if (rule.has_no_key) return (outside){1, 0, 0};
+    const float divisor = u + (1 - u) * rule.exp_minus_offset;
+    const int is_floored = !(divisor > FLOOR);
+    const float weight = 1 / (is_floored ? FLOOR : divisor);
+    const float by_u = is_floored ? 0 : -weight * weight * (1 - rule.exp_minus_offset);
+    const float by_offset = is_floored ? 0 : weight * (1 - weight * u);
+    return (outside){weight, by_u, by_offset};
 }
 
-/* u, from the mass inside the block; rounding must not leave [0, 1] */
-static inline float outside_mass(float inside) { return inside < 0 ? 1 : inside > 1 ? 0 : 1 - inside; }
+/* Return u = 1 - the mass inside the block, clamped to [0, 1] because of rounding. */
+static inline float outside_mass(float inside_mass) {
+    if (inside_mass < 0) return 1;
+    if (inside_mass > 1) return 0;
+    return 1 - inside_mass;
+}
 
 static inline float sum(int64_t n, const float *x) {
     float total = 0;
@@ -48,18 +58,21 @@ static inline float sum(int64_t n, const float *x) {
     return total;
 }
 
-/* w (D, n), transposed, to the bits that S was made of: e^(beta k - L) would differ by what rounding does to a large L.
-   From the transposed keys, in their place. */
-static void turned_weights(const problem *p, int64_t head, span s, const float *valid, float *turned) {
-    const float beta = p->beta[head], *top = top_of(p, head), *total = total_of(p, head);
+/* Replace the transposed keys in w_T (D, n) by W', with the same bits that S was computed from: e^(beta k - L) would
+   differ from them by the rounding of a large L. */
+static void key_features_T(const problem *p, int64_t head, span s, const float *valid, float *w_T) {
+    const float beta = p->beta[head];
+    const float *key_max = key_max_of_head(p, head);
+    const float *key_sum = key_sum_of_head(p, head);
     for (int d = 0; d < D; d++) {
-        const float shift = top[d], inverse = 1 / total[d];
-        float *w = turned + d * s.padded;
+        const float shift = key_max[d];
+        const float inverse = 1 / key_sum[d];
+        float *w = w_T + d * s.rows;
 #pragma omp simd
-        for (int64_t j = 0; j < s.padded; j++) w[j] = exponential(beta * w[j] - shift) * inverse;
+        for (int64_t j = 0; j < s.rows; j++) w[j] = exponential(beta * w[j] - shift) * inverse;
         if (valid == NULL) continue;
 #pragma omp simd
-        for (int64_t j = 0; j < s.padded; j++) w[j] *= valid[j];
+        for (int64_t j = 0; j < s.rows; j++) w[j] *= valid[j];
     }
 }
 
@@ -68,157 +81,207 @@ static inline void scale_row(int64_t n, float factor, float *x) {
     for (int64_t i = 0; i < n; i++) x[i] *= factor;
 }
 
-static void joint_forward(const problem *p, int64_t head, span s, scratch c, const float *q, int64_t keys, float *out) {
-    const float *valid = valid_of(p, s, c);
-    const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
-    const int64_t n = s.padded;
-    const rule r = rule_of(p, head, s, keys);
-    const float rescale = diag_weight(p);
-    float *a = c.features, *weight = c.weight, *inside = c.inside;
-    block_weights(s, q, k, valid, c.turned, weight);
-    turned_weights(p, head, s, valid, c.turned);
-    features(s, q, p->alpha[head], log_sum_of(p, head), a);
-    multiply(0, n, n, D, a, D, 1, c.turned, 1, inside, NULL);
-    if (p->kept) {
-        draw(p, s, c.kept);
-        for (int64_t i = 0; i < n * n; i++) weight[i] *= c.kept[i];
+/* Compute the output of a block: c A S + (a D - c M) v. `real_keys` is the number of real keys of the sequence. */
+static void joint_forward(const problem *p, int64_t head, span s, scratch c, const float *q, int64_t real_keys,
+                          float *out) {
+    const float *valid = valid_tokens(p, s, c);
+    const float *k = load_keys(&p->k, s, valid, c.k);
+    const float *v = load_keys(&p->v, s, valid, c.v);
+    const int64_t n = s.rows;
+    const block_rule rule = rule_of_block(p, head, s, real_keys);
+    const float rescale = scaled_diag_weight(p);
+    float *a = c.features;
+    float *probs = c.probs;
+    float *lln_probs = c.lln_probs;
+    block_softmax(s, q, k, valid, c.transposed, probs);
+    key_features_T(p, head, s, valid, c.transposed);
+    query_features(s, q, p->alpha[head], log_sum_of_head(p, head), a);
+    multiply(0, n, n, D, a, D, 1, c.transposed, 1, lln_probs, NULL);
+    if (p->keep_threshold) {
+        draw_dropout(p, s, c.dropout);
+        for (int64_t i = 0; i < n * n; i++) probs[i] *= c.dropout[i];
     }
     for (int64_t i = 0; i < n; i++) {
-        float *w = weight + i * n, *m = inside + i * n;
-        const float u = outside_mass(sum(n, m)), outer = outside_of(r, u).weight, inner = (1 - outer * u) * rescale;
+        float *row = probs + i * n;
+        float *m = lln_probs + i * n;
+        const float u = outside_mass(sum(n, m));
+        const float outer = outside_weight(rule, u).weight;
+        const float inner = (1 - outer * u) * rescale;
 #pragma omp simd
-        for (int64_t j = 0; j < n; j++) w[j] = inner * w[j] - outer * m[j];
+        for (int64_t j = 0; j < n; j++) row[j] = inner * row[j] - outer * m[j];
         scale_row(D, outer, a + i * D);
     }
-    multiply(0, n, D, D, a, D, 1, state_of(p, head), 1, out, AHEAD(s, &p->q, &p->out));
-    multiply(1, n, D, n, weight, n, 1, v, 1, out, AHEAD(s, &p->k, &p->v));
+    multiply(0, n, D, D, a, D, 1, state_of_head(p, head), 1, out, PREFETCH(s, &p->q, &p->out));
+    multiply(1, n, D, n, probs, n, 1, v, 1, out, PREFETCH(s, &p->k, &p->v));
 }
 
-/* One query's row of the block, from w = the softmax, e = do v', m = M: w becomes the gradient of the scores, e X and
-   m what multiplies do in dv; da = do S' becomes c da, and weight is c. Returns its part of the parameter's gradient. */
-static inline __attribute__((always_inline)) float joint_row(
-    rule r, int64_t n, const int dropout, const float *kept, float rescale, const float *a, float *da, float *w,
-    float *e, float *m, float *weight) {
-    float diag = 0, mass = 0, outer = 0;
-#pragma omp simd reduction(+ : diag, mass, outer)
+/* Compute the backward pass of one query's row of a block, in place:
+
+     p_row   in: the softmax D              out: the gradient of the scores
+     e_row   in: E = do v'                  out: X
+     m_row   in: M                          out: a D - c M, which multiplies do in the gradient of v
+     grad_a  in: do S'                      out: c do S'
+
+   dropout_row is used only if has_dropout is true. Store c in `weight`, and return the query's part of the gradient of
+   the offset. */
+static inline __attribute__((always_inline)) float joint_row_backward(
+    block_rule rule, int64_t n, const int has_dropout, const float *dropout_row, float rescale, const float *a,
+    float *grad_a, float *p_row, float *e_row, float *m_row, float *weight) {
+    float diag_e = 0;
+    float mass = 0;
+    float outside_e = 0;
+#pragma omp simd reduction(+ : diag_e, mass, outside_e)
     for (int64_t j = 0; j < n; j++) {
-        diag += dropout ? rescale * kept[j] * w[j] * e[j] : w[j] * e[j];
-        mass += m[j];
-        outer -= m[j] * e[j];
+        diag_e += has_dropout ? rescale * dropout_row[j] * p_row[j] * e_row[j] : p_row[j] * e_row[j];
+        mass += m_row[j];
+        outside_e -= m_row[j] * e_row[j];
     }
-    outer += dot(D, a, da);
+    outside_e += dot(D, a, grad_a);
     const float u = outside_mass(mass);
-    const outside o = outside_of(r, u);
-    const float inner = 1 - o.weight * u, du = o.by_u * outer - (o.weight + o.by_u * u) * diag;
+    const outside o = outside_weight(rule, u);
+    const float inner = 1 - o.weight * u;
+    const float grad_u = o.by_u * outside_e - (o.weight + o.by_u * u) * diag_e;
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
-        const float share = dropout ? inner * rescale * kept[j] : inner, p = w[j], slope = e[j];
-        m[j] = share * p - o.weight * m[j];
-        w[j] = p * (share * slope - inner * diag);
-        e[j] = -(o.weight * slope + du);
+        const float factor = has_dropout ? inner * rescale * dropout_row[j] : inner;
+        const float prob = p_row[j];
+        const float e = e_row[j];
+        m_row[j] = factor * prob - o.weight * m_row[j];
+        p_row[j] = prob * (factor * e - inner * diag_e);
+        e_row[j] = -(o.weight * e + grad_u);
     }
-    scale_row(D, *weight = o.weight, da);
-    return o.by_parameter * (outer - u * diag);
+    *weight = o.weight;
+    scale_row(D, o.weight, grad_a);
+    return o.by_offset * (outside_e - u * diag_e);
 }
 
-/* dx = A (dA - δ), dq = alpha dx, A becomes c A; adds Σ_i A δ to g and returns Σ q dx. */
-static float joint_queries(span s, const float *q, float alpha, const float *weight, float *a, const float *dx,
-                           float *dq, float *g) {
-    float dalpha[D] = {0}, total[D] = {0};
-    for (int64_t i = 0; i < s.padded; i++, a += D, dx += D) {
-        const float delta = dot(D, a, dx), *x = q + i * D;
-        float *to = dq + i * D;
+/* Compute dx = A (dA - δ) and dq = alpha dx of a tile from grad_a = dA. Replace A by c A, with c in `weight`, and add
+   Σ_i A δ to g. Return the tile's part of dalpha, Σ q dx. */
+static float joint_queries_backward(span s, const float *q, float alpha, const float *weight, float *a,
+                                    const float *grad_a, float *grad_q, float *g) {
+    float grad_alpha[D] = {0};
+    float total[D] = {0};
+    for (int64_t i = 0; i < s.rows; i++, a += D, grad_a += D) {
+        const float delta = dot(D, a, grad_a);
+        const float *x = q + i * D;
+        float *to = grad_q + i * D;
 #pragma omp simd
         for (int d = 0; d < D; d++) {
-            const float slope = a[d] * (dx[d] - delta);
+            const float grad_x = a[d] * (grad_a[d] - delta);
             total[d] += a[d] * delta;
-            dalpha[d] += x[d] * slope;
-            to[d] = alpha * slope;
+            grad_alpha[d] += x[d] * grad_x;
+            to[d] = alpha * grad_x;
             a[d] *= weight[i];
         }
     }
     for (int d = 0; d < D; d++) g[d] += total[d];
-    return sum(D, dalpha);
+    return sum(D, grad_alpha);
 }
 
-/* dk = beta W dW in place of dW; returns Σ k W dW. */
-static float joint_keys(int64_t n, const float *k, const float *w, float beta, float *dk) {
-    float dbeta = 0;
-#pragma omp simd reduction(+ : dbeta)
+/* Replace dW in grad_k by beta W dW, over n numbers. Return Σ k W dW, a part of dbeta. */
+static float joint_keys_backward(int64_t n, const float *k, const float *w, float beta, float *grad_k) {
+    float grad_beta = 0;
+#pragma omp simd reduction(+ : grad_beta)
     for (int64_t j = 0; j < n; j++) {
-        const float y = w[j] * dk[j];
-        dbeta += k[j] * y;
-        dk[j] = beta * y;
+        const float grad_y = w[j] * grad_k[j];
+        grad_beta += k[j] * grad_y;
+        grad_k[j] = beta * grad_y;
     }
-    return dbeta;
+    return grad_beta;
 }
 
 typedef struct {
-    double alpha, beta, parameter;
-} slopes;
+    double alpha, beta, offset;
+} scalar_gradients;
 
-/* What a tile adds to dS, g and the slopes; its dq, and the block's part of its dk and dv. */
-static void joint_block_backward(const problem *p, int64_t head, span s, scratch c, int64_t keys, slopes *sums) {
-    const float *valid = valid_of(p, s, c);
-    const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
-    const float *q = load_queries(&p->q, s, valid, c.q), *grad = load(&p->out, s, NULL, 0, c.grad);
-    float *dq = target(&p->dq, s, c.dq), *dk = target(&p->dk, s, c.dk), *dv = target(&p->dv, s, c.dv);
-    const int64_t n = s.padded;
-    const float beta = p->beta[head], rescale = diag_weight(p), scale = 1 / sqrtf(D);
-    const rule r = rule_of(p, head, s, keys);
-    float *a = c.features, *w = c.out, *dx = c.slopes, *weight = c.weight, *x = c.dweight, *inside = c.inside;
+/* Compute the first half of a block's backward pass: its dq, and its own parts of dk and dv, into the tensors. Add its
+   parts to c.grad_state (dS), c.g and `sums`. */
+static void joint_block_backward(const problem *p, int64_t head, span s, scratch c, int64_t real_keys,
+                                 scalar_gradients *sums) {
+    const float *valid = valid_tokens(p, s, c);
+    const float *k = load_keys(&p->k, s, valid, c.k);
+    const float *v = load_keys(&p->v, s, valid, c.v);
+    const float *q = load_queries(&p->q, s, valid, c.q);
+    const float *grad_out = load_tile(&p->out, s, NULL, 0, c.grad_out);
+    float *grad_q = output_tile(&p->grad_q, s, c.grad_q);
+    float *grad_k = output_tile(&p->grad_k, s, c.grad_k);
+    float *grad_v = output_tile(&p->grad_v, s, c.grad_v);
+    const int64_t n = s.rows;
+    const float beta = p->beta[head];
+    const float rescale = scaled_diag_weight(p);
+    const float scale = 1 / sqrtf(D);
+    const block_rule rule = rule_of_block(p, head, s, real_keys);
+    float *a = c.features;
+    float *w = c.out;
+    float *grad_a = c.grad_logits;
+    float *probs = c.probs;
+    float *e = c.grad_probs;
+    float *lln_probs = c.lln_probs;
 
-    block_weights(s, q, k, valid, c.turned, weight);
-    turned_weights(p, head, s, valid, c.turned);
-    transpose(D, n, c.turned, w);
-    features(s, q, p->alpha[head], log_sum_of(p, head), a);
-    multiply(0, n, n, D, a, D, 1, c.turned, 1, inside, AHEAD(s, &p->dk, &p->dv));
-    transpose(n, D, v, c.turned);
-    multiply(0, n, n, D, grad, D, 1, c.turned, 1, x, AHEAD(s, &p->k, &p->v));
-    multiply(0, n, D, D, grad, D, 1, c.turned_state, 1, dx, AHEAD(s, &p->q, &p->out));
-    if (p->kept) draw(p, s, c.kept);
-#define ROWS_OF_BLOCK(dropout)                                                                                      \
-    for (int64_t i = 0; i < n; i++)                                                                                 \
-        sums->parameter += joint_row(r, n, dropout, c.kept + i * n, rescale, a + i * D, dx + i * D, weight + i * n, \
-                                     x + i * n, inside + i * n, c.outer + i);
-    if (p->kept) { ROWS_OF_BLOCK(1) } else { ROWS_OF_BLOCK(0) }
+    block_softmax(s, q, k, valid, c.transposed, probs);
+    key_features_T(p, head, s, valid, c.transposed);
+    transpose(D, n, c.transposed, w);
+    query_features(s, q, p->alpha[head], log_sum_of_head(p, head), a);
+    multiply(0, n, n, D, a, D, 1, c.transposed, 1, lln_probs, PREFETCH(s, &p->grad_k, &p->grad_v));
+    transpose(n, D, v, c.transposed);
+    multiply(0, n, n, D, grad_out, D, 1, c.transposed, 1, e, PREFETCH(s, &p->k, &p->v));
+    multiply(0, n, D, D, grad_out, D, 1, c.state_T, 1, grad_a, PREFETCH(s, &p->q, &p->out));
+    if (p->keep_threshold) draw_dropout(p, s, c.dropout);
+    /* A constant for has_dropout lets the compiler specialize the loop. */
+#define ROWS_BACKWARD(has_dropout)                                                                             \
+    for (int64_t i = 0; i < n; i++)                                                                            \
+        sums->offset += joint_row_backward(rule, n, has_dropout, c.dropout + i * n, rescale, a + i * D,        \
+                                           grad_a + i * D, probs + i * n, e + i * n, lln_probs + i * n,        \
+                                           c.outside_weight + i);
+    if (p->keep_threshold) { ROWS_BACKWARD(1) } else { ROWS_BACKWARD(0) }
+    const float *grad_scores = probs;
+    const float *x = e;
+    const float *value_weights = lln_probs;
 
-    multiply(1, n, D, n, x, n, 1, w, 1, dx, AHEAD(s, &p->dq));
-    multiply(0, n, D, n, inside, 1, n, grad, 1, dv, NULL);
-    multiply(0, n, D, n, x, 1, n, a, 1, dk, NULL);
-    sums->beta += joint_keys(n * D, k, w, beta, dk);
-    sums->alpha += joint_queries(s, q, p->alpha[head], c.outer, a, dx, dq, c.g);
-    multiply(1, D, D, n, a, 1, D, grad, 1, c.dstate, NULL);
-    multiply(1, n, D, n, weight, n, 1, k, scale, dq, NULL);
-    multiply(1, n, D, n, weight, 1, n, q, scale, dk, NULL);
-    store(&p->dq, s, dq), store(&p->dk, s, dk), store(&p->dv, s, dv);
+    multiply(1, n, D, n, x, n, 1, w, 1, grad_a, PREFETCH(s, &p->grad_q));
+    multiply(0, n, D, n, value_weights, 1, n, grad_out, 1, grad_v, NULL);
+    multiply(0, n, D, n, x, 1, n, a, 1, grad_k, NULL);
+    sums->beta += joint_keys_backward(n * D, k, w, beta, grad_k);
+    sums->alpha += joint_queries_backward(s, q, p->alpha[head], c.outside_weight, a, grad_a, grad_q, c.g);
+    multiply(1, D, D, n, a, 1, D, grad_out, 1, c.grad_state, NULL);
+    multiply(1, n, D, n, grad_scores, n, 1, k, scale, grad_q, NULL);
+    multiply(1, n, D, n, grad_scores, 1, n, q, scale, grad_k, NULL);
+    store_tile(&p->grad_q, s, grad_q);
+    store_tile(&p->grad_k, s, grad_k);
+    store_tile(&p->grad_v, s, grad_v);
 }
 
+/* Compute all gradients of a head. */
 static void joint_backward(const problem *p, int64_t head, scratch c) {
-    const int64_t keys = real_keys(p, head, 0, p->tokens);
-    slopes sums = {0};
-    transpose(D, D, state_of(p, head), c.turned_state);
-    memset(c.dstate, 0, D * D * sizeof(float));
+    const int64_t real_keys = count_real_keys(p, head, 0, p->tokens);
+    scalar_gradients sums = {0};
+    transpose(D, D, state_of_head(p, head), c.state_T);
+    memset(c.grad_state, 0, D * D * sizeof(float));
     memset(c.g, 0, D * sizeof(float));
-    for (int64_t start = 0; start < p->tokens; start += p->tile)
-        joint_block_backward(p, head, tile_of(p, head, start), c, keys, &sums);
+    for (int64_t start = 0; start < p->tokens; start += p->tile_size)
+        joint_block_backward(p, head, tile_at(p, head, start), c, real_keys, &sums);
 
-    /* W as it went into S is e^(beta k - t) / Σ: the sum moves to the other factor. */
-    const float *total = total_of(p, head);
+    /* S was computed from W = e^(beta k - key_max) / key_sum. Dividing dS and g by key_sum here lets keys_backward work
+       with e^(beta k - key_max). */
+    const float *key_sum = key_sum_of_head(p, head);
     for (int d = 0; d < D; d++) {
-        scale_row(D, 1 / total[d], c.dstate + d * D);
-        c.g[d] /= total[d];
+        scale_row(D, 1 / key_sum[d], c.grad_state + d * D);
+        c.g[d] /= key_sum[d];
     }
-    transpose(D, D, c.dstate, c.turned_state);
-    for (int64_t start = 0; start < p->tokens; start += p->tile) {
-        const span s = tile_of(p, head, start);
-        const float *valid = valid_of(p, s, c);
-        const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
-        float *dk = load(&p->dk, s, NULL, 0, c.dk), *dv = load(&p->dv, s, NULL, 0, c.dv);
-        sums.beta += keys_backward(p, head, s, c, 1, top_of(p, head), k, v, dk, dv);
-        store(&p->dk, s, dk), store(&p->dv, s, dv);
+    float *grad_state_T = c.state_T; /* S' is not needed any more */
+    transpose(D, D, c.grad_state, grad_state_T);
+    for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
+        const span s = tile_at(p, head, start);
+        const float *valid = valid_tokens(p, s, c);
+        const float *k = load_keys(&p->k, s, valid, c.k);
+        const float *v = load_keys(&p->v, s, valid, c.v);
+        float *grad_k = load_tile(&p->grad_k, s, NULL, 0, c.grad_k);
+        float *grad_v = load_tile(&p->grad_v, s, NULL, 0, c.grad_v);
+        sums.beta += keys_backward(p, head, s, c, 1, key_max_of_head(p, head), k, v, grad_k, grad_v);
+        store_tile(&p->grad_k, s, grad_k);
+        store_tile(&p->grad_v, s, grad_v);
     }
-    if (p->dalpha) p->dalpha[head] = sums.alpha;
-    if (p->dbeta) p->dbeta[head] = sums.beta;
-    if (p->dparameter) p->dparameter[head] = sums.parameter;
+    if (p->grad_alpha) p->grad_alpha[head] = sums.alpha;
+    if (p->grad_beta) p->grad_beta[head] = sums.beta;
+    if (p->grad_offset) p->grad_offset[head] = sums.offset;
 }

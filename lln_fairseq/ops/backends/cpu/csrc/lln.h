@@ -1,8 +1,8 @@
-/* LLN attention: the formulas of backends/pytorch/lln.py. */
+/* LLN attention: the formulas of backends/pytorch/lln.py, with A, W, L, S and g as there. */
 
-/* a = softmax_d(alpha q + L) */
-static void features(span s, const float *q, float alpha, const float *log_sum, float *a) {
-    for (int64_t i = 0; i < s.padded; i++, a += D) {
+/* Compute a = A = softmax_d(alpha q + L) of a tile. */
+static void query_features(span s, const float *q, float alpha, const float *log_sum, float *a) {
+    for (int64_t i = 0; i < s.rows; i++, a += D) {
         const float *x = q + i * D;
 #pragma omp simd
         for (int d = 0; d < D; d++) a[d] = alpha * x[d] + log_sum[d];
@@ -10,9 +10,9 @@ static void features(span s, const float *q, float alpha, const float *log_sum, 
     }
 }
 
-/* w = exp(beta k - shift), 0 where the key is padded */
-static void weights(span s, const float *k, float beta, const float *shift, const float *valid, float *w) {
-    for (int64_t j = 0; j < s.padded; j++, w += D) {
+/* Compute w = exp(beta k - shift) of a tile, 0 for padded keys. With shift = L, this is W. */
+static void key_features(span s, const float *k, float beta, const float *shift, const float *valid, float *w) {
+    for (int64_t j = 0; j < s.rows; j++, w += D) {
         const float *x = k + j * D;
         if (valid && !valid[j]) {
             memset(w, 0, D * sizeof(float));
@@ -23,110 +23,131 @@ static void weights(span s, const float *k, float beta, const float *shift, cons
     }
 }
 
-/* total += Σ_j w, summed tile by tile: token by token, a sum of 10^5 loses a digit. */
-static void add_weights(span s, const float *w, float *total) {
+/* Add the sum of the rows of w to key_sum. The tile is summed first: adding 10^5 tokens one by one loses a digit. */
+static void add_key_features(span s, const float *w, float *key_sum) {
     float sum[D] = {0};
-    for (int64_t j = 0; j < s.padded; j++)
+    for (int64_t j = 0; j < s.rows; j++)
 #pragma omp simd
         for (int d = 0; d < D; d++) sum[d] += w[j * D + d];
-    for (int d = 0; d < D; d++) total[d] += sum[d];
+    for (int d = 0; d < D; d++) key_sum[d] += sum[d];
 }
 
-/* Raises `top` to the largest beta k of the tile, and scales what was summed with the old one. */
-static void raise_top(span s, const float *k, float beta, const float *valid, float *top, float *total, float *state,
-                      float *factor) {
-    memcpy(factor, top, D * sizeof(float));
-    for (int64_t j = 0; j < s.padded; j++) {
+/* Raise key_max to the largest beta k of the tile where that is larger, and rescale key_sum and `state`, which were
+   summed with the old maximum. `factor` is overwritten. */
+static void raise_key_max(span s, const float *k, float beta, const float *valid, float *key_max, float *key_sum,
+                          float *state, float *factor) {
+    memcpy(factor, key_max, D * sizeof(float));
+    for (int64_t j = 0; j < s.rows; j++) {
         const float *x = k + j * D;
         if (valid && !valid[j]) continue;
 #pragma omp simd
-        for (int d = 0; d < D; d++) top[d] = beta * x[d] > top[d] ? beta * x[d] : top[d];
+        for (int d = 0; d < D; d++) key_max[d] = beta * x[d] > key_max[d] ? beta * x[d] : key_max[d];
     }
-    if (!memcmp(factor, top, D * sizeof(float))) return;
+    if (!memcmp(factor, key_max, D * sizeof(float))) return;
 #pragma omp simd
-    for (int d = 0; d < D; d++) total[d] *= factor[d] = exponential(factor[d] - top[d]);
+    for (int d = 0; d < D; d++) {
+        factor[d] = exponential(factor[d] - key_max[d]);
+        key_sum[d] *= factor[d];
+    }
     for (int d = 0; d < D; d++)
         for (int e = 0; e < D; e++) state[d * D + e] *= factor[d];
 }
 
-/* L = logsumexp_j(beta k_j) and S = weight * W' v, both 0 for a sequence without a real key; with rows for them, the two
-   parts of L too: for a joint form, which divides by the second, or for workers that share a sequence. */
+/* Compute L = logsumexp_j(beta k_j) and S = lln_weight * W' v of a head; both are 0 for a sequence without a real key.
+   If the state has rows for them, store the two parts of L too: the maximum, which is then 0, and the sum, which is then
+   0, or 1 in the joint form, which divides by it. */
 static void sum_keys(const problem *p, int64_t head, scratch c) {
-    float *log_sum = log_sum_of(p, head), *state = state_of(p, head);
-    float *top = c.top, *total = c.total;
-    int any = 0;
+    float *log_sum = log_sum_of_head(p, head);
+    float *state = state_of_head(p, head);
+    float *key_max = c.key_max;
+    float *key_sum = c.key_sum;
+    int has_real_key = 0;
     memset(state, 0, D * D * sizeof(float));
-    for (int d = 0; d < D; d++) top[d] = -1e30f, total[d] = 0;
-    for (int64_t start = 0; start < p->tokens; start += p->tile) {
-        const span s = tile_of(p, head, start);
-        const float *valid = valid_of(p, s, c);
-        for (int64_t j = 0; j < s.padded && !any; j++) any = !valid || valid[j];
-        const float *k = load_keys(&p->k, s, valid, c.k), *v = load_keys(&p->v, s, valid, c.v);
-        raise_top(s, k, p->beta[head], valid, top, total, state, c.factor);
-        weights(s, k, p->beta[head], top, valid, c.features);
-        add_weights(s, c.features, total);
-        multiply(1, D, D, s.padded, c.features, 1, D, v, 1, state, AHEAD(s, &p->k, &p->v));
+    for (int d = 0; d < D; d++) {
+        key_max[d] = -1e30f;
+        key_sum[d] = 0;
+    }
+    for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
+        const span s = tile_at(p, head, start);
+        const float *valid = valid_tokens(p, s, c);
+        for (int64_t j = 0; j < s.rows && !has_real_key; j++) has_real_key = !valid || valid[j];
+        const float *k = load_keys(&p->k, s, valid, c.k);
+        const float *v = load_keys(&p->v, s, valid, c.v);
+        raise_key_max(s, k, p->beta[head], valid, key_max, key_sum, state, c.factor);
+        key_features(s, k, p->beta[head], key_max, valid, c.features);
+        add_key_features(s, c.features, key_sum);
+        multiply(1, D, D, s.rows, c.features, 1, D, v, 1, state, PREFETCH(s, &p->k, &p->v));
     }
     for (int d = 0; d < D; d++) {
-        const float factor = any ? p->lln / total[d] : 0;
-        log_sum[d] = any ? top[d] + logf(total[d]) : 0;
-        if (p->rows > D + 1) log_sum[D + d] = any ? top[d] : 0, log_sum[2 * D + d] = any ? total[d] : p->joint != 0;
+        const float factor = has_real_key ? p->lln_weight / key_sum[d] : 0;
+        log_sum[d] = has_real_key ? key_max[d] + logf(key_sum[d]) : 0;
+        if (p->state_rows > D + 1) {
+            log_sum[D + d] = has_real_key ? key_max[d] : 0;
+            log_sum[2 * D + d] = has_real_key ? key_sum[d] : p->joint != 0;
+        }
         for (int e = 0; e < D; e++) state[d * D + e] *= factor;
     }
 }
 
-/* dA = do S', dx = A (dA - Σ_d A dA), dq = alpha dx;
-   fills dS = A' do and g = diag(S dS') - Σ_i dx_i. */
+/* Compute the gradients of the queries of a head: dA = do S', dx = A (dA - Σ_d A dA), dq = alpha dx, and dalpha if it
+   is needed. Leave dS = A' do in c.grad_state, g = diag(S dS') - Σ_i dx_i in c.g, and S' in c.state_T. */
 static void queries_backward(const problem *p, int64_t head, scratch c) {
-    float *state = state_of(p, head), *turned = c.turned_state, *dstate = c.dstate, *g = c.g;
-    float *a = c.features, *dx = c.slopes;
+    float *state = state_of_head(p, head);
+    float *g = c.g;
+    float *a = c.features;
+    float *grad_x = c.grad_logits;
     const float alpha = p->alpha[head];
-    double dalpha = 0;
-    transpose(D, D, state, turned);
-    memset(dstate, 0, D * D * sizeof(float));
+    double grad_alpha = 0;
+    transpose(D, D, state, c.state_T);
+    memset(c.grad_state, 0, D * D * sizeof(float));
     memset(g, 0, D * sizeof(float));
-    for (int64_t start = 0; start < p->tokens; start += p->tile) {
-        const span s = tile_of(p, head, start);
-        const float *valid = valid_of(p, s, c);
-        const float *q = load_queries(&p->q, s, valid, c.q), *grad = load(&p->out, s, NULL, 0, c.grad);
-        float *dq = target(&p->dq, s, c.dq);
-        features(s, q, alpha, log_sum_of(p, head), a);
-        multiply(0, s.padded, D, D, grad, D, 1, turned, 1, dx, AHEAD(s, &p->q, &p->out));
-        multiply(1, D, D, s.padded, a, 1, D, grad, 1, dstate, AHEAD(s, &p->dq));
-        for (int64_t i = 0; i < s.padded; i++) {
-            const float *y = dx + i * D;
-            float *to = dq + i * D;
-            softmax_backward(D, a + i * D, dx + i * D);
+    for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
+        const span s = tile_at(p, head, start);
+        const float *valid = valid_tokens(p, s, c);
+        const float *q = load_queries(&p->q, s, valid, c.q);
+        const float *grad_out = load_tile(&p->out, s, NULL, 0, c.grad_out);
+        float *grad_q = output_tile(&p->grad_q, s, c.grad_q);
+        query_features(s, q, alpha, log_sum_of_head(p, head), a);
+        multiply(0, s.rows, D, D, grad_out, D, 1, c.state_T, 1, grad_x, PREFETCH(s, &p->q, &p->out));
+        multiply(1, D, D, s.rows, a, 1, D, grad_out, 1, c.grad_state, PREFETCH(s, &p->grad_q));
+        for (int64_t i = 0; i < s.rows; i++) {
+            const float *row = grad_x + i * D;
+            float *to = grad_q + i * D;
+            softmax_backward(D, a + i * D, grad_x + i * D);
 #pragma omp simd
             for (int d = 0; d < D; d++) {
-                g[d] -= y[d];
-                to[d] = alpha * y[d];
+                g[d] -= row[d];
+                to[d] = alpha * row[d];
             }
-            if (p->dalpha) dalpha += dot(D, q + i * D, y);
+            if (p->grad_alpha) grad_alpha += dot(D, q + i * D, row);
         }
-        store(&p->dq, s, dq);
+        store_tile(&p->grad_q, s, grad_q);
     }
-    for (int d = 0; d < D; d++) g[d] += dot(D, state + d * D, dstate + d * D);
-    if (p->dalpha) p->dalpha[head] = dalpha;
+    for (int d = 0; d < D; d++) g[d] += dot(D, state + d * D, c.grad_state + d * D);
+    if (p->grad_alpha) p->grad_alpha[head] = grad_alpha;
 }
 
-/* dv = W dS, dy = W (v dS' - g), dk = beta dy for a tile of keys, or added to what is there; W = e^(beta k - shift).
-   Returns Σ k dy, its part of dbeta. */
+/* Compute, or add to the tiles if `add` is true, the gradients of a tile of keys, with W = e^(beta k - shift):
+   dv = W dS, dy = W (v dS' - g), dk = beta dy. dS is c.grad_state, its transpose c.state_T, and g is c.g.
+   Return the tile's part of dbeta, Σ k dy; 0 if dbeta is not needed. */
 static inline float keys_backward(const problem *p, int64_t head, span s, scratch c, const int add, const float *shift,
-                           const float *k, const float *v, float *dk, float *dv) {
-    float *w = c.features, *dy = c.slopes, dbeta = 0;
+                                  const float *k, const float *v, float *grad_k, float *grad_v) {
+    float *w = c.features;
+    float *grad_y = c.grad_logits;
+    float grad_beta = 0;
     const float beta = p->beta[head];
-    weights(s, k, beta, shift, valid_of(p, s, c), w);
-    multiply(add, s.padded, D, D, w, D, 1, c.dstate, p->lln, dv, AHEAD(s, &p->k, &p->v));
-    multiply(0, s.padded, D, D, v, D, 1, c.turned_state, p->lln, dy, AHEAD(s, &p->dk, &p->dv));
-    for (int64_t j = 0; j < s.padded; j++) {
-        float *y = dy + j * D, *to = dk + j * D;
+    key_features(s, k, beta, shift, valid_tokens(p, s, c), w);
+    multiply(add, s.rows, D, D, w, D, 1, c.grad_state, p->lln_weight, grad_v, PREFETCH(s, &p->k, &p->v));
+    multiply(0, s.rows, D, D, v, D, 1, c.state_T, p->lln_weight, grad_y, PREFETCH(s, &p->grad_k, &p->grad_v));
+    for (int64_t j = 0; j < s.rows; j++) {
+        float *row = grad_y + j * D;
+        float *to = grad_k + j * D;
 #pragma omp simd
         for (int d = 0; d < D; d++) {
-            y[d] = w[j * D + d] * (y[d] - c.g[d]);
-            to[d] = (add ? to[d] : 0) + beta * y[d];
+            row[d] = w[j * D + d] * (row[d] - c.g[d]);
+            to[d] = (add ? to[d] : 0) + beta * row[d];
         }
-        if (p->dbeta) dbeta += dot(D, k + j * D, y);
+        if (p->grad_beta) grad_beta += dot(D, k + j * D, row);
     }
-    return dbeta;
+    return grad_beta;
 }

@@ -1,29 +1,41 @@
 /* Moment matching: the formulas of moment_matching.py. */
 
-/* Population standard deviation of the real tokens and the features of a head, at least 1e-6; summed relative to the
-   mean of the first of them, so that a large mean takes no digits from it. */
-static double deviation(const problem *p, const view *x, int64_t head, scratch c) {
-    double total = 0, square = 0, tokens = 0;
+/* Return the population standard deviation over the real tokens and the features of a head, at least 1e-6. The sums are
+   relative to the mean of the first real token, so that a large mean does not cost digits. */
+static double standard_deviation(const problem *p, const view *x, int64_t head, scratch c) {
+    double total = 0;
+    double total_square = 0;
+    double tokens = 0;
     float origin = 0;
-    for (int64_t start = 0; start < p->tokens; start += p->tile) {
-        const span s = tile_of(p, head, start);
-        const float *valid = valid_of(p, s, c);
-        float sum[D] = {0}, squares[D] = {0};
+    for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
+        const span s = tile_at(p, head, start);
+        const float *valid = valid_tokens(p, s, c);
+        float sum[D] = {0};
+        float squares[D] = {0};
         for (int64_t i = 0; i < s.count; i++) {
-            const float *y = at(x, s) + i * x->token;
+            const float *y = first_token(x, s) + i * x->token;
             if (valid && !valid[i]) continue;
-            if (tokens++ == 0)
+            if (tokens == 0)
                 for (int d = 0; d < D; d++) origin += y[d] / D;
+            tokens++;
 #pragma omp simd
-            for (int d = 0; d < D; d++) sum[d] += y[d] - origin, squares[d] += (y[d] - origin) * (y[d] - origin);
+            for (int d = 0; d < D; d++) {
+                sum[d] += y[d] - origin;
+                squares[d] += (y[d] - origin) * (y[d] - origin);
+            }
         }
-        for (int d = 0; d < D; d++) total += sum[d], square += squares[d];
+        for (int d = 0; d < D; d++) {
+            total += sum[d];
+            total_square += squares[d];
+        }
     }
-    const double count = tokens > 0 ? tokens * D : 1, mean = total / count, variance = square / count - mean * mean;
+    const double count = tokens > 0 ? tokens * D : 1;
+    const double mean = total / count;
+    const double variance = total_square / count - mean * mean;
     return sqrt(variance < 1e-12 ? 1e-12 : variance);
 }
 
-/* The piecewise linear function through the points of a table, its end segments continued. */
+/* Interpolate linearly between the points of a table; beyond its ends, the first and the last segment continue. */
 static double interpolate(table t, double x) {
     int64_t right = 1;
     while (right < t.points - 1 && t.x[right] < x) right++;
@@ -31,11 +43,12 @@ static double interpolate(table t, double x) {
     return t.y[right - 1] + slope * (x - t.x[right - 1]);
 }
 
-enum { LOG_SIGMA2_LIMIT = 24 }; /* moment_matching.py has the same limit */
+enum { LOG_SIGMA2_LIMIT = 24 }; /* the limit of moment_matching.py */
 
-/* alpha = σ̃ / (√2 σ_q), beta = σ̃ / (√2 σ_k): moment_matching.py */
+/* Compute alpha = σ̃ / (√2 σ_q) and beta = σ̃ / (√2 σ_k) of a head; see moment_matching.py. */
 static void head_match_moments(const problem *p, int64_t head, scratch c) {
-    const double sigma_q = deviation(p, &p->q, head, c), sigma_k = deviation(p, &p->k, head, c);
+    const double sigma_q = standard_deviation(p, &p->q, head, c);
+    const double sigma_k = standard_deviation(p, &p->k, head, c);
     const double matched = interpolate(p->calibration, 2 * log(sigma_q * sigma_k));
     const double sigma = exp((matched > LOG_SIGMA2_LIMIT ? LOG_SIGMA2_LIMIT : matched) / 2);
     p->alpha[head] = sigma / (sqrt(2) * sigma_q);

@@ -1,4 +1,4 @@
-/* Tiles of tokens on a CPU: matrix products, softmax, and how a tile is read from and written to (B, H, N, D). */
+/* Tiles of tokens: matrix products, softmax, and how a tile is read from and written to a tensor (B, H, N, D). */
 
 #include <math.h>
 #include <stdint.h>
@@ -11,30 +11,35 @@ enum { LANES = 8, PANEL = 2 };
 #else
 enum { LANES = 4, PANEL = 4 };
 #endif
-enum { ROWS = 4, MULTIPLE = 16 }; /* a panel of a product is ROWS x PANEL vectors; tiles are padded to 16 tokens */
+/* A panel of a product has ROWS x PANEL vectors; the rows of a tile are rounded up to a multiple of MULTIPLE. */
+enum { ROWS = 4, MULTIPLE = 16 };
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* A tensor (B, H, N, D) whose features are contiguous. */
 typedef struct {
     float *data;
-    int64_t batch, head, token; /* strides in elements; the features are dense */
-} view;                         /* (B, H, N, D) */
+    int64_t batch, head, token; /* strides in elements */
+} view;
 
+/* `count` tokens of one head, from token `start` on. Their tile has `rows` rows: count rounded up. */
 typedef struct {
-    int64_t batch, head, start, count, padded; /* `count` tokens from `start` on; their tile has `padded` rows */
+    int64_t batch, head, start, count, rows;
 } span;
 
-static inline float *at(const view *x, span s) {
+static inline float *first_token(const view *x, span s) {
     return x->data + s.batch * x->batch + s.head * x->head + s.start * x->token;
 }
 
 /* ---- arithmetic ---- */
 
-/* e^x to 1e-7 for x <= 0, the lowest clamped to the range of float32; NaN stays NaN. What rounding has left above 0,
-   where x is a difference of large numbers, counts as 0. The polynomial is that of Cephes' expf. */
+/* Compute e^x with a relative error of 1e-7 for x <= 0. x is clamped to at least -87, the range of float32, and NaN
+   stays NaN. Above 0, x counts as 0: x is a difference of large numbers, and rounding may have left it slightly above.
+   The polynomial is that of expf in the Cephes library. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 0.0f ? 0.0f : x;
-    const float n = rintf(x * 1.44269504088896341f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    const float n = rintf(x * 1.44269504088896341f);
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -45,23 +50,24 @@ static inline float exponential(float x) {
     return (p * r * r + r + 1.0f) * power.f;
 }
 
-/* Views of which the tile after s is asked for while a product on s keeps the memory idle; NULL follows the last. */
+/* Views, up to the first NULL, of which the tile after `s` is prefetched while a product on `s` leaves memory idle. */
 typedef struct {
     span s;
     const view *views[4];
-} ahead;
-#define AHEAD(span, ...) &(ahead){span, {__VA_ARGS__}}
+} prefetch;
+#define PREFETCH(span, ...) &(prefetch){span, {__VA_ARGS__}}
 
-static inline __attribute__((always_inline)) void fetch(const ahead *next, int64_t i) {
+/* Prefetch ROWS tokens, from row i on, of the tile after next->s. Does nothing if `next` is NULL. */
+static inline __attribute__((always_inline)) void prefetch_rows(const prefetch *next, int64_t i) {
     if (next == NULL || i >= next->s.count) return;
     for (const view *const *x = next->views; *x; x++)
         for (int64_t r = 0; r < ROWS; r++)
             for (int d = 0; d < D; d += 16)
-                __builtin_prefetch(at(*x, next->s) + (next->s.count + i + r) * (*x)->token + d);
+                __builtin_prefetch(first_token(*x, next->s) + (next->s.count + i + r) * (*x)->token + d);
 }
 
-/* One panel of `multiply`: its sums stay in registers. */
-static inline __attribute__((always_inline)) void panel(
+/* Compute one panel of `multiply`; its sums stay in registers. */
+static inline __attribute__((always_inline)) void multiply_panel(
     const int columns, const int add, int64_t inner, const float *a, int64_t a_row, int64_t a_inner, const float *b,
     int64_t b_inner, float scale, float *out, int64_t out_row) {
     vec sum[ROWS][PANEL] = {0};
@@ -83,25 +89,25 @@ static inline __attribute__((always_inline)) void panel(
     }
 }
 
-/* out (m, n) = or += scale * A (m, inner) B (inner, n). A has any strides, B and out are dense; m and n are
-   multiples of 16. */
+/* Compute out = scale * A B, or out += scale * A B if `add` is true, with A (m, inner), B (inner, n) and out (m, n).
+   A has any strides, a_row and a_inner; B and out are contiguous. m and n are multiples of 16. */
 static void multiply(
     const int add, int64_t m, int64_t n, int64_t inner, const float *a, int64_t a_row, int64_t a_inner, const float *b,
-    float scale, float *out, const ahead *next) {
+    float scale, float *out, const prefetch *next) {
     int64_t c = 0;
-#define STRIPES(columns)                                                                                    \
-    for (; c + columns * LANES <= n; c += columns * LANES)                                                  \
-        for (int64_t r = 0; r < m; r += ROWS) {                                                             \
-            if (c == 0) fetch(next, r);                                                                     \
-            panel(columns, add, inner, a + r * a_row, a_row, a_inner, b + c, n, scale, out + r * n + c, n); \
+#define STRIPES(columns)                                                                                             \
+    for (; c + columns * LANES <= n; c += columns * LANES)                                                           \
+        for (int64_t r = 0; r < m; r += ROWS) {                                                                      \
+            if (c == 0) prefetch_rows(next, r);                                                                      \
+            multiply_panel(columns, add, inner, a + r * a_row, a_row, a_inner, b + c, n, scale, out + r * n + c, n); \
         }
     STRIPES(PANEL)
     STRIPES(2)
     STRIPES(1)
 }
 
-/* out (m, n) = the transpose of x (n, m), in squares that stay in registers; n and m are multiples of 16. Inlined, its
-   hundreds of shuffles take half the time of compilation, and no less of a call. */
+/* Compute out (m, n) as the transpose of x (n, m), in squares that stay in registers. n and m are multiples of 16.
+   Inlining it would double the time of compilation, because of its hundreds of shuffles, and would not be faster. */
 static __attribute__((noinline)) void transpose(int64_t n, int64_t m, const float *x, float *out) {
     for (int64_t i = 0; i < n; i += 16)
         for (int64_t j = 0; j < m; j += 16)
@@ -109,17 +115,19 @@ static __attribute__((noinline)) void transpose(int64_t n, int64_t m, const floa
                 for (int ii = 0; ii < 16; ii++) out[(j + jj) * n + i + ii] = x[(i + ii) * m + j + jj];
 }
 
-/* x = softmax(x) over n numbers without those whose valid is 0; all 0 where nothing is valid. */
+/* Replace x by its softmax over those of its n numbers whose `valid` is not 0, or over all if `valid` is NULL. The
+   excluded numbers become 0; so do all if every number is excluded. */
 static inline void softmax(int64_t n, const float *valid, float *x) {
-    float top = -INFINITY, total = 0;
-#pragma omp simd reduction(max : top)
+    float row_max = -INFINITY;
+    float total = 0;
+#pragma omp simd reduction(max : row_max)
     for (int64_t j = 0; j < n; j++) {
         const float y = valid == NULL || valid[j] > 0 ? x[j] : -INFINITY;
-        top = y > top ? y : top;
+        row_max = y > row_max ? y : row_max;
     }
 #pragma omp simd reduction(+ : total)
     for (int64_t j = 0; j < n; j++) {
-        x[j] = valid == NULL || valid[j] > 0 ? exponential(x[j] - top) : 0;
+        x[j] = valid == NULL || valid[j] > 0 ? exponential(x[j] - row_max) : 0;
         total += x[j];
     }
     const float inverse = total == 0 ? 0 : 1 / total;
@@ -134,7 +142,7 @@ static inline float dot(int64_t n, const float *x, const float *y) {
     return sum;
 }
 
-/* dp = p (dp - Σ p dp), the derivative of a softmax over n numbers. */
+/* Replace dp by p (dp - Σ p dp), the gradient through a softmax over n numbers. */
 static inline void softmax_backward(int64_t n, const float *p, float *dp) {
     const float mean = dot(n, p, dp);
 #pragma omp simd
@@ -143,26 +151,31 @@ static inline void softmax_backward(int64_t n, const float *p, float *dp) {
 
 /* ---- tiles ---- */
 
-static inline int64_t multiple(int64_t n) { return (n + MULTIPLE - 1) / MULTIPLE * MULTIPLE; }
+static inline int64_t round_up(int64_t n) { return (n + MULTIPLE - 1) / MULTIPLE * MULTIPLE; }
 
-/* Whether the tile lies in the tensor as it is computed with: full, its rows side by side. Rows far apart are copied:
-   their distance is often a multiple of a large power of two, and they would push each other out of the cache. */
-static inline int in_place(const view *x, span s) { return s.count == s.padded && x->token == D; }
+/* Return 1 if the tile can be used in the tensor itself: it is full, and its rows are contiguous. Rows far apart are
+   copied, because their distance is often a multiple of a large power of two and they would evict each other from the
+   cache. */
+static inline int is_in_place(const view *x, span s) { return s.count == s.rows && x->token == D; }
 
-/* Where a tile is computed: in the tensor itself or, if that cannot be, in `copy`; then `store`. */
-static inline float *target(const view *x, span s, float *copy) { return in_place(x, s) ? at(x, s) : copy; }
-
-static inline void store(const view *x, span s, const float *from) {
-    if (in_place(x, s)) return;
-    for (int64_t i = 0; i < s.count; i++) memcpy(at(x, s) + i * x->token, from + i * D, D * sizeof(float));
+/* Return where to compute a tile: in the tensor itself if it can be used, else in `copy`. Then call store_tile. */
+static inline float *output_tile(const view *x, span s, float *copy) {
+    return is_in_place(x, s) ? first_token(x, s) : copy;
 }
 
-/* A tile: in the tensor itself or, if that cannot be, a copy with zeros beyond the end and, of the rows whose valid
-   is 0, only the numbers below `limit`: what padding holds, NaN and inf too, must not get into a sum. */
-static inline float *load(const view *x, span s, const float *valid, float limit, float *copy) {
-    if (in_place(x, s) && valid == NULL) return at(x, s);
+/* Write a tile that was computed in output_tile to the tensor, unless it is there already. */
+static inline void store_tile(const view *x, span s, const float *from) {
+    if (is_in_place(x, s)) return;
+    for (int64_t i = 0; i < s.count; i++) memcpy(first_token(x, s) + i * x->token, from + i * D, D * sizeof(float));
+}
+
+/* Return a tile: in the tensor itself if it can be used and `valid` is NULL, else a copy, with zeros in the rows beyond
+   the last token. Rows whose `valid` is 0 are padding, which may hold NaN and inf: there, only numbers with an absolute
+   value below `limit` are copied, and the others become 0. */
+static inline float *load_tile(const view *x, span s, const float *valid, float limit, float *copy) {
+    if (is_in_place(x, s) && valid == NULL) return first_token(x, s);
     for (int64_t i = 0; i < s.count; i++) {
-        const float *from = at(x, s) + i * x->token;
+        const float *from = first_token(x, s) + i * x->token;
         float *to = copy + i * D;
         if (valid == NULL || valid[i] > 0) {
             memcpy(to, from, D * sizeof(float));
@@ -171,6 +184,6 @@ static inline float *load(const view *x, span s, const float *valid, float limit
             for (int d = 0; d < D; d++) to[d] = fabsf(from[d]) < limit ? from[d] : 0;
         }
     }
-    memset(copy + s.count * D, 0, (s.padded - s.count) * D * sizeof(float));
+    memset(copy + s.count * D, 0, (s.rows - s.count) * D * sizeof(float));
     return copy;
 }

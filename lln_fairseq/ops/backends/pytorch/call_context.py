@@ -1,0 +1,121 @@
+"""The context of one forward or backward call of the PyTorch backend.
+
+Heads are computed in groups that fit the cache. `CallContext` holds the groups, the scratch memory that they reuse, and
+the padding of every head. `HeadTensors` holds what the computation knows per head.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln_fairseq.ops.backends import HybridSpec
+from lln_fairseq.ops.padding import clear_queries, written_out
+from lln_fairseq.ops.scratch import Scratch, head_groups
+
+
+class HeadTensors(NamedTuple):
+    """Tensors with one entry per head, for G heads: all B·H heads of a call, or one group of them."""
+
+    alpha: Tensor  # (G, 1, 1)
+    beta: Tensor  # (G, 1, 1)
+    log_sum: Tensor  # L = logsumexp_j(β k_j), (G, 1, D)
+    state: Tensor  # S = lln_weight · Wᵀ v, (G, D, D)
+    key_max: Tensor | None = None  # max_j β k_j, (G, 1, D); only for a joint form
+    key_sum: Tensor | None = None  # Σ_j exp(β k_j - key_max), (G, 1, D); only for a joint form
+    offset: Tensor | None = None  # the offset of a joint form, (G, 1, 1)
+
+    def select(self, group: slice) -> "HeadTensors":
+        """Return views of the heads of one group."""
+        parts: list[Any] = [None if x is None else x[group] for x in self]
+        return HeadTensors(*parts)
+
+
+class HeadGradients(NamedTuple):
+    """Gradients (B·H, 1, 1) of the scalars of every head; None where no gradient is needed."""
+
+    alpha: Tensor | None
+    beta: Tensor | None
+    offset: Tensor | None
+
+
+class CallContext:
+    """The groups of heads of one call, their scratch memory, and the padding of every head.
+
+    Attributes:
+        heads: B·H
+        block_size: tokens per block, at most N; 1 if the call has no blocks
+        groups: slices of range(heads)
+        length: N, the number of tokens
+        scratch: buffers for one group, with N rounded up to a multiple of block_size
+        padding: bool (B·H, rounded-up N), True = padded, also beyond N; None if there is no padding at all
+    """
+
+    def __init__(self, q: Tensor, mask: Tensor | None, mix: HybridSpec) -> None:
+        batch, heads, length, dim = q.shape
+        self.mix = mix
+        self.heads = batch * heads
+        self.length = length
+        self.block_size = 1
+        if mix.diag_weight:
+            self.block_size = max(1, min(mix.block_size, length))
+        blocks = -(-length // self.block_size)
+        padded_length = blocks * self.block_size
+        self.scratch = Scratch(q, padded_length)
+        self.groups = list(head_groups(self.heads, padded_length * max(dim, self.block_size), q))
+        self.has_mask = mask is not None
+        self.padding: Tensor | None = None
+        if self.has_mask or padded_length != length:
+            padding = torch.nn.functional.pad(written_out(mask, q), (0, padded_length - length), value=True)
+            self.padding = padding.repeat_interleave(heads, dim=0)
+
+    def head_scalars(self, x: Tensor) -> Tensor:
+        """Reshape one number per head, (B, H), to (B·H, 1, 1) in the compute dtype."""
+        return x.reshape(-1, 1, 1).to(self.scratch.dtype)
+
+    def head_tensors(self, alpha: Tensor, beta: Tensor, saved: Sequence[Tensor]) -> HeadTensors:
+        """Collect the tensors of all heads.
+
+        Args:
+            alpha, beta: (B, H)
+            saved: the tensors of `empty_saved`, which are not copied, so that filling them fills the result
+        """
+        heads = HeadTensors(self.head_scalars(alpha), self.head_scalars(beta), saved[0], saved[1])
+        if not self.mix.joint:
+            return heads
+        assert self.mix.parameter is not None
+        return heads._replace(key_max=saved[2], key_sum=saved[3], offset=self.head_scalars(self.mix.parameter))
+
+    def select(self, group: slice, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the part of each tensor (B·H, ...) that belongs to the group, as views."""
+        if len(self.groups) == 1:
+            return tensors
+        return [x[group] for x in tensors]
+
+    def load_inputs(self, group: slice, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Prepare the inputs of one group for the computation.
+
+        Args:
+            tensors: q, k, v and, in a backward pass, the gradient of the output, each (B·H, N, D)
+
+        Returns: contiguous tensors (G, rounded-up N, D) in the compute dtype, zero beyond N. Padded keys and values are
+            0, and in padded queries so are the numbers that are not finite or too large. The result may be an input
+            itself or scratch memory, and must not be written to.
+        """
+        inputs = list(self.select(group, tensors))
+        if self.padding is not None and self.has_mask:
+            padded = self.padding[group, : self.length, None]
+            inputs[0] = clear_queries(inputs[0], padded)
+            inputs[1] = inputs[1].masked_fill(padded, 0.0)
+            inputs[2] = inputs[2].masked_fill(padded, 0.0)
+        return [self.scratch.load(f"input{i}", x) for i, x in enumerate(inputs)]
+
+    def output_buffers(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return where to compute each output of a group: the output itself if its layout allows it, else scratch."""
+        return [self.scratch.target(f"result{i}", x) for i, x in enumerate(outputs)]
+
+    def store_outputs(self, buffers: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Copy the buffers that `output_buffers` returned to the outputs, unless they are the outputs themselves."""
+        for buffer, output in zip(buffers, outputs, strict=True):
+            self.scratch.store(buffer, output)
