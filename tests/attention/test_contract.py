@@ -179,5 +179,5 @@ def test_unknown_names_options_and_values_are_refused():
 
 
 def test_an_option_without_a_value_is_named():
-    with pytest.raises(ValueError, match="'mix' is no OPTION=VALUE"):
+    with pytest.raises(ValueError, match="OPTION=VALUE, got 'mix'"):
         parse_attention_spec("lln_diag:block_size=8,mix")

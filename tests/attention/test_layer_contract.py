@@ -135,7 +135,7 @@ def test_dropout_concerns_training_alone_and_follows_the_seed(variant, kind):
 def test_unknown_names_options_and_values_are_refused():
     for arguments, message in [
         (dict(name="flsh"), "did you mean 'flash'.*known: .*tnn"),
-        (dict(name="lln_diag"), "'lln_diag' is an attention and no layer"),
+        (dict(name="lln_diag"), "'lln_diag' is an attention and does not replace a layer"),
         (dict(name="flash", chunks=3), "no option 'chunks'; did you mean 'chunk_size'"),
         (dict(name="flash", form="linear"), "choose from chunked, quadratic"),
         (dict(name="flash", chunk_size=0), "at least 1"),

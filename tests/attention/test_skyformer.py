@@ -36,9 +36,9 @@ def test_landmarks_are_drawn_of_real_tokens_while_training():
     attention, (q, _, _) = build(landmarks=8), random_qkv(length=40)
     mask = torch.zeros(2, 40, dtype=torch.bool)
     mask[0, 20:] = mask[1, :5] = True
-    assert attention.positions(q, mask)[0].tolist() == [1, 3, 6, 8, 11, 13, 16, 18]
+    assert attention.landmark_positions(q, mask)[0].tolist() == [1, 3, 6, 8, 11, 13, 16, 18]
     attention.train()
-    drawn = torch.stack([attention.positions(q, mask) for _ in range(300)])
+    drawn = torch.stack([attention.landmark_positions(q, mask) for _ in range(300)])
     assert set(drawn[:, 0].flatten().tolist()) == set(range(20))
     assert set(drawn[:, 1].flatten().tolist()) == set(range(5, 40))
     # one of each eighth

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lln_fairseq.attention import build_layer
-from lln_fairseq.attention.tnn import EPS, toeplitz_product
+from lln_fairseq.attention.tnn import EPSILON, toeplitz_product
 from tests.helpers import FLOAT32_FORWARD, relative_rms
 
 DIM = 4
@@ -32,7 +32,7 @@ def test_the_fft_is_a_product_with_a_dense_toeplitz_matrix(length):
 
 
 def norm(x):
-    return x / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt()
+    return x / (x.square().mean(dim=-1, keepdim=True) + EPSILON).sqrt()
 
 
 def silu(x):
@@ -76,9 +76,9 @@ def test_weights_in_half_precision_are_those_of_float32():
     """Distances from 2,049 on are no numbers of half precision."""
     torch.manual_seed(0)
     unit = build_layer("tnn", dim=DIM, gamma=1.0).half().units[0]
-    found = unit.weights(3000, torch.device("cpu"))
+    found = unit.mixing_weights(3000, torch.device("cpu"))
     assert found.dtype == torch.float32
-    assert torch.equal(found, unit.float().weights(3000, torch.device("cpu")))
+    assert torch.equal(found, unit.float().mixing_weights(3000, torch.device("cpu")))
     assert (found[2049] != found[2048]).any()
 
 
