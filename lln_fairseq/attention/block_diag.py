@@ -12,8 +12,6 @@ from lln_fairseq.ops.checks import check_block_size
 
 @dataclass
 class BlockDiagConfig:
-    """Options of `BlockDiagAttention`."""
-
     block_size: int | None = option(None, "tokens in a block; default: the head dimension", at_least=1)
 
 

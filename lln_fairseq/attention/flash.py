@@ -17,8 +17,6 @@ EXPANSION = 2  # e / d
 
 @dataclass
 class FlashConfig:
-    """Options of `FlashLayer`."""
-
     form: str = option(
         "chunked", "chunked: chunks plus linear attention (FLASH); quadratic: every pair of tokens (FLASH-Quad)", FORMS
     )
@@ -69,14 +67,9 @@ class GatedAttentionUnit(nn.Module):
         self.distance_bias = nn.Parameter(INITIAL_STD * torch.randn(2 * config.chunk_size - 1))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Normalize the tokens and apply the unit.
+        """Normalize the tokens x (B, N, d) and apply the unit, without the residual connection.
 
-        Args:
-            x: (B, N, d).
-            key_padding_mask: bool (B, N), True = padded, or None.
-
-        Returns:
-            (B, N, d), without the residual connection.
+        key_padding_mask is bool (B, N), True = padded, or None. The result is (B, N, d).
         """
         x = self.layer_norm(x)
         gate = F.silu(self.gate_proj(x))
@@ -98,15 +91,9 @@ class GatedAttentionUnit(nn.Module):
         return self.out_proj(F.dropout(gate * attended, self.activation_dropout, self.training))
 
     def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute relu²(Q Kᵀ / c + b) V within every chunk of c tokens.
+        """Compute relu²(Q Kᵀ / c + b) V within every chunk of c tokens, from q, k (B, N, s) and v (B, N, e).
 
-        Args:
-            q: (B, N, s).
-            k: (B, N, s).
-            v: (B, N, e), 0 at padding.
-
-        Returns:
-            (B, N, e). A sequence shorter than c is a single chunk, still divided by c.
+        The result is (B, N, e). A sequence shorter than c is a single chunk, whose scores are still divided by c.
         """
         length = v.shape[1]
         width = min(self.config.chunk_size, length)
@@ -120,13 +107,8 @@ class GatedAttentionUnit(nn.Module):
     def _weights(self, q: Tensor, k: Tensor, factor: Tensor | float) -> Tensor:
         """Compute relu²(Q Kᵀ · factor + b) with attention dropout.
 
-        Args:
-            q: (..., M, s), the tokens 0 to M - 1 of a sequence or chunk.
-            k: (..., M, s).
-            factor: a number, or (B, 1, 1) for q and k with three dimensions.
-
-        Returns:
-            (..., M, M) in the dtype of q.
+        q and k (..., M, s) are the M consecutive tokens of a sequence or chunk. factor is a number or broadcasts to the
+        result (..., M, M), which has the dtype of q.
         """
         max_distance = self.config.chunk_size - 1
         index = torch.arange(q.shape[-2], device=q.device)

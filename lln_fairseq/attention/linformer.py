@@ -14,8 +14,6 @@ SHARING = ("none", "headwise", "key_value")
 
 @dataclass
 class LinformerConfig:
-    """Options of `LinformerAttention`."""
-
     projected_length: int = option(256, "k, projected keys of a sequence; at most the longest sequence", at_least=1)
     sharing: str = option(
         "headwise",

@@ -16,8 +16,6 @@ GAINS = ("none", "learned")
 
 @dataclass
 class LLNConfig:
-    """Options of `LLNAttention`, which `LLNDiagConfig` extends."""
-
     alpha: float | None = option(None, "fixed α; needs β too and switches moment matching off")
     beta: float | None = option(None, "fixed β; needs α too and switches moment matching off")
     constants: str = option(
@@ -47,7 +45,9 @@ class MomentMatchedAttention(Attention):
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         fixed = [x for x in (config.alpha, config.beta) if x is not None]
         if len(fixed) == 1:
-            raise ValueError(f"alpha and beta must be set together or not at all, got alpha={config.alpha}, beta={config.beta}")
+            raise ValueError(
+                f"alpha and beta must be set together or not at all, got alpha={config.alpha}, beta={config.beta}"
+            )
         if not all(x > 0 for x in fixed):
             raise ValueError(f"alpha and beta must be positive, got alpha={config.alpha}, beta={config.beta}")
         self.batch_independent = bool(fixed) or config.scope == "head"
@@ -68,8 +68,7 @@ class MomentMatchedAttention(Attention):
         queries and keys. With a learned gain they are α and β themselves, (B, H), with a gradient to the gain.
 
         Args:
-            q: queries (B, H, N, D).
-            k: keys (B, H, N, D).
+            q, k: queries and keys (B, H, N, D).
             key_padding_mask: bool (B, N), True = padded, or None.
         """
         if self.log_gain is None:

@@ -21,8 +21,6 @@ SUM_MIXES = ("average", "ratio", "scale")  # these add two parts, each of which 
 
 @dataclass
 class LLNDiagConfig(LLNConfig):
-    """Options of `LLNDiagAttention`."""
-
     block_size: int | None = option(None, "tokens in a block; default: the head dimension", at_least=1)
     mix: str = option(
         "average",

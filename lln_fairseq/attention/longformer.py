@@ -14,8 +14,6 @@ from lln_fairseq.ops.softmax import softmax_attention
 
 @dataclass
 class LongformerConfig:
-    """Options of `LongformerAttention`."""
-
     one_sided_window: int = option(256, "tokens attended on each side; half of the paper's window of 512", at_least=1)
 
 
@@ -54,13 +52,9 @@ class LongformerAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _is_attended(self, is_first: Tensor) -> Tensor:
-        """Return which keys each query attends to, padding aside: those in its window, and pairs with the first token.
+        """Return which keys each query attends to, bool (B, N, N): its window, and pairs with the first token.
 
-        Args:
-            is_first: bool (B, N), True at the first real token.
-
-        Returns:
-            bool (B, N, N).
+        is_first is bool (B, N), True at the first real token. Padding is not taken into account.
         """
         index = torch.arange(is_first.shape[1], device=is_first.device)
         in_window = (index[:, None] - index).abs() <= self.config.one_sided_window
@@ -69,20 +63,10 @@ class LongformerAttention(Attention):
     def _local_attention(
         self, q: Tensor, k: Tensor, v: Tensor, k_first: Tensor, v_first: Tensor, is_visible: Tensor
     ) -> Tensor:
-        """Compute the attention of every query to the keys in its window and to the first token.
+        """Compute the attention of every query to the keys in its window and to the first token, (B, H, N, D).
 
-        Blocks of queries are treated as entries of the batch.
-
-        Args:
-            q: (B, H, N, D).
-            k: (B, H, N, D).
-            v: (B, H, N, D).
-            k_first: key of the first token, (B, H, 1, D).
-            v_first: value of the first token, (B, H, 1, D).
-            is_visible: bool (B, N), the keys that windows may attend to; it excludes the first token.
-
-        Returns:
-            (B, H, N, D).
+        k_first and v_first are the key and value of the first token, (B, H, 1, D). is_visible, bool (B, N), selects the
+        keys that windows may attend to; it excludes the first token. Blocks of queries are entries of the batch.
         """
         batch, heads, length, dim = q.shape
         width = self.config.one_sided_window

@@ -17,8 +17,6 @@ from lln_fairseq.ops.softmax import softmax_attention
 
 @dataclass
 class NystromConfig:
-    """Options of `NystromAttention`."""
-
     landmarks: int = option(
         64, "segment means of queries and keys; sequences of at most this length get exact softmax", at_least=1
     )
@@ -87,14 +85,9 @@ class NystromAttention(Attention):
         return softmax_attention(q, k_mean, values, landmarks.padding)
 
     def _convolve(self, v: Tensor, weight: Tensor) -> Tensor:
-        """Compute Σ_t w_t v_{i + t - width // 2} for every head, with zeros beyond both ends.
+        """Compute Σ_t w_t v_{i + t - width // 2} for every head of v (B, H, N, D), with zeros beyond both ends.
 
-        Args:
-            v: (B, H, N, D).
-            weight: (H, 1, width, 1).
-
-        Returns:
-            (B, H, N, D).
+        weight is w, (H, 1, width, 1). The result is (B, H, N, D).
         """
         return F.conv2d(v, weight.to(v.dtype), padding=(self.config.conv_kernel // 2, 0), groups=self.num_heads)
 
@@ -113,15 +106,9 @@ class NystromAttention(Attention):
         return matrix
 
     def _sequence_matrix(self, q: Tensor, k: Tensor, tokens: Tensor) -> Tensor:
-        """Compute the columns of P that belong to the real tokens of one sequence, without the convolution.
+        """Compute the columns (H, N, n) of P that belong to the n real tokens of one sequence, without the convolution.
 
-        Args:
-            q: (H, N, D).
-            k: (H, N, D).
-            tokens: (n,), the positions of the real tokens in ascending order, at least one.
-
-        Returns:
-            (H, N, n).
+        q and k are (H, N, D). tokens (n,) are the positions of the real tokens in ascending order, at least one.
         """
 
         def softmax(x: Tensor, y: Tensor) -> Tensor:

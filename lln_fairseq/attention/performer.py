@@ -14,8 +14,6 @@ from lln_fairseq.ops.random_features import log_features, random_feature_attenti
 
 @dataclass
 class PerformerConfig:
-    """Options of `PerformerAttention`."""
-
     num_features: int = option(256, "random features of a head", at_least=1)
     redraw_every: int = option(
         1000, "draw new features after this many forward passes in training; 0: keep the first ones", at_least=0

@@ -13,8 +13,6 @@ from lln_fairseq.ops.padding import clear_padding, written_out
 
 @dataclass
 class ReformerConfig:
-    """Options of `ReformerAttention`."""
-
     chunk_size: int = option(64, "m, queries in a chunk, which attends to 3 m keys", at_least=1)
     hashes: int = option(4, "rounds of hashing", at_least=1)
 
@@ -63,17 +61,9 @@ class ReformerAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _hash_round(self, q: Tensor, k: Tensor, v: Tensor, rotation: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the attention of one round of hashing.
+        """Compute the attention of one round of hashing with R (H, D, directions) for q, k, v (B, H, N, D).
 
-        Args:
-            q: (B, H, N, D).
-            k: (B, H, N, D).
-            v: (B, H, N, D).
-            rotation: R, (H, D, directions).
-            padding: bool (B, N), True = padded.
-
-        Returns:
-            The output (B, H, N, D), and the logsumexp of the scores of every query (B, H, N).
+        Return the output (B, H, N, D), and the logsumexp of the scores of every query, (B, H, N).
         """
         length = q.shape[2]
         q_bucket = self.buckets(q, rotation, padding)
@@ -122,8 +112,7 @@ class ReformerAttention(Attention):
         """Find the keys that every chunk of sorted queries attends to.
 
         Args:
-            q_bucket: buckets of the queries (B, H, N).
-            k_bucket: buckets of the keys (B, H, N).
+            q_bucket, k_bucket: buckets of the queries and keys (B, H, N).
             padding: bool (B, N), True = padded.
 
         Returns:

@@ -31,8 +31,7 @@ class Attention(nn.Module):
 
     Args:
         config: an instance of the dataclass that the mechanism is registered with.
-        num_heads: number of heads H of the tensors that forward receives.
-        head_dim: number of features D of a head.
+        num_heads, head_dim: H and D of the tensors that forward receives.
         max_positions: number of tokens of the longest sequence.
         dropout: probability of dropping an attention weight during training. Mechanisms without attention weights
             ignore it.
@@ -62,9 +61,7 @@ class Attention(nn.Module):
         """Compute the attention output.
 
         Args:
-            q: queries (B, H, N, D).
-            k: keys (B, H, N, D).
-            v: values (B, H, N, D).
+            q, k, v: queries, keys and values (B, H, N, D).
             key_padding_mask: bool (B, N), True = padded, or None if nothing is padded.
 
         Returns:
@@ -79,8 +76,7 @@ class Attention(nn.Module):
         This is the slow, quadratic reference that forward is tested against, so it should not share code with forward.
 
         Args:
-            q: queries (B, H, N, D).
-            k: keys (B, H, N, D).
+            q, k: queries and keys (B, H, N, D).
             key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
@@ -100,8 +96,7 @@ class Attention(nn.Module):
         features to compute spectral gaps exactly at any length.
 
         Args:
-            q: queries (B, H, N, D).
-            k: keys (B, H, N, D).
+            q, k: queries and keys (B, H, N, D).
             key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
@@ -115,8 +110,7 @@ class Attention(nn.Module):
         The analysis derives the temperature τ of LLN attention from them.
 
         Args:
-            q: queries (B, H, N, D).
-            k: keys (B, H, N, D).
+            q, k: queries and keys (B, H, N, D).
             key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
@@ -219,8 +213,7 @@ def build_attention(
 
     Args:
         name: a key of ATTENTION_REGISTRY.
-        num_heads: number of heads H.
-        head_dim: number of features D of a head.
+        num_heads, head_dim: H and D of the tensors that forward receives.
         max_positions: number of tokens of the longest sequence.
         dropout: probability of dropping an attention weight during training.
         options: values for the fields of the options dataclass; fields that are left out keep their defaults.

@@ -13,8 +13,6 @@ from lln_fairseq.ops.padding import clear_padding
 
 @dataclass
 class SkyformerConfig:
-    """Options of `SkyformerAttention`."""
-
     landmarks: int = option(64, "tokens whose queries and keys are the landmarks", at_least=1)
     gamma: float = option(0.1, "γ, added to the diagonal of the landmarks' kernel matrix")
     iterations: int = option(6, "steps of the iterative inverse", at_least=1)

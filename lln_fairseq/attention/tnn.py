@@ -17,8 +17,6 @@ EPSILON = 1e-6  # added to mean squares
 
 @dataclass
 class TnnConfig:
-    """Options of `TnnLayer`."""
-
     gamma: float = option(0.99, "γ, factor by which a mixing weight decays with each token of distance, 0 < γ <= 1")
     rpe_layers: int = option(6, "hidden layers of the network that computes the mixing weights", at_least=0)
     rpe_dim: int = option(64, "width of that network", at_least=1)
@@ -48,13 +46,9 @@ class RelativePositionEncoder(nn.Module):
 
     @without_autocast
     def forward(self, distances: Tensor) -> Tensor:
-        """Compute the weights of every distance.
+        """Compute the weights (M, E) of the distances (M,), which are integers of either sign.
 
-        Args:
-            distances: integers (M,), positive or negative.
-
-        Returns:
-            (M, E) in float32, or in float64 for a model in float64. Half precision could not represent the distances.
+        The result is float32, or float64 for a model in float64. Half precision could not represent the distances.
         """
         first, *rest = self.layers
         parameter_dtype = next(self.parameters()).dtype
@@ -91,14 +85,9 @@ class GatedToeplitzUnit(nn.Module):
         self.rpe = RelativePositionEncoder(config, EXPANSION * dim)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Normalize the tokens and apply the unit.
+        """Normalize the tokens x (B, N, d) and apply the unit, without the residual connection.
 
-        Args:
-            x: (B, N, d).
-            key_padding_mask: bool (B, N), True = padded, or None.
-
-        Returns:
-            (B, N, d), without the residual connection.
+        key_padding_mask is bool (B, N), True = padded, or None. The result is (B, N, d).
         """
         x = rms_norm(x)
         gate = F.silu(self.gate_proj(x))
@@ -109,11 +98,9 @@ class GatedToeplitzUnit(nn.Module):
         return self.out_proj(F.dropout(gate * mixed, self.activation_dropout, self.training))
 
     def mixing_weights(self, length: int, device: torch.device) -> Tensor:
-        """Return the mixing weights t_k = γ^|k| RPE(k) of a sequence of N = `length` tokens.
+        """Return the mixing weights t_k = γ^|k| RPE(k) of a sequence of N = `length` tokens, in float32 or float64.
 
-        Returns:
-            t_0 ... t_{N-1}, t_{-N} ... t_{-1}, the layout that `toeplitz_product` expects; (2 N, E), float32 (float64
-            for a model in float64). t_{-N} enters no product.
+        They are t_0 ... t_{N-1}, t_{-N} ... t_{-1}, the layout (2 N, E) of `toeplitz_product`. t_{-N} is never used.
         """
         distances = torch.arange(2 * length, device=device)
         distances = torch.where(distances < length, distances, distances - 2 * length)

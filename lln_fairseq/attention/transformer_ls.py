@@ -13,8 +13,6 @@ from lln_fairseq.ops.padding import clear_padding, written_out
 
 @dataclass
 class TransformerLSConfig:
-    """Options of `TransformerLSAttention`."""
-
     window: int = option(
         8, "w, tokens in a chunk of queries, which also attends to w // 2 keys beyond each of its ends", at_least=1
     )
@@ -65,15 +63,10 @@ class TransformerLSAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0).to(q.dtype)
 
     def _mixing_weights(self, k: Tensor, padding: Tensor) -> Tensor:
-        """Compute the mixing weights P of the keys and values.
+        """Compute the mixing weights P (B, H, N, r) from the keys before LN_L, (B, H, N, D), in the dtype of k.
 
-        Args:
-            k: keys before LN_L (B, H, N, D).
-            padding: bool (B, N), True = padded.
-
-        Returns:
-            P (B, H, N, r) in the dtype of k. Each column is a softmax over the real tokens, or over all tokens of a
-            sequence that is all padding, where it would otherwise be 0/0.
+        Each column is a softmax over the real tokens. In a sequence that is all padding it is a softmax over all tokens,
+        because it would otherwise be 0/0.
         """
         scores = F.linear(k.transpose(1, 2).flatten(2), self.dynamic_proj.weight.to(k.dtype))
         scores = scores.unflatten(-1, (self.num_heads, self.config.rank))
@@ -82,15 +75,10 @@ class TransformerLSAttention(Attention):
         return scores.softmax(dim=1, dtype=compute_dtype(k.dtype)).to(k.dtype).transpose(1, 2)
 
     def _window_scores(self, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
-        """Compute the scores of every query for the keys in its window.
+        """Compute the scores of every scaled query for the normalized keys in its window.
 
-        Args:
-            q: scaled queries (B, H, N, D).
-            k: normalized keys (B, H, N, D).
-            padding: bool (B, N), True = padded.
-
-        Returns:
-            (B, H, N, w + 2 (w // 2)), -inf at padding and beyond the ends of the sequence.
+        q and k are (B, H, N, D), padding is bool (B, N). The result is (B, H, N, w + 2 (w // 2)), -inf at padding and
+        beyond the ends of the sequence.
         """
         scores = self._chunks(q) @ self._windows(k)
         is_missing = self._windows(padding[:, None, :, None], fill=True)[..., 0, :]  # (B, 1, chunks, keys)
@@ -108,14 +96,9 @@ class TransformerLSAttention(Attention):
         return F.pad(x, (0, 0, 0, tail)).unflatten(2, (-1, self.config.window))
 
     def _windows(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Cut x into the windows that the chunks of queries attend to.
+        """Cut x (B, H, N, F) into the windows that the chunks attend to, (B, H, chunks, F, w + 2 (w // 2)).
 
-        Args:
-            x: (B, H, N, F), numbers or bool.
-            fill: the value beyond the ends of the sequence.
-
-        Returns:
-            (B, H, chunks, F, w + 2 (w // 2)).
+        fill is the value beyond the ends of the sequence.
         """
         width = self.config.window
         reach = width // 2

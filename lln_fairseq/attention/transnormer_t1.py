@@ -18,8 +18,6 @@ EPSILON = 1e-12  # added to mean squares, so that an output of 0 stays 0
 
 @dataclass
 class TransNormerConfig:
-    """Options of `TransNormerT1Attention` and `TransNormerT2Attention`."""
-
     block_size: int = option(64, "tokens in a block of the local layers", at_least=1)
     local_layers: int | None = option(
         None, "number of layers, from the first one, with local attention; default: half of them", at_least=0
@@ -96,8 +94,7 @@ def norm_attention(
     """Compute RMSNorm(φ(q) (φ(k)ᵀ v)) in linear time, without a denominator that could vanish.
 
     Args:
-        q: (B, H, N, D).
-        k: (B, H, N, D).
+        q, k: (B, H, N, D).
         v: (B, H, N, D), 0 at padding.
         features: φ, elementwise. It is called with float32 tensors (float64 for float64 values).
         key_padding_mask: bool (B, N), True = padded, or None. φ(k) is set to 0 at padding.
@@ -118,8 +115,7 @@ def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropo
     """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012).
 
     Args:
-        q: (B, H, N, D).
-        k: (B, H, N, D).
+        q, k: (B, H, N, D).
         v: (B, H, N, D), 0 at padding.
         block_size: tokens in a block; the last block may be shorter.
         dropout_p: probability of dropping a weight.
