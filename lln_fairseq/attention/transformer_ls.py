@@ -65,8 +65,8 @@ class TransformerLSAttention(Attention):
     def _mixing_weights(self, k: Tensor, padding: Tensor) -> Tensor:
         """Compute the mixing weights P (B, H, N, r) from the keys before LN_L, (B, H, N, D), in the dtype of k.
 
-        Each column is a softmax over the real tokens. In a sequence that is all padding it is a softmax over all tokens,
-        because it would otherwise be 0/0.
+        Each column is a softmax over the real tokens. In a sequence that is all padding it is a softmax over all
+        tokens, because it would otherwise be 0/0.
         """
         scores = F.linear(k.transpose(1, 2).flatten(2), self.dynamic_proj.weight.to(k.dtype))
         scores = scores.unflatten(-1, (self.num_heads, self.config.rank))

@@ -131,7 +131,7 @@ def test_logits_are_the_same_alone_padded_and_with_longer_mates(name, normalize_
 
 @every_layer
 def test_options_of_robertas_layers_are_refused(name):
-    with pytest.raises(InputError, match="does not know feed_forward_tokens"):
+    with pytest.raises(InputError, match="does not support feed_forward_tokens"):
         built(attention=name, feed_forward_tokens=1)
 
 
