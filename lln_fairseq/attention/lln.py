@@ -65,11 +65,8 @@ class MomentMatchedAttention(Attention):
         """Return the keyword arguments of `lln_attention` and `lln_diag_attention` that determine α and β.
 
         Without a learned gain these are the options, so that the operation can match the moments while it reads the
-        queries and keys. With a learned gain they are α and β themselves, (B, H), with a gradient to the gain.
-
-        Args:
-            q, k: queries and keys (B, H, N, D).
-            key_padding_mask: bool (B, N), True = padded, or None.
+        queries and keys. With a learned gain they are α and β themselves, (B, H), with a gradient to the gain. Both
+        include the group of workers. Arguments are those of `attention_matrix`.
         """
         if self.log_gain is None:
             return {

@@ -93,11 +93,7 @@ class Attention(nn.Module):
         """Return the features φ(Q) and φ(K) of a linear attention.
 
         P is φ(Q) φ(K)ᵀ with every row divided by its sum over the keys that are not padded. The analysis uses the
-        features to compute spectral gaps exactly at any length.
-
-        Args:
-            q, k: queries and keys (B, H, N, D).
-            key_padding_mask: bool (B, N), True = padded, or None.
+        features to compute spectral gaps exactly at any length. Arguments are those of `attention_matrix`.
 
         Returns:
             φ(Q) and φ(K), each (B, H, N, F), or None if P has no such form with an F that is independent of N.
@@ -107,11 +103,7 @@ class Attention(nn.Module):
     def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         """Return the α and β that LLN attention uses for these queries and keys.
 
-        The analysis derives the temperature τ of LLN attention from them.
-
-        Args:
-            q, k: queries and keys (B, H, N, D).
-            key_padding_mask: bool (B, N), True = padded, or None.
+        The analysis derives the temperature τ of LLN attention from them. Arguments are those of `attention_matrix`.
 
         Returns:
             α and β, each (B, H) and detached from the graph, or None if the mechanism contains no LLN attention.
@@ -279,10 +271,7 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     """Parse strings such as "mix=ratio" and "block_size=16" into {"mix": "ratio", "block_size": 16}.
 
     A value that is valid JSON (a number, true, false, null) is converted, anything else stays a string. If an option
-    occurs twice, the last value counts.
-
-    Raises:
-        ValueError: if a string contains no "=".
+    occurs twice, the last value counts. A string without "=" raises ValueError.
     """
     options = {}
     for pair in pairs:
@@ -296,11 +285,8 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
 def parse_attention_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse an attention spec, NAME or NAME:OPTION=VALUE,OPTION=VALUE, into the name and the options.
 
-    Benchmarks and comparisons name mechanisms this way. Neither the name nor the options are checked against the
-    registry; `layers.check_attention_spec` does that.
-
-    Raises:
-        ValueError: if an option contains no "=".
+    Benchmarks and comparisons name mechanisms this way. An option without "=" raises ValueError. Neither the name nor
+    the options are checked against the registry; `layers.check_attention_spec` does that.
     """
     name, _, options = spec.partition(":")
     return name, parse_options(pair for pair in options.split(",") if pair)
@@ -317,7 +303,8 @@ def _parse_value(text: str) -> Any:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown word.
 
-    It is "; did you mean 'NEAREST'? (known: A, B)", without the question if no known word is similar.
+    It is "; did you mean 'NEAREST'? (known: A, B)", without the question if no known word is similar, and with
+    "(known: none)" if there are none.
     """
     names = sorted(known)
     listing = f" (known: {', '.join(names) or 'none'})"

@@ -235,8 +235,9 @@ class LLNRobertaModel(RobertaModel):
 def complete_config(cfg: DictConfig) -> DictConfig:
     """Return a copy of a model's configuration in which every option has a value.
 
-    Missing options get their default, missing sizes those of the base preset. Options whose default is computed later
-    stay None, among them `max_positions` and `pooler_dim`. Unknown keys are dropped: fairseq has already checked the
+    Missing options get their default, missing sizes those of the base preset, and `layernorm_embedding` becomes the
+    opposite of `encoder_normalize_before` if it is None. Options whose default is computed later stay None, among them
+    `max_positions` and `pooler_dim`. Unknown keys are dropped: fairseq has already checked the
     options of both command lines, and the configuration in a checkpoint may be from another version.
     """
     known = {field.name for field in dataclasses.fields(LLNRobertaConfig)}

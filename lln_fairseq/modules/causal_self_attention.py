@@ -86,7 +86,7 @@ class CausalSelfAttention(MultiheadAttention):
         mask = None
         if key_padding_mask is not None:
             mask = key_padding_mask.bool()
-        stored: dict[str, Tensor | None] = {}
+        stored: dict[str, Any] = {}
         if incremental_state is not None:
             stored = self._get_input_buffer(incremental_state)
         alpha, beta, moments = self._alpha_beta(q, k, mask, stored.get("moments"))
