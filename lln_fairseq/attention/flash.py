@@ -35,16 +35,8 @@ class GatedAttentionUnit(nn.Module):
 
     Q' and K' are made like Q and K, with scales and offsets of their own. The second term of the chunked form is
     computed as Q' (K'ᵀ V) / n, so its cost is linear in N. n is the number of real tokens of a sequence, b a learned
-    bias of the distance i - j. V is 0 at padding.
-
-    Args:
-        config: the options of the layer.
-        dim: number of features d of a token.
-        attention_dropout: dropout probability of the entries of relu²(...).
-        activation_dropout: dropout probability of U ∘ A V.
-
-    Raises:
-        ValueError: if key_dim is odd.
+    bias of the distance i - j. V is 0 at padding. Tokens have d = `dim` features. `attention_dropout` is the dropout
+    probability of the entries of relu²(...), `activation_dropout` that of U ∘ A V. An odd key_dim raises ValueError.
     """
 
     def __init__(self, config: FlashConfig, dim: int, attention_dropout: float, activation_dropout: float) -> None:
@@ -134,13 +126,9 @@ class FlashLayer(EncoderLayer):
 def rotary_embedding(x: Tensor) -> Tensor:
     """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864).
 
-    At position i, counted from 0, the features f and f + s/2 are rotated by the angle i · 10000^(-2f/s).
-
-    Args:
-        x: (B, N, P, s) with an even s. All P vectors of a token have its position.
-
-    Returns:
-        A tensor with the shape and dtype of x. Angles are computed in float32 (float64 for float64 inputs).
+    x is (B, N, P, s) with an even s; all P vectors of a token have its position. At position i, counted from 0, the
+    features f and f + s/2 are rotated by the angle i · 10000^(-2f/s), which is computed in float32 (float64 for float64
+    inputs). The result has the shape and dtype of x.
     """
     half = x.shape[-1] // 2
     dtype = compute_dtype(x.dtype)

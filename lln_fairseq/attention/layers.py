@@ -77,15 +77,8 @@ _LayerClass = TypeVar("_LayerClass", bound=type[EncoderLayer])
 def register_layer(name: str, config: type) -> Callable[[_LayerClass], _LayerClass]:
     """Return a class decorator that registers a subclass of `EncoderLayer`.
 
-    The class is called with (config, dim, dropout, attention_dropout, activation_dropout), see `build_layer`.
-
-    Args:
-        name: the value of --attention that selects the class.
-        config: the dataclass of its options, whose fields are made with `registry.option`.
-
-    Raises:
-        ValueError: when the decorator is applied, if the name is already registered.
-        TypeError: when the decorator is applied, if `config` is not a dataclass.
+    The class is called with (config, dim, dropout, attention_dropout, activation_dropout), see `build_layer`. Arguments
+    and exceptions are those of `registry.register_attention`, but there is no default for `config`.
     """
     return register_in(LAYER_REGISTRY, name, config)
 

@@ -223,9 +223,7 @@ def build_attention(
 def require_attention(name: str, reason: str) -> None:
     """Raise ValueError if the mechanism replaces a whole encoder layer; accept any other name, even unknown ones.
 
-    Args:
-        name: the value of --attention.
-        reason: the end of the message "NAME replaces the whole encoder layer, and REASON".
+    The message is "NAME replaces the whole encoder layer, and REASON".
     """
     if name in LAYER_REGISTRY:
         raise ValueError(f"{name} replaces the whole encoder layer, and {reason}")

@@ -32,11 +32,8 @@ class InputDtypeLinear(nn.Linear):
 class RelativePositionEncoder(nn.Module):
     """The relative position encoder (section 3.3 of the paper), a network from a distance k to a weight per channel.
 
-    RPE(k) = Linear(1, h), then `rpe_layers` times [norm, ReLU, Linear(h, h)], then norm, ReLU, Linear(h, channels).
-
-    Args:
-        config: the options of the layer; h is `rpe_dim`.
-        channels: number of channels E.
+    RPE(k) = Linear(1, h), then `rpe_layers` times [norm, ReLU, Linear(h, h)], then norm, ReLU, Linear(h, E), where h is
+    `rpe_dim` and E is the number of `channels`.
     """
 
     def __init__(self, config: TnnConfig, channels: int) -> None:
@@ -61,16 +58,9 @@ class RelativePositionEncoder(nn.Module):
 class GatedToeplitzUnit(nn.Module):
     """Gated Toeplitz unit (section 3.2 of the paper): o = (SiLU(x̂ W_u) ∘ T SiLU(x̂ W_v)) W_o for normalized tokens x̂.
 
-    The width within the unit is E = 3 d. T is one Toeplitz matrix per channel, T_ij = γ^|i-j| RPE(i - j). The values
-    SiLU(x̂ W_v) are 0 at padding.
-
-    Args:
-        config: the options of the layer.
-        dim: number of features d of a token.
-        activation_dropout: dropout probability of the input of W_o.
-
-    Raises:
-        ValueError: if gamma is not above 0 and at most 1.
+    Tokens have d = `dim` features, and the width within the unit is E = 3 d. T is one Toeplitz matrix per channel,
+    T_ij = γ^|i-j| RPE(i - j). The values SiLU(x̂ W_v) are 0 at padding. `activation_dropout` is the dropout probability
+    of the input of W_o. A gamma outside (0, 1] raises ValueError.
     """
 
     def __init__(self, config: TnnConfig, dim: int, activation_dropout: float) -> None:
@@ -109,11 +99,9 @@ class GatedToeplitzUnit(nn.Module):
 
 
 class GatedLinearUnit(nn.Module):
-    """Gated linear unit: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3 for normalized tokens x̂, with the width d throughout.
+    """Gated linear unit: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3 for normalized tokens x̂, with the width d = `dim` throughout.
 
-    Args:
-        dim: number of features d of a token.
-        activation_dropout: dropout probability of the input of W_3.
+    `activation_dropout` is the dropout probability of the input of W_3.
     """
 
     def __init__(self, dim: int, activation_dropout: float) -> None:

@@ -98,16 +98,9 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
 class LLNTransformerEncoder(TransformerEncoder):
     """fairseq's transformer encoder with a pluggable mechanism in every layer.
 
-    Args:
-        args: fairseq's options of the model, with `feed_forward_tokens` in addition.
-        dictionary: fairseq's dictionary.
-        embed_tokens: the token embeddings.
-        attention: the registered name of the mechanism.
-        options: the options of the mechanism.
-
-    Raises:
-        ValueError: if the mechanism cannot be built, or if it replaces a layer and `args` contains options that only
-            RoBERTa's own layers support.
+    `args` are fairseq's options of the model, with `feed_forward_tokens` in addition. `attention` and `options` are the
+    registered name and the options of the mechanism. ValueError is raised if it cannot be built, or if it replaces a
+    layer and `args` contains options that only RoBERTa's own layers support.
     """
 
     layer_norm: nn.Module | None  # after the last layer; created by TransformerEncoder
@@ -210,12 +203,9 @@ class LLNTransformerEncoder(TransformerEncoder):
 class LLNRobertaEncoder(RobertaEncoder):
     """fairseq's RoBERTa encoder with a pluggable mechanism in every layer, and with layer_norm_eps in its layer norms.
 
-    Args:
-        args: fairseq's options of the model, with `feed_forward_tokens` and `layer_norm_eps` in addition. For a
-            mechanism that replaces a layer, `no_token_positional_embeddings` is set in place.
-        dictionary: fairseq's dictionary.
-        attention: the registered name of the mechanism.
-        options: the options of the mechanism.
+    `args` are fairseq's options of the model, with `feed_forward_tokens` and `layer_norm_eps` in addition. For a
+    mechanism that replaces a layer, `args.no_token_positional_embeddings` is set in place. The norms of a mechanism
+    keep their own ε, apart from those of a replacement of a layer.
     """
 
     def __init__(self, args: Any, dictionary: Any, attention: str, options: dict[str, Any]) -> None:
