@@ -132,7 +132,9 @@ class LLNTransformerEncoder(TransformerEncoder):
         call.
         """
         self.shard = shard
-        group = None if shard is None else shard.group
+        group = None
+        if shard is not None:
+            group = shard.group
         for module in self._attentions():
             module.group = group
 

@@ -15,7 +15,7 @@ PATIENCE = timedelta(minutes=10)
 
 
 class Shard(NamedTuple):
-    """What a model has to know if its tokens are only a part of their sequences."""
+    """Describes to a model which part of their sequences its tokens are, and which workers hold the rest."""
 
     group: dist.ProcessGroup  # the workers that hold the sequences together
     positions: Tensor  # (B, n): for every token of the shard, its row in the table of position embeddings
