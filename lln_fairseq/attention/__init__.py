@@ -1,4 +1,7 @@
-"""Attention mechanisms, one file each. Every module of this package is imported, so a new file registers itself."""
+"""Attention mechanisms, one file each, and the registry that finds them by name.
+
+Importing this package imports every module in it, so a new file is registered without being listed anywhere.
+"""
 
 import importlib
 import pkgutil

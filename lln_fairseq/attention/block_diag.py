@@ -17,13 +17,17 @@ class BlockDiagConfig:
 
 @register_attention("block_diag", BlockDiagConfig)
 class BlockDiagAttention(Attention):
-    """Softmax attention inside consecutive blocks; a block without a real key gives 0."""
+    """Softmax attention within blocks of `block_size` consecutive tokens. The last block may be shorter.
+
+    The output is 0 in a block that is all padding.
+    """
 
     def __init__(
         self, config: BlockDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        self.block_size = self.shard_multiple = check_block_size(config.block_size, head_dim)
+        self.block_size = check_block_size(config.block_size, head_dim)
+        self.shard_multiple = self.block_size
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return block_diag_attention(q, k, v, key_padding_mask, self.block_size, self.active_dropout)

@@ -8,9 +8,13 @@ from lln_fairseq.attention.registry import register_attention
 
 @register_attention("elu")
 class EluAttention(KernelFeatureAttention):
-    """φ(x) = elu(x) + 1."""
+    """Linear attention with φ(x) = elu(x) + 1."""
 
-    @staticmethod
-    def features(x: Tensor) -> Tensor:
-        # elu(x) + 1 = e^x for x < 0: written so, small values keep their digits instead of rounding to 0.
-        return x.relu() + x.clamp(max=0).exp()
+    def features(self, x: Tensor) -> Tensor:
+        return elu_plus_one(x)
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """Compute elu(x) + 1 elementwise, in the shape and dtype of x."""
+    # For x < 0 this is e^x. Computing e^x directly keeps the digits of small values, which (e^x - 1) + 1 rounds away.
+    return x.relu() + x.clamp(max=0).exp()

@@ -1,4 +1,4 @@
-"""FLASH: gated attention units, quadratic in chunks and linear between them (Hua et al. 2022, arXiv 2202.10447)."""
+"""FLASH: gated attention units, quadratic within chunks and linear between them (Hua et al. 2022, arXiv 2202.10447)."""
 
 from dataclasses import dataclass
 
@@ -11,97 +11,131 @@ from lln_fairseq.attention.registry import option
 from lln_fairseq.ops.dtypes import compute_dtype
 
 FORMS = ("chunked", "quadratic")
-INITIAL = 0.02  # standard deviation
+INITIAL_STD = 0.02
 EXPANSION = 2  # e / d
 
 
 @dataclass
 class FlashConfig:
-    form: str = option("chunked", "chunks and linear attention (FLASH), or every pair of tokens (FLASH-Quad)", FORMS)
-    chunk_size: int = option(256, "c, tokens in a chunk; distances from c on share a bias", at_least=1)
-    key_dim: int = option(128, "s, features of queries and keys, an even number", at_least=2)
-    units: int = option(2, "gated attention units in place of a layer; two have its parameters", at_least=1)
+    form: str = option(
+        "chunked", "chunked: chunks plus linear attention (FLASH); quadratic: every pair of tokens (FLASH-Quad)", FORMS
+    )
+    chunk_size: int = option(256, "c, tokens in a chunk; all distances of c - 1 or more share a bias", at_least=1)
+    key_dim: int = option(128, "s, features of queries and keys; must be even", at_least=2)
+    units: int = option(2, "gated attention units in a layer; two have the parameters of a RoBERTa layer", at_least=1)
 
 
 class GatedAttentionUnit(nn.Module):
-    """GAU (section 3 of the paper), one head: o = (U ∘ A V) W_o for normalised tokens x̂ (B, N, d).
+    """Gated attention unit with one head (section 3 of the paper): o = (U ∘ A V) W_o for normalized tokens x̂ (B, N, d).
 
         U = SiLU(x̂ W_u), V = SiLU(x̂ W_v) (B, N, e), e = 2 d;  Z = SiLU(x̂ W_z) (B, N, s)
-        Q = R(Z ∘ γ_q + β_q), K = R(Z ∘ γ_k + β_k), R the rotary embedding of the positions
+        Q = R(Z ∘ γ_q + β_q), K = R(Z ∘ γ_k + β_k), R the rotary position embedding
         quadratic    A = relu²(Q Kᵀ / n + b)
-        chunked      A = relu²(Q Kᵀ / c + b) inside chunks of c tokens, plus Q' K'ᵀ / n over the whole sequence, where
-                     Q', K' are made like Q, K; it goes by way of K'ᵀ V, and so the cost is linear in N
+        chunked      A = relu²(Q Kᵀ / c + b) within chunks of c tokens, plus Q' K'ᵀ / n over the whole sequence
 
-    n is the number of real tokens of a sequence, b a learned bias of the distance i - j. V is 0 at padding.
+    Q' and K' are made like Q and K, with scales and offsets of their own. The second term of the chunked form is
+    computed as Q' (K'ᵀ V) / n, so its cost is linear in N. n is the number of real tokens of a sequence, b a learned
+    bias of the distance i - j. V is 0 at padding. Tokens have d = `dim` features. `attention_dropout` is the dropout
+    probability of the entries of relu²(...), `activation_dropout` that of U ∘ A V. An odd key_dim raises ValueError.
     """
 
     def __init__(self, config: FlashConfig, dim: int, attention_dropout: float, activation_dropout: float) -> None:
         super().__init__()
         if config.key_dim % 2:
             raise ValueError(f"attention 'flash': key_dim must be even, got {config.key_dim}")
-        self.config, self.attention_dropout, self.activation_dropout = config, attention_dropout, activation_dropout
+        self.config = config
+        self.attention_dropout = attention_dropout
+        self.activation_dropout = activation_dropout
         self.layer_norm = nn.LayerNorm(dim)
-        self.gate_proj, self.value_proj = (nn.Linear(dim, EXPANSION * dim) for _ in range(2))
-        self.shared_proj, self.out_proj = nn.Linear(dim, config.key_dim), nn.Linear(EXPANSION * dim, dim)
-        kinds = 2 if config.form == "quadratic" else 4  # Q, K, Q', K'
-        self.scales = nn.Parameter(INITIAL * torch.randn(kinds, config.key_dim))
-        self.offsets = nn.Parameter(torch.zeros(kinds, config.key_dim))
-        self.distance_bias = nn.Parameter(INITIAL * torch.randn(2 * config.chunk_size - 1))
+        self.gate_proj = nn.Linear(dim, EXPANSION * dim)
+        self.value_proj = nn.Linear(dim, EXPANSION * dim)
+        self.shared_proj = nn.Linear(dim, config.key_dim)
+        self.out_proj = nn.Linear(EXPANSION * dim, dim)
+        num_projections = 4  # Q, K, Q', K'
+        if config.form == "quadratic":
+            num_projections = 2  # Q, K
+        self.scales = nn.Parameter(INITIAL_STD * torch.randn(num_projections, config.key_dim))
+        self.offsets = nn.Parameter(torch.zeros(num_projections, config.key_dim))
+        self.distance_bias = nn.Parameter(INITIAL_STD * torch.randn(2 * config.chunk_size - 1))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """(B, N, d), (B, N) -> (B, N, d)"""
+        """Normalize the tokens x (B, N, d) and apply the unit, without the residual connection.
+
+        key_padding_mask is bool (B, N), True = padded, or None. The result is (B, N, d).
+        """
         x = self.layer_norm(x)
-        gate, v, shared = (F.silu(proj(x)) for proj in (self.gate_proj, self.value_proj, self.shared_proj))
-        count = torch.full((len(x), 1, 1), x.shape[1], dtype=compute_dtype(x.dtype), device=x.device)  # n
+        gate = F.silu(self.gate_proj(x))
+        v = F.silu(self.value_proj(x))
+        shared = F.silu(self.shared_proj(x))
+        num_real = torch.full((len(x), 1, 1), x.shape[1], dtype=compute_dtype(x.dtype), device=x.device)  # n
         if key_padding_mask is not None:
             v = v.masked_fill(key_padding_mask[:, :, None], 0.0)
-            count = (~key_padding_mask).sum(dim=1).clamp(min=1).to(count.dtype)[:, None, None]
-        rows = rotated(shared[:, :, None] * self.scales + self.offsets).unbind(dim=2)
+            num_real = (~key_padding_mask).sum(dim=1).clamp(min=1).to(num_real.dtype)[:, None, None]
+        projections = rotary_embedding(shared[:, :, None] * self.scales + self.offsets)
         if self.config.form == "quadratic":
-            attended = self._weights(rows[0], rows[1], 1 / count) @ v
+            q, k = projections.unbind(dim=2)
+            attended = self._weights(q, k, 1 / num_real) @ v
         else:
-            root = count.rsqrt().to(v.dtype)  # of each factor, far from the limits of half precision
-            attended = self._in_chunks(rows[0], rows[1], v) + rows[2] @ ((rows[3] * root).mT @ (v * root))
+            q, k, q_linear, k_linear = projections.unbind(dim=2)
+            # Both factors of the product are divided by √n, which keeps them within the range of half precision.
+            scale = num_real.rsqrt().to(v.dtype)
+            attended = self._attend_in_chunks(q, k, v) + q_linear @ ((k_linear * scale).mT @ (v * scale))
         return self.out_proj(F.dropout(gate * attended, self.activation_dropout, self.training))
 
-    def _in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A V of the chunks, (B, N, e); those of a shorter sequence are no longer than it."""
+    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute relu²(Q Kᵀ / c + b) V within every chunk of c tokens, from q, k (B, N, s) and v (B, N, e).
+
+        The result is (B, N, e). A sequence shorter than c is a single chunk, whose scores are still divided by c.
+        """
         length = v.shape[1]
         width = min(self.config.chunk_size, length)
-        q, k, v = (F.pad(x, (0, 0, 0, -length % width)).unflatten(1, (-1, width)) for x in (q, k, v))
-        return (self._weights(q, k, 1 / self.config.chunk_size) @ v).flatten(1, 2)[:, :length]
+
+        def chunks(x: Tensor) -> Tensor:
+            return F.pad(x, (0, 0, 0, -length % width)).unflatten(1, (-1, width))
+
+        out = self._weights(chunks(q), chunks(k), 1 / self.config.chunk_size) @ chunks(v)
+        return out.flatten(1, 2)[:, :length]
 
     def _weights(self, q: Tensor, k: Tensor, factor: Tensor | float) -> Tensor:
-        """relu²(Q Kᵀ · factor + b), (..., M, M), with attention dropout."""
-        furthest = self.config.chunk_size - 1
+        """Compute relu²(Q Kᵀ · factor + b) with attention dropout.
+
+        q and k (..., M, s) are the M consecutive tokens of a sequence or chunk. factor is a number or broadcasts to the
+        result (..., M, M), which has the dtype of q.
+        """
+        max_distance = self.config.chunk_size - 1
         index = torch.arange(q.shape[-2], device=q.device)
-        distance = (index[:, None] - index).clamp(-furthest, furthest)
-        weights = (q @ k.mT * factor + self.distance_bias[distance + furthest]).relu().square()
+        distance = (index[:, None] - index).clamp(-max_distance, max_distance)
+        weights = (q @ k.mT * factor + self.distance_bias[distance + max_distance]).relu().square()
         return F.dropout(weights, self.attention_dropout, self.training).to(q.dtype)
 
 
 @register_layer("flash", FlashConfig)
 class FlashLayer(EncoderLayer):
-    """Gated attention units and nothing else: a unit is attention and feed-forward part in one.
+    """A layer of gated attention units. A unit does the work of attention and of the feed-forward part.
 
-    Published models have twice RoBERTa's layers, of one unit each: as many units as RoBERTa's number of two each.
+    Published models have twice as many layers as RoBERTa, with one unit each, so a layer has two units by default.
     """
 
     def __init__(
         self, config: FlashConfig, dim: int, dropout: float, attention_dropout: float, activation_dropout: float
     ) -> None:
-        units = (GatedAttentionUnit(config, dim, attention_dropout, activation_dropout) for _ in range(config.units))
+        units = [GatedAttentionUnit(config, dim, attention_dropout, activation_dropout) for _ in range(config.units)]
         super().__init__(units, dropout)
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864) of x (B, N, kinds, s), s even.
+def rotary_embedding(x: Tensor) -> Tensor:
+    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864).
 
-    At position i the features f and f + s/2 turn by the angle i · 10000^(-2f/s).
+    x is (B, N, P, s) with an even s; all P vectors of a token have its position. At position i, counted from 0, the
+    features f and f + s/2 are rotated by the angle i · 10000^(-2f/s), which is computed in float32 (float64 for float64
+    inputs). The result has the shape and dtype of x.
     """
     half = x.shape[-1] // 2
-    position, number = (torch.arange(n, device=x.device).to(compute_dtype(x.dtype)) for n in (x.shape[1], half))
-    angle = (position[:, None] * 10000.0 ** (-number / half))[:, None]
-    first, second = x[..., :half], x[..., half:]
-    turned = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    dtype = compute_dtype(x.dtype)
+    position = torch.arange(x.shape[1], device=x.device).to(dtype)
+    frequency = torch.arange(half, device=x.device).to(dtype)
+    angle = (position[:, None] * 10000.0 ** (-frequency / half))[:, None]
+    first = x[..., :half]
+    second = x[..., half:]
+    rotated = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
+    return torch.cat(rotated, dim=-1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What linear attentions with explicit features share (arXiv 2311.13541, eq. 4)."""
+"""Base class of linear attentions that are defined by a feature map (arXiv 2311.13541, eq. 4)."""
 
 from torch import Tensor
 
@@ -10,24 +10,35 @@ from lln_fairseq.ops.padding import clear_padding
 
 
 class KernelFeatureAttention(Attention):
-    """P_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l) in linear time; a subclass says what φ >= 0 is.
+    """Linear attention with P_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l), for a non-negative feature map φ.
 
-    It has no attention matrix, so attention dropout does not apply. A query that has no feature in common with any key
-    gives 0.
+    A subclass defines φ in `features`, or overrides `feature_maps` if φ depends on the position of the token. The cost
+    is linear in N. P is never formed, so attention dropout does not apply. A query whose features are 0 wherever those
+    of the keys are not gives 0.
     """
+
+    def features(self, x: Tensor) -> Tensor:
+        """Compute φ.
+
+        Args:
+            x: queries or keys (B, H, N, D), in float32 or float64.
+
+        Returns:
+            φ(x) >= 0, (B, H, N, F), in the dtype of x.
+        """
+        raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)
-        return linear_attention(*self.feature_maps(q, k, key_padding_mask), v, key_padding_mask)
+        phi_q, phi_k = self.feature_maps(q, k, key_padding_mask)
+        return linear_attention(phi_q, phi_k, v, key_padding_mask)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return reference.kernel_matrix(*self.feature_maps(q, k, key_padding_mask), key_padding_mask)
+        phi_q, phi_k = self.feature_maps(q, k, key_padding_mask)
+        return reference.kernel_matrix(phi_q, phi_k, key_padding_mask)
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(q.dtype)
-        return self.features(q.to(dtype)), self.features(k.to(dtype))
-
-    @staticmethod
-    def features(x: Tensor) -> Tensor:
-        """φ of queries or keys (B, H, N, D) in float32 or float64, (B, H, N, F)."""
-        raise NotImplementedError
+        phi_q = self.features(q.to(dtype))
+        phi_k = self.features(k.to(dtype))
+        return phi_q, phi_k

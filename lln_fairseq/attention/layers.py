@@ -1,12 +1,14 @@
-"""The second seam: what replaces a whole encoder layer, self-attention and feed-forward part. One file each, too.
+"""Define the base class and the registration of mechanisms that replace a whole encoder layer.
+
+Such a mechanism takes the place of self-attention and the feed-forward part together. It is one file, too:
 
     @register_layer("gate", GateConfig)
     class GateLayer(EncoderLayer):
         def __init__(self, config, dim, dropout, attention_dropout, activation_dropout):
             super().__init__([GatedUnit(dim, activation_dropout) for _ in range(config.units)], dropout)
 
-Options, flags, Hydra keys, contract tests and benchmark rows are as those of an attention, see registry.py. What needs
-queries and keys, or RoBERTa's own layers, refuses these names: `require_attention`.
+Options, flags, Hydra keys, contract tests and benchmark rows follow from the registry as they do for an attention.
+Features that need queries and keys, or RoBERTa's own layers, reject these mechanisms with `registry.require_attention`.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,40 +28,58 @@ from lln_fairseq.attention.registry import (
 
 
 class EncoderLayer(nn.Module):
-    """Units one after the other, each in its residual connection: x + dropout(unit(x)).
+    """A sequence of units, each in a residual connection: x + dropout(unit(x)).
 
-    A unit has its norm in front, whatever --encoder-normalize-before says, and computes x (B, N, C), mask (B, N) with
-    True = padded or None -> (B, N, C) without letting padding into the real tokens. The encoder ends with a norm.
+    A unit maps (x (B, N, C), key_padding_mask (B, N) bool or None) to (B, N, C). It normalizes its own input, whatever
+    --encoder-normalize-before says, and must not let padding influence the real tokens. The encoder therefore ends with
+    a layer norm.
+
+    Args:
+        units: the units, applied in this order.
+        dropout: dropout probability of the output of each unit.
     """
 
-    positions = True  # whether the encoder adds embeddings of the positions to those of the tokens
+    positions = True  # the encoder adds position embeddings to the token embeddings
 
     def __init__(self, units: Iterable[nn.Module], dropout: float = 0.0) -> None:
         super().__init__()
-        self.units, self.dropout = nn.ModuleList(units), dropout
+        self.units = nn.ModuleList(units)
+        self.dropout = dropout
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None = None) -> Tensor:
-        """x (T, B, C), mask (B, T) with True = padded -> (T, B, C). Padding may hold anything."""
+        """Apply the units in turn.
+
+        Args:
+            x: (T, B, C). Padded tokens may contain anything; they are set to 0 first, in a copy.
+            encoder_padding_mask: (B, T), True or nonzero = padded, or None.
+
+        Returns:
+            (T, B, C). x itself if it has no elements.
+        """
         if not x.numel():
             return x
         x = x.transpose(0, 1)
-        mask = None if encoder_padding_mask is None else encoder_padding_mask.bool()
-        if mask is not None:
+        mask = None
+        if encoder_padding_mask is not None:
+            mask = encoder_padding_mask.bool()
             x = x.masked_fill(mask[:, :, None], 0.0)
         for unit in self.units:
             x = x + F.dropout(unit(x, mask), self.dropout, self.training)
         return x.transpose(0, 1)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """fairseq asks its layers to rename what old checkpoints call otherwise."""
+        """Change nothing. fairseq calls this on every layer to rename the parameters of old checkpoints."""
 
 
-_T = TypeVar("_T", bound=type[EncoderLayer])
+_LayerClass = TypeVar("_LayerClass", bound=type[EncoderLayer])
 
 
-def register_layer(name: str, config: type) -> Callable[[_T], _T]:
-    """Class decorator, as register_attention; the class takes what build_layer gives it: its config, the width and the
-    probabilities of dropout."""
+def register_layer(name: str, config: type) -> Callable[[_LayerClass], _LayerClass]:
+    """Return a class decorator that registers a subclass of `EncoderLayer`.
+
+    The class is called with (config, dim, dropout, attention_dropout, activation_dropout), see `build_layer`. Arguments
+    and exceptions are those of `registry.register_attention`, but there is no default for `config`.
+    """
     return register_in(LAYER_REGISTRY, name, config)
 
 
@@ -72,20 +92,32 @@ def build_layer(
     activation_dropout: float = 0.0,
     **options: Any,
 ) -> EncoderLayer:
-    """The layer registered as `name` for tokens of `dim` features, with `options` for the fields of its dataclass.
+    """Build the layer that is registered under a name.
 
-    `dropout` is of what a unit adds, `attention_dropout` of attention weights, `activation_dropout` of what enters a
-    unit's last projection. Raises: ValueError as build_attention does.
+    Args:
+        name: a key of LAYER_REGISTRY.
+        dim: number of features C of a token.
+        dropout: dropout probability of the output of a unit.
+        attention_dropout: dropout probability of attention weights.
+        activation_dropout: dropout probability of the input of a unit's last projection.
+        options: values for the fields of the options dataclass; fields that are left out keep their defaults.
+
+    Raises:
+        ValueError: as `registry.build_attention` does, or if the name belongs to an attention.
     """
     config = checked_config(name, options)
     if name not in LAYER_REGISTRY:
-        raise ValueError(f"'{name}' is an attention and no layer{did_you_mean(name, LAYER_REGISTRY)}")
+        hint = did_you_mean(name, LAYER_REGISTRY)
+        raise ValueError(f"'{name}' is an attention and does not replace a layer{hint}")
     return LAYER_REGISTRY[name].cls(config, dim, dropout, attention_dropout, activation_dropout)
 
 
-def check_attention_spec(row: str) -> None:
-    """Raises: ValueError for a row, as parse_attention_spec reads it, that cannot be built."""
-    name, options = parse_attention_spec(row)
+def check_attention_spec(spec: str) -> None:
+    """Raise ValueError if an attention spec (see `registry.parse_attention_spec`) cannot be built.
+
+    The mechanism is built once, with one head of 64 features, and thrown away.
+    """
+    name, options = parse_attention_spec(spec)
     if name in LAYER_REGISTRY:
         build_layer(name, dim=64, **options)
     else:

@@ -1,4 +1,4 @@
-"""Linear attention with the features x²: the linear counterpart of `quadratic` in Figure 2 of arXiv 2311.13541."""
+"""Linear attention with the features x², the linear counterpart of `quadratic` in Figure 2 of arXiv 2311.13541."""
 
 from torch import Tensor
 
@@ -8,11 +8,11 @@ from lln_fairseq.attention.registry import register_attention
 
 @register_attention("linear_quadratic")
 class LinearQuadraticAttention(KernelFeatureAttention):
-    """φ(x) = x² feature by feature: P depends neither on the scale of q and k nor on a temperature.
+    """Linear attention with φ(x) = x², elementwise.
 
-    The exact features of `quadratic`, κ(s) = s², would be all D² products.
+    P depends neither on the scale of the queries and keys nor on a temperature. This is not the same attention as
+    `quadratic`: the exact features of κ(s) = s² would be all D² products of two features.
     """
 
-    @staticmethod
-    def features(x: Tensor) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return x.square()

@@ -1,4 +1,4 @@
-"""Linear attention with the features ReLU(x): the linear counterpart of `relu` in Figure 2 of arXiv 2311.13541."""
+"""Linear attention with the features ReLU(x), the linear counterpart of `relu` in Figure 2 of arXiv 2311.13541."""
 
 from torch import Tensor
 
@@ -8,8 +8,10 @@ from lln_fairseq.attention.registry import register_attention
 
 @register_attention("linear_relu")
 class LinearReluAttention(KernelFeatureAttention):
-    """φ(x) = max(x, 0): P depends neither on the scale of q and k nor on a temperature."""
+    """Linear attention with φ(x) = max(x, 0).
 
-    @staticmethod
-    def features(x: Tensor) -> Tensor:
+    P depends neither on the scale of the queries and keys nor on a temperature.
+    """
+
+    def features(self, x: Tensor) -> Tensor:
         return x.relu()

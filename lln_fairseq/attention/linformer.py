@@ -14,59 +14,75 @@ SHARING = ("none", "headwise", "key_value")
 
 @dataclass
 class LinformerConfig:
-    projected_length: int = option(256, "k, the projected keys of a sentence; at most the longest sentence", at_least=1)
+    projected_length: int = option(256, "k, projected keys of a sequence; at most the longest sequence", at_least=1)
     sharing: str = option(
-        "headwise", "E, F of every head, of a layer (headwise), or one E = F of a layer (key_value)", SHARING
+        "headwise",
+        "none: E and F for every head; headwise: one E and one F for a layer; key_value: one E = F for a layer",
+        SHARING,
     )
 
 
 @register_attention("linformer", LinformerConfig)
 class LinformerAttention(Attention):
-    """softmax(q (E k)ᵀ / √D) F v with learned E, F (k, max_positions) (eq. 7), k of order 256 for any length.
+    """softmax(q (E k)ᵀ / √D) F v with learned E and F of shape (k, max_positions) (eq. 7 of the paper).
 
-    Token j is weighed by column j, so a model has its longest sentence built in, and needs its E and F trained there.
-    Padded keys and values count as 0: a short sentence sees the first columns. Attention dropout applies to the weights
-    of the projected keys. E and F start from N(0, 1/k), the random projections of Theorem 1. The paper's layerwise
-    sharing is out of reach of one attention.
+    Token j is weighted by column j of E and F, so a model cannot process sequences longer than max_positions, and
+    columns are only trained up to the length of the training sequences. Padded keys and values count as 0, so a short
+    sequence uses the first columns only. Attention dropout applies to the weights of the projected keys. E and F are
+    initialized from N(0, 1/k), the random projections of Theorem 1. The paper also shares projections between layers,
+    which is not possible here because every layer has its own attention.
+
+    Sequences longer than max_positions raise ValueError.
     """
 
     config: LinformerConfig
-    stochastic_rows = False  # F is any matrix
+    stochastic_rows = False  # F is an arbitrary matrix
 
     def __init__(
         self, config: LinformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        rows = min(config.projected_length, max_positions)
-        shape = (num_heads if config.sharing == "none" else 1, rows, max_positions)
-        self.key_projection = nn.Parameter(torch.randn(shape) * rows**-0.5)
-        separate = config.sharing != "key_value"
-        self.value_projection = nn.Parameter(torch.randn(shape) * rows**-0.5) if separate else None
+        projected_length = min(config.projected_length, max_positions)
+        num_matrices = num_heads if config.sharing == "none" else 1
+        shape = (num_matrices, projected_length, max_positions)
+        self.key_projection = nn.Parameter(torch.randn(shape) * projected_length**-0.5)
+        self.value_projection = None
+        if config.sharing != "key_value":
+            self.value_projection = nn.Parameter(torch.randn(shape) * projected_length**-0.5)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)
-        e, f = self._projections(q)
-        return softmax_attention(q, self._project(e, k), self._project(f, v), dropout_p=self.active_dropout)
+        key_projection, value_projection = self._projections(q)
+        projected_k = self._project(key_projection, k)
+        projected_v = self._project(value_projection, v)
+        return softmax_attention(q, projected_k, projected_v, dropout_p=self.active_dropout)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """softmax(q (E k)ᵀ / √D) F, with the columns of E and F that meet padding set to 0 instead of k and v."""
-        e, f = self._projections(q)
+        key_projection, value_projection = self._projections(q)
         if key_padding_mask is not None:
-            real = (~key_padding_mask).to(q.dtype)[:, None, None, :]
-            e, f = e * real, f * real
-        return (q @ (e @ k).mT / self.head_dim**0.5).softmax(dim=-1) @ f
+            # forward sets padded keys and values to 0. Here the columns that they would be multiplied by are 0.
+            is_real = (~key_padding_mask).to(q.dtype)[:, None, None, :]
+            key_projection = key_projection * is_real
+            value_projection = value_projection * is_real
+        return (q @ (key_projection @ k).mT / self.head_dim**0.5).softmax(dim=-1) @ value_projection
 
-    def _projections(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """E, F (H or 1, k, N) for the length and dtype of x."""
-        if x.shape[2] > self.max_positions:
-            raise ValueError(f"linformer was built for {self.max_positions} tokens, got {x.shape[2]}")
-        e = self.key_projection
-        f = e if self.value_projection is None else self.value_projection
-        return e[..., : x.shape[2]].to(x.dtype), f[..., : x.shape[2]].to(x.dtype)
+    def _projections(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return E and F, each (H or 1, k, N), for the length and in the dtype of q (B, H, N, D).
+
+        Raises ValueError if N exceeds max_positions.
+        """
+        length = q.shape[2]
+        if length > self.max_positions:
+            raise ValueError(f"linformer was built for {self.max_positions} tokens, got {length}")
+        value_projection = self.value_projection
+        if value_projection is None:
+            value_projection = self.key_projection
+        return self.key_projection[..., :length].to(q.dtype), value_projection[..., :length].to(q.dtype)
 
     @staticmethod
     def _project(weights: Tensor, x: Tensor) -> Tensor:
-        """(H or 1, k, N), (B, H, N, D) -> (B, H, k, D), as one product for all that share the weights."""
+        """Multiply x (B, H, N, D) by weights (H or 1, k, N), which gives (B, H, k, D)."""
         if weights.shape[0] > 1:
             return torch.einsum("hkn,bhnd->bhkd", weights, x)
+        # One matrix product for all heads.
         return torch.einsum("kn,bhnd->bhkd", weights[0], x)

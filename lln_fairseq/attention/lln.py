@@ -19,51 +19,75 @@ class LLNConfig:
     alpha: float | None = option(None, "fixed α; needs β too and switches moment matching off")
     beta: float | None = option(None, "fixed β; needs α too and switches moment matching off")
     constants: str = option(
-        "calibrated", "σ̃² by the table that makes variances equal, entropies equal, or the paper's line", CONSTANTS
+        "calibrated",
+        "how σ̃² is found: by a table that equates variances (calibrated) or entropies, or by the paper's line",
+        CONSTANTS,
     )
     scope: str = option("head", "one α, β for each sequence and head, or one for the whole batch", SCOPES)
-    gain: str = option("none", "learned: α and β times a factor each per head, 1 at first", GAINS)
+    gain: str = option("none", "learned: multiply α and β by one learned factor each per head, initially 1", GAINS)
 
 
-class MomentMatched(Attention):
-    """What mechanisms with α and β share: fixed values, or values matched to the queries and keys of every call."""
+class MomentMatchedAttention(Attention):
+    """Base class of attentions with α and β.
+
+    α and β are fixed numbers, or matched to the queries and keys of every call. With `gain="learned"` each head
+    multiplies both by a learned factor.
+
+    Raises:
+        ValueError: if only one of α and β is given, or if one is not positive.
+    """
 
     shard_multiple: int | None = 1
     config: LLNConfig
-    log_gain: nn.Parameter | None  # of α and β, (2, H)
+    log_gain: nn.Parameter | None  # logarithms of the factors of α and of β, (2, H)
 
     def __init__(self, config: LLNConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         fixed = [x for x in (config.alpha, config.beta) if x is not None]
-        got = f"got alpha={config.alpha}, beta={config.beta}"
         if len(fixed) == 1:
-            raise ValueError(f"α and β must be given together or not at all, {got}")
+            raise ValueError(
+                f"alpha and beta must be set together or not at all, got alpha={config.alpha}, beta={config.beta}"
+            )
         if not all(x > 0 for x in fixed):
-            raise ValueError(f"α and β must be positive, {got}")
+            raise ValueError(f"alpha and beta must be positive, got alpha={config.alpha}, beta={config.beta}")
         self.batch_independent = bool(fixed) or config.scope == "head"
         self.constants = config.constants
-        learned = nn.Parameter(torch.zeros(2, num_heads)) if config.gain == "learned" else None
-        self.register_parameter("log_gain", learned)
+        if config.gain == "learned":
+            self.log_gain = nn.Parameter(torch.zeros(2, num_heads))
+        else:
+            self.register_parameter("log_gain", None)
 
     def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        alpha, beta = self._alpha_beta(q, k, key_padding_mask)
+        alpha, beta = self._differentiable_alpha_beta(q, k, key_padding_mask)
         return alpha.detach(), beta.detach()
 
-    def matching(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> dict[str, Any]:
-        """How α and β come about, as the operations take it: matched in their own passes where nothing is learned."""
-        if self.log_gain is None:
-            options = {name: getattr(self.config, name) for name in ("alpha", "beta", "scope", "constants")}
-        else:
-            options = dict(zip(("alpha", "beta"), self._alpha_beta(q, k, key_padding_mask), strict=True))
-        return options | {"group": self.group}
+    def moment_matching_arguments(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> dict[str, Any]:
+        """Return the keyword arguments of `lln_attention` and `lln_diag_attention` that determine α and β.
 
-    def _alpha_beta(self, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        Without a learned gain these are the options, so that the operation can match the moments while it reads the
+        queries and keys. With a learned gain they are α and β themselves, (B, H), with a gradient to the gain. Both
+        include the group of workers. Arguments are those of `attention_matrix`.
+        """
+        if self.log_gain is None:
+            return {
+                "alpha": self.config.alpha,
+                "beta": self.config.beta,
+                "scope": self.config.scope,
+                "constants": self.config.constants,
+                "group": self.group,
+            }
+        alpha, beta = self._differentiable_alpha_beta(q, k, key_padding_mask)
+        return {"alpha": alpha, "beta": beta, "group": self.group}
+
+    def _differentiable_alpha_beta(self, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return α and β (B, H), multiplied by the learned gains if there are any, with gradients to the gains."""
         config = self.config
         if config.alpha is None or config.beta is None:
             alpha, beta = match_moments(q, k, mask, config.scope, config.constants, group=self.group)
         else:
             ones = torch.ones(q.shape[:2], device=q.device)
-            alpha, beta = config.alpha * ones, config.beta * ones
+            alpha = config.alpha * ones
+            beta = config.beta * ones
         if self.log_gain is None:
             return alpha, beta
         gain = self.log_gain.to(alpha.dtype).exp()
@@ -71,14 +95,17 @@ class MomentMatched(Attention):
 
 
 @register_attention("lln", LLNConfig)
-class LLNAttention(MomentMatched):
-    """LLN attention alone. It has no attention matrix, so attention dropout does not apply."""
+class LLNAttention(MomentMatchedAttention):
+    """LLN attention without the block-diagonal part. P is never formed, so attention dropout does not apply."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return lln_attention(q, k, v, key_padding_mask=key_padding_mask, **self.matching(q, k, key_padding_mask))
+        matching = self.moment_matching_arguments(q, k, key_padding_mask)
+        return lln_attention(q, k, v, key_padding_mask=key_padding_mask, **matching)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return reference.lln_matrix(q, k, *self.alpha_beta(q, k, key_padding_mask), key_padding_mask)
+        alpha, beta = self.alpha_beta(q, k, key_padding_mask)
+        return reference.lln_matrix(q, k, alpha, beta, key_padding_mask)
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return lln_features(q, k, *self.alpha_beta(q, k, key_padding_mask), key_padding_mask)
+        alpha, beta = self.alpha_beta(q, k, key_padding_mask)
+        return lln_features(q, k, alpha, beta, key_padding_mask)

@@ -19,12 +19,15 @@ class LongformerConfig:
 
 @register_attention("longformer", LongformerConfig)
 class LongformerAttention(Attention):
-    """Softmax over the keys at most `one_sided_window` w tokens away and the first real token, which attends to all.
+    """Softmax over the keys at most w = `one_sided_window` tokens away and over the first real token.
 
-    Exact in O(N w): blocks of w queries meet their own block of keys and both neighbours, the keys outside the window
-    masked, and besides the first token, which is therefore left out of the windows. The first token is <s>, the one
-    that classifies. The paper gives global attention projections of its own; projections are the caller's, so here
-    both kinds share them, as where the paper's training starts.
+    The first real token attends to all tokens and all attend to it. It is <s>, the token that classifies. The result is
+    exact and costs O(N w): each block of w queries is multiplied by its own block of keys, by both neighboring blocks
+    and by the first token. Keys outside the window are masked, and so is the first token within the window, since it
+    would otherwise count twice.
+
+    The paper gives global attention its own projections. Projections are the caller's business here, so both kinds
+    share them, which is how the paper's training starts, too.
     """
 
     config: LongformerConfig
@@ -33,44 +36,55 @@ class LongformerAttention(Attention):
         q, k, v = clear_padding(q, k, v, key_padding_mask)
         length = q.shape[2]
         padding = explicit_mask(key_padding_mask, q)
-        first = (~padding).to(torch.uint8).argmax(dim=1)  # (B,): 0 where all is padding
+        first = (~padding).to(torch.uint8).argmax(dim=1)  # (B,): first real token, 0 if there is none
         is_first = torch.arange(length, device=q.device) == first[:, None]
-        # The first token stays usable where all is padding: the softmax would otherwise be 0/0.
-        usable = ~padding | is_first
-        if length <= 3 * self.config.one_sided_window + 1:  # all keys are no more than the windows would hold
-            allowed = self._pairs(is_first) & usable[:, None, :]
+        # In a sequence that is all padding the first token stays visible. The softmax would otherwise be 0/0.
+        is_visible = ~padding | is_first
+        if length <= 3 * self.config.one_sided_window + 1:
+            # The windows would contain as many keys as there are tokens, so full attention with a mask is cheaper.
+            allowed = self._is_attended(is_first) & is_visible[:, None, :]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None], dropout_p=self.active_dropout)
         else:
-            rows = first[:, None, None, None].expand(-1, self.num_heads, 1, self.head_dim)
-            local = self._local(q, k, v, k.gather(2, rows), v.gather(2, rows), usable & ~is_first)
-            from_first = softmax_attention(q.gather(2, rows), k, v, key_padding_mask, self.active_dropout)
+            index = first[:, None, None, None].expand(-1, self.num_heads, 1, self.head_dim)
+            local = self._local_attention(q, k, v, k.gather(2, index), v.gather(2, index), is_visible & ~is_first)
+            from_first = softmax_attention(q.gather(2, index), k, v, key_padding_mask, self.active_dropout)
             out = torch.where(is_first[:, None, :, None], from_first, local)
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
-    def _pairs(self, is_first: Tensor) -> Tensor:
-        """(B, N, N): in the window, or with the first token."""
-        index = torch.arange(is_first.shape[1], device=is_first.device)
-        near = (index[:, None] - index).abs() <= self.config.one_sided_window
-        return near | is_first[:, :, None] | is_first[:, None, :]
+    def _is_attended(self, is_first: Tensor) -> Tensor:
+        """Return which keys each query attends to, bool (B, N, N): its window, and pairs with the first token.
 
-    def _local(self, q: Tensor, k: Tensor, v: Tensor, k_first: Tensor, v_first: Tensor, usable: Tensor) -> Tensor:
-        """Every query over the usable keys (B, N) of its window and the first token; blocks lie in the batch."""
+        is_first is bool (B, N), True at the first real token. Padding is not taken into account.
+        """
+        index = torch.arange(is_first.shape[1], device=is_first.device)
+        in_window = (index[:, None] - index).abs() <= self.config.one_sided_window
+        return in_window | is_first[:, :, None] | is_first[:, None, :]
+
+    def _local_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, k_first: Tensor, v_first: Tensor, is_visible: Tensor
+    ) -> Tensor:
+        """Compute the attention of every query to the keys in its window and to the first token, (B, H, N, D).
+
+        k_first and v_first are the key and value of the first token, (B, H, 1, D). is_visible, bool (B, N), selects the
+        keys that windows may attend to; it excludes the first token. Blocks of queries are entries of the batch.
+        """
         batch, heads, length, dim = q.shape
         width = self.config.one_sided_window
-        blocks = -(-length // width)
-        tail = blocks * width - length
+        num_blocks = -(-length // width)
+        tail = num_blocks * width - length
 
         def windows(x: Tensor, x_first: Tensor) -> Tensor:
-            """(B, H, N, D), (B, H, 1, D) -> (B · blocks, H, 3 w + 1, D)"""
-            x = F.pad(x, (0, 0, width, width + tail)).transpose(1, 2).unflatten(1, (blocks + 2, width))
-            near = torch.cat([x[:, i : blocks + i] for i in range(3)], dim=2)
-            x_first = x_first.transpose(1, 2)[:, None].expand(-1, blocks, -1, -1, -1)
+            """Map (B, H, N, D) and (B, H, 1, D) to the keys or values of every block, (B · blocks, H, 3 w + 1, D)."""
+            x = F.pad(x, (0, 0, width, width + tail)).transpose(1, 2).unflatten(1, (num_blocks + 2, width))
+            near = torch.cat([x[:, i : num_blocks + i] for i in range(3)], dim=2)
+            x_first = x_first.transpose(1, 2)[:, None].expand(-1, num_blocks, -1, -1, -1)
             return torch.cat([near, x_first], dim=2).flatten(0, 1).transpose(1, 2)
 
-        queries = F.pad(q, (0, 0, 0, tail)).transpose(1, 2).unflatten(1, (blocks, width)).flatten(0, 1).transpose(1, 2)
+        queries = F.pad(q, (0, 0, 0, tail)).transpose(1, 2).unflatten(1, (num_blocks, width))
+        queries = queries.flatten(0, 1).transpose(1, 2)
         offset = torch.arange(3 * width, device=q.device) - torch.arange(width, device=q.device)[:, None]
         band = (offset >= 0) & (offset <= 2 * width)
-        near = F.pad(usable, (width, width + tail)).unfold(1, 3 * width, width)  # (B, blocks, 3 w)
+        near = F.pad(is_visible, (width, width + tail)).unfold(1, 3 * width, width)  # (B, blocks, 3 w)
         allowed = F.pad(near[:, :, None, :] & band, (0, 1), value=True)
         out = F.scaled_dot_product_attention(
             queries,
@@ -79,9 +93,9 @@ class LongformerAttention(Attention):
             attn_mask=allowed.flatten(0, 1)[:, None],
             dropout_p=self.active_dropout,
         )
-        return out.transpose(1, 2).reshape(batch, blocks * width, heads, dim)[:, :length].transpose(1, 2)
+        return out.transpose(1, 2).reshape(batch, num_blocks * width, heads, dim)[:, :length].transpose(1, 2)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        real = ~explicit_mask(key_padding_mask, q)
-        is_first = real & (real.cumsum(dim=1) == 1)
-        return reference.softmax_matrix(q, k, key_padding_mask, self._pairs(is_first)[:, None])
+        is_real = ~explicit_mask(key_padding_mask, q)
+        is_first = is_real & (is_real.cumsum(dim=1) == 1)
+        return reference.softmax_matrix(q, k, key_padding_mask, self._is_attended(is_first)[:, None])

@@ -18,27 +18,30 @@ from lln_fairseq.ops.softmax import softmax_attention
 @dataclass
 class NystromConfig:
     landmarks: int = option(
-        64, "segment means of queries and keys; shorter sentences get exact softmax attention", at_least=1
+        64, "segment means of queries and keys; sequences of at most this length get exact softmax", at_least=1
     )
     iterations: int = option(6, "steps of the iterative pseudo-inverse", at_least=1)
     conv_kernel: int = option(
-        0, "odd width of the depthwise convolution of the values, 33 in the paper; 0: none", at_least=0
+        0, "odd width of the depthwise convolution of the values, 33 in the paper; 0: no convolution", at_least=0
     )
 
 
 @register_attention("nystrom", NystromConfig)
 class NystromAttention(Attention):
-    """P = softmax(q k̃ᵀ / √D) Z softmax(q̃ kᵀ / √D), Z ≈ softmax(q̃ k̃ᵀ / √D)⁺ (Algorithm 1), q̃ and k̃ segment means.
+    """P = softmax(q k̃ᵀ / √D) Z softmax(q̃ kᵀ / √D) with Z ≈ softmax(q̃ k̃ᵀ / √D)⁺ (Algorithm 1 of the paper).
 
-    Segments are of the real tokens of each sentence. A sentence of at most `landmarks` tokens is its own landmarks; its
-    P would be S S⁺ S = S, and is computed as S, the softmax. The convolution adds a band of weights to P, one for each
-    head, and sees padded values as 0.
+    q̃ and k̃ are the means of `landmarks` segments of the real tokens of each sequence. In a sequence of at most
+    `landmarks` tokens every token is a landmark. P would then be S S⁺ S = S, so it is computed as the softmax S. The
+    optional convolution adds a band of weights to P, one band per head, and sees padded values as 0.
 
-    The product of three matrices is never formed, so attention dropout does not apply, as in the published code.
+    The product of the three matrices is never formed, so attention dropout does not apply, as in the published code.
+
+    Raises:
+        ValueError: if conv_kernel is even and not 0.
     """
 
     config: NystromConfig
-    stochastic_rows = False  # the pseudo-inverse keeps neither signs nor, damped as it is, sums
+    stochastic_rows = False  # the damped pseudo-inverse preserves neither the signs nor the sums of rows
 
     def __init__(
         self, config: NystromConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
@@ -46,21 +49,30 @@ class NystromAttention(Attention):
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         width = config.conv_kernel
         if width and width % 2 == 0:
-            raise ValueError(f"conv_kernel must be odd, or 0 for none, got {width}")
-        self.conv = nn.Conv2d(num_heads, num_heads, (width, 1), groups=num_heads, bias=False) if width else None
+            raise ValueError(f"conv_kernel must be odd, or 0 for no convolution, got {width}")
+        self.conv = None
+        if width:
+            self.conv = nn.Conv2d(num_heads, num_heads, (width, 1), groups=num_heads, bias=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)
         if q.shape[2] <= self.config.landmarks:
             out = softmax_attention(q, k, v, key_padding_mask)
         else:
-            out = self._through_landmarks(q, k, v, key_padding_mask)
-        return out if self.conv is None else out + self._convolve(v, self.conv.weight)
+            out = self._landmark_attention(q, k, v, key_padding_mask)
+        if self.conv is None:
+            return out
+        return out + self._convolve(v, self.conv.weight)
 
-    def _through_landmarks(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    def _landmark_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Compute P v without the convolution, for a batch that is longer than the number of landmarks.
+
+        Arguments and result have the shapes of `forward`. Short sequences in the batch get exact softmax attention.
+        """
         landmarks = Landmarks(q.shape[2], self.config.landmarks, key_padding_mask, q.device)
-        q_mean, k_mean = landmarks.means(q), landmarks.means(k)
-        # The inverse amplifies rounding: it and its product are float32 in half precision too.
+        q_mean = landmarks.means(q)
+        k_mean = landmarks.means(k)
+        # The inverse amplifies rounding errors, so it and its product are computed in float32 in half precision, too.
         dtype = compute_dtype(q.dtype)
         with torch.autocast(q.device.type, enabled=False):
             scores = (q_mean.to(dtype) * self.head_dim**-0.5) @ k_mean.to(dtype).mT
@@ -68,41 +80,54 @@ class NystromAttention(Attention):
             values = inverse @ softmax_attention(q_mean, k, v, key_padding_mask).to(dtype)
         values = values.to(v.dtype)
         if landmarks.padding is not None:
+            # The landmarks of a short sequence are its tokens. With their values, P is the exact softmax.
             values = torch.where(landmarks.is_short[:, None, None, None], landmarks.means(v), values)
         return softmax_attention(q, k_mean, values, landmarks.padding)
 
     def _convolve(self, v: Tensor, weight: Tensor) -> Tensor:
-        """Σ_t w_t v_{i + t - width // 2} for each head; zeros beyond the ends, as in padding."""
+        """Compute Σ_t w_t v_{i + t - width // 2} for every head of v (B, H, N, D), with zeros beyond both ends.
+
+        weight is w, (H, 1, width, 1). The result is (B, H, N, D).
+        """
         return F.conv2d(v, weight.to(v.dtype), padding=(self.config.conv_kernel // 2, 0), groups=self.num_heads)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """P, by segments cut out one by one and the iteration on the singular values."""
+        """Compute P sequence by sequence, with the pseudo-inverse iteration applied to singular values."""
         batch, heads, length, _ = q.shape
         matrix = q.new_zeros(batch, heads, length, length)
         padding = explicit_mask(key_padding_mask, q)
         for b in range(batch):
-            if (tokens := (~padding[b]).nonzero()[:, 0]).numel():
-                matrix[b, :, :, tokens] = self._sentence_matrix(q[b], k[b], tokens)
+            tokens = (~padding[b]).nonzero()[:, 0]
+            if tokens.numel():
+                matrix[b, :, :, tokens] = self._sequence_matrix(q[b], k[b], tokens)
         if self.conv is not None:
             band = reference.band_matrix(self.conv.weight.detach()[:, 0, :, 0].to(q.dtype), length)
             matrix = matrix + band * ~padding[:, None, None, :]
         return matrix
 
-    def _sentence_matrix(self, q: Tensor, k: Tensor, tokens: Tensor) -> Tensor:
-        """The columns (H, N, n) of the n real tokens, for one sentence q, k (H, N, D)."""
+    def _sequence_matrix(self, q: Tensor, k: Tensor, tokens: Tensor) -> Tensor:
+        """Compute the columns (H, N, n) of P that belong to the n real tokens of one sequence, without the convolution.
+
+        q and k are (H, N, D). tokens (n,) are the positions of the real tokens in ascending order, at least one.
+        """
 
         def softmax(x: Tensor, y: Tensor) -> Tensor:
             return (x @ y.mT / self.head_dim**0.5).softmax(dim=-1)
 
-        count, real = self.config.landmarks, len(tokens)
-        if real <= count:
+        def segment_means(x: Tensor) -> Tensor:
+            return torch.stack([x[:, segment].mean(dim=1) for segment in segments], dim=1)
+
+        num_landmarks = self.config.landmarks
+        num_real = len(tokens)
+        if num_real <= num_landmarks:
             return softmax(q, k[:, tokens])
-        ends = [-(-j * real // count) for j in range(count + 1)]
-        pieces = [tokens[start:end] for start, end in itertools.pairwise(ends)]
-        q_mean, k_mean = (torch.stack([x[:, piece].mean(dim=1) for piece in pieces], dim=1) for x in (q, k))
-        a = softmax(q_mean, k_mean)
-        u, sigma, vh = torch.linalg.svd(a)
-        z = sigma / a.sum(dim=1).amax(dim=-1, keepdim=True)
+        boundaries = [-(-j * num_real // num_landmarks) for j in range(num_landmarks + 1)]
+        segments = [tokens[start:end] for start, end in itertools.pairwise(boundaries)]
+        q_mean = segment_means(q)
+        k_mean = segment_means(k)
+        landmark_matrix = softmax(q_mean, k_mean)
+        u, sigma, vh = torch.linalg.svd(landmark_matrix)
+        z = sigma / landmark_matrix.sum(dim=1).amax(dim=-1, keepdim=True)
         for _ in range(self.config.iterations):
             z = z * (13 - sigma * z * (15 - sigma * z * (7 - sigma * z))) / 4
         return softmax(q, k_mean) @ (vh.mT * z[:, None, :]) @ u.mT @ softmax(q_mean, k[:, tokens])

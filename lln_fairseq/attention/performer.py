@@ -15,70 +15,91 @@ from lln_fairseq.ops.random_features import log_features, random_feature_attenti
 @dataclass
 class PerformerConfig:
     num_features: int = option(256, "random features of a head", at_least=1)
-    redraw_every: int = option(1000, "new features after so many training forwards; 0: the first ones stay", at_least=0)
+    redraw_every: int = option(
+        1000, "draw new features after this many forward passes in training; 0: keep the first ones", at_least=0
+    )
 
 
 @register_attention("performer", PerformerConfig)
 class PerformerAttention(Attention):
-    """φ_m(x) = exp(ω_m·x' - |x'|²/2) / √M with x' = x / D^¼: E <φ(q), φ(k)> = exp(q·k / √D) (Lemma 1).
+    """Linear attention with the random features φ_m(x) = exp(ω_m·x' - |x'|²/2) / √M, where x' = x / D^¼.
 
-    The features are given by their logarithms, so that nothing overflows and no epsilon is needed. It has no attention
-    matrix, so attention dropout does not apply.
+    In expectation φ(q)·φ(k) = exp(q·k / √D) (Lemma 1 of the paper). The computation uses the logarithms of the
+    features, so nothing overflows and no epsilon is needed. P is never formed, so attention dropout does not apply.
 
-    The features change with training alone and are saved with the parameters. What is drawn next depends on a seed,
-    taken from torch's global generator on construction, and on the forwards so far; both are saved too: a resumed run
-    draws what an uninterrupted one would have drawn, and so do all workers. A model in half precision rounds ω, the
-    same ω for queries and keys: other directions by a part in a thousand, not another kernel.
+    Features only change during training and are saved with the parameters. What is drawn next depends on a seed, which
+    is taken from torch's global generator on construction, and on the number of training passes so far. Both are saved,
+    so a resumed run draws the same features as an uninterrupted one, and so do all workers.
+
+    A model in half precision rounds ω, for queries and keys alike. The directions change by about one part in a
+    thousand, and the kernel remains the same.
     """
 
     config: PerformerConfig
-    projection: Tensor
+    projection: Tensor  # ω, (M, D)
 
     def __init__(
         self, config: PerformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        # Python numbers: reading them off a buffer would make a GPU wait in every forward.
-        self.seed, self.forwards = int(torch.randint(2**31 - 1, ())), 0
-        self.register_buffer("projection", self._draw())
+        # Python numbers: reading them from a buffer would synchronize with the GPU in every forward pass.
+        self.seed = int(torch.randint(2**31 - 1, ()))
+        self.forwards = 0
+        self.register_buffer("projection", self._draw_projection())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         out = random_feature_attention(q, k, v, self.omega(q.dtype), key_padding_mask)
-        # After the computation and with gradients only: fairseq's activation checkpointing runs a forward once without
-        # and once with gradients, and both must see the same features.
+        # Passes are counted after the computation and only with gradients: fairseq's activation checkpointing runs
+        # every forward pass once without and once with gradients, and both must see the same features.
         if self.training and torch.is_grad_enabled():
-            self._count()
+            self._count_forward()
         return out
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return reference.kernel_matrix(*self.feature_maps(q, k, key_padding_mask), key_padding_mask)
+        phi_q, phi_k = self.feature_maps(q, k, key_padding_mask)
+        return reference.kernel_matrix(phi_q, phi_k, key_padding_mask)
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Features (B, H, N, M) with the same P as φ, scaled per query and per feature so that they stay in range."""
-        return balanced_features(*log_features(q, k, self.omega(q.dtype)), key_padding_mask)
+        """Return features (B, H, N, M) that give the same P as φ.
+
+        They differ from φ by a factor per query and a factor per feature, which keep them from overflowing.
+        """
+        log_phi_q, log_phi_k = log_features(q, k, self.omega(q.dtype))
+        return balanced_features(log_phi_q, log_phi_k, key_padding_mask)
 
     def omega(self, dtype: torch.dtype) -> Tensor:
-        """ω / D^¼ (D, M) in float32 or float64; a copy, so that drawing anew leaves the graph alone."""
+        """Return ω / D^¼, (D, M), in float32 or, for a dtype of float64, in float64.
+
+        It is a copy, so drawing new features does not invalidate the graph of an earlier forward pass.
+        """
         return self.projection.to(compute_dtype(dtype)).mT * self.head_dim**-0.25
 
     def get_extra_state(self) -> Tensor:
+        """Return the seed and the number of training passes, which state_dict saves."""
         return torch.tensor([self.seed, self.forwards])
 
     def set_extra_state(self, state: Tensor) -> None:
+        """Restore the seed and the number of training passes. The projection is loaded as a buffer."""
         self.seed, self.forwards = state.tolist()
 
-    def _count(self) -> None:
+    def _count_forward(self) -> None:
+        """Count a training pass, and draw a new projection in place if it is due."""
         self.forwards += 1
         if self.config.redraw_every and self.forwards % self.config.redraw_every == 0:
-            self.projection.copy_(self._draw())
+            self.projection.copy_(self._draw_projection())
 
-    def _draw(self) -> Tensor:
-        """(M, D): each row standard normal (so the kernel is unbiased), rows of a block of D orthogonal."""
+    def _draw_projection(self) -> Tensor:
+        """Draw ω (M, D) in float32 from the seed and the number of training passes.
+
+        Every row is standard normal, which makes the kernel unbiased. Rows within a block of D rows are orthogonal.
+        """
         generator = torch.Generator().manual_seed(self.seed + self.forwards)
-        m, dim = self.config.num_features, self.head_dim
-        blocks = torch.randn(-(-m // dim), dim, dim, generator=generator, dtype=torch.float64)
+        num_features = self.config.num_features
+        dim = self.head_dim
+        blocks = torch.randn(-(-num_features // dim), dim, dim, generator=generator, dtype=torch.float64)
         directions, r = torch.linalg.qr(blocks)
         # With the signs of R's diagonal the directions are uniformly distributed.
-        directions = (directions * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.flatten(0, 1)[:m]
-        lengths = torch.randn(m, dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+        directions = (directions * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT
+        directions = directions.flatten(0, 1)[:num_features]
+        lengths = torch.randn(num_features, dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
         return (directions * lengths).float()

@@ -1,4 +1,4 @@
-"""Kernel attention with κ(s) = s², of quadratic cost: one of the kernels of Figure 2 of arXiv 2311.13541."""
+"""Kernel attention with κ(s) = s² at quadratic cost, one of the kernels in Figure 2 of arXiv 2311.13541."""
 
 from torch import Tensor
 
@@ -8,8 +8,7 @@ from lln_fairseq.attention.relu import ScoreKernelAttention
 
 @register_attention("quadratic")
 class QuadraticAttention(ScoreKernelAttention):
-    """κ(s) = s²: opposite keys count like equal ones."""
+    """Kernel attention with κ(s) = s². A key and its negative get the same weight."""
 
-    @staticmethod
-    def kernel(scores: Tensor) -> Tensor:
+    def kernel(self, scores: Tensor) -> Tensor:
         return scores.square()

@@ -1,4 +1,4 @@
-"""Reformer: softmax over the keys of similar hash (Kitaev, Kaiser and Levskaya 2020, arXiv 2001.04451)."""
+"""Reformer: softmax over the keys with a similar hash (Kitaev, Kaiser and Levskaya 2020, arXiv 2001.04451)."""
 
 from dataclasses import dataclass
 
@@ -13,130 +13,196 @@ from lln_fairseq.ops.padding import clear_padding, explicit_mask
 
 @dataclass
 class ReformerConfig:
-    chunk_size: int = option(64, "m, the queries of a chunk, which meet 3 m keys", at_least=1)
+    chunk_size: int = option(64, "m, queries in a chunk, which attends to 3 m keys", at_least=1)
     hashes: int = option(4, "rounds of hashing", at_least=1)
 
 
 @register_attention("reformer", ReformerConfig)
 class ReformerAttention(Attention):
-    """LSH attention: P_ij = c_ij e^{q_i·k_j / √D} / Σ_l c_il e^{q_i·k_l / √D}, c_ij the rounds in which i meets j.
+    """LSH attention: P_ij = c_ij e^{q_i·k_j / √D} / Σ_l c_il e^{q_i·k_l / √D}.
 
-    Every round hashes queries and keys by h(x) = argmax [xR, -xR], R random (section 2), and sorts both by their hash.
-    A chunk of m sorted queries meets the 3 m sorted keys around the bucket of its middle query. The rounds are weighed
-    by their sums of exponentials. As in the published code, a key met twice counts twice, and the keys of other buckets
-    in reach are not left out. A sentence of up to 3 m tokens thus gets exact softmax attention.
+    c_ij is the number of rounds in which query i attends to key j. Every round hashes queries and keys by
+    h(x) = argmax [xR, -xR] with a random R (section 2 of the paper), and sorts both by their hash. A chunk of m sorted
+    queries attends to the 3 m sorted keys around the bucket of its middle query. Rounds are weighted by their sums of
+    exponentials. As in the published code, a key that is met in two rounds counts twice, and keys of neighboring
+    buckets within reach are not masked. A sequence of at most 3 m tokens therefore gets exact softmax attention.
 
-    The paper sets k = q / |q|, so that queries and keys of a bucket share a chunk, and masks the diagonal. Here keys
-    are given: they are sorted on their own and found by the number of their bucket; lengths do not change a hash.
+    The paper sets k = q / |q|, so that queries and keys of a bucket share a chunk, and masks the diagonal. Here the
+    keys are independent of the queries: they are sorted separately and found by the number of their bucket. The length
+    of a vector does not change its hash.
 
-    A sentence of n tokens has 2 ⌈n / 2m⌉ buckets and its padding sorts last, so it is the same in any batch. While
-    training, every forward draws its own R. Evaluation uses one R, drawn on construction from a seed that is saved.
+    A sequence of n real tokens has 2 ⌈n / 2m⌉ buckets and its padding is sorted to the end, so the result does not
+    depend on the batch. During training, every forward pass draws its own R. Evaluation uses one R, which is drawn on
+    construction from a seed that is saved.
     """
 
     config: ReformerConfig
-    rotations: Tensor
+    rotations: Tensor  # R of every round, (hashes, H, D, directions)
 
     def __init__(
         self, config: ReformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         self.seed = int(torch.randint(2**31 - 1, ()))
-        # The seed is saved in its place: a model for other lengths has another number of directions.
-        self.register_buffer("rotations", self._draw(), persistent=False)
+        # The seed is saved instead of R, because a model for another length has another number of directions.
+        self.register_buffer("rotations", self._draw_rotations(), persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)
         padding = explicit_mask(key_padding_mask, q)
-        rotations = torch.randn_like(self.rotations) if self.training else self.rotations
-        rounds = [self._round(q, k, v, rotation, padding) for rotation in rotations]
-        outs, log_sums = (torch.stack(x) for x in zip(*rounds, strict=True))
+        rotations = self.rotations
+        if self.training:
+            rotations = torch.randn_like(self.rotations)
+        rounds = [self._hash_round(q, k, v, rotation, padding) for rotation in rotations]
+        outs = torch.stack([out for out, _ in rounds])
+        log_sums = torch.stack([log_sum for _, log_sum in rounds])
         weights = log_sums.softmax(dim=0).to(v.dtype)
         out = (weights[..., None] * outs).sum(dim=0)
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
-    def _round(self, q: Tensor, k: Tensor, v: Tensor, rotation: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention by one hash: the output (B, H, N, D) and the logsumexp (B, H, N) of every query."""
-        q_bucket, k_bucket = (self.buckets(x, rotation, padding) for x in (q, k))
-        order, keys, met = self._meetings(q_bucket, k_bucket, padding)
-        queries = _rows(q, order.clamp(max=q.shape[2] - 1)) * self.head_dim**-0.5
-        chunks, m = keys.shape[2], self.config.chunk_size
-        scores = queries.unflatten(2, (chunks, m)) @ _rows(k, keys.flatten(2)).unflatten(2, keys.shape[2:]).mT
-        scores = scores.to(compute_dtype(q.dtype)).masked_fill(~met[:, :, :, None], float("-inf"))
+    def _hash_round(self, q: Tensor, k: Tensor, v: Tensor, rotation: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the attention of one round of hashing with R (H, D, directions) for q, k, v (B, H, N, D).
+
+        Return the output (B, H, N, D), and the logsumexp of the scores of every query, (B, H, N).
+        """
+        length = q.shape[2]
+        q_bucket = self.buckets(q, rotation, padding)
+        k_bucket = self.buckets(k, rotation, padding)
+        query_order, key_index, is_attended = self._chunk_keys(q_bucket, k_bucket, padding)
+        num_chunks = key_index.shape[2]
+        key_index_flat = key_index.flatten(2)
+
+        queries = _gather_rows(q, query_order.clamp(max=length - 1)) * self.head_dim**-0.5
+        keys = _gather_rows(k, key_index_flat).unflatten(2, key_index.shape[2:])
+        scores = queries.unflatten(2, (num_chunks, self.config.chunk_size)) @ keys.mT
+        scores = scores.to(compute_dtype(q.dtype)).masked_fill(~is_attended[:, :, :, None], float("-inf"))
         weights = F.dropout(scores.softmax(dim=-1).to(v.dtype), self.active_dropout)
-        out = weights @ _rows(v, keys.flatten(2)).unflatten(2, keys.shape[2:])
-        back = order.argsort(dim=-1)[:, :, : q.shape[2]]
-        return _rows(out.flatten(2, 3), back), scores.logsumexp(dim=-1).flatten(2).gather(2, back)
+        values = _gather_rows(v, key_index_flat).unflatten(2, key_index.shape[2:])
+        out = weights @ values
+
+        original_order = query_order.argsort(dim=-1)[:, :, :length]
+        log_sum = scores.logsumexp(dim=-1).flatten(2).gather(2, original_order)
+        return _gather_rows(out.flatten(2, 3), original_order), log_sum
 
     def buckets(self, x: Tensor, rotation: Tensor, padding: Tensor) -> Tensor:
-        """The hash of each token, (B, H, N), in as many directions as its sentence uses; padding comes after all."""
-        with torch.autocast(x.device.type, enabled=False):
-            turned = x.float() @ rotation.float()  # (B, H, N, directions)
-        directions, pair = turned.shape[-1], 2 * self.config.chunk_size
-        tokens = (~padding).sum(dim=1, keepdim=True)
-        unused = torch.arange(directions, device=x.device) * pair >= tokens.clamp(min=1)
-        best = turned.abs().masked_fill(unused[:, None, None, :], -1.0).argmax(dim=-1, keepdim=True)
-        bucket = best + directions * (turned.gather(-1, best) < 0)
-        return bucket[..., 0].masked_fill(padding[:, None, :], 2 * directions)
+        """Hash every token.
 
-    def _meetings(self, q_bucket: Tensor, k_bucket: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Who meets whom.
+        A sequence only uses the first ⌈n / 2m⌉ directions for its n real tokens.
 
-        Returns: the queries (B, H, chunks · m) in sorted order, filled up with numbers beyond N - 1; for each of their
-        chunks its keys (B, H, chunks, 3 m); and which of these there are.
+        Args:
+            x: queries or keys (B, H, N, D).
+            rotation: R, (H, D, directions).
+            padding: bool (B, N), True = padded.
+
+        Returns:
+            The bucket of every token, (B, H, N). Padded tokens get 2 · directions, which sorts after all buckets.
         """
-        length, m = padding.shape[1], self.config.chunk_size
-        chunks = -(-length // m)
-        beyond = 2 * self.rotations.shape[-1]
-        q_sorted, q_order = F.pad(q_bucket, (0, chunks * m - length), value=beyond).sort(dim=-1, stable=True)
+        with torch.autocast(x.device.type, enabled=False):
+            projected = x.float() @ rotation.float()  # (B, H, N, directions)
+        num_directions = projected.shape[-1]
+        tokens_per_direction = 2 * self.config.chunk_size
+        num_real = (~padding).sum(dim=1, keepdim=True)
+        first_token = torch.arange(num_directions, device=x.device) * tokens_per_direction
+        is_unused = first_token >= num_real.clamp(min=1)
+        best = projected.abs().masked_fill(is_unused[:, None, None, :], -1.0).argmax(dim=-1, keepdim=True)
+        bucket = best + num_directions * (projected.gather(-1, best) < 0)
+        return bucket[..., 0].masked_fill(padding[:, None, :], 2 * num_directions)
+
+    def _chunk_keys(self, q_bucket: Tensor, k_bucket: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Find the keys that every chunk of sorted queries attends to.
+
+        Args:
+            q_bucket, k_bucket: buckets of the queries and keys (B, H, N).
+            padding: bool (B, N), True = padded.
+
+        Returns:
+            The positions of the queries in sorted order, (B, H, chunks · m), filled up with numbers beyond N - 1.
+            The positions of the keys of every chunk, (B, H, chunks, 3 m).
+            bool (B, H, chunks, 3 m), False for keys that a sequence of fewer than 3 m tokens does not have.
+        """
+        length = padding.shape[1]
+        m = self.config.chunk_size
+        num_chunks = -(-length // m)
+        padding_bucket = 2 * self.rotations.shape[-1]
+        q_padded = F.pad(q_bucket, (0, num_chunks * m - length), value=padding_bucket)
+        q_sorted, q_order = q_padded.sort(dim=-1, stable=True)
         k_sorted, k_order = k_bucket.sort(dim=-1, stable=True)
-        tokens = (~padding).sum(dim=1)[:, None, None]
-        middle = torch.arange(chunks, device=padding.device) * m + m // 2
-        middle = q_sorted.gather(2, middle.minimum(tokens - 1).clamp(min=0).expand(*q_sorted.shape[:2], -1))
-        # The middle of the keys in the bucket, or of the gap where they would be.
-        centre = (torch.searchsorted(k_sorted, middle) + torch.searchsorted(k_sorted, middle, right=True)) // 2
-        start = (centre - 3 * m // 2).minimum(tokens - 3 * m).clamp(min=0)
+        num_real = (~padding).sum(dim=1)[:, None, None]
+        middle = torch.arange(num_chunks, device=padding.device) * m + m // 2
+        middle = middle.minimum(num_real - 1).clamp(min=0).expand(*q_sorted.shape[:2], -1)
+        middle_bucket = q_sorted.gather(2, middle)
+        # The center of the keys in this bucket. If there are none, the place where they would be.
+        bucket_start = torch.searchsorted(k_sorted, middle_bucket)
+        bucket_end = torch.searchsorted(k_sorted, middle_bucket, right=True)
+        center = (bucket_start + bucket_end) // 2
+        start = (center - 3 * m // 2).minimum(num_real - 3 * m).clamp(min=0)
         place = start[..., None] + torch.arange(3 * m, device=padding.device)
-        # A sentence that is all padding meets its padding: the softmax would otherwise be 0/0.
-        met = place < tokens[..., None].masked_fill(tokens[..., None] == 0, length)
-        keys = k_order.gather(2, place.clamp(max=length - 1).flatten(2)).view_as(place)
-        return q_order, keys, met
+        # A sequence that is all padding attends to its padding. The softmax would otherwise be 0/0.
+        num_keys = num_real[..., None].masked_fill(num_real[..., None] == 0, length)
+        is_attended = place < num_keys
+        key_index = k_order.gather(2, place.clamp(max=length - 1).flatten(2)).view_as(place)
+        return q_order, key_index, is_attended
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """P in evaluation, by counting the meetings of every chunk one after the other. The hashes are forward's."""
+        """Compute P of evaluation mode by counting chunk by chunk which queries attend to which keys.
+
+        The hashes are computed as in forward.
+        """
         padding = explicit_mask(key_padding_mask, q)
-        length, m = q.shape[2], self.config.chunk_size
-        met = torch.zeros(*q.shape[:3], length, dtype=q.dtype, device=q.device)
+        batch, heads, length, _ = q.shape
+        counts = torch.zeros(batch, heads, length, length, dtype=q.dtype, device=q.device)
         for rotation in self.rotations:
-            hashes = [self.buckets(x, rotation, padding).tolist() for x in (q, k)]
-            for b, h in torch.cartesian_prod(torch.arange(q.shape[0]), torch.arange(q.shape[1])).tolist():
-                q_hash, k_hash = hashes[0][b][h], hashes[1][b][h]
-                real = int((~padding[b]).sum())
-                queries, keys = (sorted(range(length), key=x.__getitem__) for x in (q_hash, k_hash))
-                for first in range(0, length, m) if real else ():
-                    bucket = q_hash[queries[min(first + m // 2, real - 1)]]
-                    centre = (sum(x < bucket for x in k_hash) + sum(x <= bucket for x in k_hash)) // 2
-                    start = max(0, min(centre - 3 * m // 2, real - 3 * m))
-                    rows = torch.tensor(queries[first : first + m])[:, None]
-                    met[b, h, rows, torch.tensor(keys[start : min(start + 3 * m, real)])] += 1
-        scores = q @ k.mT / self.head_dim**0.5 + met.log()
+            q_bucket = self.buckets(q, rotation, padding).tolist()
+            k_bucket = self.buckets(k, rotation, padding).tolist()
+            for b in range(batch):
+                num_real = int((~padding[b]).sum())
+                for h in range(heads):
+                    self._count_attended(counts[b, h], q_bucket[b][h], k_bucket[b][h], num_real)
+        scores = q @ k.mT / self.head_dim**0.5 + counts.log()
         return scores.softmax(dim=-1).masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
+    def _count_attended(self, counts: Tensor, q_bucket: list[int], k_bucket: list[int], num_real: int) -> None:
+        """Add 1 to counts (N, N), in place, for every query and key that meet in one round of one head.
+
+        q_bucket and k_bucket are the N buckets, num_real is the number of real tokens; with 0, nothing is counted.
+        """
+        if num_real == 0:
+            return
+        m = self.config.chunk_size
+        queries = sorted(range(len(q_bucket)), key=q_bucket.__getitem__)
+        keys = sorted(range(len(k_bucket)), key=k_bucket.__getitem__)
+        for first in range(0, len(q_bucket), m):
+            bucket = q_bucket[queries[min(first + m // 2, num_real - 1)]]
+            bucket_start = sum(x < bucket for x in k_bucket)
+            bucket_end = sum(x <= bucket for x in k_bucket)
+            center = (bucket_start + bucket_end) // 2
+            start = max(0, min(center - 3 * m // 2, num_real - 3 * m))
+            end = min(start + 3 * m, num_real)
+            rows = torch.tensor(queries[first : first + m])[:, None]
+            columns = torch.tensor(keys[start:end])
+            counts[rows, columns] += 1
+
     def get_extra_state(self) -> Tensor:
+        """Return the seed, which state_dict saves in place of the rotations."""
         return torch.tensor(self.seed)
 
     def set_extra_state(self, state: Tensor) -> None:
+        """Restore the seed and draw the rotations from it again, in place."""
         self.seed = int(state)
-        self.rotations.copy_(self._draw())
+        self.rotations.copy_(self._draw_rotations())
 
-    def _draw(self) -> Tensor:
-        """R (hashes, H, D, directions), a direction for every two buckets of the longest sentence."""
-        directions = -(-self.max_positions // (2 * self.config.chunk_size))
+    def _draw_rotations(self) -> Tensor:
+        """Draw R (hashes, H, D, directions) from the seed, with a direction for every 2 m tokens of max_positions."""
+        num_directions = -(-self.max_positions // (2 * self.config.chunk_size))
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.randn(self.config.hashes, self.num_heads, self.head_dim, directions, generator=generator)
+        return torch.randn(self.config.hashes, self.num_heads, self.head_dim, num_directions, generator=generator)
 
 
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, H, N, D), index (B, H, M) -> the rows (B, H, M, D), as an embedding: the gradient of gather is slow."""
+def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows index (B, H, M) of x (B, H, N, D), as (B, H, M, D).
+
+    This is an embedding lookup because the gradient of `gather` is slow.
+    """
     batch, heads, length, dim = x.shape
-    table = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * length
-    return F.embedding(index + table, x.reshape(-1, dim))
+    first_row = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * length
+    return F.embedding(index + first_row, x.reshape(-1, dim))

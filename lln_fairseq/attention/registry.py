@@ -1,6 +1,6 @@
-"""The seam between fairseq and the mechanisms: a base class, a registry, and options that are checked.
+"""Define the base class of attention mechanisms and the registry that `--attention NAME` looks them up in.
 
-A mechanism is one file: a dataclass of its options, a subclass of `Attention`, and the decorator.
+A mechanism is one file: a dataclass with its options, a subclass of `Attention` and a decorator.
 
     @dataclass
     class WindowConfig:
@@ -9,15 +9,15 @@ A mechanism is one file: a dataclass of its options, a subclass of `Attention`, 
     @register_attention("window", WindowConfig)
     class WindowAttention(Attention): ...
 
-Command-line flags (--window-width), Hydra keys (model.window_width), contract tests and benchmark rows follow from it.
-What replaces a whole encoder layer is registered the same way, see layers.py.
+The command-line flag --window-width, the Hydra key model.window_width, the contract tests and the benchmark rows are
+derived from the registry. Mechanisms that replace a whole encoder layer are registered with `layers.register_layer`.
 """
 
 import dataclasses
 import difflib
 import json
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from torch import Tensor, nn
@@ -25,80 +25,129 @@ from torch.distributed import ProcessGroup
 
 
 class Attention(nn.Module):
-    """One attention mechanism on head-split tensors; projections and fairseq's shapes are somebody else's.
+    """Base class of the attention mechanisms, which work on queries, keys and values that are already split into heads.
+
+    The projections and fairseq's tensor layout belong to `modules/multihead_attention.py`.
 
     Args:
-        config: an instance of the dataclass the mechanism is registered with.
-        num_heads, head_dim: H and D of the tensors to come.
-        max_positions: the longest sequence to come, in tokens.
-        dropout: probability of dropping an attention weight while training.
+        config: an instance of the dataclass that the mechanism is registered with.
+        num_heads, head_dim: H and D of the tensors that forward receives.
+        max_positions: number of tokens of the longest sequence.
+        dropout: probability of dropping an attention weight during training. Mechanisms without attention weights
+            ignore it.
     """
 
-    # What a mechanism rules out is declared here and tested for, see tests/attention/test_contract.py.
-    has_matrix = True  # forward(q, k, v) = P v for one matrix P
-    stochastic_rows = True  # and its rows sum to 1
-    batch_independent = True  # a sequence gives the same output whatever its batch mates are
-    constants = "calibrated"  # of the moment matching of α and β, where there are any
-    # A sequence may lie on several workers, in parts that are multiples of so many tokens; None: it may not.
+    # Properties of a mechanism. tests/attention/test_contract.py tests every property that a class does not switch off.
+    has_matrix = True  # forward(q, k, v) equals P v for a single matrix P
+    stochastic_rows = True  # the rows of P sum to 1
+    batch_independent = True  # the output of a sequence does not depend on the rest of the batch
+    constants = "calibrated"  # constants of the moment matching of α and β, for mechanisms that have α and β
+    # A sequence may be spread over several workers if each of them holds a multiple of this many tokens. None means
+    # that the mechanism needs the whole sequence on one worker.
     shard_multiple: int | None = None
 
-    group: ProcessGroup | None = None  # the workers that hold the sequences of a call together, in the order of tokens
+    # The workers that hold the sequences together, in the order of their tokens. None: this worker holds all tokens.
+    group: ProcessGroup | None = None
 
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.config, self.num_heads, self.head_dim = config, num_heads, head_dim
-        self.max_positions, self.dropout = max_positions, dropout
+        self.config = config
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.max_positions = max_positions
+        self.dropout = dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """q, k, v (B, H, N, D), mask bool (B, N) with True = padded or None -> (B, H, N, D)."""
+        """Compute the attention output.
+
+        Args:
+            q, k, v: queries, keys and values (B, H, N, D).
+            key_padding_mask: bool (B, N), True = padded, or None if nothing is padded.
+
+        Returns:
+            (B, H, N, D). Padding may contain anything, NaN included, without changing the outputs of real tokens. The
+            outputs of padded tokens are finite but meaningless.
+        """
         raise NotImplementedError
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """P (B, H, N, N) with forward(q, k, v) = P v, without dropout, on a path independent of forward's."""
+        """Compute the matrix P for which forward(q, k, v) without dropout equals P v.
+
+        This is the slow, quadratic reference that forward is tested against, so it should not share code with forward.
+
+        Args:
+            q, k: queries and keys (B, H, N, D).
+            key_padding_mask: bool (B, N), True = padded, or None.
+
+        Returns:
+            P (B, H, N, N), with 0 in the columns of padded keys.
+
+        Raises:
+            ValueError: if `has_matrix` is False. The message must contain "no single attention matrix".
+        """
         raise NotImplementedError
 
     def feature_maps(
         self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """φ(Q), φ(K) (B, H, N, F) of a linear mechanism: its P is φ(Q) φ(K)ᵀ with every row divided by its sum.
+        """Return the features φ(Q) and φ(K) of a linear attention.
 
-        None where P has no such form with F independent of N. Exact instruments at any length follow from it.
+        P is φ(Q) φ(K)ᵀ with every row divided by its sum over the keys that are not padded. The analysis uses the
+        features to compute spectral gaps exactly at any length. Arguments are those of `attention_matrix`.
+
+        Returns:
+            φ(Q) and φ(K), each (B, H, N, F), or None if P has no such form with an F that is independent of N.
         """
         return None
 
     def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-        """α and β (B, H) of the LLN attention in it for these queries and keys, without gradient; None without one.
+        """Return the α and β that LLN attention uses for these queries and keys.
 
-        The temperature τ of LLN attention follows from them (lln_fairseq.analysis).
+        The analysis derives the temperature τ of LLN attention from them. Arguments are those of `attention_matrix`.
+
+        Returns:
+            α and β, each (B, H) and detached from the graph, or None if the mechanism contains no LLN attention.
         """
         return None
 
     def branches(self) -> dict[str, "Attention"]:
-        """Of a sum of several attentions, each alone with the same parameters, by name: what does it contribute?"""
+        """Return the attentions that this mechanism is a combination of, for measuring what each one contributes.
+
+        Each is a complete attention with the same options, keyed by a name for reports. The dictionary is empty for a
+        mechanism that combines nothing.
+        """
         return {}
 
     def place(self, layer: int, layers: int) -> None:
-        """An encoder says that this is layer `layer` of `layers`, the first one 0: for what depends on the depth."""
+        """Tell the mechanism that it is in layer `layer` (counted from 0) of an encoder with `layers` layers.
+
+        The encoder calls this once after it has been built. Override it in mechanisms that depend on the depth.
+        """
 
     @property
     def active_dropout(self) -> float:
-        """The dropout probability of this call: 0 in evaluation."""
-        return self.dropout if self.training else 0.0
+        """Return the dropout probability that applies now: `dropout` during training, 0 in evaluation mode."""
+        if self.training:
+            return self.dropout
+        return 0.0
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{k}={v}" for k, v in vars(self.config).items())
+        """Return the options as "name=value, name=value" for the printed model."""
+        return ", ".join(f"{name}={value}" for name, value in vars(self.config).items())
 
 
-class Entry(NamedTuple):
+class RegistryEntry(NamedTuple):
+    """A registered class and the dataclass of its options."""
+
     cls: type[Any]
     config: type
 
 
-ATTENTION_REGISTRY: dict[str, Entry] = {}
-LAYER_REGISTRY: dict[str, Entry] = {}  # of what replaces a whole encoder layer
-MECHANISMS = ChainMap(ATTENTION_REGISTRY, LAYER_REGISTRY)  # all that --attention takes
+ATTENTION_REGISTRY: dict[str, RegistryEntry] = {}  # attentions of queries, keys and values
+LAYER_REGISTRY: dict[str, RegistryEntry] = {}  # replacements of a whole encoder layer
+MECHANISMS = ChainMap(ATTENTION_REGISTRY, LAYER_REGISTRY)  # everything that --attention accepts
 
-_T = TypeVar("_T", bound=type[nn.Module])
+_ModuleClass = TypeVar("_ModuleClass", bound=type[nn.Module])
 
 
 @dataclasses.dataclass
@@ -106,50 +155,91 @@ class NoOptions:
     """The options of a mechanism that has none."""
 
 
-def register_attention(name: str, config: type = NoOptions) -> Callable[[_T], _T]:
-    """Class decorator: registers a mechanism with the dataclass of its options under a name."""
+def register_attention(name: str, config: type = NoOptions) -> Callable[[_ModuleClass], _ModuleClass]:
+    """Return a class decorator that registers a subclass of `Attention`.
+
+    Args:
+        name: the value of --attention that selects the class.
+        config: the dataclass of its options, whose fields are made with `option`.
+
+    Raises:
+        ValueError: when the decorator is applied, if the name is already registered.
+        TypeError: when the decorator is applied, if `config` is not a dataclass.
+    """
     return register_in(ATTENTION_REGISTRY, name, config)
 
 
-def register_in(registry: dict[str, Entry], name: str, config: type) -> Callable[[_T], _T]:
-    def register(cls: _T) -> _T:
+def register_in(registry: dict[str, RegistryEntry], name: str, config: type) -> Callable[[_ModuleClass], _ModuleClass]:
+    """Return a class decorator that adds a class to one of the two registries, and returns the class unchanged.
+
+    Names must be unique over both registries. Raises as `register_attention` does.
+    """
+
+    def register(cls: _ModuleClass) -> _ModuleClass:
         if name in MECHANISMS:
-            raise ValueError(f"attention '{name}' is registered twice: {MECHANISMS[name].cls} and {cls}")
+            raise ValueError(f"attention '{name}' is registered twice: by {MECHANISMS[name].cls} and by {cls}")
         if not dataclasses.is_dataclass(config):
             raise TypeError(f"the options of attention '{name}' must be a dataclass, got {config}")
-        registry[name] = Entry(cls, config)
+        registry[name] = RegistryEntry(cls, config)
         return cls
 
     return register
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None, at_least: int | None = None) -> Any:
-    """A dataclass field with a help text and the values it may have: a list for strings, the lowest for numbers."""
+    """Declare a field of an options dataclass.
+
+    Args:
+        default: the default value. None means that the class computes a default itself; None is never range-checked.
+        help: the help text of the command-line flag.
+        choices: the allowed values of a string option.
+        at_least: the smallest allowed value of a number.
+    """
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "at_least": at_least})
 
 
 def build_attention(
     name: str, *, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0, **options: Any
 ) -> Attention:
-    """The mechanism registered as `name`, with `options` for the fields of its dataclass.
+    """Build the attention that is registered under a name.
 
-    Raises: ValueError for an unknown name or option (it lists the known ones), a value that the option cannot have, or
-    what replaces a whole layer.
+    Args:
+        name: a key of ATTENTION_REGISTRY.
+        num_heads, head_dim: H and D of the tensors that forward receives.
+        max_positions: number of tokens of the longest sequence.
+        dropout: probability of dropping an attention weight during training.
+        options: values for the fields of the options dataclass; fields that are left out keep their defaults.
+
+    Raises:
+        ValueError: if the name or an option is unknown (the message lists the known ones), if an option has a value
+            that is not allowed, or if the name belongs to a mechanism that replaces a whole encoder layer.
     """
     config = checked_config(name, options)
-    require_attention(name, "here an attention of queries, keys and values is needed")
+    require_attention(name, "cannot be built as an attention of queries, keys and values: use build_layer")
     cls = ATTENTION_REGISTRY[name].cls
     return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
 
 
 def require_attention(name: str, reason: str) -> None:
-    """Raise ValueError with the reason if `name` replaces a whole encoder layer."""
+    """Raise ValueError if the mechanism replaces a whole encoder layer; accept any other name, even unknown ones.
+
+    The message is "NAME replaces the whole encoder layer, and REASON".
+    """
     if name in LAYER_REGISTRY:
         raise ValueError(f"{name} replaces the whole encoder layer, and {reason}")
 
 
 def checked_config(name: str, options: dict[str, Any]) -> Any:
-    """The dataclass of a mechanism or layer filled in. Raises: ValueError as build_attention does."""
+    """Return an instance of the options dataclass of a mechanism, after checking every option.
+
+    Args:
+        name: a key of MECHANISMS.
+        options: values for fields of the dataclass; fields that are left out keep their defaults.
+
+    Raises:
+        ValueError: if the name or an option is unknown, if a value is not among the choices or below the minimum, or
+            if a number is passed as a string.
+    """
     if name not in MECHANISMS:
         raise ValueError(f"unknown attention '{name}'{did_you_mean(name, MECHANISMS)}")
     config_class = MECHANISMS[name].config
@@ -158,41 +248,50 @@ def checked_config(name: str, options: dict[str, Any]) -> Any:
     for key, value in options.items():
         if key not in fields:
             raise ValueError(f"attention '{name}' has no option '{key}'{did_you_mean(key, fields)}")
-        choices = fields[key].metadata.get("choices")
-        if choices and value not in choices:
-            raise ValueError(f"option '{key}' of attention '{name}' is '{value}', choose from {', '.join(choices)}")
-        if isinstance(value, str) and {types[key], *get_args(types[key])} & {int, float}:
-            raise ValueError(f"attention '{name}': {key} must be a number, got '{value}'")
-        lowest = fields[key].metadata.get("at_least")
-        if lowest is not None and value is not None and value < lowest:
-            raise ValueError(f"attention '{name}': {key} must be at least {lowest}, got {value}")
+        _check_value(name, key, value, types[key], fields[key].metadata)
     return config_class(**options)
 
 
+def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError if the option `key` of the mechanism `name` cannot have this value."""
+    choices = metadata.get("choices")
+    if choices and value not in choices:
+        raise ValueError(f"option '{key}' of attention '{name}' is '{value}', choose from {', '.join(choices)}")
+    is_numeric = not {type_hint, *get_args(type_hint)}.isdisjoint({int, float})
+    if is_numeric and isinstance(value, str):
+        raise ValueError(f"attention '{name}': {key} must be a number, got '{value}'")
+    minimum = metadata.get("at_least")
+    if minimum is not None and value is not None and value < minimum:
+        raise ValueError(f"attention '{name}': {key} must be at least {minimum}, got {value}")
+
+
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """{"mix": "ratio", "block_size": 16} of ["mix=ratio", "block_size=16"]: numbers, true, false, null, else text.
+    """Parse strings such as "mix=ratio" and "block_size=16" into {"mix": "ratio", "block_size": 16}.
 
-    Raises: ValueError for what has no "=".
+    A value that is valid JSON (a number, true, false, null) is converted, anything else stays a string. If an option
+    occurs twice, the last value counts. A string without "=" raises ValueError.
     """
-    found = {}
+    options = {}
     for pair in pairs:
-        key, given, text = pair.partition("=")
-        if not given:
-            raise ValueError(f"'{pair}' is no OPTION=VALUE")
-        found[key] = _value(text)
-    return found
+        key, separator, text = pair.partition("=")
+        if not separator:
+            raise ValueError(f"options must be written OPTION=VALUE, got '{pair}'")
+        options[key] = _parse_value(text)
+    return options
 
 
-def parse_attention_spec(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of NAME or NAME:OPTION=VALUE,OPTION=VALUE, as benchmarks and comparisons name their rows.
+def parse_attention_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Parse an attention spec, NAME or NAME:OPTION=VALUE,OPTION=VALUE, into the name and the options.
 
-    Raises: ValueError for an option that has no "=".
+    Benchmarks and comparisons name mechanisms this way. An option without "=" raises ValueError. Neither the name nor
+    the options are checked against the registry; `layers.check_attention_spec` does that.
     """
-    name, _, options = text.partition(":")
-    return name, parse_options(option for option in options.split(",") if option)
+    name, _, options = spec.partition(":")
+    return name, parse_options(pair for pair in options.split(",") if pair)
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
+    """Return the JSON value that the text contains, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -200,7 +299,14 @@ def _value(text: str) -> Any:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the nearest known one, and all of them."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ""
-    return f"{hint} (known: {', '.join(sorted(known)) or 'none'})"
+    """Return the end of an error message about an unknown word.
+
+    It is "; did you mean 'NEAREST'? (known: A, B)", without the question if no known word is similar, and with
+    "(known: none)" if there are none.
+    """
+    names = sorted(known)
+    listing = f" (known: {', '.join(names) or 'none'})"
+    matches = difflib.get_close_matches(word, names, n=1)
+    if not matches:
+        return listing
+    return f"; did you mean '{matches[0]}'?{listing}"

@@ -1,4 +1,4 @@
-"""Kernel attention with κ = ReLU, of quadratic cost: one of the kernels of Figure 2 of arXiv 2311.13541."""
+"""Kernel attention with κ = ReLU at quadratic cost, one of the kernels in Figure 2 of arXiv 2311.13541."""
 
 import torch
 import torch.nn.functional as F
@@ -11,39 +11,43 @@ from lln_fairseq.ops.padding import clear_padding
 
 
 class ScoreKernelAttention(Attention):
-    """P_ij = κ(q_i·k_j) / Σ_l κ(q_i·k_l), written out: N x N, for comparison and analysis.
+    """Attention with P_ij = κ(q_i·k_j) / Σ_l κ(q_i·k_l), for a non-negative kernel κ of the score.
 
-    κ here is homogeneous, so that P depends neither on the scale of q and k nor on a temperature. A row without a
-    single positive κ is the mean of the real values: the limit of κ + ε for ε -> 0. Computed in float32.
+    A subclass defines κ in `kernel`. P is formed in full (N x N), since this class serves comparison and analysis. It
+    is computed in float32 (float64 for float64 inputs).
+
+    κ must be homogeneous. P then depends neither on the scale of the queries and keys nor on a temperature, so scores
+    are not divided by √D. If κ is 0 for all keys of a query, the output is the mean of the values that are not padded,
+    which is the limit of κ + ε for ε -> 0.
     """
 
     @without_autocast
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)
         dtype = compute_dtype(v.dtype)
-        weights, values = self.kernel(q.to(dtype) @ k.to(dtype).mT), v.to(dtype)
-        count: int | Tensor = v.shape[-2]
+        values = v.to(dtype)
+        weights = self.kernel(q.to(dtype) @ k.to(dtype).mT)
+        num_real: int | Tensor = v.shape[-2]
         if key_padding_mask is not None:
             weights = weights.masked_fill(key_padding_mask[:, None, None, :], 0.0)
-            count = (~key_padding_mask).sum(dim=1).clamp(min=1)[:, None, None, None]
+            num_real = (~key_padding_mask).sum(dim=1).clamp(min=1)[:, None, None, None]
         total = weights.sum(dim=-1, keepdim=True)
-        empty = total == 0
-        out = F.dropout(weights, self.active_dropout) @ values / total.masked_fill(empty, 1.0)
-        return torch.where(empty, values.sum(dim=-2, keepdim=True) / count, out).to(v.dtype)
+        is_empty = total == 0
+        out = F.dropout(weights, self.active_dropout) @ values / total.masked_fill(is_empty, 1.0)
+        mean = values.sum(dim=-2, keepdim=True) / num_real
+        return torch.where(is_empty, mean, out).to(v.dtype)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return reference.normalize_rows(self.kernel(q @ k.transpose(-2, -1)), key_padding_mask)
 
-    @staticmethod
-    def kernel(scores: Tensor) -> Tensor:
-        """κ, elementwise and non-negative."""
+    def kernel(self, scores: Tensor) -> Tensor:
+        """Compute κ(s) >= 0 of every score q_i·k_j, elementwise."""
         raise NotImplementedError
 
 
 @register_attention("relu")
 class ReluAttention(ScoreKernelAttention):
-    """κ(s) = max(s, 0); a query without a positive score attends to all tokens alike."""
+    """Kernel attention with κ(s) = max(s, 0). A query without a positive score attends to all tokens equally."""
 
-    @staticmethod
-    def kernel(scores: Tensor) -> Tensor:
+    def kernel(self, scores: Tensor) -> Tensor:
         return scores.relu()

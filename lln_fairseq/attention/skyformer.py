@@ -1,4 +1,4 @@
-"""Skyformer: a Gaussian kernel in place of softmax, by the Nyström method (Chen et al. 2021, arXiv 2111.00035)."""
+"""Skyformer: a Gaussian kernel in place of softmax, with the Nyström method (Chen et al. 2021, arXiv 2111.00035)."""
 
 from dataclasses import dataclass
 
@@ -13,22 +13,26 @@ from lln_fairseq.ops.padding import clear_padding
 
 @dataclass
 class SkyformerConfig:
-    landmarks: int = option(64, "tokens sampled of the queries, and as many of the keys", at_least=1)
+    landmarks: int = option(64, "tokens whose queries and keys are the landmarks", at_least=1)
     gamma: float = option(0.1, "γ, added to the diagonal of the landmarks' kernel matrix")
     iterations: int = option(6, "steps of the iterative inverse", at_least=1)
 
 
 @register_attention("skyformer", SkyformerConfig)
 class SkyformerAttention(Attention):
-    """P = κ(q, s) M⁻¹ κ(s, k),  M = κ(s, s) + γ I,  κ(x, y) = exp(-|x - y|² / 2√D)  (section 4).
+    """P = κ(q, s) M⁻¹ κ(s, k) with M = κ(s, s) + γ I and κ(x, y) = exp(-|x - y|² / 2√D) (section 4 of the paper).
 
-    The landmarks s are queries and keys of the same sentence at sampled positions: one of each of `landmarks` equal
-    stretches of its real tokens, drawn anew while training, the middle one in evaluation. M is inverted as the authors
-    do, by products, after dividing its rows and columns by the roots of their sums.
+    The landmarks s are the queries and the keys of the same sequence at sampled positions. The real tokens are divided
+    into `landmarks` equal segments. Training samples a random token of each segment, evaluation takes the middle one.
+    M is inverted by matrix products as in the authors' code, after its rows and columns have been divided by the square
+    roots of their sums.
 
-    P has no normaliser: a key far from all landmarks counts for nothing, and so does attention to it. There are no
-    probabilities to drop, so attention dropout does not apply. Distances are taken in float32: in half precision the
-    difference of two squares would be noise.
+    P has no normalizer: a key far from all landmarks gets no weight. There are no probabilities, so attention dropout
+    does not apply. Everything is computed in float32 (float64 for float64 values), since half precision would lose the
+    differences between squares.
+
+    Raises:
+        ValueError: if gamma is not positive.
     """
 
     config: SkyformerConfig
@@ -42,56 +46,83 @@ class SkyformerAttention(Attention):
             raise ValueError(f"gamma must be positive, got {config.gamma}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        dtype = compute_dtype(v.dtype)
+        out_dtype = v.dtype
+        dtype = compute_dtype(out_dtype)
         scale = self.head_dim**-0.25
         with torch.autocast(q.device.type, enabled=False):
-            q, k, values = q.to(dtype) * scale, k.to(dtype) * scale, v.to(dtype)
-            q, k, values = clear_padding(q, k, values, key_padding_mask)
-            rows = self.positions(q, key_padding_mask)[:, None, :, None].expand(-1, self.num_heads, -1, self.head_dim)
-            landmarks = torch.cat([q.gather(2, rows), k.gather(2, rows)], dim=2)
+            q = q.to(dtype) * scale
+            k = k.to(dtype) * scale
+            v = v.to(dtype)
+            q, k, v = clear_padding(q, k, v, key_padding_mask)
+            index = self.landmark_positions(q, key_padding_mask)[:, None, :, None]
+            index = index.expand(-1, self.num_heads, -1, self.head_dim)
+            landmarks = torch.cat([q.gather(2, index), k.gather(2, index)], dim=2)
             kernel = gaussian_kernel(landmarks, landmarks)
             kernel = kernel + self.config.gamma * torch.eye(kernel.shape[-1], dtype=dtype, device=q.device)
-            root = kernel.sum(dim=-1, keepdim=True).rsqrt()
-            inverse = iterative_pinv(root * kernel * root.mT, self.config.iterations)
-            context = root * (inverse @ (root * (gaussian_kernel(landmarks, k) @ values)))
-            return (gaussian_kernel(q, landmarks) @ context).to(v.dtype)
+            inverse_root = kernel.sum(dim=-1, keepdim=True).rsqrt()
+            inverse = iterative_pinv(inverse_root * kernel * inverse_root.mT, self.config.iterations)
+            context = inverse_root * (inverse @ (inverse_root * (gaussian_kernel(landmarks, k) @ v)))
+            return (gaussian_kernel(q, landmarks) @ context).to(out_dtype)
 
-    def positions(self, q: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """The tokens (B, landmarks) to sample: one of each stretch of the real ones; some twice if those are few."""
-        (batch, _, length, _), count = q.shape, self.config.landmarks
-        within = torch.rand(batch, count, device=q.device) if self.training else 0.5
-        stretch = (torch.arange(count, device=q.device) + within) / count
+    def landmark_positions(self, q: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Choose the tokens whose queries and keys are the landmarks, one in each segment of the real tokens.
+
+        Args:
+            q: (B, H, N, D); only the shape and the device matter.
+            key_padding_mask: bool (B, N), True = padded, or None.
+
+        Returns:
+            Positions (B, landmarks) in ascending order: random within the segment during training, its middle
+            otherwise. A sequence with fewer real tokens than landmarks has some of them several times, and one without
+            any has position 0 only.
+        """
+        batch, _, length, _ = q.shape
+        num_landmarks = self.config.landmarks
+        offset: float | Tensor = 0.5
+        if self.training:
+            offset = torch.rand(batch, num_landmarks, device=q.device)
+        fraction = (torch.arange(num_landmarks, device=q.device) + offset) / num_landmarks
         if key_padding_mask is None:
-            return (stretch * length).long().clamp(max=length - 1).expand(batch, -1)
-        tokens = (~key_padding_mask).sum(dim=1, keepdim=True)
+            return (fraction * length).long().clamp(max=length - 1).expand(batch, -1)
+        num_real = (~key_padding_mask).sum(dim=1, keepdim=True)
         real_first = key_padding_mask.to(torch.uint8).argsort(dim=1, stable=True)
-        return real_first.gather(1, (stretch * tokens).long().minimum(tokens - 1).clamp(min=0))
+        return real_first.gather(1, (fraction * num_real).long().minimum(num_real - 1).clamp(min=0))
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """P, by distances taken one by one and the inverse on the eigenvalues of the scaled M."""
+        """Compute P from pairwise distances, with the inverse iteration applied to the eigenvalues of the scaled M."""
 
         def kappa(x: Tensor, y: Tensor) -> Tensor:
             return torch.exp(-(torch.cdist(x, y) ** 2) / (2 * self.head_dim**0.5))
 
-        positions = self.positions(q, key_padding_mask)
+        positions = self.landmark_positions(q, key_padding_mask)
         matrices = []
         for b in range(q.shape[0]):
             s = torch.cat([q[b][:, positions[b]], k[b][:, positions[b]]], dim=1)
             m = kappa(s, s) + self.config.gamma * torch.eye(s.shape[1], dtype=q.dtype, device=q.device)
             root = m.sum(dim=-1).sqrt()
             scaled = m / (root[:, :, None] * root[:, None, :])
-            values, vectors = torch.linalg.eigh(scaled)
-            z = values / scaled.sum(dim=-1).amax(dim=-1, keepdim=True) ** 2
+            eigenvalues, eigenvectors = torch.linalg.eigh(scaled)
+            z = eigenvalues / scaled.sum(dim=-1).amax(dim=-1, keepdim=True) ** 2
             for _ in range(self.config.iterations):
-                z = z * (13 - values * z * (15 - values * z * (7 - values * z))) / 4
-            inverse = (vectors * z[:, None, :]) @ vectors.mT / (root[:, :, None] * root[:, None, :])
+                z = z * (13 - eigenvalues * z * (15 - eigenvalues * z * (7 - eigenvalues * z))) / 4
+            inverse = (eigenvectors * z[:, None, :]) @ eigenvectors.mT / (root[:, :, None] * root[:, None, :])
             matrices.append(kappa(q[b], s) @ inverse @ kappa(s, k[b]))
         matrix = torch.stack(matrices)
-        return matrix if key_padding_mask is None else matrix.masked_fill(key_padding_mask[:, None, None, :], 0.0)
+        if key_padding_mask is None:
+            return matrix
+        return matrix.masked_fill(key_padding_mask[:, None, None, :], 0.0)
 
 
 def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """exp(-|x_i - y_j|² / 2), (..., N, D), (..., M, D) -> (..., N, M)."""
+    """Compute exp(-|x_i - y_j|² / 2) of all pairs.
+
+    Args:
+        x: (..., N, D).
+        y: (..., M, D).
+
+    Returns:
+        (..., N, M), at most 1.
+    """
     squares = 0.5 * (x.square().sum(dim=-1, keepdim=True) + y.square().sum(dim=-1).unsqueeze(-2))
-    # Rounding may leave a negative square of a distance.
+    # Rounding can make a squared distance negative.
     return (x @ y.mT - squares).clamp(max=0.0).exp()

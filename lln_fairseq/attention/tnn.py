@@ -1,4 +1,4 @@
-"""TNN: gated Toeplitz units, tokens mixed by their distance alone (Qin et al. 2023, arXiv 2305.04749)."""
+"""TNN: gated Toeplitz units, which mix tokens by their distance only (Qin et al. 2023, arXiv 2305.04749)."""
 
 import itertools
 from dataclasses import dataclass
@@ -11,72 +11,87 @@ from lln_fairseq.attention.layers import EncoderLayer, register_layer
 from lln_fairseq.attention.registry import option
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 
-EXPANSION = 3  # width of the Toeplitz unit / d
-EPS = 1e-6
+EXPANSION = 3  # width within the Toeplitz unit / d
+EPSILON = 1e-6  # added to mean squares
 
 
 @dataclass
 class TnnConfig:
-    gamma: float = option(0.99, "γ, the factor that a mixing weight loses with each token of distance")
-    rpe_layers: int = option(6, "layers of the network that gives the mixing weights", at_least=0)
+    gamma: float = option(0.99, "γ, factor by which a mixing weight decays with each token of distance, 0 < γ <= 1")
+    rpe_layers: int = option(6, "hidden layers of the network that computes the mixing weights", at_least=0)
     rpe_dim: int = option(64, "width of that network", at_least=1)
 
 
-class WideLinear(nn.Linear):
-    """Computes in the dtype of its input, whatever its parameters have."""
+class InputDtypeLinear(nn.Linear):
+    """A linear layer that computes in the dtype of its input, whatever the dtype of its parameters is."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
-class RelativePositions(nn.Module):
-    """The relative position encoder (section 3.3): a network from a distance k to the weights t_k of every channel.
+class RelativePositionEncoder(nn.Module):
+    """The relative position encoder (section 3.3 of the paper), a network from a distance k to a weight per channel.
 
-    RPE(k) = Linear(1, h), then `rpe_layers` times [norm, ReLU, Linear(h, h)], then norm, ReLU, Linear(h, channels).
-    Computed in float32, whatever the model has: distances and their squares exceed half precision.
+    RPE(k) = Linear(1, h), then `rpe_layers` times [norm, ReLU, Linear(h, h)], then norm, ReLU, Linear(h, E), where h is
+    `rpe_dim` and E is the number of `channels`.
     """
 
     def __init__(self, config: TnnConfig, channels: int) -> None:
         super().__init__()
         widths = [1, *[config.rpe_dim] * (config.rpe_layers + 1), channels]
-        self.layers = nn.ModuleList(itertools.starmap(WideLinear, itertools.pairwise(widths)))
+        self.layers = nn.ModuleList(InputDtypeLinear(before, after) for before, after in itertools.pairwise(widths))
 
     @without_autocast
     def forward(self, distances: Tensor) -> Tensor:
-        """(M) -> (M, channels) float32, float64 for a model in float64"""
+        """Compute the weights (M, E) of the distances (M,), which are integers of either sign.
+
+        The result is float32, or float64 for a model in float64. Half precision could not represent the distances.
+        """
         first, *rest = self.layers
-        x = first(distances[:, None].to(compute_dtype(next(self.parameters()).dtype)))
+        parameter_dtype = next(self.parameters()).dtype
+        x = first(distances[:, None].to(compute_dtype(parameter_dtype)))
         for layer in rest:
-            x = layer(rms_normalised(x).relu())
+            x = layer(rms_norm(x).relu())
         return x
 
 
 class GatedToeplitzUnit(nn.Module):
-    """GTU (section 3.2): o = (SiLU(x̂ W_u) ∘ T SiLU(x̂ W_v)) W_o for normalised tokens x̂ (B, N, d), width 3 d inside.
+    """Gated Toeplitz unit (section 3.2 of the paper): o = (SiLU(x̂ W_u) ∘ T SiLU(x̂ W_v)) W_o for normalized tokens x̂.
 
-    T is a Toeplitz matrix for every channel, T_ij = γ^|i-j| RPE(i - j). The values are 0 at padding.
+    Tokens have d = `dim` features, and the width within the unit is E = 3 d. T is one Toeplitz matrix per channel,
+    T_ij = γ^|i-j| RPE(i - j). The values SiLU(x̂ W_v) are 0 at padding. `activation_dropout` is the dropout probability
+    of the input of W_o. A gamma outside (0, 1] raises ValueError.
     """
 
     def __init__(self, config: TnnConfig, dim: int, activation_dropout: float) -> None:
         super().__init__()
         if not 0 < config.gamma <= 1:
             raise ValueError(f"attention 'tnn': gamma must be above 0 and at most 1, got {config.gamma}")
-        self.gamma, self.activation_dropout = config.gamma, activation_dropout
-        self.gate_proj, self.value_proj = (nn.Linear(dim, EXPANSION * dim) for _ in range(2))
+        self.gamma = config.gamma
+        self.activation_dropout = activation_dropout
+        self.gate_proj = nn.Linear(dim, EXPANSION * dim)
+        self.value_proj = nn.Linear(dim, EXPANSION * dim)
         self.out_proj = nn.Linear(EXPANSION * dim, dim)
-        self.rpe = RelativePositions(config, EXPANSION * dim)
+        self.rpe = RelativePositionEncoder(config, EXPANSION * dim)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """(B, N, d), (B, N) -> (B, N, d)"""
-        x = rms_normalised(x)
-        gate, v = F.silu(self.gate_proj(x)), F.silu(self.value_proj(x))
+        """Normalize the tokens x (B, N, d) and apply the unit, without the residual connection.
+
+        key_padding_mask is bool (B, N), True = padded, or None. The result is (B, N, d).
+        """
+        x = rms_norm(x)
+        gate = F.silu(self.gate_proj(x))
+        v = F.silu(self.value_proj(x))
         if key_padding_mask is not None:
             v = v.masked_fill(key_padding_mask[:, :, None], 0.0)
-        mixed = toeplitz_product(self.weights(x.shape[1], x.device), v)
+        mixed = toeplitz_product(self.mixing_weights(x.shape[1], x.device), v)
         return self.out_proj(F.dropout(gate * mixed, self.activation_dropout, self.training))
 
-    def weights(self, length: int, device: torch.device) -> Tensor:
-        """t_k for k = 0 ... N - 1, -N ... -1, (2 N, channels) float32; t_-N is in no product."""
+    def mixing_weights(self, length: int, device: torch.device) -> Tensor:
+        """Return the mixing weights t_k = γ^|k| RPE(k) of a sequence of N = `length` tokens, in float32 or float64.
+
+        They are t_0 ... t_{N-1}, t_{-N} ... t_{-1}, the layout (2 N, E) of `toeplitz_product`. t_{-N} is never used.
+        """
         distances = torch.arange(2 * length, device=device)
         distances = torch.where(distances < length, distances, distances - 2 * length)
         encoded = self.rpe(distances)
@@ -84,47 +99,66 @@ class GatedToeplitzUnit(nn.Module):
 
 
 class GatedLinearUnit(nn.Module):
-    """GLU: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3 for normalised tokens x̂ (B, N, d), width d inside."""
+    """Gated linear unit: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3 for normalized tokens x̂, with the width d = `dim` throughout.
+
+    `activation_dropout` is the dropout probability of the input of W_3.
+    """
 
     def __init__(self, dim: int, activation_dropout: float) -> None:
         super().__init__()
         self.activation_dropout = activation_dropout
-        self.gate_proj, self.value_proj, self.out_proj = (nn.Linear(dim, dim) for _ in range(3))
+        self.gate_proj = nn.Linear(dim, dim)
+        self.value_proj = nn.Linear(dim, dim)
+        self.out_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """(B, N, d) -> (B, N, d); no token sees another."""
-        x = rms_normalised(x)
+        """Normalize the tokens x (B, N, d) and apply the unit to each, without the residual connection.
+
+        The mask is ignored, since no token influences another.
+        """
+        x = rms_norm(x)
         gated = F.silu(self.gate_proj(x)) * self.value_proj(x)
         return self.out_proj(F.dropout(gated, self.activation_dropout, self.training))
 
 
 @register_layer("tnn", TnnConfig)
 class TnnLayer(EncoderLayer):
-    """A gated Toeplitz unit, then a gated linear unit. Distances are all the positions that there are."""
+    """A gated Toeplitz unit followed by a gated linear unit.
+
+    Positions enter through the distances only, so the encoder adds no position embeddings. There are no attention
+    weights, so `attention_dropout` has no effect.
+    """
 
     positions = False
 
     def __init__(
         self, config: TnnConfig, dim: int, dropout: float, attention_dropout: float, activation_dropout: float
     ) -> None:
-        """`attention_dropout` has nothing to act on."""
-        units = (GatedToeplitzUnit(config, dim, activation_dropout), GatedLinearUnit(dim, activation_dropout))
+        units = [GatedToeplitzUnit(config, dim, activation_dropout), GatedLinearUnit(dim, activation_dropout)]
         super().__init__(units, dropout)
 
 
 def toeplitz_product(weights: Tensor, v: Tensor) -> Tensor:
-    """o_i = Σ_j t_{i-j} v_j for every channel, by FFT in O(N log N).
+    """Compute o_i = Σ_j t_{i-j} v_j for every channel, with an FFT in O(N log N).
 
-    weights (2 N, E): t_0 ... t_{N-1}, anything, t_{-N+1} ... t_{-1}, the first column of a circulant matrix that holds
-    the Toeplitz matrix; v (B, N, E). Returns (B, N, E) in the dtype of v, computed in float32 (float64 for float64).
+    Args:
+        weights: t_0 ... t_{N-1}, one arbitrary row, t_{-N+1} ... t_{-1}; (2 N, E). This is the first column of the
+            circulant matrix that contains the Toeplitz matrix.
+        v: (B, N, E).
+
+    Returns:
+        (B, N, E) in the dtype of v, computed in float32 (float64 for float64 values).
     """
     length = v.shape[1]
-    wide = compute_dtype(v.dtype)
-    spectrum = torch.fft.rfft(weights.to(wide), dim=0) * torch.fft.rfft(v.to(wide), n=2 * length, dim=1)
+    dtype = compute_dtype(v.dtype)
+    spectrum = torch.fft.rfft(weights.to(dtype), dim=0) * torch.fft.rfft(v.to(dtype), n=2 * length, dim=1)
     return torch.fft.irfft(spectrum, n=2 * length, dim=1)[:, :length].to(v.dtype)
 
 
-def rms_normalised(x: Tensor) -> Tensor:
-    """x / √(mean of its squares), without a gain; in float32 at least."""
-    wide = x.to(compute_dtype(x.dtype))
-    return (wide * (wide.square().mean(dim=-1, keepdim=True) + EPS).rsqrt()).to(x.dtype)
+def rms_norm(x: Tensor) -> Tensor:
+    """Divide x by its root mean square over the last dimension, without a learned gain.
+
+    Computed in float32 (float64 for float64 inputs) and returned in the dtype of x.
+    """
+    x_compute = x.to(compute_dtype(x.dtype))
+    return (x_compute * (x_compute.square().mean(dim=-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)

@@ -1,6 +1,6 @@
-"""TransNormer T1: ReLU attention in blocks in early layers, normalised linear attention with φ = elu in later ones.
+"""TransNormer T1: ReLU attention in blocks in early layers, normalized linear attention with φ = elu in later ones.
 
-Qin et al. 2022, "The Devil in Linear Transformer", arXiv 2210.10340; details as in the authors' code.
+Qin et al. 2022, "The Devil in Linear Transformer", arXiv 2210.10340; details follow the authors' code.
 """
 
 from collections.abc import Callable
@@ -13,28 +13,28 @@ from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
 
-EPSILON = 1e-12  # of a mean square: an output of 0 stays 0
+EPSILON = 1e-12  # added to mean squares, so that an output of 0 stays 0
 
 
 @dataclass
 class TransNormerConfig:
     block_size: int = option(64, "tokens in a block of the local layers", at_least=1)
     local_layers: int | None = option(
-        None, "layers with local attention, the first ones; default: half of them", at_least=0
+        None, "number of layers, from the first one, with local attention; default: half of them", at_least=0
     )
 
 
 class TransNormerAttention(Attention):
-    """DiagAttention in the first half of the layers, NormAttention, φ(q) (φ(k)ᵀ v) / RMS, in the others.
+    """Base class of both TransNormers: DiagAttention in the first half of the layers, NormAttention in the second.
 
-    The RMS is taken over all heads of a token, so NormAttention has no attention matrix and no dropout of weights. It
-    has no gain: the output projection that follows can hold any. An attention that no encoder has placed is a later
-    layer.
+    DiagAttention is defined by the subclass. NormAttention is φ(q) (φ(k)ᵀ v) / RMS. The RMS is taken over all heads of
+    a token, so NormAttention has no attention matrix and attention dropout does not apply to it. The norm has no
+    learned gain, because the output projection that follows can represent any gain. Until an encoder calls `place`, the
+    attention acts as the only layer of one, which is a NormAttention unless `local_layers` is at least 1.
     """
 
     config: TransNormerConfig
-    features: Callable[[Tensor], Tensor]  # φ of NormAttention
-    local_has_matrix = False
+    local_has_matrix = False  # DiagAttention has an attention matrix whose rows sum to 1
 
     def __init__(
         self, config: TransNormerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
@@ -43,9 +43,13 @@ class TransNormerAttention(Attention):
         self.place(0, 1)
 
     def place(self, layer: int, layers: int) -> None:
-        local_layers = layers // 2 if self.config.local_layers is None else self.config.local_layers
+        """Decide whether this layer is local, and set has_matrix and stochastic_rows accordingly."""
+        local_layers = self.config.local_layers
+        if local_layers is None:
+            local_layers = layers // 2
         self.is_local = layer < local_layers
-        self.has_matrix = self.stochastic_rows = self.is_local and self.local_has_matrix
+        self.has_matrix = self.is_local and self.local_has_matrix
+        self.stochastic_rows = self.has_matrix
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)
@@ -53,20 +57,31 @@ class TransNormerAttention(Attention):
             return self.local_attention(q, k, v, key_padding_mask)
         return norm_attention(q, k, v, self.features, key_padding_mask)
 
+    def features(self, x: Tensor) -> Tensor:
+        """Compute φ of NormAttention elementwise; x is float32 or float64."""
+        raise NotImplementedError
+
     def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """DiagAttention: attention inside blocks of tokens."""
+        """Compute DiagAttention, which is attention within blocks of tokens.
+
+        Args and result are those of `forward`; padded keys and values are 0 already.
+        """
         raise NotImplementedError
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """P where there is one; otherwise ValueError."""
-        raise ValueError("an output that is normalised over the heads has no single attention matrix")
+        """Raise ValueError. A subclass overrides this if its local layers have an attention matrix."""
+        raise ValueError("the output is normalized over all heads, so there is no single attention matrix")
 
 
 @register_attention("transnormer_t1", TransNormerConfig)
 class TransNormerT1Attention(TransNormerAttention):
-    """ReLU(q·k/√D) in blocks without a denominator (ReLA), normalised like the linear layers; φ = elu."""
+    """TransNormer with φ = elu, and ReLU(q·k/√D) within blocks in its local layers.
 
-    features = staticmethod(F.elu)
+    The local weights have no denominator (ReLA). Their output is normalized as in the linear layers.
+    """
+
+    def features(self, x: Tensor) -> Tensor:
+        return F.elu(x)
 
     def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         return block_relu_attention(q, k, v, self.config.block_size, self.active_dropout)
@@ -76,12 +91,20 @@ class TransNormerT1Attention(TransNormerAttention):
 def norm_attention(
     q: Tensor, k: Tensor, v: Tensor, features: Callable[[Tensor], Tensor], key_padding_mask: Tensor | None
 ) -> Tensor:
-    """Return RMSNorm(φ(q) (φ(k)ᵀ v)) of (B, H, N, D) in linear time, without a denominator that could vanish.
+    """Compute RMSNorm(φ(q) (φ(k)ᵀ v)) in linear time, without a denominator that could vanish.
 
-    Computed in float32 (float64 for float64 inputs). Padded values must be 0.
+    Args:
+        q, k: (B, H, N, D).
+        v: (B, H, N, D), 0 at padding.
+        features: φ, elementwise. It is called with float32 tensors (float64 for float64 values).
+        key_padding_mask: bool (B, N), True = padded, or None. φ(k) is set to 0 at padding.
+
+    Returns:
+        (B, H, N, D) in the dtype of v.
     """
     dtype = compute_dtype(v.dtype)
-    phi_q, phi_k = features(q.to(dtype)), features(k.to(dtype))
+    phi_q = features(q.to(dtype))
+    phi_k = features(k.to(dtype))
     if key_padding_mask is not None:
         phi_k = phi_k.masked_fill(key_padding_mask[:, None, :, None], 0.0)
     return rms_norm_over_heads(phi_q @ (phi_k.mT @ v.to(dtype))).to(v.dtype)
@@ -89,11 +112,19 @@ def norm_attention(
 
 @without_autocast
 def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropout_p: float) -> Tensor:
-    """Return RMSNorm(ReLU(q kᵀ / √D) v) inside blocks of tokens (ReLA, arXiv 2104.07012); the last may be shorter.
+    """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012).
 
-    dropout_p is the probability of dropping a weight. A row without a positive score gives 0. Padded values must be 0.
+    Args:
+        q, k: (B, H, N, D).
+        v: (B, H, N, D), 0 at padding.
+        block_size: tokens in a block; the last block may be shorter.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (B, H, N, D) in the dtype of v. It is 0 for a token without a positive score in any head.
     """
-    dtype, length = compute_dtype(v.dtype), v.shape[-2]
+    dtype = compute_dtype(v.dtype)
+    length = v.shape[-2]
     block_size = min(block_size, length)
 
     def blocks(x: Tensor) -> Tensor:
@@ -105,5 +136,5 @@ def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropo
 
 
 def rms_norm_over_heads(x: Tensor) -> Tensor:
-    """Return x / RMS(x), the root mean square over the heads and features of a token, (B, H, N, D)."""
+    """Divide x (B, H, N, D) by its root mean square over the heads and features of each token."""
     return x * (x.square().mean(dim=(1, 3), keepdim=True) + EPSILON).rsqrt()

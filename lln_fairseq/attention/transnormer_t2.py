@@ -1,11 +1,11 @@
-"""TransNormer T2: softmax in blocks in early layers, normalised linear attention with φ = 1 + elu in later ones.
+"""TransNormer T2: softmax in blocks in early layers, normalized linear attention with φ = 1 + elu in later ones.
 
 Qin et al. 2022, "The Devil in Linear Transformer", arXiv 2210.10340.
 """
 
 from torch import Tensor
 
-from lln_fairseq.attention.elu import EluAttention
+from lln_fairseq.attention.elu import elu_plus_one
 from lln_fairseq.attention.registry import register_attention
 from lln_fairseq.attention.transnormer_t1 import TransNormerAttention, TransNormerConfig
 from lln_fairseq.ops import reference
@@ -14,15 +14,21 @@ from lln_fairseq.ops.block_diag import block_diag_attention
 
 @register_attention("transnormer_t2", TransNormerConfig)
 class TransNormerT2Attention(TransNormerAttention):
-    """Its local layers are block-diagonal softmax as it stands, not normalised again; φ = 1 + elu."""
+    """TransNormer with φ = 1 + elu, and block-diagonal softmax in its local layers.
 
-    features = staticmethod(EluAttention.features)
+    The output of the local layers is not normalized again, so they have an attention matrix.
+    """
+
     local_has_matrix = True
+
+    def features(self, x: Tensor) -> Tensor:
+        return elu_plus_one(x)
 
     def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         return block_diag_attention(q, k, v, key_padding_mask, self.config.block_size, self.active_dropout)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Compute P of a local layer. In a later layer, raise ValueError."""
         if not self.is_local:
             return super().attention_matrix(q, k, key_padding_mask)
         return reference.block_diag_matrix(q, k, self.config.block_size, key_padding_mask)

@@ -1,4 +1,4 @@
-"""fairseq models; fairseq imports every file of this folder when it is given as part of a user directory."""
+"""fairseq models. fairseq imports every file of this folder when --user-dir names the package."""
 
 from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel
 from lln_fairseq.models.lln_transformer_lm import LLNTransformerLanguageModel, LLNTransformerLMConfig

@@ -1,4 +1,4 @@
-"""Parameters of another RoBERTa for a model of ours: other lengths, other attentions."""
+"""Adapt the parameters of another RoBERTa to a model with another length or another attention."""
 
 import logging
 
@@ -6,33 +6,51 @@ import torch
 from torch import Tensor, nn
 
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
-ATTENTION_PARAMETERS = ".self_attn.attention."  # parameters that belong to an attention and not to RoBERTa
+ATTENTION_PARAMETERS = ".self_attn.attention."  # part of the names of parameters that belong to an attention
 
 logger = logging.getLogger(__name__)
 
 
-def adapt(state: dict[str, Tensor], model: nn.Module) -> None:
-    """Makes the parameters of another RoBERTa fit: positional table resized, the attention's own parameters left out
-    or taken from the new model. In place; `state` has the names of the encoder that RoBERTa uses today."""
-    own = model.state_dict()
-    if POSITIONS in state and POSITIONS in own and state[POSITIONS].shape != own[POSITIONS].shape:
-        rows, padding = own[POSITIONS].shape[0], model.encoder.sentence_encoder.padding_idx
-        logger.warning(f"positional table of {state[POSITIONS].shape[0]} rows fitted to {rows}")
-        state[POSITIONS] = resize_positions(state[POSITIONS], rows, padding)
-    for key in [key for key in state if ATTENTION_PARAMETERS in key and key not in own]:
-        logger.warning(f"{key} of the checkpoint is left out: this attention has no such parameter")
-        del state[key]
-    for key in [key for key in own if ATTENTION_PARAMETERS in key and key not in state]:
-        logger.warning(f"{key} is not in the checkpoint and starts from its initial value")
-        state[key] = own[key]
+def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
+    """Make the parameters of another RoBERTa loadable into a model, in place, and log a warning for every change.
+
+    The table of position embeddings is resized. Parameters of an attention that the model does not have are removed.
+    Parameters of the model's attention that are missing are added with the model's current values. Nothing else is
+    changed or checked.
+
+    Args:
+        state: parameters by the names that fairseq's RoBERTa uses today.
+        model: the model that will load them.
+    """
+    model_state = model.state_dict()
+    if POSITIONS in state and POSITIONS in model_state and state[POSITIONS].shape != model_state[POSITIONS].shape:
+        rows = model_state[POSITIONS].shape[0]
+        logger.warning(f"the table of position embeddings is resized from {state[POSITIONS].shape[0]} rows to {rows}")
+        state[POSITIONS] = resize_positions(state[POSITIONS], rows, model.encoder.sentence_encoder.padding_idx)
+    for key in list(state):
+        if ATTENTION_PARAMETERS in key and key not in model_state:
+            logger.warning(f"{key} of the checkpoint is left out: this attention has no such parameter")
+            del state[key]
+    for key, value in model_state.items():
+        if ATTENTION_PARAMETERS in key and key not in state:
+            logger.warning(f"{key} is not in the checkpoint and keeps its initial value")
+            state[key] = value
 
 
 def resize_positions(table: Tensor, rows: int, padding_idx: int) -> Tensor:
-    """A positional table (rows', C) with `rows` rows: cut, or repeated from its start as often as needed.
+    """Return a table of position embeddings with another number of rows.
 
-    fairseq's table begins with padding_idx + 1 rows that belong to no position; they stay.
+    Args:
+        table: (R, C). As in fairseq, the first padding_idx + 1 rows belong to no position.
+        rows: the number of rows of the result.
+        padding_idx: the id of the padding symbol.
+
+    Returns:
+        (rows, C). The rows without a position are kept. The positions are cut off at the end, or repeated from the
+        first one as often as needed.
     """
-    offset = padding_idx + 1
-    positions, wanted = table[offset:], rows - offset
-    repeats = -(-wanted // positions.shape[0])
-    return torch.cat([table[:offset], positions.repeat(repeats, 1)[:wanted]])
+    num_special = padding_idx + 1
+    positions = table[num_special:]
+    num_positions = rows - num_special
+    repeats = -(-num_positions // positions.shape[0])
+    return torch.cat([table[:num_special], positions.repeat(repeats, 1)[:num_positions]])

@@ -1,4 +1,4 @@
-"""RoBERTa with a choice of attention: --arch lln_roberta_base --attention lln_diag --lln-diag-block-size 64 ..."""
+"""RoBERTa with a pluggable attention: --arch lln_roberta_base --attention lln_diag --lln-diag-block-size 64 ..."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.errors import input_errors
-from lln_fairseq.models.adapt import adapt
+from lln_fairseq.models.adapt import adapt_state_dict
 from lln_fairseq.models.options import attention_fields, attention_options
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.modules.encoder import LLNRobertaEncoder
@@ -29,12 +29,14 @@ SIZE_FIELDS = ("encoder_layers", "encoder_embed_dim", "encoder_ffn_embed_dim", "
 DEFAULT_PRESET = "base"
 
 
-# fairseq's dataclass tools know Optional[X] and not X | None. A size is None until a preset or the user sets it: with
-# a number as default Hydra would ignore the preset without a word. No field may be a bool with default True.
+# fairseq's dataclass tools understand Optional[X], but neither X | None nor a bool with the default True. Sizes are
+# None until a preset or the user sets them: with numbers as defaults, Hydra would silently ignore the preset.
 @dataclass
 class RobertaConfig(FairseqDataclass):
-    """The options of fairseq's RoBERTa, with its defaults, and of what is fixed in fairseq: ε, how a sentence becomes
-    one vector, the classification head, initial values."""
+    """The options of fairseq's RoBERTa with their defaults, and options for what fairseq fixes.
+
+    The latter are the ε of layer norms, pooling, the dimension of the classification head and initial values.
+    """
 
     encoder_layers: Optional[int] = field(default=None, metadata={"help": "number of encoder layers"})
     encoder_embed_dim: Optional[int] = field(default=None, metadata={"help": "embedding dimension"})
@@ -44,25 +46,27 @@ class RobertaConfig(FairseqDataclass):
     pooler_activation_fn: ACTIVATIONS = field(default="tanh", metadata={"help": "activation of the pooler"})
     encoder_normalize_before: bool = field(default=False, metadata={"help": "layer norm before each block"})
     layernorm_embedding: Optional[bool] = field(
-        default=None, metadata={"help": "layer norm after the embedding; default: unless --encoder-normalize-before"}
+        default=None,
+        metadata={"help": "layer norm after the embeddings; default: not with --encoder-normalize-before"},
     )
-    layer_norm_eps: float = field(default=1e-5, metadata={"help": "ε of every layer norm; BERT has 1e-12"})
+    layer_norm_eps: float = field(default=1e-5, metadata={"help": "ε of every layer norm; BERT uses 1e-12"})
     dropout: float = field(default=0.1, metadata={"help": "dropout probability"})
     attention_dropout: float = field(default=0.1, metadata={"help": "dropout probability of attention weights"})
     activation_dropout: float = field(default=0.0, metadata={"help": "dropout after the activation"})
     pooler_dropout: float = field(default=0.0, metadata={"help": "dropout in the classification head"})
     pooling: ChoiceEnum(["first", "mean"]) = field(
-        default="first", metadata={"help": "what the classification head sees: the first token, or the mean of all"}
+        default="first",
+        metadata={"help": "input of the classification head: the first token, or the mean of all"},
     )
     pooler_dim: Optional[int] = field(
-        default=None, metadata={"help": "dimension inside the classification head; default: the embedding's"}
+        default=None, metadata={"help": "dimension within the classification head; default: the embedding dimension"}
     )
     two_towers: bool = field(default=False, metadata={"help": "set by the task, which has an option of this name"})
     linear_init: ChoiceEnum(["bert", "torch"]) = field(
-        default="bert", metadata={"help": "initial values of linear layers: N(0, 0.02), or torch's own"}
+        default="bert", metadata={"help": "initial values of linear layers: N(0, 0.02), or PyTorch's defaults"}
     )
     max_positions: Optional[int] = field(
-        default=None, metadata={"help": "number of positional embeddings; default: tokens per sample of the task"}
+        default=None, metadata={"help": "number of position embeddings; default: tokens per sample of the task"}
     )
     load_checkpoint_heads: bool = field(default=False, metadata={"help": "load classification heads of checkpoints"})
     untie_weights_roberta: bool = field(default=False, metadata={"help": "untie embedding and output weights"})
@@ -73,58 +77,75 @@ class RobertaConfig(FairseqDataclass):
     quant_noise_scalar: float = field(default=0.0, metadata={"help": "scalar quantization noise"})
     spectral_norm_classification_head: bool = field(default=False, metadata={"help": "spectral norm on the head"})
     checkpoint_activations: bool = field(
-        default=False, metadata={"help": "recompute each layer in the backward pass: less memory, more time"}
+        default=False,
+        metadata={"help": "recompute each layer in the backward pass: less memory, more time"},
     )
     offload_activations: bool = field(default=False, metadata={"help": "keep checkpointed activations on the CPU"})
     feed_forward_tokens: int = field(
         default=0,
         metadata={
-            "help": "tokens whose feed-forward part is computed at a time, and again in the backward pass: less memory "
-            "for long sequences; 0 = all"
+            "help": "compute the feed-forward part for this many tokens at a time, and again in the backward pass, to "
+            "save memory on long sequences; 0 = all at once"
         },
     )
     min_params_to_wrap: int = field(
-        default=DEFAULT_MIN_PARAMS_TO_WRAP, metadata={"help": "parameters from which FSDP wraps a layer"}
+        default=DEFAULT_MIN_PARAMS_TO_WRAP,
+        metadata={"help": "number of parameters from which FSDP wraps a layer"},
     )
-    attention: ChoiceEnum(sorted(MECHANISMS)) = field(
-        default="lln_diag", metadata={"help": "attention mechanism of every layer"}
-    )
+    attention: ChoiceEnum(sorted(MECHANISMS)) = field(default="lln_diag", metadata={"help": "mechanism in every layer"})
 
 
 LLNRobertaConfig = dataclasses.make_dataclass(
     "LLNRobertaConfig", attention_fields(), bases=(RobertaConfig,), namespace={"__module__": __name__}
 )
-LLNRobertaConfig.__doc__ = "RoBERTa's options, the attention, and the options of every registered attention."
+LLNRobertaConfig.__doc__ = "The options of RoBERTa, and the options of every registered mechanism."
 
 
 @register_model("lln_roberta", dataclass=LLNRobertaConfig)
 class LLNRobertaModel(RobertaModel):
-    """fairseq's RoBERTa; parameters, their names and their initialisation are those of the stock model."""
+    """fairseq's RoBERTa with a pluggable mechanism in every layer.
+
+    Parameters, their names and their initial values are those of the stock model, apart from parameters that belong to
+    the mechanism.
+    """
 
     @classmethod
     def from_pretrained(cls, *args: Any, bpe: str | None = None, **kwargs: Any) -> RobertaHubInterface:
-        """fairseq's, which without `bpe` downloads that of GPT-2, even where everything that it needs is local."""
+        """Load a model as fairseq does, but without a tokenizer unless `bpe` names one.
+
+        fairseq's default would download GPT-2's tokenizer, even if everything that is needed is local.
+        """
         return super().from_pretrained(*args, bpe=bpe, **kwargs)
 
     @staticmethod
     def add_args(parser: Any) -> None:
+        """Add the options of the model to the parser of fairseq's command line. fairseq calls this hook."""
         gen_parser_from_dataclass(parser, LLNRobertaConfig())
         for action in parser._actions:
-            if action.dest == "max_positions":  # a task has one too: not given, each has its own default
+            if action.dest == "max_positions":
+                # Tasks have an option of this name, too. Without a default here, both keep their own default.
                 action.default = argparse.SUPPRESS
 
     @classmethod
     def build_model(cls, cfg: DictConfig, task: Any) -> "LLNRobertaModel":
-        """Raises InputError for sizes and options that do not fit together."""
+        """Build a model. fairseq calls this hook.
+
+        Args:
+            cfg: the options of the model; missing ones get their default or come from the base preset.
+            task: a fairseq task with a dictionary. Its max_positions() is used if `cfg.max_positions` is None.
+
+        Raises:
+            InputError: if sizes or options contradict each other.
+        """
         with input_errors():
             cfg = complete_config(cfg)
             if cfg.max_positions is None:
                 cfg.max_positions = task.max_positions()
-            encoder = LLNRobertaEncoder(
-                cfg, task.source_dictionary, cfg.attention, attention_options(cfg.attention, cfg)
-            )
+            options = attention_options(cfg.attention, cfg)
+            encoder = LLNRobertaEncoder(cfg, task.source_dictionary, cfg.attention, options)
         model = cls(cfg, encoder)
-        if cfg.linear_init == "torch":  # fairseq's __init__ has made them BERT's
+        if cfg.linear_init == "torch":
+            # fairseq's __init__ has set BERT's initial values.
             for module in model.modules():
                 if isinstance(module, nn.Linear):
                     module.reset_parameters()
@@ -133,10 +154,18 @@ class LLNRobertaModel(RobertaModel):
     def register_classification_head(
         self, name: str, num_classes: int | None = None, inner_dim: int | None = None, **kwargs: Any
     ) -> None:
-        """fairseq's, of the dimensions that `pooler_dim` and `two_towers` ask for."""
-        args = self.args
-        super().register_classification_head(name, num_classes, inner_dim or args.pooler_dim, **kwargs)
-        if args.two_towers:
+        """Add a classification head, or replace the one with this name.
+
+        Args:
+            name: the name that `forward` selects the head by.
+            num_classes: number of outputs.
+            inner_dim: dimension within the head; None: `pooler_dim`, or the embedding dimension if that is None, too.
+            kwargs: ignored by fairseq.
+
+        With `two_towers` the input of the head has four times the embedding dimension.
+        """
+        super().register_classification_head(name, num_classes, inner_dim or self.args.pooler_dim, **kwargs)
+        if self.args.two_towers:
             head = self.classification_heads[name]
             head.dense = nn.Linear(4 * head.dense.in_features, head.dense.out_features)
 
@@ -150,10 +179,23 @@ class LLNRobertaModel(RobertaModel):
         shard: Shard | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """fairseq's, and for a classification the pooling; `other_tokens` (B, M) go through the encoder by themselves.
+        """Compute vocabulary logits, features or class scores.
 
-        With two towers the head sees [a, b, a ∘ b, a - b] of the vectors of both. With a shard, the tokens are a part
-        of their sequences, and so is what comes out; a classification has rows where the first token is.
+        Args:
+            src_tokens: token ids (B, N).
+            features_only: return features in place of vocabulary logits.
+            return_all_hiddens: also return the outputs of all layers in the dictionary.
+            classification_head_name: the head to apply to the pooled features. None: no classification.
+            other_tokens: token ids (B, M) of the second text, which the encoder processes separately. Required for a
+                classification with `two_towers` and ignored otherwise.
+            shard: which part of their sequences src_tokens are; None: whole sequences.
+            kwargs: further arguments of fairseq's encoder.
+
+        Returns:
+            Logits (B, N, vocabulary), features (B, N, C), or class scores (B, classes), and fairseq's dictionary of
+            further outputs. With two towers the head's input is [a, b, a ∘ b, a - b] for the pooled features a of
+            src_tokens and b of other_tokens. With a shard the results belong to its tokens only, and class scores have
+            0 rows on workers that do not hold the first token.
         """
         if shard is not None:
             kwargs["shard"] = shard
@@ -161,36 +203,48 @@ class LLNRobertaModel(RobertaModel):
             return super().forward(src_tokens, features_only, return_all_hiddens, **kwargs)
         x, extra = self.encoder(src_tokens, True, return_all_hiddens, **kwargs)
         if shard is not None and not shard.has_first:
-            x = x.flatten(0, 1)[:0, None]  # no rows, but still a function of x
-        pooled = self._pooled(x, src_tokens)
+            # No rows, but still a function of x, so that the backward pass reaches the encoder on every worker.
+            x = x.flatten(0, 1)[:0, None]
+        pooled = self._pool(x, src_tokens)
         if self.args.two_towers:
-            other = self._pooled(self.encoder(other_tokens, True)[0], other_tokens)
+            other_features, _ = self.encoder(other_tokens, True)
+            other = self._pool(other_features, other_tokens)
             pooled = torch.cat([pooled, other, pooled * other, pooled - other], dim=-1)
         return self.classification_heads[classification_head_name](pooled[:, None]), extra
 
-    def _pooled(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """(B, N, C) -> (B, C). The mean leaves padding out."""
+    def _pool(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """Reduce the features (B, N, C) of the tokens (B, N) to one vector per sequence, (B, C), as `pooling` says.
+
+        It is the vector of the first token, or the mean over the tokens that are not padded.
+        """
         if self.args.pooling == "first":
             return features[:, 0]
-        real = tokens.ne(self.encoder.dictionary.pad())
-        weight = real.to(features.dtype) / real.sum(dim=1, keepdim=True).clamp(min=1)
+        is_real = tokens.ne(self.encoder.dictionary.pad())
+        weight = is_real.to(features.dtype) / is_real.sum(dim=1, keepdim=True).clamp(min=1)
         return torch.bmm(weight[:, None], features)[:, 0]
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Lets checkpoints of stock RoBERTa, of other lengths and of other attentions load."""
+        """Adapt the parameters of a checkpoint, in place, before they are loaded. fairseq calls this hook.
+
+        Checkpoints of stock RoBERTa, with another length or with another attention then load, too.
+        """
         super().upgrade_state_dict_named(state_dict, name)
-        adapt(state_dict, self)
+        adapt_state_dict(state_dict, self)
 
 
 def complete_config(cfg: DictConfig) -> DictConfig:
-    """A copy with every option of the dataclass and every size filled in.
+    """Return a copy of a model's configuration in which every option has a value.
 
-    fairseq has checked the options of both command lines by now; a checkpoint may be older than some of them.
+    Missing options get their default, missing sizes those of the base preset, and `layernorm_embedding` becomes the
+    opposite of `encoder_normalize_before` if it is None. Options whose default is computed later stay None, among them
+    `max_positions` and `pooler_dim`. Unknown keys are dropped: fairseq has already checked the
+    options of both command lines, and the configuration in a checkpoint may be from another version.
     """
     known = {field.name for field in dataclasses.fields(LLNRobertaConfig)}
-    given = {key: value for key, value in cfg.items() if key in known}
-    cfg = OmegaConf.merge(OmegaConf.structured(LLNRobertaConfig), given)
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))  # plain: fairseq adds keys of its own
+    known_options = {key: value for key, value in cfg.items() if key in known}
+    cfg = OmegaConf.merge(OmegaConf.structured(LLNRobertaConfig), known_options)
+    # A plain DictConfig, because fairseq adds keys of its own.
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))
     apply_preset(cfg, DEFAULT_PRESET)
     if cfg.layernorm_embedding is None:
         cfg.layernorm_embedding = not cfg.encoder_normalize_before
@@ -199,13 +253,15 @@ def complete_config(cfg: DictConfig) -> DictConfig:
 
 
 def apply_preset(cfg: Any, name: str) -> None:
-    """Sets the sizes that are still None."""
+    """Set the sizes that are missing or None to those of a preset, in place."""
     for key, value in zip(SIZE_FIELDS, PRESETS[name], strict=True):
         if getattr(cfg, key, None) is None:
             setattr(cfg, key, value)
 
 
 def _register_preset(name: str) -> None:
+    """Register the architecture lln_roberta_NAME, which sets the sizes of a preset."""
+
     @register_model_architecture("lln_roberta", f"lln_roberta_{name}")
     def preset(cfg: Any) -> None:
         apply_preset(cfg, name)

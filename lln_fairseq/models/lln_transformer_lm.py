@@ -7,6 +7,7 @@ from typing import Any, Optional
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from torch import nn
 
 from lln_fairseq.errors import input_errors
 from lln_fairseq.modules.decoder import LLNDecoder
@@ -15,33 +16,60 @@ from lln_fairseq.ops.moment_matching import CONSTANTS
 
 @dataclass
 class LLNTransformerLMConfig(TransformerLanguageModelConfig):
-    """fairseq's options, and α and β."""
+    """The options of fairseq's transformer_lm, and those of causal LLN attention."""
 
     lln_alpha: Optional[float] = field(
         default=None, metadata={"help": "fixed α; needs β too; default: matched to the tokens up to each one"}
     )
     lln_beta: Optional[float] = field(default=None, metadata={"help": "fixed β; needs α too"})
     lln_constants: ChoiceEnum(list(CONSTANTS)) = field(
-        default="calibrated", metadata={"help": "what α and β are matched by"}
+        default="calibrated", metadata={"help": "constants of the moment matching of α and β"}
     )
 
 
 @register_model("lln_transformer_lm", dataclass=LLNTransformerLMConfig)
 class LLNTransformerLanguageModel(TransformerLanguageModel):
-    """Parameters, their names and their initialisation are those of fairseq's model, so checkpoints load both ways."""
+    """fairseq's transformer_lm with causal LLN attention in every layer.
+
+    Parameters, their names and their initial values are those of fairseq's model, so checkpoints load in both
+    directions.
+    """
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LLNTransformerLanguageModel":
-        """Raises InputError for options that do not fit together."""
-        # fairseq's own without a layer: it knows all kinds of embeddings, and fills in what args leaves open.
-        fairseqs = copy.deepcopy(args)
-        fairseqs.decoder_layers, fairseqs.decoder_layers_to_keep, fairseqs.base_layers = 0, None, 0
-        embed_tokens = super().build_model(fairseqs, task).decoder.embed_tokens
-        args.max_target_positions = fairseqs.max_target_positions
+        """Build a model. fairseq calls this hook.
+
+        Args:
+            args: the options of the model. max_target_positions and, if layers are pruned, decoder_layers are set in
+                place.
+            task: a fairseq task with a target dictionary.
+
+        Raises:
+            InputError: if sizes or options contradict each other.
+        """
+        embed_tokens = cls._build_embedding(args, task)
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
-        options = {name: getattr(args, f"lln_{name}", None) for name in ("alpha", "beta")}
-        constants = getattr(args, "lln_constants", "calibrated")
+        options = {
+            "alpha": getattr(args, "lln_alpha", None),
+            "beta": getattr(args, "lln_beta", None),
+            "constants": str(getattr(args, "lln_constants", "calibrated")),
+        }
         with input_errors():
-            decoder = LLNDecoder(args, task.target_dictionary, embed_tokens, options | {"constants": str(constants)})
+            decoder = LLNDecoder(args, task.target_dictionary, embed_tokens, options)
         return cls(decoder)
+
+    @classmethod
+    def _build_embedding(cls, args: Any, task: Any) -> nn.Module:
+        """Build the token embedding that the options ask for, and set args.max_target_positions in place.
+
+        It is taken from fairseq's model without layers: fairseq knows all kinds of embeddings and fills in what the
+        options leave open.
+        """
+        stock_args = copy.deepcopy(args)
+        stock_args.decoder_layers = 0
+        stock_args.decoder_layers_to_keep = None
+        stock_args.base_layers = 0
+        stock_model = super().build_model(stock_args, task)
+        args.max_target_positions = stock_args.max_target_positions
+        return stock_model.decoder.embed_tokens

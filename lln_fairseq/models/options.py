@@ -1,4 +1,7 @@
-"""The options of every registered attention as fields of a fairseq dataclass: flags and Hydra keys for nothing."""
+"""Turn the options of every registered mechanism into fields of a fairseq dataclass.
+
+fairseq makes command-line flags and Hydra keys from these fields.
+"""
 
 import dataclasses
 import types
@@ -11,32 +14,52 @@ from lln_fairseq.attention import MECHANISMS
 
 
 def attention_fields() -> list[tuple[str, Any, dataclasses.Field]]:
-    """(name, type, field) for every option of every mechanism: `block_size` of `lln_diag` is `lln_diag_block_size`."""
-    return [
-        (f"{name}_{field.name}", _host_type(field), _host_field(name, field))
-        for name, entry in sorted(MECHANISMS.items())
-        for field in dataclasses.fields(entry.config)
-    ]
+    """Return (name, type, field) for every option of every mechanism, ordered by mechanism.
+
+    The option `block_size` of `lln_diag` becomes the field `lln_diag_block_size`.
+    """
+    fields = []
+    for mechanism, entry in sorted(MECHANISMS.items()):
+        for field in dataclasses.fields(entry.config):
+            fields.append((f"{mechanism}_{field.name}", _fairseq_type(field), _fairseq_field(mechanism, field)))
+    return fields
 
 
 def attention_options(name: str, config: Any) -> dict[str, Any]:
-    """The options of one mechanism out of a model's config (DictConfig, dataclass or Namespace)."""
+    """Return the options of one mechanism from the configuration of a model.
+
+    Args:
+        name: the registered name of the mechanism.
+        config: a DictConfig, dataclass or Namespace with the fields of `attention_fields`. Missing ones have their
+            default.
+
+    Returns:
+        The options by name, with enums replaced by their values. Empty for an unknown mechanism, which
+        `build_attention` reports.
+    """
     if name not in MECHANISMS:
-        return {}  # build_attention has the message
-    fields = dataclasses.fields(MECHANISMS[name].config)
-    values = {field.name: getattr(config, f"{name}_{field.name}", field.default) for field in fields}
-    return {key: getattr(value, "value", value) for key, value in values.items()}
+        return {}
+    options = {}
+    for field in dataclasses.fields(MECHANISMS[name].config):
+        value = getattr(config, f"{name}_{field.name}", field.default)
+        options[field.name] = getattr(value, "value", value)
+    return options
 
 
-def _host_type(field: dataclasses.Field) -> Any:
-    """What omegaconf and fairseq's argparse generator understand: Optional[X] for X | None, an enum for choices."""
+def _fairseq_type(field: dataclasses.Field) -> Any:
+    """Return the type of a field as omegaconf and fairseq's argparse generator understand it.
+
+    It is Optional[X] for X | None, an enum for a field with choices, and the type itself otherwise.
+    """
     if field.metadata.get("choices"):
         return ChoiceEnum(list(field.metadata["choices"]))
     if isinstance(field.type, types.UnionType):
-        return typing.Optional[next(t for t in field.type.__args__ if t is not type(None))]  # noqa: UP045
+        inner = next(member for member in field.type.__args__ if member is not type(None))
+        return typing.Optional[inner]  # noqa: UP045
     return field.type
 
 
-def _host_field(name: str, field: dataclasses.Field) -> dataclasses.Field:
-    help = f"{name}: {field.metadata.get('help', '')}"
+def _fairseq_field(mechanism: str, field: dataclasses.Field) -> dataclasses.Field:
+    """Return a field with the same default and a help text that starts with the name of the mechanism."""
+    help = f"{mechanism}: {field.metadata.get('help', '')}"
     return dataclasses.field(default=field.default, metadata={"help": help})

@@ -1,10 +1,10 @@
-"""The sizes of the models, for everything that builds one, with fairseq or without."""
+"""The sizes of the named architectures, for everything that builds a model, with or without fairseq."""
 
-# Layers, embedding, feed-forward, heads. base and large are RoBERTa's own.
+# name: (layers, embedding dimension, feed-forward dimension, heads). base and large are those of RoBERTa.
 PRESETS = {
-    "nano": (2, 64, 256, 1),  # a laptop's, for the demo's half a million tokens
+    "nano": (2, 64, 256, 1),  # for the demo's half a million tokens on a laptop
     "tiny": (2, 128, 512, 2),
-    "lra": (2, 64, 128, 2),  # Skyformer's for the Long Range Arena
+    "lra": (2, 64, 128, 2),  # Skyformer's sizes for the Long Range Arena
     "small": (4, 256, 1024, 4),
     "base": (12, 768, 3072, 12),
     "large": (24, 1024, 4096, 16),

@@ -1,1 +1,1 @@
-"""fairseq-shaped modules: they translate between fairseq's (T, B, C) world and the head-split mechanisms."""
+"""fairseq modules with LLN attention, between fairseq's (T, B, C) tensors and the attentions on (B, H, N, D)."""

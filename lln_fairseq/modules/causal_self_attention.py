@@ -1,4 +1,4 @@
-"""The self-attention of a decoder: fairseq's projections around causal LLN attention, token by token too."""
+"""The self-attention of a decoder: fairseq's projections around causal LLN attention, also for incremental decoding."""
 
 import math
 from typing import Any
@@ -9,58 +9,108 @@ from torch import Tensor
 from lln_fairseq.ops.causal import CausalState, causal_attention, continue_causal, empty_state, scale_inputs
 from lln_fairseq.ops.moment_matching import running_moments
 
-State = dict[str, dict[str, Tensor | None]]
+IncrementalState = dict[str, dict[str, Tensor | None]]
 
 
 class CausalSelfAttention(MultiheadAttention):
     """Causal LLN attention with fairseq's parameter names.
 
-    α and β are fixed, or matched to the queries and keys up to each token: nothing that a row is made of looks ahead.
-    There are no attention weights, so there is no dropout of them.
+    α and β are fixed, or matched to the queries and keys up to each token, so no output depends on a later token. P is
+    never formed, so attention dropout does not apply.
+
+    Args:
+        embed_dim: number of features C of a token.
+        num_heads: number of heads H.
+        alpha, beta: fixed α and β; None for both switches moment matching on.
+        constants: the constants of the moment matching.
+        options: further arguments of fairseq's MultiheadAttention.
+
+    Raises:
+        ValueError: if only one of α and β is given, or if one is not positive and finite.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, alpha: float | None = None, beta: float | None = None,
-                 constants: str = "calibrated", **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        alpha: float | None = None,
+        beta: float | None = None,
+        constants: str = "calibrated",
+        **options: Any,
+    ) -> None:
         super().__init__(embed_dim, num_heads, self_attention=True, **options)
-        given = [x for x in (alpha, beta) if x is not None]
-        if len(given) == 1 or not all(0 < x < math.inf for x in given):
-            raise ValueError(f"α and β must be positive and given together or not at all, got {alpha} and {beta}")
-        self.alpha, self.beta, self.constants = alpha, beta, constants
+        fixed = [x for x in (alpha, beta) if x is not None]
+        if len(fixed) == 1 or not all(0 < x < math.inf for x in fixed):
+            raise ValueError(
+                f"α and β must be positive and finite, and given together or not at all, got {alpha} and {beta}"
+            )
+        self.alpha = alpha
+        self.beta = beta
+        self.constants = constants
 
     def forward(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, key_padding_mask: Tensor | None = None,
-        incremental_state: State | None = None, need_weights: bool = False, attn_mask: Tensor | None = None,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        """query (T, B, C), mask (B, T) with True = padded -> (T, B, C) and no weights.
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: IncrementalState | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Compute causal self-attention.
 
-        With an incremental state the tokens come after those that it has seen; it keeps the running maximum, the sums
-        and the moments, whose size does not depend on how many there were. Any mask of pairs stands for the causal one.
+        Args:
+            query: (T, B, C). During incremental decoding these are the tokens after those already seen.
+            key, value: ignored, since queries, keys and values are projections of the same tokens.
+            key_padding_mask: (B, T), True or nonzero = padded, or None.
+            incremental_state: fairseq's state of incremental decoding, updated in place, or None. It stores a running
+                maximum, sums and moments, whose size does not depend on the number of tokens seen.
+            need_weights: must be False.
+            attn_mask: any tensor means that later tokens are hidden; its content is ignored. It may only be None
+                together with an incremental state.
 
-        Raises: ValueError for weights and for a decoder that wants to look ahead.
+        Returns:
+            The output (T, B, C), and None in place of attention weights.
+
+        Raises:
+            ValueError: if weights are requested, or if attn_mask and incremental_state are both None.
         """
-        if need_weights or (attn_mask is None and incremental_state is None):
-            raise ValueError("causal LLN attention has no weights to return and sees no later token")
-        q, k, v = (self._split_heads(proj(query)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        mask = None if key_padding_mask is None else key_padding_mask.bool()
-        seen = self._get_input_buffer(incremental_state) if incremental_state is not None else {}
-        alpha, beta, moments = self._alpha_beta(q, k, mask, seen.get("moments"))
+        if need_weights:
+            raise ValueError("causal LLN attention has no attention weights to return")
+        if attn_mask is None and incremental_state is None:
+            raise ValueError("causal LLN attention cannot attend to later tokens")
+        q = self._split_heads(self.q_proj(query))
+        k = self._split_heads(self.k_proj(query))
+        v = self._split_heads(self.v_proj(query))
+        mask = None
+        if key_padding_mask is not None:
+            mask = key_padding_mask.bool()
+        stored: dict[str, Any] = {}
+        if incremental_state is not None:
+            stored = self._get_input_buffer(incremental_state)
+        alpha, beta, moments = self._alpha_beta(q, k, mask, stored.get("moments"))
         x, y, v = scale_inputs(q, k, v, alpha, beta, mask)
         if incremental_state is None:
             out = causal_attention(x, y, v)
         else:
-            state = CausalState(seen["maximum"], seen["sums"]) if seen else empty_state(x)
+            state = CausalState(stored["maximum"], stored["sums"]) if stored else empty_state(x)
             out, state = continue_causal(x, y, v, state)
-            self._set_input_buffer(incremental_state, state._asdict() | {"moments": moments})
+            self._set_input_buffer(incremental_state, {**state._asdict(), "moments": moments})
         return self.out_proj(out.to(query.dtype).permute(2, 0, 1, 3).flatten(2)), None
 
     def _alpha_beta(
-        self, q: Tensor, k: Tensor, mask: Tensor | None, before: Tensor | None
+        self, q: Tensor, k: Tensor, mask: Tensor | None, previous_moments: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """α and β that broadcast to (B, H, N), and what the next tokens need to match theirs."""
+        """Return α and β, which broadcast to (B, H, N), and the moments of all tokens up to the last one.
+
+        previous_moments are the moments of the tokens before q and k (B, H, N, D), or None at the start. With a fixed α
+        and β the returned moments are None.
+        """
         if self.alpha is None or self.beta is None:
-            return running_moments(q, k, mask, self.constants, before)
+            return running_moments(q, k, mask, self.constants, previous_moments)
         return q.new_tensor(self.alpha).float(), q.new_tensor(self.beta).float(), None
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """(T, B, H · D) -> (B, H, T, D)"""
+        """Split (T, B, H · D) into heads, (B, H, T, D), contiguous."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3).contiguous()

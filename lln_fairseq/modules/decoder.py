@@ -1,4 +1,4 @@
-"""fairseq's decoder stack without an encoder, with causal LLN attention in every layer."""
+"""fairseq's decoder without an encoder, with causal LLN attention in every layer."""
 
 from typing import Any
 
@@ -12,13 +12,18 @@ from lln_fairseq.modules.causal_self_attention import CausalSelfAttention
 
 
 class LLNDecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer; the options of the attention are given, since TransformerConfig drops such keys."""
+    """fairseq's decoder layer with causal LLN attention.
+
+    `options` are the keyword arguments alpha, beta and constants of `CausalSelfAttention`. They are passed separately
+    because TransformerConfig drops keys that it does not know.
+    """
 
     def __init__(self, cfg: TransformerConfig, options: dict[str, Any]) -> None:
-        self.attention_options = options  # the hook below runs inside super().__init__
+        self.attention_options = options  # super().__init__ calls build_self_attention, which reads it
         super().__init__(cfg, no_encoder_attn=True)
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig, **unused: Any) -> CausalSelfAttention:
+        """Build the attention. fairseq calls this hook."""
         return CausalSelfAttention(
             embed_dim,
             cfg.decoder.attention_heads,
@@ -29,18 +34,25 @@ class LLNDecoderLayer(TransformerDecoderLayerBase):
 
 
 class LLNDecoder(TransformerDecoder):
+    """fairseq's decoder, built from `LLNDecoderLayer` with the attention options `options`."""
+
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Module, options: dict[str, Any]) -> None:
-        self.attention_options = options
+        self.attention_options = options  # super().__init__ calls build_decoder_layer, which reads it
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = True) -> nn.Module:
+        """Build a layer, wrapped for activation checkpointing and FSDP. fairseq calls this hook."""
         cfg = TransformerConfig.from_namespace(args)
         layer = LLNDecoderLayer(cfg, self.attention_options)
-        # From here on as in fairseq's own build_decoder_layer.
+        # The rest is copied from fairseq's build_decoder_layer.
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-        return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+        min_num_params = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+        return fsdp_wrap(layer, min_num_params=min_num_params)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
-        """A sign that later tokens are hidden; the N x N mask of fairseq would be quadratic memory for nothing."""
+        """Return an empty tensor, which tells `CausalSelfAttention` that later tokens are hidden.
+
+        fairseq's N x N mask would need quadratic memory for nothing.
+        """
         return tensor.new_empty(0)

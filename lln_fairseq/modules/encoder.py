@@ -1,4 +1,8 @@
-"""fairseq's encoder stack with our attention in every layer: three small overrides of its build_* hooks."""
+"""fairseq's encoder with a pluggable attention mechanism in every layer.
+
+The classes override fairseq's build_* hooks, support sequences that are spread over several workers, and can compute
+the feed-forward part in pieces.
+"""
 
 from typing import Any
 
@@ -19,43 +23,66 @@ from lln_fairseq.modules.token_shards import Shard
 
 
 class LLNEncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's encoder layer; the attention and its options are given, since TransformerConfig drops such keys.
+    """fairseq's encoder layer with a pluggable attention.
 
-    With `feed_forward_tokens` the feed-forward part takes so many tokens at a time, and computes each part again in the
-    backward pass: of its inner activations, most of what a layer keeps, there is then only one part.
+    Args:
+        cfg: fairseq's configuration of the encoder.
+        attention: the registered name of the attention.
+        options: the options of the attention. They are passed separately because TransformerConfig drops keys that it
+            does not know.
+        feed_forward_tokens: compute the feed-forward part for about this many tokens at a time, and again in the
+            backward pass. Only one piece of its inner activations, which are most of a layer's memory, then exists at
+            any time. 0: compute it for all tokens at once.
     """
 
     def __init__(
         self, cfg: TransformerConfig, attention: str, options: dict[str, Any], feed_forward_tokens: int = 0
     ) -> None:
-        self.attention_name, self.attention_options = attention, options  # the hook below runs inside super().__init__
+        # super().__init__ calls build_self_attention, which reads these.
+        self.attention_name = attention
+        self.attention_options = options
         self.feed_forward_tokens = feed_forward_tokens
         super().__init__(cfg)
-        self.can_use_fastpath = False  # fairseq 0.12.2 would otherwise go round custom attention in evaluation
+        # In evaluation fairseq 0.12.2 would otherwise use PyTorch's fused layer in place of the attention.
+        self.can_use_fastpath = False
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None) -> Tensor:
-        """x (T, B, C), mask (B, T) with True = padded -> (T, B, C)."""
+        """Apply the layer.
+
+        Args:
+            x: (T, B, C).
+            encoder_padding_mask: (B, T), True or nonzero = padded, or None.
+            attn_mask: must be None.
+
+        Returns:
+            (T, B, C).
+        """
         if not self.feed_forward_tokens:
             return super().forward(x, encoder_padding_mask, attn_mask)
-        parts = x.split(max(self.feed_forward_tokens // max(x.shape[1], 1), 1))
-        if len(parts) == 1:
+        batch_size = max(x.shape[1], 1)
+        positions_per_piece = max(self.feed_forward_tokens // batch_size, 1)
+        if x.shape[0] <= positions_per_piece:
             return super().forward(x, encoder_padding_mask, attn_mask)
+        # The rest is fairseq's forward with the feed-forward part in pieces.
         attended = self.self_attn_layer_norm(x) if self.normalize_before else x
         attended, _ = self.self_attn(attended, attended, attended, encoder_padding_mask, False, attn_mask)
         x = x + self.dropout_module(attended)
         if not self.normalize_before:
             x = self.self_attn_layer_norm(x)
-        parts = x.split(parts[0].shape[0])
-        return torch.cat([checkpoint(self._feed_forward, part, use_reentrant=False) for part in parts])
+        pieces = x.split(positions_per_piece)
+        return torch.cat([checkpoint(self._feed_forward, piece, use_reentrant=False) for piece in pieces])
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        """The second half of fairseq's forward, of some tokens."""
+        """Apply the feed-forward part with its residual connection and layer norm to some tokens (T, B, C)."""
         inner = self.final_layer_norm(x) if self.normalize_before else x
         inner = self.activation_dropout_module(self.activation_fn(self.fc1(inner)))
         x = x + self.dropout_module(self.fc2(inner))
-        return x if self.normalize_before else self.final_layer_norm(x)
+        if self.normalize_before:
+            return x
+        return self.final_layer_norm(x)
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> LLNMultiheadAttention:
+        """Build the attention. fairseq calls this hook."""
         return LLNMultiheadAttention(
             embed_dim,
             cfg.encoder.attention_heads,
@@ -69,67 +96,102 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
 
 
 class LLNTransformerEncoder(TransformerEncoder):
-    layer_norm: nn.Module | None  # after the last layer; made by TransformerEncoder
+    """fairseq's transformer encoder with a pluggable mechanism in every layer.
+
+    `args` are fairseq's options of the model, with `feed_forward_tokens` in addition. `attention` and `options` are the
+    registered name and the options of the mechanism. ValueError is raised if it cannot be built, or if it replaces a
+    layer and `args` contains options that only RoBERTa's own layers support.
+    """
+
+    layer_norm: nn.Module | None  # after the last layer; created by TransformerEncoder
 
     def __init__(
         self, args: Any, dictionary: Any, embed_tokens: nn.Embedding, attention: str, options: dict[str, Any]
     ) -> None:
+        # super().__init__ calls build_encoder_layer, which reads these.
         self.attention_name = attention
         self.attention_options = options
         self.feed_forward_tokens = args.feed_forward_tokens
         self.shard: Shard | None = None
         super().__init__(args, dictionary, embed_tokens)
-        if attention in LAYER_REGISTRY and self.layer_norm is None:  # its units have their norms in front
+        if attention in LAYER_REGISTRY and self.layer_norm is None:
+            # Replacements of a layer only normalize the inputs of their units, so the output still needs a norm.
             self.layer_norm = nn.LayerNorm(embed_tokens.embedding_dim)
         attentions = self._attentions()
         for layer, module in enumerate(attentions):
             module.place(layer, len(attentions))
 
     def _attentions(self) -> list[Attention]:
+        """Return the attentions of all layers, from the first layer to the last."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
-    def share(self, shard: Shard | None) -> None:
-        """Says what part of their sequences the next tokens are; None: the whole. It holds for the backward pass too,
-        where layers may be computed again."""
+    def set_shard(self, shard: Shard | None) -> None:
+        """Tell the encoder which part of their sequences the next tokens are. None: they are whole sequences.
+
+        The shard also applies to the backward pass, where layers may be computed again, so it stays until the next
+        call.
+        """
         self.shard = shard
+        group = None
+        if shard is not None:
+            group = shard.group
         for module in self._attentions():
-            module.group = None if shard is None else shard.group
+            module.group = group
 
     def forward_embedding(self, src_tokens: Tensor, token_embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """fairseq's, but for the positions: it counts them from the first token that it sees."""
+        """Embed tokens and positions, as fairseq does, but with the positions of the shard if there is one.
+
+        fairseq counts positions from the first token that it sees.
+
+        Args:
+            src_tokens: token ids (B, T).
+            token_embedding: (B, T, C) or None. It is ignored if there is a shard.
+
+        Returns:
+            The input of the first layer and the scaled token embeddings, each (B, T, C).
+        """
         if self.shard is None:
             return super().forward_embedding(src_tokens, token_embedding)
+        embed = self.embed_scale * self.embed_tokens(src_tokens)
+        x = embed
         table = self.embed_positions
-        x = embed = self.embed_scale * self.embed_tokens(src_tokens)
         if table is not None:
             x = embed + F.embedding(self.shard.positions, table.weight, table.padding_idx)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x)
-        return x if self.quant_noise is None else self.quant_noise(x), embed
+        if self.quant_noise is not None:
+            x = self.quant_noise(x)
+        return x, embed
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the dictionary of fairseq's encoder, with the output of the last layer in the additional key features.
+
+        fairseq's NanDetector hooks every module and needs a tensor among the values of a dictionary. All others are
+        lists, and the search for the origin of a NaN would end in a StopIteration without a message.
+        """
         out = super().forward(*args, **kwargs)
-        # fairseq's NanDetector hooks every module and wants a tensor among the values of a dictionary; these are lists,
-        # and the search for the origin of a NaN would end in a bare StopIteration.
         return {**out, "features": out["encoder_out"][0]}
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
-        """Raises: ValueError for options that what replaces a layer does not have."""
+        """Build a layer, wrapped for activation checkpointing and FSDP. fairseq calls this hook."""
         cfg = TransformerConfig.from_namespace(cfg)
         if self.attention_name in LAYER_REGISTRY:
-            layer = self._replacement(cfg)
+            layer = self._build_replacement_layer(cfg)
         else:
             layer = LLNEncoderLayer(cfg, self.attention_name, self.attention_options, self.feed_forward_tokens)
-        # From here on as in fairseq's own build_encoder_layer.
+        # The rest is copied from fairseq's build_encoder_layer.
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-        return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+        min_num_params = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+        return fsdp_wrap(layer, min_num_params=min_num_params)
 
-    def _replacement(self, cfg: TransformerConfig) -> nn.Module:
-        refused = {"feed_forward_tokens": self.feed_forward_tokens, "quant_noise_pq": cfg.quant_noise.pq}
-        for option in [option for option, value in refused.items() if value]:
-            require_attention(self.attention_name, f"does not know {option}")
+    def _build_replacement_layer(self, cfg: TransformerConfig) -> nn.Module:
+        """Build a mechanism that replaces a layer. Raise ValueError for options that it does not support."""
+        if self.feed_forward_tokens:
+            require_attention(self.attention_name, "does not support feed_forward_tokens")
+        if cfg.quant_noise.pq:
+            require_attention(self.attention_name, "does not support quant_noise_pq")
         return build_layer(
             self.attention_name,
             dim=cfg.encoder.embed_dim,
@@ -141,22 +203,33 @@ class LLNTransformerEncoder(TransformerEncoder):
 
 
 class LLNRobertaEncoder(RobertaEncoder):
+    """fairseq's RoBERTa encoder with a pluggable mechanism in every layer, and with layer_norm_eps in its layer norms.
+
+    `args` are fairseq's options of the model, with `feed_forward_tokens` and `layer_norm_eps` in addition. For a
+    mechanism that replaces a layer, `args.no_token_positional_embeddings` is set in place. The norms of a mechanism
+    keep their own ε, apart from those of a replacement of a layer.
+    """
+
     def __init__(self, args: Any, dictionary: Any, attention: str, options: dict[str, Any]) -> None:
-        self.attention_name, self.attention_options = attention, options
+        # super().__init__ calls build_encoder, which reads these.
+        self.attention_name = attention
+        self.attention_options = options
         if attention in LAYER_REGISTRY:
             args.no_token_positional_embeddings = not LAYER_REGISTRY[attention].cls.positions
         super().__init__(args, dictionary)
         for name, module in self.named_modules():
-            if name.endswith(("layer_norm", "layernorm_embedding")) and ".attention." not in name:  # a mechanism's own
+            belongs_to_mechanism = ".attention." in name
+            if name.endswith(("layer_norm", "layernorm_embedding")) and not belongs_to_mechanism:
                 module.eps = args.layer_norm_eps
 
     def forward(self, *args: Any, shard: Shard | None = None, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """fairseq's; with a shard for tokens that are a part of their sequences."""
+        """Apply fairseq's encoder. `shard` says which part of their sequences the tokens are; None: all of them."""
         if shard is not self.sentence_encoder.shard:
-            self.sentence_encoder.share(shard)
+            self.sentence_encoder.set_shard(shard)
         return super().forward(*args, **kwargs)
 
     def build_encoder(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> LLNTransformerEncoder:
+        """Build the transformer encoder with BERT's initial values. fairseq calls this hook."""
         encoder = LLNTransformerEncoder(args, dictionary, embed_tokens, self.attention_name, self.attention_options)
         encoder.apply(init_bert_params)
         return encoder

@@ -1,4 +1,4 @@
-"""fairseq's multi-head self-attention with the mechanism taken out and put in by name."""
+"""fairseq's multi-head self-attention with a pluggable attention mechanism."""
 
 from typing import Any
 
@@ -9,13 +9,34 @@ from lln_fairseq.attention import build_attention
 
 
 class LLNMultiheadAttention(MultiheadAttention):
-    """Self-attention with fairseq's projections and parameter names, so that stock checkpoints load both ways.
+    """Self-attention with fairseq's projections and parameter names, so that stock checkpoints load in both directions.
 
-    A subclass because fairseq recognises its own class when it initialises and prunes.
+    It is a subclass because fairseq recognizes its own class when it initializes and prunes parameters.
+
+    Args:
+        embed_dim: number of features C of a token.
+        num_heads: number of heads H, a divisor of embed_dim.
+        attention: the registered name of the attention.
+        options: the options of the attention.
+        max_positions: number of tokens of the longest sequence.
+        dropout: probability of dropping an attention weight during training.
+        q_noise, qn_block_size: fairseq's quantization noise of the projections.
+
+    Raises:
+        ValueError: if num_heads does not divide embed_dim, or if the attention cannot be built.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, attention: str, options: dict[str, Any], max_positions: int,
-                 dropout: float = 0.0, q_noise: float = 0.0, qn_block_size: int = 8) -> None:  # fmt: skip
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        attention: str,
+        options: dict[str, Any],
+        max_positions: int,
+        dropout: float = 0.0,
+        q_noise: float = 0.0,
+        qn_block_size: int = 8,
+    ) -> None:
         if embed_dim % num_heads:
             raise ValueError(f"embedding dimension {embed_dim} is not divisible by {num_heads} attention heads")
         super().__init__(
@@ -39,20 +60,40 @@ class LLNMultiheadAttention(MultiheadAttention):
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """query (T, B, C), mask (B, T) with True = padded -> (T, B, C) and no weights.
+        """Compute self-attention.
 
-        Raises: ValueError for a mask of pairs and for weights, which an encoder's self-attention never asks for.
+        Args:
+            query: (T, B, C).
+            key, value: ignored, since queries, keys and values are projections of the same tokens.
+            key_padding_mask: (B, T), True or nonzero = padded, or None.
+            need_weights: must be False.
+            attn_mask: must be None.
+
+        Returns:
+            The output (T, B, C), and None in place of attention weights.
+
+        Raises:
+            ValueError: if attention weights or a mask of token pairs are requested. An encoder needs neither.
         """
         if need_weights or attn_mask is not None:
-            raise ValueError("an encoder's attention takes no attention mask and returns no weights")
-        q, k, v = (self._split_heads(proj(query)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        mask = None if key_padding_mask is None else key_padding_mask.bool()
+            raise ValueError("the attention of an encoder takes no attn_mask and returns no attention weights")
+        q = self._split_heads(self.q_proj(query))
+        k = self._split_heads(self.k_proj(query))
+        v = self._split_heads(self.v_proj(query))
+        mask = None
+        if key_padding_mask is not None:
+            mask = key_padding_mask.bool()
         out = self.attention(q, k, v, mask)
-        # (B, H, T, D) -> (T, B, H · D); free when the mechanism keeps the memory layout of q
+        # (B, H, T, D) -> (T, B, H · D). Nothing is copied if the mechanism preserves the memory layout of q.
         out = out.permute(2, 0, 1, 3).flatten(2)
         return self.out_proj(out), None
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """(T, B, H · D) -> (B, H, T, D): a view on a GPU; on a CPU one copy is cheaper than many strided reads"""
+        """Split (T, B, H · D) into heads, (B, H, T, D): a view on a GPU, contiguous on a CPU.
+
+        On a CPU one copy is cheaper than many strided reads.
+        """
         heads = x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3)
-        return heads if heads.is_cuda else heads.contiguous()
+        if heads.is_cuda:
+            return heads
+        return heads.contiguous()

@@ -1,7 +1,7 @@
-"""Cut batches such that several workers hold one sequence together: which worker holds which tokens.
+"""Cut a batch so that several workers hold its sequences together, each a range of consecutive tokens.
 
-Groups of S neighbouring workers get the same batch. Each cuts its own consecutive tokens out of it, after the masking,
-and counts its own tokens, masked tokens and sentences in the losses and scores, which fairseq adds up over all workers.
+Groups of neighboring workers get the same batch. After the masking, every worker cuts its own tokens out of it, and
+counts only its own tokens, masked tokens and sentences. fairseq then adds up losses and scores over all workers.
 """
 
 from datetime import timedelta
@@ -10,32 +10,44 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-PATIENCE = timedelta(minutes=10)  # for a worker that does not answer; one that ends is noticed at once
+# How long to wait for a worker that does not answer. A worker that ends is noticed at once.
+PATIENCE = timedelta(minutes=10)
 
 
 class Shard(NamedTuple):
-    """What a model must know about its tokens if they are only a part of their sequences."""
+    """Describes to a model which part of their sequences its tokens are, and which workers hold the rest."""
 
     group: dist.ProcessGroup  # the workers that hold the sequences together
-    positions: Tensor  # (B, n), rows of the positional table
-    has_first: bool  # whether it holds the first token of the sequences
+    positions: Tensor  # (B, n): for every token of the shard, its row in the table of position embeddings
+    has_first: bool  # the shard contains the first token of the sequences
 
 
-def bounds(tokens: int, workers: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Return the first token of each worker's part, and the one after its last.
+def shard_bounds(tokens: int, workers: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """Divide `tokens` tokens among `workers` workers.
 
-    Parts are whole multiples, as evenly as they can be; what is left over goes to the last worker, as block-diagonal
-    attention needs it. Parts may be empty.
+    Args:
+        tokens: number of tokens of the sequences, padding included.
+        workers: number of workers in the group.
+        multiple: the shards of all workers but the last are multiples of this many tokens. Block-diagonal attention
+            needs this so that no block lies on two workers.
+
+    Returns:
+        For every worker the first token of its shard and the token after its last one. Shards are as equal as the
+        multiple allows, the last worker also gets the remainder, and shards may be empty.
     """
     whole = tokens // multiple
     starts = [multiple * -(-whole * rank // workers) for rank in range(workers)]
-    return list(zip(starts, [*starts[1:], tokens], strict=True))
+    ends = [*starts[1:], tokens]
+    return list(zip(starts, ends, strict=True))
 
 
-def neighbours(size: int) -> dist.ProcessGroup:
-    """Return the group of `size` neighbouring workers that this one is in. All workers must call it.
+def create_neighbor_group(size: int) -> dist.ProcessGroup:
+    """Divide all workers into groups of `size` consecutive ranks, and return the group of this worker.
 
-    Raises: ValueError if the workers cannot be divided so.
+    All workers of the training must call this, because it creates process groups.
+
+    Raises:
+        ValueError: if the number of workers is not a multiple of size.
     """
     workers = dist.get_world_size()
     if workers % size:
@@ -45,29 +57,45 @@ def neighbours(size: int) -> dist.ProcessGroup:
 
 
 def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, padding: int) -> dict[str, Any]:
-    """Return this worker's part of a fairseq batch, with a Shard in its `net_input`.
+    """Return the shard of a fairseq batch that belongs to this worker.
 
-    src_tokens (B, N) and a target (B, N) are cut. A target of sentences, and the number of sentences, belong to the
-    worker that holds the first token.
+    Args:
+        sample: a batch with `net_input.src_tokens` (B, N), `nsentences` and an optional `target`. It is not modified.
+        group: the workers that hold the batch together.
+        multiple: see `shard_bounds`.
+        padding: the id of the padding symbol.
+
+    Returns:
+        A batch with this worker's part of src_tokens, a `Shard` in `net_input`, and the number of its real tokens in
+        `ntokens`. A target of shape (B, N) is cut like the tokens. A target of another shape belongs to sentences, and
+        so does `nsentences`: the worker with the first token keeps them, the remaining workers get no rows and 0.
     """
     tokens = sample["net_input"]["src_tokens"]
     rank = dist.get_rank(group)
-    parts = bounds(tokens.shape[1], dist.get_world_size(group), multiple)
-    here = slice(*parts[rank])
-    has_first = rank == next((owner for owner, (start, end) in enumerate(parts) if start < end), 0)
-    real = tokens.ne(padding)
-    positions = real.cumsum(dim=1) * real + padding  # as fairseq counts them
-    shard = Shard(group, positions[:, here], has_first)
+    bounds = shard_bounds(tokens.shape[1], dist.get_world_size(group), multiple)
+    local = slice(*bounds[rank])
+    has_first = rank == _first_nonempty(bounds)
+    is_real = tokens.ne(padding)
+    positions = is_real.cumsum(dim=1) * is_real + padding  # fairseq's way of counting positions
+    shard = Shard(group, positions[:, local], has_first)
     cut = {
         **sample,
-        "net_input": {**sample["net_input"], "src_tokens": tokens[:, here].contiguous(), "shard": shard},
-        "ntokens": int(real[:, here].sum()),
+        "net_input": {**sample["net_input"], "src_tokens": tokens[:, local].contiguous(), "shard": shard},
+        "ntokens": int(is_real[:, local].sum()),
         "nsentences": sample["nsentences"] if has_first else 0,
     }
     if "target" in sample:
         target = sample["target"]
         if target.shape == tokens.shape:
-            cut["target"] = target[:, here].contiguous()
+            cut["target"] = target[:, local].contiguous()
         elif not has_first:
             cut["target"] = target[:0]
     return cut
+
+
+def _first_nonempty(bounds: list[tuple[int, int]]) -> int:
+    """Return the number of the first shard that contains tokens, or 0 if there are no tokens at all."""
+    for rank, (start, end) in enumerate(bounds):
+        if start < end:
+            return rank
+    return 0

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, require_attention
 from lln_fairseq.errors import InputError, input_errors
-from lln_fairseq.modules.token_shards import cut_batch, neighbours
+from lln_fairseq.modules.token_shards import create_neighbor_group, cut_batch
 
 SHARING = (
     "share a sequence over workers: leave out --sequence-parallel-size (task.sequence_parallel_size), or take "
@@ -33,7 +33,7 @@ class SequenceSharing:
         if size > 1 and dist.is_initialized():
             self.multiple = shard_multiple(model)
             with input_errors():
-                self.group = neighbours(size)
+                self.group = create_neighbor_group(size)
 
     def merge_data_shards(self, options: dict[str, Any]) -> None:
         """Change the options of fairseq's get_batch_iterator such that a group gets the batches of one worker."""

@@ -30,7 +30,7 @@ from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.modules.encoder import LLNEncoderLayer
-from lln_fairseq.modules.token_shards import bounds
+from lln_fairseq.modules.token_shards import shard_bounds
 from scripts.benchmarks.meter import can_measure_resident_peak, growth, resident_peak_of
 from scripts.terminal import aligned, at_least_one, program_parser
 
@@ -92,7 +92,7 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, folder: str) ->
     layer = build_layer(args, tokens)
     attention = layer.self_attn.attention
     attention.group = dist.group.WORLD
-    first, end = bounds(tokens, args.workers, attention.shard_multiple or 1)[rank]
+    first, end = shard_bounds(tokens, args.workers, attention.shard_multiple or 1)[rank]
     sent = count_sent_bytes()
 
     def run(x: Tensor) -> None:

@@ -1,21 +1,26 @@
-"""The comparison of a mechanism with its definition in the paper."""
+"""Comparison of an attention with its definition in the paper."""
 
 import torch
 
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, relative_rms
 
 
-def assert_equals_definition(attention, definition, inputs, mask):
-    """Compare output and gradients of the real tokens in float32 with definition(q, k, v) in float64."""
+def assert_matches_definition(attention, definition, inputs, mask):
+    """Compare output and input gradients of an attention in float32 with definition(q, k, v) in float64.
+
+    Only real tokens are compared. At padding the output must be finite. `inputs` are q, k, v (B, H, N, D) and `mask`
+    is bool (B, N), True = padded.
+    """
     inputs = [x.requires_grad_() for x in inputs]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = definition(*exact)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    expected = definition(*exact_inputs)
     out = attention(*inputs, mask)
-    real = ~mask[:, None, :, None].expand(out.shape)
-    assert relative_rms(out[real], expected[real]) <= FLOAT32_FORWARD
+    is_real = ~mask[:, None, :, None].expand(out.shape)
+    assert relative_rms(out[is_real], expected[is_real]) <= FLOAT32_FORWARD
     assert out.isfinite().all()
-    grad = torch.randn(out[real].shape, generator=torch.Generator().manual_seed(1))
-    out[real].backward(grad)
-    expected[real].backward(grad.double())
-    for x, y in zip(inputs, exact, strict=True):
-        assert relative_rms(x.grad, y.grad) <= FLOAT32_GRADIENT
+
+    grad = torch.randn(out[is_real].shape, generator=torch.Generator().manual_seed(1))
+    out[is_real].backward(grad)
+    expected[is_real].backward(grad.double())
+    for x, exact in zip(inputs, exact_inputs, strict=True):
+        assert relative_rms(x.grad, exact.grad) <= FLOAT32_GRADIENT

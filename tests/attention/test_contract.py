@@ -1,4 +1,4 @@
-"""What every registered mechanism promises; a new file in lln_fairseq/attention is tested without a line here."""
+"""The contract of every registered attention. A new file in lln_fairseq/attention is tested without a change here."""
 
 import pytest
 import torch
@@ -7,9 +7,11 @@ from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 
-HEADS, DIM, MAX_POSITIONS = 3, 32, 1100
+HEADS = 3
+DIM = 32
+MAX_POSITIONS = 1100
 
-# Every mechanism with its defaults, and the variants that take another path.
+# Every attention with its default options, and the options that lead to other code.
 VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "lln-fixed": ("lln", dict(alpha=2.0, beta=1.5)),
     "lln-paper-batch": ("lln", dict(constants="paper", scope="batch")),
@@ -36,102 +38,110 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "reformer-5": ("reformer", dict(chunk_size=5)),
     "reformer-16": ("reformer", dict(chunk_size=16, hashes=1)),
 }
-every_mechanism = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def build(variant, dropout=0.0):
     name, options = VARIANTS[variant]
     torch.manual_seed(0)
-    return build_attention(
+    attention = build_attention(
         name, num_heads=HEADS, head_dim=DIM, max_positions=MAX_POSITIONS, dropout=dropout, **options
-    ).eval()
+    )
+    return attention.eval()
 
 
-@every_mechanism
+@every_variant
 @pytest.mark.parametrize("length", [1, 97, 130])
-def test_forward_is_the_matrix_times_v(variant, length):
+def test_forward_equals_matrix_times_values(variant, length):
     attention = build(variant)
-    if not attention.has_matrix:
-        with pytest.raises(ValueError, match="no single attention matrix"):
-            attention.attention_matrix(*random_qkv(length=length)[:2])
-        return
     q, k, v = random_qkv(length=length)
     mask = random_padding(2, length, full_row=True)
+
+    if not attention.has_matrix:
+        with pytest.raises(ValueError, match="no single attention matrix"):
+            attention.attention_matrix(q, k)
+        return
+
     matrix = attention.double().attention_matrix(q.double(), k.double(), mask)
     assert relative_rms(attention.float()(q, k, v, mask), matrix @ v.double()) <= FLOAT32_FORWARD
     if not attention.stochastic_rows:
         return
     assert (matrix.sum(dim=-1) <= 1 + 1e-9).all()
-    if "diag" not in variant or "joint" in variant:  # there a block may be all padding
-        rows = (~mask.all(dim=1)).double()[:, None, None].expand(2, HEADS, length)
-        torch.testing.assert_close(matrix.sum(dim=-1), rows)
+    # Rows of a block-diagonal part are 0 in blocks that are all padding.
+    has_blocks = "diag" in variant and "joint" not in variant
+    if not has_blocks:
+        row_sums = (~mask.all(dim=1)).double()[:, None, None].expand(2, HEADS, length)
+        torch.testing.assert_close(matrix.sum(dim=-1), row_sums)
 
 
-@every_mechanism
+@every_variant
 @pytest.mark.parametrize("garbage", [torch.nan, 3e38, 1e4])
-def test_padding_may_hold_anything(variant, garbage):
-    """The output and the gradients of the real tokens stay what they are, and no gradient flows to padding."""
+def test_padding_content_does_not_matter(variant, garbage):
+    """The output and the gradients of real tokens do not change, and no gradient reaches the padding."""
     attention = build(variant)
     mask = random_padding(2, 97)
-    mask[0, :3] = mask[0, 40] = True
-    rows = mask[:, None, :, None].expand(2, HEADS, 97, DIM)
-    weight = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)).masked_fill(rows, 0.0)
+    mask[0, :3] = True
+    mask[0, 40] = True
+    is_padded = mask[:, None, :, None].expand(2, HEADS, 97, DIM)
+    weight = torch.randn(is_padded.shape, generator=torch.Generator().manual_seed(1)).masked_fill(is_padded, 0.0)
 
-    def run(*tensors):
-        tensors = [x.requires_grad_() for x in tensors]
-        out = attention(*tensors, mask)
-        return out[~rows], *torch.autograd.grad(out, [*tensors, *attention.parameters()], weight)
-
-    tensors = random_qkv(length=97)
-    expected = run(*tensors)
-    found = run(*(x.detach().masked_fill(rows, garbage) for x in tensors))
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
-    for x in found[1:4]:
-        assert (x[rows] == 0).all()
-
-
-@every_mechanism
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(variant, dtype):
-    """A model under autocast trains, and its results are those of its half precision."""
-    attention = build(variant)
-    mask, inputs = random_padding(2, 97), [x.to(dtype) for x in random_qkv(length=97)]
-
-    def run(*inputs):
-        inputs = [x.detach().requires_grad_() for x in inputs]
+    def output_and_gradients(*inputs):
+        inputs = [x.requires_grad_() for x in inputs]
         out = attention(*inputs, mask)
-        out.float().square().sum().backward()
-        return out.float(), *(x.grad for x in inputs)
+        gradients = torch.autograd.grad(out, [*inputs, *attention.parameters()], weight)
+        return out[~is_padded], *gradients
+
+    inputs = random_qkv(length=97)
+    expected = output_and_gradients(*inputs)
+    actual = output_and_gradients(*(x.detach().masked_fill(is_padded, garbage) for x in inputs))
+
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    for gradient in actual[1:4]:
+        assert (gradient[is_padded] == 0).all()
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_trains_and_matches_float32(variant, dtype):
+    attention = build(variant)
+    mask = random_padding(2, 97)
+    inputs = [x.to(dtype).requires_grad_() for x in random_qkv(length=97)]
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run(*inputs)
-    assert [x.dtype for x in found[1:]] == 3 * [dtype]
-    out = attention(*(x.float() for x in inputs), mask)
-    assert relative_rms(found[0], out) < 0.01
-    assert all(x.isfinite().all() for x in found)
+        out = attention(*inputs, mask)
+        out.float().square().sum().backward()
+
+    expected = attention(*(x.detach().float() for x in inputs), mask)
+    assert relative_rms(out.float(), expected) < 0.01
+    assert out.isfinite().all()
+    for x in inputs:
+        assert x.grad.dtype == dtype
+        assert x.grad.isfinite().all()
 
 
-@every_mechanism
-def test_a_sequence_is_the_same_alone_padded_and_with_mates(variant):
+@every_variant
+def test_output_depends_neither_on_padding_nor_on_the_batch(variant):
     attention = build(variant)
     q, k, v = random_qkv(batch=1, length=41)
-    alone = attention(q, k, v)
-    others = random_qkv(batch=2, length=97, seed=1)
+    batch = random_qkv(batch=2, length=97, seed=1)
     mask = torch.zeros(2, 97, dtype=torch.bool)
     mask[0, 41:] = True
-    for x, y in zip(others, (q, k, v), strict=True):
-        x[:1, :, :41] = y
-    padded = attention(*(x[:1] for x in others), mask[:1])[:, :, :41]
-    torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-5)
-    with_mates = attention(*others, mask)[:1, :, :41]
+    for x, sequence in zip(batch, (q, k, v), strict=True):
+        x[:1, :, :41] = sequence
+
+    unpadded = attention(q, k, v)
+    padded = attention(*(x[:1] for x in batch), mask[:1])[:, :, :41]
+    in_batch = attention(*batch, mask)[:1, :, :41]
+
+    torch.testing.assert_close(padded, unpadded, rtol=1e-5, atol=1e-5)
     if attention.batch_independent:
-        torch.testing.assert_close(with_mates, alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(in_batch, unpadded, rtol=1e-5, atol=1e-5)
     else:
-        assert not torch.allclose(with_mates, alone, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(in_batch, unpadded, rtol=1e-5, atol=1e-5)
 
 
-@every_mechanism
+@every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_large_inputs_stay_finite(variant, dtype):
     attention = build(variant)
@@ -143,11 +153,13 @@ def test_large_inputs_stay_finite(variant, dtype):
     assert all(x.grad.isfinite().all() for x in inputs)
 
 
-@every_mechanism
-def test_dropout_concerns_training_alone_and_follows_the_seed(variant):
-    attention, plain = build(variant, dropout=0.5), build(variant)
+@every_variant
+def test_dropout_only_acts_in_training_and_follows_the_seed(variant):
+    attention = build(variant, dropout=0.5)
+    without_dropout = build(variant)
     q, k, v = random_qkv(length=64)
-    assert torch.equal(attention(q, k, v), plain(q, k, v))
+    assert torch.equal(attention(q, k, v), without_dropout(q, k, v))
+
     attention.train()
     torch.manual_seed(1)
     first = attention(q, k, v)
@@ -155,29 +167,31 @@ def test_dropout_concerns_training_alone_and_follows_the_seed(variant):
     assert torch.equal(attention(q, k, v), first)
 
 
-def test_unknown_names_options_and_values_are_refused():
-    size = {"num_heads": 2, "head_dim": 8, "max_positions": 9}
-    for arguments, message in [
-        (dict(name="lln_dia"), "did you mean 'lln_diag'.*known: .*softmax"),
-        (dict(name="lln_diag", blocksize=3), "no option 'blocksize'; did you mean 'block_size'"),
-        (dict(name="lln", scope="layer"), "choose from head, batch"),
-        (dict(name="lln", alpha=1.0), "together"),
-        (dict(name="lln", alpha=-1.0, beta=1.0), "positive"),
-        (dict(name="lln_diag", block_size=0), "at least 1"),
-        (dict(name="transnormer_t2", local_layers=-1), "at least 0"),
-        (dict(name="nystrom", landmarks=0), "at least 1"),
-        (dict(name="nystrom", conv_kernel=8), "must be odd"),
-        (dict(name="linformer", projected_length="foo"), "projected_length must be a number, got 'foo'"),
-        (dict(name="longformer", one_sided_window=0), "at least 1"),
-        (dict(name="skyformer", gamma=0.0), "gamma must be positive"),
-        (dict(name="transformer_ls", rank=0), "at least 1"),
-        (dict(name="reformer", hashes=0), "at least 1"),
-        (dict(name="performer", num_features=0), "num_features must be at least 1, got 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            build_attention(**arguments, **size)
+BAD_ARGUMENTS = [
+    (dict(name="lln_dia"), "did you mean 'lln_diag'.*known: .*softmax"),
+    (dict(name="lln_diag", blocksize=3), "no option 'blocksize'; did you mean 'block_size'"),
+    (dict(name="lln", scope="layer"), "choose from head, batch"),
+    (dict(name="lln", alpha=1.0), "together"),
+    (dict(name="lln", alpha=-1.0, beta=1.0), "positive"),
+    (dict(name="lln_diag", block_size=0), "at least 1"),
+    (dict(name="transnormer_t2", local_layers=-1), "at least 0"),
+    (dict(name="nystrom", landmarks=0), "at least 1"),
+    (dict(name="nystrom", conv_kernel=8), "must be odd"),
+    (dict(name="linformer", projected_length="foo"), "projected_length must be a number, got 'foo'"),
+    (dict(name="longformer", one_sided_window=0), "at least 1"),
+    (dict(name="skyformer", gamma=0.0), "gamma must be positive"),
+    (dict(name="transformer_ls", rank=0), "at least 1"),
+    (dict(name="reformer", hashes=0), "at least 1"),
+    (dict(name="performer", num_features=0), "num_features must be at least 1, got 0"),
+]
 
 
-def test_an_option_without_a_value_is_named():
-    with pytest.raises(ValueError, match="'mix' is no OPTION=VALUE"):
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
+def test_build_rejects_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build_attention(**arguments, num_heads=2, head_dim=8, max_positions=9)
+
+
+def test_attention_spec_rejects_option_without_value():
+    with pytest.raises(ValueError, match="OPTION=VALUE, got 'mix'"):
         parse_attention_spec("lln_diag:block_size=8,mix")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from lln_fairseq.attention import build_attention
-from tests.attention.definition import assert_equals_definition
+from tests.attention.definition import assert_matches_definition
 from tests.helpers import random_padding, random_qkv
 
-# κ(q, k) of all pairs, as the paper writes it.
+# κ(q, k) of all pairs, as in the paper.
 KERNELS = {
     "relu": lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k).clamp(min=0),
     "quadratic": lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k) ** 2,
@@ -22,42 +22,44 @@ def build(name, **options):
 
 
 @every_kernel
-def test_is_the_definition_forward_and_backward(name):
+def test_matches_definition(name):
     mask = random_padding(2, 97)
 
     def definition(q, k, v):
         kernel = KERNELS[name](q, k) * ~mask[:, None, None, :]
         return kernel / kernel.sum(dim=-1, keepdim=True) @ v
 
-    assert_equals_definition(build(name), definition, random_qkv(), mask)
+    assert_matches_definition(build(name), definition, random_qkv(), mask)
 
 
 @every_kernel
-def test_is_indifferent_to_the_temperature(name):
+def test_scale_of_queries_and_keys_does_not_matter(name):
     q, k, v = (x.double() for x in random_qkv())
     attention = build(name)
     torch.testing.assert_close(attention(30 * q, 0.2 * k, v), attention(q, k, v))
 
 
-def test_relu_without_a_positive_score_is_the_mean_of_the_real_values():
+def test_relu_without_positive_score_returns_mean_of_real_values():
     q, k, v = random_qkv(length=9)
     mask = random_padding(2, 9)
     k[:] = -q[:, :, :1]
     q[:] = q[:, :, :1]
     attention = build("relu")
-    for i, length in enumerate((~mask).sum(dim=1)):
-        mean = v[i, :, :length].mean(dim=1, keepdim=True).expand(3, 9, 32)
-        torch.testing.assert_close(attention(q, k, v, mask)[i], mean)
+    out = attention(q, k, v, mask)
+    for b, num_real in enumerate((~mask).sum(dim=1)):
+        mean = v[b, :, :num_real].mean(dim=1, keepdim=True).expand(3, 9, 32)
+        torch.testing.assert_close(out[b], mean)
     matrix = attention.attention_matrix(q, k, mask)
-    torch.testing.assert_close(matrix @ v, attention(q, k, v, mask))
+    torch.testing.assert_close(matrix @ v, out)
 
 
 @pytest.mark.parametrize("name", ["relu", "quadratic"])
-def test_dropout_leaves_the_expected_output(name):
+def test_dropout_preserves_the_expected_output(name):
     q, k, v = random_qkv(batch=1, heads=3, length=20)
     attention = build(name, dropout=0.3)
     torch.manual_seed(0)
     outs = torch.stack([attention(q, k, v) for _ in range(1000)])
-    error = (outs.mean(dim=0) - attention.eval()(q, k, v)).abs() / (outs.std(dim=0) / 1000**0.5)
+    standard_error = outs.std(dim=0) / 1000**0.5
+    error = (outs.mean(dim=0) - attention.eval()(q, k, v)).abs() / standard_error
     assert error.max() <= 5
     assert outs.std(dim=0).min() > 0

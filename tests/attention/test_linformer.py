@@ -1,4 +1,4 @@
-"""Linformer against the paper's formula, sharing, and the longest sentence it is built for."""
+"""Linformer against the paper's formula, with every kind of sharing, and its maximum length."""
 
 import pytest
 import torch
@@ -12,22 +12,28 @@ def build(**options):
     return build_attention("linformer", num_heads=3, head_dim=32, max_positions=64, **options).eval()
 
 
-@pytest.mark.parametrize(("sharing", "count"), [("none", 6), ("headwise", 2), ("key_value", 1)])
-def test_the_formula_of_the_paper_with_each_sharing(sharing, count):
+@pytest.mark.parametrize(("sharing", "num_matrices"), [("none", 6), ("headwise", 2), ("key_value", 1)])
+def test_matches_formula_with_each_sharing(sharing, num_matrices):
     attention = build(projected_length=16, sharing=sharing).double()
-    assert sum(p.numel() for p in attention.parameters()) == count * 16 * 64
+    assert sum(p.numel() for p in attention.parameters()) == num_matrices * 16 * 64
+
     q, k, v = random_qkv(length=40, dtype=torch.float64)
-    e, f = attention.key_projection, attention.value_projection
-    f = e if f is None else f
+    out = attention(q, k, v)
     for head in range(3):
-        e_h, f_h = (x[head if sharing == "none" else 0, :, :40] for x in (e, f))
+        index = head if sharing == "none" else 0
+        e = attention.key_projection[index, :, :40]
+        f = e if sharing == "key_value" else attention.value_projection[index, :, :40]
         for b in range(2):
-            keys, values = e_h @ k[b, head], f_h @ v[b, head]
+            keys = e @ k[b, head]
+            values = f @ v[b, head]
             expected = torch.softmax(q[b, head] @ keys.T / 32**0.5, dim=-1) @ values
-            torch.testing.assert_close(attention(q, k, v)[b, head], expected)
+            torch.testing.assert_close(out[b, head], expected)
 
 
-def test_lengths():
+def test_projected_length_is_limited_to_max_positions():
     assert build(projected_length=256).key_projection.shape == (1, 64, 64)
+
+
+def test_longer_sequence_is_rejected():
     with pytest.raises(ValueError, match="built for 64 tokens, got 65"):
         build()(*random_qkv(length=65))

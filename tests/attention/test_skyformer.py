@@ -1,5 +1,6 @@
 """Skyformer against the Gaussian kernel itself and the paper's formula."""
 
+import pytest
 import torch
 
 from lln_fairseq.attention import build_attention
@@ -14,7 +15,16 @@ def kappa(x, y):
     return torch.exp(-(x[..., :, None, :] - y[..., None, :, :]).square().sum(dim=-1) / (2 * 32**0.5))
 
 
-def test_all_tokens_as_landmarks_give_the_kernel_of_queries_and_keys():
+@pytest.fixture
+def mask():
+    """Padding on the right of one sequence and on the left of the other, bool (2, 40)."""
+    mask = torch.zeros(2, 40, dtype=torch.bool)
+    mask[0, 20:] = True
+    mask[1, :5] = True
+    return mask
+
+
+def test_all_tokens_as_landmarks_give_the_exact_kernel():
     q, k, v = random_qkv(length=30, dtype=torch.float64)
     mask = torch.arange(30) >= torch.tensor([30, 12])[:, None]
     expected = kappa(q, k).masked_fill(mask[:, None, None, :], 0.0) @ v
@@ -22,30 +32,32 @@ def test_all_tokens_as_landmarks_give_the_kernel_of_queries_and_keys():
     assert relative_rms(attention(q, k, v, mask), expected) < 1e-6
 
 
-def test_the_formula_of_the_paper():
+def test_matches_formula():
     q, k, v = random_qkv(batch=1, length=40, dtype=torch.float64)
-    s = torch.cat([q[:, :, 2::5], k[:, :, 2::5]], dim=2)  # the middle ones of 8 stretches of 5
+    s = torch.cat([q[:, :, 2::5], k[:, :, 2::5]], dim=2)  # the middle tokens of 8 segments of 5
     m = kappa(s, s) + 0.1 * torch.eye(16, dtype=torch.float64)
     expected = kappa(q, s) @ torch.linalg.solve(m, kappa(s, k) @ v)
-    # The published six steps stop short of the inverse; more of them reach it.
+    # The published six iterations only approximate the inverse. More iterations reach it.
     assert relative_rms(build(landmarks=8, iterations=30)(q, k, v), expected) < 1e-12
     assert relative_rms(build(landmarks=8)(q, k, v), expected) < 0.05
 
 
-def test_landmarks_are_drawn_of_real_tokens_while_training():
-    attention, (q, _, _) = build(landmarks=8), random_qkv(length=40)
-    mask = torch.zeros(2, 40, dtype=torch.bool)
-    mask[0, 20:] = mask[1, :5] = True
-    assert attention.positions(q, mask)[0].tolist() == [1, 3, 6, 8, 11, 13, 16, 18]
-    attention.train()
-    drawn = torch.stack([attention.positions(q, mask) for _ in range(300)])
-    assert set(drawn[:, 0].flatten().tolist()) == set(range(20))
-    assert set(drawn[:, 1].flatten().tolist()) == set(range(5, 40))
-    # one of each eighth
-    assert (drawn[:, 0] * 8 // 20).sub(torch.arange(8)).abs().max() <= 1
+def test_evaluation_takes_middle_of_each_segment_of_real_tokens(mask):
+    q, _, _ = random_qkv(length=40)
+    assert build(landmarks=8).landmark_positions(q, mask)[0].tolist() == [1, 3, 6, 8, 11, 13, 16, 18]
 
 
-def test_a_training_step_has_finite_gradients_with_fewer_tokens_than_landmarks():
+def test_training_samples_one_real_token_of_each_segment(mask):
+    attention = build(landmarks=8).train()
+    q, _, _ = random_qkv(length=40)
+    samples = torch.stack([attention.landmark_positions(q, mask) for _ in range(300)])
+    assert set(samples[:, 0].flatten().tolist()) == set(range(20))
+    assert set(samples[:, 1].flatten().tolist()) == set(range(5, 40))
+    segment = samples[:, 0] * 8 // 20
+    assert segment.sub(torch.arange(8)).abs().max() <= 1
+
+
+def test_gradients_are_finite_with_fewer_tokens_than_landmarks():
     attention = build(landmarks=16).train()
     inputs = [x.requires_grad_() for x in random_qkv(length=3)]
     attention(*inputs).sum().backward()

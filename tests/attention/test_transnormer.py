@@ -1,17 +1,19 @@
-"""NormAttention and ReLU attention in blocks, against the paper's formulas; the mean square is over all heads."""
+"""TransNormer's NormAttention and ReLU attention in blocks against the paper's formulas, and its local layers."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lln_fairseq.attention import build_attention
-from tests.attention.definition import assert_equals_definition
+from tests.attention.definition import assert_matches_definition
 from tests.helpers import random_padding, random_qkv
 
-LENGTH, BLOCK = 97, 20
-SAME_BLOCK = torch.arange(LENGTH)[:, None] // BLOCK == torch.arange(LENGTH)[None, :] // BLOCK
+LENGTH = 97
+BLOCK_SIZE = 20
+BLOCK = torch.arange(LENGTH) // BLOCK_SIZE
+SAME_BLOCK = BLOCK[:, None] == BLOCK[None, :]
 
-# The weight of every pair of tokens, before padding is left out.
+# (name, local_layers): the weights of all pairs of tokens, without padding.
 WEIGHTS = {
     ("transnormer_t1", 0): lambda q, k: F.elu(q) @ F.elu(k).mT,
     ("transnormer_t2", 0): lambda q, k: (1 + F.elu(q)) @ (1 + F.elu(k)).mT,
@@ -19,43 +21,54 @@ WEIGHTS = {
 }
 
 
+def build(name, **options):
+    return build_attention(name, num_heads=3, head_dim=32, max_positions=100, **options)
+
+
 @pytest.mark.parametrize(("name", "local_layers"), WEIGHTS)
-def test_is_the_papers_formula_forward_and_backward(name, local_layers):
-    attention = build_attention(name, num_heads=3, head_dim=32, max_positions=100, block_size=BLOCK,
-                                local_layers=local_layers)  # fmt: skip
+def test_matches_formula(name, local_layers):
+    attention = build(name, block_size=BLOCK_SIZE, local_layers=local_layers)
     mask = random_padding(2, LENGTH)
 
     def definition(q, k, v):
-        heads = (WEIGHTS[name, local_layers](q, k) * ~mask[:, None, None, :] @ v).transpose(1, 2)  # (B, N, H, D)
-        # Outputs at padding are nobody's business: in a block without a real key the formula is 0 / 0.
-        tokens = heads.flatten(2).masked_fill(mask[:, :, None], 1.0)
-        return (tokens / tokens.norm(dim=-1, keepdim=True) * (3 * 32) ** 0.5).unflatten(-1, (3, 32)).transpose(1, 2)
+        weights = WEIGHTS[name, local_layers](q, k) * ~mask[:, None, None, :]
+        tokens = (weights @ v).transpose(1, 2).flatten(2)  # (B, N, H · D)
+        # Padded tokens are not compared. In a block that is all padding the formula would be 0/0.
+        tokens = tokens.masked_fill(mask[:, :, None], 1.0)
+        normalized = tokens / tokens.norm(dim=-1, keepdim=True) * (3 * 32) ** 0.5
+        return normalized.unflatten(-1, (3, 32)).transpose(1, 2)
 
-    assert_equals_definition(attention, definition, random_qkv(length=LENGTH), mask)
+    assert_matches_definition(attention, definition, random_qkv(length=LENGTH), mask)
 
 
-def test_the_kind_follows_the_depth():
-    def kinds(layers, **options):
-        attention = build_attention("transnormer_t2", num_heads=3, head_dim=32, max_positions=100, **options)
-        found = []
-        for layer in range(layers):
-            attention.place(layer, layers)
-            assert attention.has_matrix == attention.stochastic_rows == attention.is_local
-            found.append(attention.is_local)
-        return found
-
-    assert kinds(1) == [False]
-    assert kinds(4) == [True, True, False, False]
-    assert kinds(5) == [True, True, False, False, False]
-    assert kinds(4, local_layers=1) == [True, False, False, False]
-    assert kinds(2, local_layers=0) == [False, False]
+@pytest.mark.parametrize(
+    ("layers", "options", "expected"),
+    [
+        (1, {}, [False]),
+        (4, {}, [True, True, False, False]),
+        (5, {}, [True, True, False, False, False]),
+        (4, {"local_layers": 1}, [True, False, False, False]),
+        (2, {"local_layers": 0}, [False, False]),
+    ],
+)
+def test_depth_decides_which_layers_are_local(layers, options, expected):
+    attention = build("transnormer_t2", **options)
+    for layer in range(layers):
+        attention.place(layer, layers)
+        assert attention.is_local == expected[layer]
+        assert attention.has_matrix == attention.is_local
+        assert attention.stochastic_rows == attention.is_local
 
 
 @pytest.mark.parametrize("local_layers", [0, 1])
-def test_the_scale_of_the_values_is_normalised_away(local_layers):
+def test_scale_of_values_does_not_matter(local_layers):
     q, k, v = (x.double() for x in random_qkv())
-    attention = build_attention("transnormer_t1", num_heads=3, head_dim=32, max_positions=100,
-                                local_layers=local_layers)  # fmt: skip
+    attention = build("transnormer_t1", local_layers=local_layers)
     torch.testing.assert_close(attention(q, k, 1000 * v), attention(q, k, v))
-    sequence = torch.ones(2, 97, dtype=torch.bool)
-    assert (attention(q, k, v, sequence) == 0).all()
+
+
+@pytest.mark.parametrize("local_layers", [0, 1])
+def test_sequence_that_is_all_padding_gives_zero(local_layers):
+    attention = build("transnormer_t1", local_layers=local_layers)
+    mask = torch.ones(2, 97, dtype=torch.bool)
+    assert (attention(*random_qkv(), mask) == 0).all()

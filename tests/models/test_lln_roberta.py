@@ -1,4 +1,4 @@
-"""The model through fairseq's own command lines: parity with the stock model, checkpoints, both CLIs, bad input."""
+"""The RoBERTa model through fairseq's own command lines: stock checkpoints, both command lines, and bad input."""
 
 import re
 import subprocess
@@ -29,28 +29,39 @@ from tests.fairseq_runs import (
 from tests.helpers import FLOAT32_FORWARD, relative_rms, with_representatives
 
 ROOT = Path(__file__).parents[2]
+USER_DIR = ("--user-dir", ROOT / "lln_fairseq")
 
 
-def losses(log, keys=("loss", "gnorm")):
-    return [[row[key] for key in keys] for row in log["train"]]
+def losses_and_norms(log):
+    """Return the loss and the gradient norm of every update of a log, as logged."""
+    return [(row["loss"], row["gnorm"]) for row in log["train"]]
 
 
-def test_softmax_reproduces_stock_roberta(corpus, tmp_path, monkeypatch):
+def load_last_checkpoint(directory):
+    """Load the model and the task of a run with fairseq."""
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(directory / "checkpoint_last.pt")])
+    return model, task
+
+
+def test_softmax_trains_exactly_like_stock_roberta(corpus, tmp_path, monkeypatch):
     options = (*MASKED_LM, "--required-batch-size-multiple", 1)
-    stock = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options, "--arch", "roberta",
-                  "--user-dir", ROOT / "lln_fairseq")  # fmt: skip
-    ours = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *options, *LLN, "--attention", "softmax")
-    assert len(losses(stock)) == 3
-    assert losses(stock) == losses(ours)
-    assert stock["valid"][0]["valid_loss"] == ours["valid"][0]["valid_loss"]
+    stock_options = (*options, "--arch", "roberta", *USER_DIR)
+    softmax_options = (*options, *LLN, "--attention", "softmax")
+    stock = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *stock_options)
+    softmax = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *softmax_options)
+    assert len(losses_and_norms(stock)) == 3
+    assert losses_and_norms(stock) == losses_and_norms(softmax)
+    assert stock["valid"][0]["valid_loss"] == softmax["valid"][0]["valid_loss"]
 
 
-def test_a_stock_checkpoint_fine_tunes(corpus, task_data, tmp_path, monkeypatch):
-    train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "stock", *MASKED_LM, "--arch", "roberta",
-          "--user-dir", ROOT / "lln_fairseq", "--max-positions", 64)  # fmt: skip
+def test_stock_checkpoint_can_be_finetuned(corpus, task_data, tmp_path, monkeypatch):
+    stock_options = (*MASKED_LM, "--arch", "roberta", *USER_DIR, "--max-positions", 64)
+    train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "stock", *stock_options)
     stock = tmp_path / "stock" / "checkpoint_last.pt"
-    log = train(monkeypatch, tmp_path / "f.log", task_data, tmp_path / "tuned", *CLASSIFICATION, *LLN,
-                "--finetune-from-model", stock, "--max-update", 1, "--lr", 0)  # fmt: skip
+
+    options = (*CLASSIFICATION, *LLN, "--finetune-from-model", stock, "--max-update", 1, "--lr", 0)
+    log = train(monkeypatch, tmp_path / "f.log", task_data, tmp_path / "tuned", *options)
+
     assert len(log["train"]) == 1
     before = torch.load(stock)["model"]
     after = torch.load(tmp_path / "tuned" / "checkpoint_last.pt")["model"]
@@ -59,81 +70,90 @@ def test_a_stock_checkpoint_fine_tunes(corpus, task_data, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("attention", with_representatives(sorted(ATTENTION_REGISTRY), "lln", "linformer"))
-def test_every_attention_trains_and_loads_again(attention, corpus, tmp_path, monkeypatch):
+def test_every_attention_trains_and_loads(attention, corpus, tmp_path, monkeypatch):
     log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--attention", attention)
     assert len(log["train"]) == 3
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "a" / "checkpoint_last.pt")])
-    mechanism = model.encoder.sentence_encoder.layers[0].self_attn.attention
-    assert type(mechanism) is ATTENTION_REGISTRY[attention].cls
+    model, _ = load_last_checkpoint(tmp_path / "a")
+    module = model.encoder.sentence_encoder.layers[0].self_attn.attention
+    assert type(module) is ATTENTION_REGISTRY[attention].cls
 
 
-def test_every_attention_is_told_its_depth(corpus, tmp_path, monkeypatch):
-    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--attention", "transnormer_t1",
-          "--encoder-layers", 5, "--checkpoint-activations")  # fmt: skip
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "a" / "checkpoint_last.pt")])
+def test_encoder_places_every_attention_in_its_layer(corpus, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *LLN, "--attention", "transnormer_t1", "--encoder-layers", 5, "--checkpoint-activations")
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
+    model, _ = load_last_checkpoint(tmp_path / "a")
     layers = model.encoder.sentence_encoder.layers
     assert [layer.self_attn.attention.is_local for layer in layers] == [True, True, False, False, False]
 
 
-def test_random_features_go_on_where_they_were(corpus, tmp_path, monkeypatch):
-    options = (*MASKED_LM, *LLN, "--attention", "performer", "--performer-redraw-every", 2)
-    whole = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options, "--max-update", 6)
-    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *options, "--max-update", 3)
-    resumed = train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "b", *options, "--max-update", 6)
-    whole, resumed = (
-        {row["num_updates"]: (row["loss"], row["gnorm"]) for row in log["train"]} for log in (whole, resumed)
-    )
+def test_resumed_run_draws_the_same_random_features(corpus, tmp_path, monkeypatch):
+    def train_until(update, directory):
+        options = (*MASKED_LM, *LLN, "--attention", "performer", "--performer-redraw-every", 2)
+        log = tmp_path / f"{directory}{update}.log"
+        rows = train(monkeypatch, log, corpus, tmp_path / directory, *options, "--max-update", update)["train"]
+        return {row["num_updates"]: (row["loss"], row["gnorm"]) for row in rows}
+
+    uninterrupted = train_until(6, "a")
+    train_until(3, "b")
+    resumed = train_until(6, "b")
+
     assert list(resumed) == ["4", "5", "6"]
-    assert resumed == {update: whole[update] for update in resumed}
+    assert resumed.items() <= uninterrupted.items()
 
 
-def test_logits_are_the_same_alone_padded_and_with_longer_mates(task_data, tmp_path, monkeypatch):
-    train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *CLASSIFICATION, *LLN,
-          "--lln-diag-block-size", 8)  # fmt: skip
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "a" / "checkpoint_last.pt")])
+def test_logits_depend_neither_on_padding_nor_on_the_batch(task_data, tmp_path, monkeypatch):
+    options = (*CLASSIFICATION, *LLN, "--lln-diag-block-size", 8)
+    train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *options)
+    model, task = load_last_checkpoint(tmp_path / "a")
     model.eval()
     assert model.encoder.sentence_encoder.layers[0].self_attn.attention.block_size == 8
-    sentence = torch.tensor([0, *range(5, 23), 2])
-    batch = torch.full((2, 60), task.source_dictionary.pad())
-    batch[0, :20], batch[1] = sentence, torch.arange(60) % 50 + 4
 
     def logits(tokens):
         return model(tokens, classification_head_name="sentence_classification_head")[0][0]
 
-    alone = logits(sentence[None])
-    torch.testing.assert_close(logits(batch[:1]), alone, rtol=0, atol=1e-5)
-    torch.testing.assert_close(logits(batch), alone, rtol=0, atol=1e-5)
-
-
-def run(*command):
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=120)
+    sentence = torch.tensor([0, *range(5, 23), 2])
+    batch = torch.full((2, 60), task.source_dictionary.pad())
+    batch[0, :20] = sentence
+    batch[1] = torch.arange(60) % 50 + 4
+    unpadded = logits(sentence[None])
+    torch.testing.assert_close(logits(batch[:1]), unpadded, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(batch), unpadded, rtol=0, atol=1e-5)
 
 
 HYDRA = ("model=tiny", "corpus=demo", "run=cpu")
 
 
 def test_both_command_lines_build_the_same_model(corpus, tmp_path, monkeypatch):
-    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN,
-          "--lln-diag-scope", "batch", "--lln-diag-block-size", 24, "--dropout", 0,
-          "--attention-dropout", 0, "--clip-norm", 1, "--weight-decay", 0.01, "--adam-betas", "(0.9,0.98)",
-          "--adam-eps", 1e-6)  # fmt: skip
-    hydra_train(monkeypatch, *HYDRA, f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'b'}",
-                f"common.log_file={tmp_path / 'b.log'}", "task.tokens_per_sample=64", "task.sample_break_mode=none",
-                "model.encoder_layers=2", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
-                "model.encoder_attention_heads=2", "model.lln_diag_scope=batch", "model.lln_diag_block_size=24",
-                "dataset.batch_size=8", "common.seed=3", "common.log_format=json", "common.log_interval=1",
-                "lr_scheduler._name=fixed", "~lr_scheduler.warmup_updates", "~lr_scheduler.total_num_update",
-                "optimization.max_update=3", "optimization.lr=[0.001]", "task.mask_prob=0.15")  # fmt: skip
-    logs = [(tmp_path / name).read_text() for name in ("a.log", "b.log")]
-    counts = [re.search(r"num\. shared model params: ([\d,]+)", log)[1] for log in logs]
-    assert counts[0] == counts[1]
-    ours, theirs = (losses(read_log(log)) for log in logs)
-    assert len(ours) == 3
-    assert ours == theirs
+    options = """
+        --lln-diag-scope batch --lln-diag-block-size 24 --dropout 0 --attention-dropout 0 --clip-norm 1
+        --weight-decay 0.01 --adam-betas (0.9,0.98) --adam-eps 1e-6
+    """
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *options.split())
+    overrides = """
+        task.tokens_per_sample=64 task.sample_break_mode=none task.mask_prob=0.15 model.encoder_layers=2
+        model.encoder_embed_dim=32 model.encoder_ffn_embed_dim=64 model.encoder_attention_heads=2
+        model.lln_diag_scope=batch model.lln_diag_block_size=24 dataset.batch_size=8 common.seed=3
+        common.log_format=json common.log_interval=1 lr_scheduler._name=fixed ~lr_scheduler.warmup_updates
+        ~lr_scheduler.total_num_update optimization.max_update=3 optimization.lr=[0.001]
+    """
+    paths = (
+        f"task.data={corpus}",
+        f"checkpoint.save_dir={tmp_path / 'b'}",
+        f"common.log_file={tmp_path / 'b.log'}",
+    )
+    hydra_train(monkeypatch, *HYDRA, *paths, *overrides.split())
+
+    argparse_log = (tmp_path / "a.log").read_text()
+    hydra_log = (tmp_path / "b.log").read_text()
+    pattern = r"num\. shared model params: ([\d,]+)"
+    assert re.search(pattern, argparse_log)[1] == re.search(pattern, hydra_log)[1]
+    argparse_losses = losses_and_norms(read_log(argparse_log))
+    assert len(argparse_losses) == 3
+    assert argparse_losses == losses_and_norms(read_log(hydra_log))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_give_way_to_what_is_set(preset):
+def test_explicit_size_overrides_preset(preset):
     config = OmegaConf.structured(LLNRobertaConfig)
     config.encoder_layers = 7
     ARCH_CONFIG_REGISTRY[f"lln_roberta_{preset}"](config)
@@ -153,42 +173,44 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
-def test_bad_options_of_fairseq_train(options, message, corpus, tmp_path, monkeypatch, capsys):
+def test_fairseq_train_rejects_bad_options(options, message, corpus, tmp_path, monkeypatch, capsys):
     with pytest.raises((InputError, SystemExit)) as caught:
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *options)
     assert re.search(message, str(caught.value) + capsys.readouterr().err)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
 
 
-def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path):
-    failed = run(sys.executable, "-m", "fairseq_cli.train", tmp_path, *TRAINING, *MASKED_LM, *LLN,
-                 "--save-dir", tmp_path / "save")  # fmt: skip
+def test_fairseq_train_reports_bad_input_in_one_line(tmp_path):
+    options = (*TRAINING, *MASKED_LM, *LLN, "--save-dir", tmp_path / "save")
+    command = [sys.executable, "-m", "fairseq_cli.train", tmp_path, *options]
+    failed = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert failed.returncode == 1
-    assert failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path} is not a binarised data directory: ")
+    assert re.match(f"error: {tmp_path} is not a .* data directory: ", failed.stderr.splitlines()[-1])
     assert "Traceback" not in failed.stderr
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["attention=lln_dia"], "Could not find 'attention/lln_dia'.*lln_diag"),
-        (["task.data=nowhere"], "^error: nowhere is not a binarised data directory: nowhere/dict.txt is missing$"),
-        (["+model.lln_diag_blocksize=3"], "unknown option 'lln_diag_blocksize'; did you mean 'lln_diag_block_size'"),
-        (["run=gpu8"], "^error: 8 workers here, but this machine has \\d GPUs"),
-    ],
-)
-def test_bad_input_of_hydra(overrides, message, corpus, tmp_path, monkeypatch, capsys):
+BAD_OVERRIDES = [
+    (["attention=lln_dia"], "Could not find 'attention/lln_dia'.*lln_diag"),
+    (["task.data=nowhere"], "^error: nowhere is not a .* data directory: nowhere/dict.txt is missing$"),
+    (["+model.lln_diag_blocksize=3"], "unknown option 'lln_diag_blocksize'; did you mean 'lln_diag_block_size'"),
+    (["run=gpu8"], "^error: 8 workers.* this machine has \\d GPUs"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD_OVERRIDES)
+def test_hydra_reports_bad_input_without_traceback(overrides, message, corpus, tmp_path, monkeypatch, capsys):
+    paths = (f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'save'}")
     with pytest.raises(SystemExit) as failed:
-        hydra_train(monkeypatch, *HYDRA, f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'save'}", *overrides)
+        hydra_train(monkeypatch, *HYDRA, *paths, *overrides)
     assert failed.value.code == 1
-    said = capsys.readouterr().err
-    assert re.search(message, said, re.DOTALL | re.MULTILINE), said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert re.search(message, output, re.DOTALL | re.MULTILINE), output
+    assert "Traceback" not in output
     assert not list(tmp_path.rglob("*.pt"))
 
 
 @pytest.mark.exhaustive
-def test_a_compiled_model_has_the_logits_of_the_model(corpus, tmp_path, monkeypatch):
+def test_compiled_model_has_the_same_logits(corpus, tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *MASKED_LM, *LLN, "--max-update", 1)
     model, task = load_model(str(tmp_path / "run/checkpoint_last.pt"))
     pad = task.source_dictionary.pad()
@@ -198,28 +220,36 @@ def test_a_compiled_model_has_the_logits_of_the_model(corpus, tmp_path, monkeypa
     compiled = torch.compile(model, backend="aot_eager")
     with torch.no_grad():
         for batch in (tokens, padded):
-            (expected, _), (found, _), real = model(batch), compiled(batch), batch.ne(pad)
-            assert relative_rms(found[real], expected[real]) <= FLOAT32_FORWARD
+            is_real = batch.ne(pad)
+            expected, _ = model(batch)
+            logits, _ = compiled(batch)
+            assert relative_rms(logits[is_real], expected[is_real]) <= FLOAT32_FORWARD
     torch.compiler.reset()
 
 
 @pytest.mark.parametrize("normalize_before", [False, True])
-@pytest.mark.parametrize("length", [50, 7])
-def test_a_feed_forward_part_in_pieces_gives_the_same(normalize_before, length):
-    """Outputs and gradients, with a last piece that is smaller and with one piece for all."""
+@pytest.mark.parametrize("length", [50, 7])  # two sequences of 7 fit into one piece, of 50 leave a smaller last piece
+def test_feed_forward_in_pieces_gives_the_same_gradients(normalize_before, length):
     cfg = TransformerConfig(dropout=0.0, attention_dropout=0.0, activation_fn="gelu")
-    cfg.encoder.embed_dim, cfg.encoder.ffn_embed_dim, cfg.encoder.attention_heads = 32, 64, 2
+    cfg.encoder.embed_dim = 32
+    cfg.encoder.ffn_embed_dim = 64
+    cfg.encoder.attention_heads = 2
     cfg.encoder.normalize_before = normalize_before
     mask = torch.arange(length).expand(2, -1) >= torch.tensor([[length], [5]])
-    found = []
-    for tokens in (0, 16):
+
+    def gradients_and_largest_piece(feed_forward_tokens):
         torch.manual_seed(0)
-        layer = LLNEncoderLayer(cfg, "lln_diag", {}, tokens)
-        pieces = []
-        layer.fc1.register_forward_hook(lambda module, args, out, seen=pieces: seen.append(args[0].shape[:2].numel()))
+        layer = LLNEncoderLayer(cfg, "lln_diag", {}, feed_forward_tokens)
+        piece_sizes = []
+        layer.fc1.register_forward_hook(lambda module, args, out: piece_sizes.append(args[0].shape[:2].numel()))
         x = torch.randn(length, 2, 32, requires_grad=True)
         layer(x, mask).square().sum().backward()
-        found.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
-        assert max(pieces) == (16 if tokens and length > 8 else 2 * length)
-    for whole, parts in zip(*found, strict=True):
-        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+        return [x.grad, *(parameter.grad for parameter in layer.parameters())], max(piece_sizes)
+
+    expected, whole_size = gradients_and_largest_piece(0)
+    gradients, piece_size = gradients_and_largest_piece(16)
+
+    assert whole_size == 2 * length
+    assert piece_size == min(16, 2 * length)
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-5)

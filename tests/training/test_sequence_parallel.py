@@ -24,7 +24,7 @@ from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference import evaluate
 from lln_fairseq.models import LLNRobertaModel
-from lln_fairseq.modules.token_shards import bounds
+from lln_fairseq.modules.token_shards import shard_bounds
 from lln_fairseq.training.sequence_parallel import SequenceSharing, shard_multiple
 from lln_fairseq.training.settings import split_global_batch
 from tests.fairseq_runs import (
@@ -172,7 +172,7 @@ def check_one_goes_on(directory, shared, monkeypatch):
      (41, 4, 16, [16, 0, 16, 9]), (5, 3, 16, [0, 0, 5]), (3, 4, 1, [1, 1, 1, 0]), (0, 2, 16, [0, 0])],
 )  # fmt: skip
 def test_parts_are_whole_blocks_but_for_the_last(tokens, workers, multiple, lengths):
-    parts = bounds(tokens, workers, multiple)
+    parts = shard_bounds(tokens, workers, multiple)
     assert [end - start for start, end in parts] == lengths
     assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
 
