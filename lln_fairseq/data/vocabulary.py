@@ -12,6 +12,7 @@ give every text the same ids, and others are told apart.
 
 import io
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,10 @@ from lln_fairseq.data.tokenizers import (
 )
 
 DICTIONARY = "dict.txt"
+MAX_FILE = 256 << 20  # bytes
+_DICTIONARY_NAME = re.compile(
+    rf"(\w+/)?{re.escape(DICTIONARY)}"
+)  # what a manifest may name: dict.txt or FOLDER/dict.txt
 
 GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONARY)}
 
@@ -103,10 +108,17 @@ def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def _read(path: Path) -> bytes:
+    """Return the content of a regular file of at most MAX_FILE bytes, or raise DataError."""
+    if path.exists() and not path.is_file():  # reading a pipe would block, and a device may never end
+        raise DataError(f"cannot read {path}: it is not a regular file")
     try:
-        return path.read_bytes()
+        with path.open("rb") as stream:
+            content = stream.read(MAX_FILE + 1)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > MAX_FILE:
+        raise DataError(f"cannot read {path}: it is larger than {MAX_FILE >> 20} MiB, the limit for tokenizer files")
+    return content
 
 
 def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
@@ -126,7 +138,10 @@ def _from_manifest(manifest: Path) -> Vocabulary:
         for name, data in files.items():
             if sha256_bytes(data) != record["files"][name]:
                 raise DataError(f"{folder / name} is not the file that {manifest} lists")
-        dictionary = folder / record["dictionary"]["file"]
+        name = record["dictionary"]["file"]
+        if not _DICTIONARY_NAME.fullmatch(name):
+            raise DataError(f"{manifest} names {name!r:.80}: expected {DICTIONARY}, or FOLDER/{DICTIONARY}, beside it")
+        dictionary = folder / name
         vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), dictionary)
         if vocabulary.identity != record["identity"]:
             raise DataError(f"{dictionary} is not the dictionary that {manifest} was written with")
