@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from lln_fairseq.data.archives import open_tree, walk
+from lln_fairseq.data.archives import open_tree, read_matching_files
 from lln_fairseq.data.reporting import DataError
 from tests.data_prep.conftest import tar_gz
 
@@ -55,8 +55,8 @@ def test_open_tree_finds_and_decompresses_files(packed):
     assert read("d.raw") == [b"d\n"]
     assert read("e.raw") == [b"e\n"]
     assert read("b.tsv", folder="c") == [b"c"]
-    assert read("b.tsv", others=["a"]) == [b"c"]
-    assert tree.find("b.tsv", folder="x", others=["a", "c"]) is None
+    assert read("b.tsv", excluded_folders=["a"]) == [b"c"]
+    assert tree.find("b.tsv", folder="x", excluded_folders=["a", "c"]) is None
     assert tree.find("raw") is None
     assert tree.find("link.raw") is None
     with pytest.raises(DataError, match=r"more than one b\.tsv"):
@@ -68,7 +68,10 @@ def test_open_tree_finds_and_decompresses_files(packed):
 
 
 def test_walk_reads_wanted_files(packed):
-    found = {name.removeprefix("folder/"): file.read() for name, file in walk(packed, lambda name: "tsv" in name)}
+    found = {
+        name.removeprefix("folder/"): file.read()
+        for name, file in read_matching_files(packed, lambda name: "tsv" in name)
+    }
     assert found == {"a/b.tsv": b"b", "c/b.tsv": b"c"}
 
 

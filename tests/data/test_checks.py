@@ -67,8 +67,8 @@ def put(offset, form, value):
         ("train.idx", put(26, "<i", -3), r"train\.idx is damaged"),
         ("train.idx", put(26 + 4 * 9 + 8, "<q", -2), r"train\.idx is damaged"),
         ("dict.txt", lambda content: b"", r"dict\.txt is empty"),
-        ("dict.txt", lambda content: content + content, r"dict\.txt, line 61: the symbol 'w0' is there twice"),
-        ("dict.txt", lambda content: content + b"</s> 1\n", r"line 61: the symbol '</s>' is there twice"),
+        ("dict.txt", lambda content: content + content, r"dict\.txt, line 61: the symbol 'w0' occurs twice"),
+        ("dict.txt", lambda content: content + b"</s> 1\n", r"line 61: the symbol '</s>' occurs twice"),
         ("dict.txt", lambda content: b"\xff" + content, r"dict\.txt cannot be read: 'utf-8' codec"),
         ("dict.txt", lambda content: content + b"word\n", "line 61: expected a symbol and its count, found 'word"),
         ("dict.txt", lambda content: content + b"5\n", "line 61: expected a symbol and its count"),
@@ -112,7 +112,7 @@ def test_parts_with_different_dictionaries(data, tmp_path):
         (
             "label/dict.txt",
             lambda content: content + content,
-            r"label/dict\.txt, line 3: the symbol '0' is",
+            r"label/dict\.txt, line 3: the symbol '0' occurs twice",
         ),
         ("input0/train.bin", put(4, "<H", 65), r"input0/train\.bin holds the id 65"),
     ],
@@ -153,9 +153,9 @@ def test_files_of_a_pair_belong_together(data, sound, tmp_path):
     ("lines", "message"),
     [
         (["0.5"] * 8, "has 8 lines for 9 rows"),
-        (["0.5"] * 8 + ["nan"], "line 9: expected numbers: 1, found 'nan"),
-        (["0.5"] * 8 + ["0.5 0.5"], "line 9: expected numbers: 1"),
-        (["0.5", "x"] + ["0.5"] * 7, "line 2: expected numbers: 1, found 'x"),
+        (["0.5"] * 8 + ["nan"], "line 9: expected finite numbers: 1, found 'nan"),
+        (["0.5"] * 8 + ["0.5 0.5"], "line 9: expected finite numbers: 1"),
+        (["0.5", "x"] + ["0.5"] * 7, "line 2: expected finite numbers: 1, found 'x"),
     ],
 )
 def test_damaged_targets(data, lines, message):
@@ -169,7 +169,7 @@ def test_damaged_targets(data, lines, message):
 
 
 def test_a_corpus_is_read_in_pieces(data, monkeypatch):
-    monkeypatch.setattr(binary_format, "AT_ONCE", 7)
+    monkeypatch.setattr(binary_format, "CHUNK_ELEMENTS", 7)
     load(data / "lm")
     ids = np.fromfile(data / "lm/train.bin", np.uint16)
     ids[-2] = 64

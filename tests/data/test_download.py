@@ -13,7 +13,7 @@ import pytest
 from data_prep import fetch
 from lln_fairseq.data import download
 from lln_fairseq.data.download import fetch_file, fetch_tree
-from lln_fairseq.data.files import lock, sha256_bytes
+from lln_fairseq.data.files import lock_file, sha256_bytes
 from lln_fairseq.data.published_files import FILES, PipSource, Published
 from lln_fairseq.data.reporting import DataError
 
@@ -50,7 +50,7 @@ def server(monkeypatch):
     """The server; `server.url` and what has been requested of it."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(download, "WAIT", 0.0)
+    monkeypatch.setattr(download, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.requests = []
         server.url = f"http://127.0.0.1:{server.server_port}"
@@ -107,7 +107,7 @@ def test_second_program_waits_for_the_first(cache, capsys):
     found = []
     second = threading.Thread(target=lambda: found.append(fetch_file(published())))  # which no mirror has
     with (cache / ".lock").open("w") as handle:
-        assert lock(handle.fileno())
+        assert lock_file(handle.fileno())
         second.start()
         while "waiting for another program" not in capsys.readouterr().out:
             second.join(0.01)

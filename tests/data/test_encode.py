@@ -9,7 +9,7 @@ from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
 from lln_fairseq.data import encode
 from lln_fairseq.data.download import cache_directory
-from lln_fairseq.data.encode import Encoder, cut
+from lln_fairseq.data.encode import ParallelEncoder, split_into_blocks
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.vocabulary import load_vocabulary
 from tests.data_prep.conftest import TEXT, WORDS, decode, encode_line, text_of
@@ -75,10 +75,10 @@ def test_published_gpt2_ids_are_those_of_fairseq():
 
 
 def test_blocks_hold_the_ids_of_each_line_in_order(gpt2, monkeypatch):
-    monkeypatch.setattr(encode, "BLOCK", 60)
+    monkeypatch.setattr(encode, "BLOCK_CHARACTERS", 60)
     vocabulary = load_vocabulary(str(gpt2))
     lines = [line.replace("\n", " ") for line in random_texts(300)] + [""]
-    with Encoder(vocabulary, workers=1) as encoder:
+    with ParallelEncoder(vocabulary, workers=1) as encoder:
         inline = list(encoder.blocks(lines))
     assert len(inline) > 10
     ids, lengths = (np.concatenate(parts) for parts in zip(*inline, strict=True))
@@ -96,7 +96,7 @@ def test_blocks_hold_the_ids_of_each_line_in_order(gpt2, monkeypatch):
             taken += 1
             yield line
 
-    with Encoder(vocabulary, workers=2) as encoder:
+    with ParallelEncoder(vocabulary, workers=2) as encoder:
         blocks = encoder.blocks(counted())
         parallel = [next(blocks)]
         assert taken < len(lines) / 2  # a stream: not all is read before the first comes out
@@ -111,6 +111,6 @@ def test_blocks_hold_the_ids_of_each_line_in_order(gpt2, monkeypatch):
 
 
 def test_cut_keeps_every_line(monkeypatch):
-    monkeypatch.setattr(encode, "BLOCK", 5)
-    assert list(cut(["abc", "d", "", "efghijk", "l"])) == [["abc", "d"], ["", "efghijk"], ["l"]]
-    assert list(cut([])) == []
+    monkeypatch.setattr(encode, "BLOCK_CHARACTERS", 5)
+    assert list(split_into_blocks(["abc", "d", "", "efghijk", "l"])) == [["abc", "d"], ["", "efghijk"], ["l"]]
+    assert list(split_into_blocks([])) == []

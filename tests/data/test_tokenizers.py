@@ -74,7 +74,7 @@ def test_a_tokenizer_json_that_is_none_and_a_missing_package(monkeypatch):
 
 
 SPOILT = {
-    "an id that needs 30 GB": (lambda c: c["model"]["vocab"].update(b=1 << 31), "has the id 2147483648, and"),
+    "an id that needs 30 GB": (lambda c: c["model"]["vocab"].update(b=1 << 31), "has the id 2147483648, but"),
     "what it panics of": (lambda c: c.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
                           "Cannot parse precompiled_charsmap"),
 }  # fmt: skip
@@ -112,7 +112,7 @@ def test_dictionary_gives_symbol_i_the_id_4_plus_i(tmp_path):
 
 @pytest.mark.parametrize("symbols", [["a", "a"], ["<s>"], ["<mask>"], ["a b"], [""], ["\u00a0"]])
 def test_dictionary_refuses_what_fairseq_cannot_read(symbols):
-    with pytest.raises(DataError, match="cannot stand in a fairseq dictionary"):
+    with pytest.raises(DataError, match="cannot be in a fairseq dictionary"):
         dictionary_text(symbols, {})
 
 

@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused(tmp_path, gpt2, prepared):
     whole = (other / "dict.txt").read_text()
     for text, message in (
         (whole.partition("\n")[2], r"dict\.txt: .* lacks '\d+' \(1 missing\)"),
-        (whole + whole, "is there twice"),
+        (whole + whole, "occurs twice"),
     ):
         (other / "dict.txt").write_text(text)
         with pytest.raises(DataError, match=message):
@@ -118,7 +118,7 @@ def test_manifest_reads_only_regular_tokenizer_files_beside_it(prepared, monkeyp
     ("line", "message"),
     [
         ("word", r"dict\.txt: dict\.txt, line 1: expected a symbol and its count, found 'word"),
-        ("<unk> 1", "line 1: the symbol '<unk>' is there twice"),
+        ("<unk> 1", "line 1: the symbol '<unk>' occurs twice"),
         ("\udcff 1", "is not UTF-8"),
     ],
 )
