@@ -38,33 +38,21 @@ Block = tuple[np.ndarray, np.ndarray]
 
 
 class Samples(NamedTuple):
-    """The contents of a data set, as memory maps.
+    """The contents of a data set, as memory maps."""
 
-    ids (tokens,) holds the ids of all samples, one after the other, in the stored integer type. lengths (samples,)
-    holds the number of ids of each sample, int32.
-    """
-
-    ids: np.ndarray
-    lengths: np.ndarray
+    ids: np.ndarray  # of all samples, one after the other, (tokens,), in the stored integer type
+    lengths: np.ndarray  # the number of ids of each sample, int32 (samples,)
 
 
 @dataclass(frozen=True)
 class DatasetCounts:
-    """Statistics of a data set.
-
-    Args:
-        samples: the number of samples.
-        tokens: the number of tokens, </s> included.
-        unknown: how many of the tokens are <unk>.
-        longest: the number of tokens of the longest sample, </s> included.
-        by_id: how often each id occurs, int64 (dictionary size,). It is ignored in comparisons.
-    """
+    """Statistics of a data set. Two of them are equal if all but `by_id` are."""
 
     samples: int
-    tokens: int
-    unknown: int
-    longest: int
-    by_id: np.ndarray = field(compare=False, repr=False)
+    tokens: int  # </s> included
+    unknown: int  # the tokens that are <unk>
+    longest: int  # the tokens of the longest sample, </s> included
+    by_id: np.ndarray = field(compare=False, repr=False)  # how often each id occurs, int64 (dictionary size,)
 
     def record(self) -> dict[str, int]:
         """Return the entry of a manifest: all counts except `by_id`."""
@@ -88,12 +76,8 @@ def id_type(size: int) -> Any:
 def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int, int]:
     """Write the data set `prefix` and return its numbers of samples and tokens.
 
-    Both files appear under their names only after everything has been written. Ids are not checked.
-
-    Args:
-        blocks: the samples, in order.
-        size: the number of symbols of the dictionary, which determines the integer type.
-        prefix: the path of the files without .bin and .idx.
+    Both files appear under their names only after everything has been written. Ids are not checked. `size` is the
+    number of symbols of the dictionary, special ones included; it determines the integer type.
     """
     dtype = id_type(size)
     block_lengths = [np.zeros(0, dtype=np.int64)]
@@ -109,12 +93,7 @@ def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int
 
 
 def index_bytes(lengths: np.ndarray, dtype: Any) -> bytes:
-    """Return the content of PREFIX.idx.
-
-    Args:
-        lengths: the number of ids of each sample, int64 (samples,).
-        dtype: the integer type of the ids, one of TYPE_CODES.
-    """
+    """Return the content of PREFIX.idx for samples of these lengths, int64 (samples,), and ids of the type `dtype`."""
     code = next(code for code, known_type in TYPE_CODES.items() if known_type is dtype)
     offsets = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
     return HEADER.pack(MAGIC, VERSION, code, len(lengths)) + lengths.astype("<i4").tobytes() + offsets.tobytes()
@@ -188,9 +167,7 @@ def iterate_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 def count_dataset(prefix: Path, size: int) -> DatasetCounts:
     """Read the data set `prefix`, check its ids, and return its statistics.
 
-    Args:
-        prefix: the path of the files without .bin and .idx.
-        size: the number of symbols of the dictionary, special ones included.
+    `size` is the number of symbols of the dictionary, special ones included.
 
     Raises:
         DataError: if the data set is missing or damaged, a sample does not end with </s>, or an id is not below `size`.
@@ -250,12 +227,7 @@ def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, sam
 
 
 def label_blocks(labels: Sequence[str], classes: Sequence[str]) -> list[Block]:
-    """Return the samples of classification labels as a single block; each sample is the label's id and </s>.
-
-    Args:
-        labels: the label of each sample.
-        classes: all labels; classes[k] has the id 4 + k.
-    """
+    """Return one block with a sample for each label: the id of the label and </s>. The id of classes[k] is 4 + k."""
     id_of = {name: NUM_SPECIAL + number for number, name in enumerate(classes)}
     ids = np.full((len(labels), 2), EOS, dtype=np.int32)
     ids[:, 0] = [id_of[label] for label in labels]

@@ -103,13 +103,8 @@ def map_in_order(
 ) -> Iterator[Result]:
     """Yield function(item) for every item, in order, computed by a pool of processes.
 
-    Items are taken as needed: at most 2 * workers + 1 more than results have been yielded. `items` may be endless.
-
-    Args:
-        pool: the processes. The caller shuts them down.
-        function: a function that can be pickled.
-        items: the arguments.
-        workers: the number of processes of the pool.
+    Items are taken as needed: at most 2 * workers + 1 more than results have been yielded. `items` may be endless. The
+    caller creates the pool with `workers` processes and shuts it down.
 
     Raises:
         DataError: if a process of the pool is killed.

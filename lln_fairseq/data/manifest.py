@@ -180,11 +180,7 @@ def finish_build(
 ) -> dict[str, Any]:
     """Write the manifest, which marks the result as finished, and return it.
 
-    Args:
-        out: the output directory, which holds all of `files`.
-        settings: the entry "settings" of the manifest.
-        files: the files whose sizes and checksums become the entry "files".
-        content: the remaining entries.
+    Its entries are `settings`, those in `content`, and the size and sha256 of `files`, which must exist.
     """
     file_entries = {}
     for name in files:

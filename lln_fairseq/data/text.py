@@ -59,12 +59,8 @@ def assign_split(text: str) -> str:
 def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     """Yield the number of each line, from 1, and its bytes, with the LF that ends it.
 
-    Args:
-        stream: the file.
-        name: the file's name in error messages.
-
     Raises:
-        DataError: at a line of more than MAX_LINE bytes, which is not read to its end.
+        DataError: with the file's name, at a line of more than MAX_LINE bytes, which is not read to its end.
     """
     for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
         if len(line) > MAX_LINE:
@@ -101,11 +97,7 @@ def sample_lines_evenly(lines: Iterable[str], limit: int) -> list[str]:
     """Return every k-th non-empty line, where k is the smallest power of two for which the lines fit the limit.
 
     The lines are read once, and nothing is random. The sample always contains the first non-empty line, even if that
-    line is longer than the limit.
-
-    Args:
-        lines: the text.
-        limit: the number of characters that the sample may have, and about as many are held in memory.
+    line is longer. `limit` is the number of characters of the sample, and about as many are held in memory.
     """
     sample: list[str] = []
     characters = 0

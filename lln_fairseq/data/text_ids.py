@@ -39,11 +39,10 @@ class TextIds:
     def encode_rows(self, rows: Sequence[Sequence[str]]) -> list[Tensor]:
         """Return the ids of each row, int64 (N,), cut to `longest` tokens.
 
-        Args:
-            rows: at least one row; all have one text, or all have two, which are joined.
+        There must be at least one row. All rows have one text, or all have two, which are joined.
 
         Raises:
-            DataError: if a text contains half a character, or cannot be encoded.
+            DataError: as `encode_lines` does.
         """
         first_tokens = (self.init_token, self.separator_token)
         joined: list[list[Tensor]] = [[] for _ in rows]
@@ -60,7 +59,7 @@ class TextIds:
         encoded as the continuation of a line.
 
         Raises:
-            DataError: if a text contains half a character, or cannot be encoded.
+            DataError: as `encode_lines` does.
         """
         # A tokenizer treats the start of a line in a special way. A character in front of `right` prevents that, and
         # its ids are removed again. They cannot be removed if the tokenizer merged them with the text that follows.
@@ -101,12 +100,8 @@ def _prepend(token: int | None, ids: Tensor) -> Tensor:
 def texts_to_rows(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...]]:
     """Yield each text as a tuple of one string, or each pair as a tuple of two.
 
-    Args:
-        texts: strings if `inputs` is 1, else pairs of strings as tuples or lists.
-        inputs: the number of texts that the model takes, 1 or 2.
-
     Raises:
-        DataError: at a text that is neither.
+        DataError: at anything but a string if `inputs` is 1, or a tuple or list of two strings if `inputs` is 2.
     """
     for text in texts:
         row: tuple[str, ...] = ()

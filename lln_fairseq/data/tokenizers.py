@@ -27,19 +27,11 @@ _OTHER_SPACE = re.compile(r"[^\S ]")  # white space other than the space itself
 
 
 class Tokenizer(ABC):
-    """The interface of all tokenizers.
+    """The interface of all tokenizers. Symbols are the entries of fairseq's dictionary and contain no white space."""
 
-    Symbols are the entries of fairseq's dictionary and contain no white space.
-
-    Attributes:
-        kind: the name of the kind of tokenizer in manifests, a key of TOKENIZERS.
-        files: the contents of the files from which the tokenizer can be made again, by their names.
-        symbols_by_id: the dictionary's symbol for each of the tokenizer's ids; None for ids that become <unk>.
-    """
-
-    kind: ClassVar[str]
-    files: Mapping[str, bytes]
-    symbols_by_id: Sequence[str | None]
+    kind: ClassVar[str]  # in manifests; a key of TOKENIZERS
+    files: Mapping[str, bytes]  # the contents of the files from which `make_tokenizer` can make the tokenizer again
+    symbols_by_id: Sequence[str | None]  # the symbol for each of the tokenizer's ids; None for ids that become <unk>
 
     @abstractmethod
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
@@ -61,9 +53,6 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, used through the SentencePiece library (fairseq: `--bpe sentencepiece`).
 
     The symbols are the pieces. Control pieces and the unknown piece have no symbol.
-
-    Args:
-        model: the content of the model file.
 
     Raises:
         DataError: if it is not a SentencePiece model, or has no pieces.
@@ -153,10 +142,6 @@ class GPT2Tokenizer(Tokenizer):
     The ids come from tiktoken. It merges two neighbors if their concatenation is a token; GPT-2 merges them if the pair
     is listed as a merge. Both give the same ids if every token encodes to itself, which a test verifies.
 
-    Args:
-        encoder_json: the content of encoder.json.
-        vocab_bpe: the content of vocab.bpe.
-
     Raises:
         DataError: if the files are damaged or do not belong together.
     """
@@ -199,9 +184,6 @@ class HuggingFaceTokenizer(Tokenizer):
     The symbol of id i is the decimal number i, since tokens may contain characters that a dictionary cannot. Special
     tokens have no symbol, so a special token that is spelled in a text becomes <unk>. The file's truncation, padding
     and dropout are switched off. `lln-fairseq convert` writes such files.
-
-    Args:
-        tokenizer_json: the content of tokenizer.json.
 
     Raises:
         DataError: if it is not a tokenizer.json, has an id of MAX_IDS or more, or the library is not installed.
@@ -260,11 +242,7 @@ TOKENIZER_FILES = {  # in the order of the constructors' arguments
 
 
 def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
-    """Return the tokenizer of this kind that is made from these files.
-
-    Args:
-        kind: a key of TOKENIZERS.
-        files: the contents by name, at least those that TOKENIZER_FILES lists for the kind.
+    """Return the tokenizer of this kind, a key of TOKENIZERS, from the contents of the files in TOKENIZER_FILES.
 
     Raises:
         DataError: if the files are damaged.
@@ -338,15 +316,9 @@ def train_sentencepiece(
 
 
 def train_on_corpus(lines: Iterable[str], vocab_size: int, model_type: str) -> SentencePieceTokenizer:
-    """Train a tokenizer with byte fallback on lines that are sampled evenly from a corpus of any size.
+    """Train a tokenizer with byte fallback on at most TRAIN_CHARACTERS characters, sampled evenly from the lines.
 
-    Args:
-        lines: the corpus, of which at most TRAIN_CHARACTERS characters are used.
-        vocab_size: the number of pieces.
-        model_type: "bpe" or "unigram".
-
-    Raises:
-        DataError: if the corpus is too small for `vocab_size` pieces.
+    `vocab_size`, `model_type` and the errors are those of `train_sentencepiece`.
     """
     sample = sample_lines_evenly(lines, TRAIN_CHARACTERS)
     millions = sum(map(len, sample)) / 1e6

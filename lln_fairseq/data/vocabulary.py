@@ -46,11 +46,7 @@ GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONAR
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer with its dictionary.
-
-    Args:
-        tokenizer: turns text into ids of its own.
-        dictionary: the content of dict.txt.
+    """A tokenizer with its dictionary, the content of dict.txt.
 
     Raises:
         DataError: if fairseq could not read the dictionary, or it lacks a symbol of the tokenizer.
@@ -97,22 +93,13 @@ class Vocabulary:
         return sha256_bytes("\n".join([self.tokenizer.kind, *checksums, *self.symbols]).encode())
 
     def with_counts(self, counts: np.ndarray) -> "Vocabulary":
-        """Return this vocabulary with other counts in dict.txt.
-
-        Args:
-            counts: the count of every one of fairseq's ids, (size,); those of the special symbols are ignored.
-        """
+        """Return this vocabulary with other counts in dict.txt, those of fairseq's ids in `counts` (size,)."""
         symbol_counts = counts[NUM_SPECIAL:].tolist()
         lines = (f"{symbol} {count}\n" for symbol, count in zip(self.symbols, symbol_counts, strict=True))
         return Vocabulary(self.tokenizer, "".join(lines))
 
     def record(self, folder: str = "") -> dict[str, Any]:
-        """Return the entry "tokenizer" of a manifest.
-
-        Args:
-            folder: the folder of dict.txt inside the output directory, such as "input0/"; empty for the directory
-                itself.
-        """
+        """Return the entry "tokenizer" of a manifest, for dict.txt in `folder`, such as "input0/", of its directory."""
         return {
             "kind": self.tokenizer.kind,
             "identity": self.identity,
