@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tests.shortcuts import hurry
+from tests.shortcuts import install_shortcuts
 
 MINUTES = 5
 
@@ -21,7 +21,7 @@ def free_port():
 
 def _run(rank, function, workers, port, results, arguments):
     torch.set_num_threads(1)
-    hurry()
+    install_shortcuts()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=workers, rank=rank,
                             timeout=timedelta(minutes=MINUTES))  # fmt: skip
     try:
