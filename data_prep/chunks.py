@@ -14,7 +14,7 @@ from itertools import count
 from typing import NamedTuple
 
 from lln_fairseq.data.encode import ignore_interrupts, map_in_order
-from lln_fairseq.data.reporting import say
+from lln_fairseq.data.reporting import print_status
 
 
 class Drawn(NamedTuple):
@@ -45,7 +45,7 @@ def draw_rows(draw: Draw, name: str, seed: int, rows: int, workers: int, size: i
     """
     from tqdm import tqdm
 
-    say(f"{name}: drawing {rows} rows")
+    print_status(f"{name}: drawing {rows} rows")
     found: dict[bytes, Drawn] = {}
     chunks = _chunks(draw, name, seed, workers, size)
     with closing(chunks), tqdm(desc=name, total=rows, unit=" rows", leave=False, disable=None) as bar:

@@ -12,7 +12,7 @@ sentence are one row with the mean of their scores. Score > 0.5 is label 1 (posi
 Language-model corpus: the text of all four files, one snippet a line in the order of the files (neighbours are
 sentences of one review or article), exact repetitions left out. No empty line parts documents, since most snippets
 are their own document: use --sample-break-mode complete, which fills a block with whole lines. A sentence is in
-train, valid or test by its own hash (split_of), in both parts alike; so neither the tokenizer nor pre-training
+train, valid or test by its own hash (assign_split), in both parts alike; so neither the tokenizer nor pre-training
 sees a sentence of the task's dev or test set.
 
     OUT/manifest.json                     last file written: settings, sources, tokenizer, counts, checksums
@@ -34,11 +34,11 @@ from typing import Any
 from lln_fairseq.data import manifest
 from lln_fairseq.data.binary_format import binarize
 from lln_fairseq.data.download import check_file, fetch_file
-from lln_fairseq.data.encode import Encoder
+from lln_fairseq.data.encode import ParallelEncoder
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import say
-from lln_fairseq.data.text import SPLITS, clean, sentence_key, split_of
+from lln_fairseq.data.reporting import print_status
+from lln_fairseq.data.text import SPLITS, assign_split, clean_text, sentence_key
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, load_sentencepiece, train_sentencepiece
 from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 
@@ -80,7 +80,7 @@ def read_snippets(content: bytes) -> list[Snippet]:
     snippets = []
     for line in content.decode("utf-8-sig").removesuffix("\n").split("\n"):
         _, score, text = line.split("\t")
-        snippets.append(Snippet(float(score), clean(text)))
+        snippets.append(Snippet(float(score), clean_text(text)))
     return snippets
 
 
@@ -97,7 +97,7 @@ def sentiment_task(snippets: Sequence[Snippet]) -> tuple[Rows, dict[str, Any]]:
         if abs(score) <= NEUTRAL:
             neutral += 1
         else:
-            rows[split_of(text)].append((text, LABELS[score > 0]))
+            rows[assign_split(text)].append((text, LABELS[score > 0]))
     counts: dict[str, Any] = {s: {label: sum(row[1] == label for row in rows[s]) for label in LABELS} for s in SPLITS}
     texts = sum(len(group) for group in copies.values())
     counts["left_out"] = {"empty": len(snippets) - texts, "repeated": texts - len(copies), "neutral": neutral}
@@ -110,7 +110,7 @@ def language_model_lines(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, 
     unique = list(dict.fromkeys(texts))
     lines: Lines = {split: [] for split in SPLITS}
     for text in unique:
-        lines[split_of(text)].append(text)
+        lines[assign_split(text)].append(text)
     return lines, {"empty": len(snippets) - len(texts), "repeated": len(texts) - len(unique)}
 
 
@@ -127,7 +127,7 @@ def read_members(archive: Path) -> dict[str, bytes]:
 
 def read_source(archive: Path) -> tuple[Lines, Rows, dict[str, Any]]:
     """Return corpus lines by split, (sentence, label) rows by split, and the counts of both and of the source files."""
-    say(f"reading {archive.name}")
+    print_status(f"reading {archive.name}")
     snippets = {name: read_snippets(content) for name, content in read_members(archive).items()}
     rows, counts = sentiment_task(snippets[MOVIES])
     lines, left_out = language_model_lines([snippet for name in MEMBERS for snippet in snippets[name]])
@@ -199,7 +199,7 @@ def trained_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
     Unigram and without case: a logistic regression on its pieces is right on 2 to 3 % more of the task's dev sentences
     than one on those of a BPE that keeps case, and a sentence has fewer of them.
     """
-    say(f"training a SentencePiece model of {vocab_size} pieces on {len(lines)} lines")
+    print_status(f"training a SentencePiece model of {vocab_size} pieces on {len(lines)} lines")
     return new_vocabulary(SentencePieceTokenizer(train_sentencepiece(lines, vocab_size, "unigram", fold=True)))
 
 
@@ -216,10 +216,10 @@ def write_result(
         tsv = "sentence\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows[split])
         write_bytes(out / f"raw/SST-2/{glue}.tsv", tsv.encode())
 
-    say("writing fairseq's datasets")
+    print_status("writing fairseq's datasets")
     texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
     datasets: dict[str, dict[str, Any]] = {"lm": {}, "sentiment/input0": {}}
-    with Encoder(vocabulary) as encoder:
+    with ParallelEncoder(vocabulary) as encoder:
         for folder, samples in (("lm", lines), ("sentiment/input0", texts)):
             for split in SPLITS:
                 blocks = partial(encoder.blocks, samples[split])
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", help="that of a pre-trained model instead, as for data_prep.glue")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
-    return run_command(lambda: say(summary(build(a.out, a.archive, a.vocab_size, a.overwrite, a.tokenizer))))
+    return run_command(lambda: print_status(summary(build(a.out, a.archive, a.vocab_size, a.overwrite, a.tokenizer))))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lln_fairseq.data.download import fetch_file
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.manifest import output_directory
 from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import say
+from lln_fairseq.data.reporting import print_status
 
 from .command import run_command
 
@@ -63,7 +63,7 @@ def unpack(name: str, out: Path) -> Path:
 
 def _unpack_and_say(name: str, out: Path) -> None:
     source = unpack(name, out)
-    say(f"{source}: python -m lln_fairseq convert {source} OUT")
+    print_status(f"{source}: python -m lln_fairseq convert {source} OUT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

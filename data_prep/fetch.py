@@ -11,7 +11,7 @@ from functools import partial
 
 from lln_fairseq.data.download import cache_directory, fetch_file
 from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import say
+from lln_fairseq.data.reporting import print_status
 
 from .command import run_command
 
@@ -19,16 +19,16 @@ from .command import run_command
 def list_files() -> None:
     """Print the published files, and which of them are in the cache."""
     cache = cache_directory()
-    say(f"cache: {cache}")
+    print_status(f"cache: {cache}")
     for name, file in FILES.items():
         state = "cached " if (cache / name).is_file() else "missing"
-        say(f"{state} {name:26} {file.sha256}")
+        print_status(f"{state} {name:26} {file.sha256}")
 
 
 def fetch_files(names: Sequence[str]) -> None:
     """Download these files into the cache and print their paths."""
     for name in names:
-        say(str(fetch_file(FILES[name])))
+        print_status(str(fetch_file(FILES[name])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,9 +26,9 @@ from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import FileTree
 from lln_fairseq.data.binary_format import binarize
 from lln_fairseq.data.download import fetch_tree
-from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.encode import ParallelEncoder, usable_cores
 from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.reporting import DataError, print_status
 from lln_fairseq.data.text import read_lines
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
@@ -50,7 +50,7 @@ class Source:
         names = dict(task.files)
         if self.as_published:
             names = {"train": MRPC_TRAIN, "test": MRPC_TEST, "dev ids": MRPC_DEV_IDS}
-        found = {split: tree.find(name, folder=task.name, others=GLUE_TASKS) for split, name in names.items()}
+        found = {split: tree.find(name, folder=task.name, excluded_folders=GLUE_TASKS) for split, name in names.items()}
         for split, name in names.items():
             if found[split] is None and not split.startswith("test"):
                 raise DataError(f"{tree.where} has no {task.name}/{name}")
@@ -102,7 +102,7 @@ def build(
     task: GlueTask,
     vocabulary: Vocabulary,
     source: Path | None = None,
-    encoder: Encoder | None = None,
+    encoder: ParallelEncoder | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Build one task in `out` and return its manifest; a finished one with the same settings is kept.
@@ -132,11 +132,11 @@ def build(
 
     def read() -> dict[str, Rows]:
         found = given or Source(fetch_tree(task.published, None)[0], task)
-        say(f"{task.name}: reading {found.tree.where}")
+        print_status(f"{task.name}: reading {found.tree.where}")
         return {split: found.rows(split) for split in splits}
 
     def write(rows: dict[str, Rows]) -> dict[str, Any]:
-        datasets = write_result(out, task, rows, encoder or Encoder(vocabulary, 1))
+        datasets = write_result(out, task, rows, encoder or ParallelEncoder(vocabulary, 1))
         return {
             "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
             "tokenizer": vocabulary.record(folder="input0/"),
@@ -161,7 +161,9 @@ def row_counts(task: GlueTask, rows: Rows) -> dict[str, Any]:
     return counts
 
 
-def write_result(out: Path, task: GlueTask, rows: dict[str, Rows], encoder: Encoder) -> dict[str, dict[str, Any]]:
+def write_result(
+    out: Path, task: GlueTask, rows: dict[str, Rows], encoder: ParallelEncoder
+) -> dict[str, dict[str, Any]]:
     """Write every file of the result but the manifest; return the counts read back by folder and split.
 
     Raises DataError where a dataset does not have as many samples as its file has rows.
@@ -197,11 +199,11 @@ def build_all(
 ) -> dict[str, dict[str, Any]]:
     """Build `tasks` (names of GLUE_TASKS) in OUT/TASK each; return their manifests. Raises DataError."""
     vocabulary = load_vocabulary(tokenizer)
-    with Encoder(vocabulary, workers) as encoder:
+    with ParallelEncoder(vocabulary, workers) as encoder:
         manifests = {}
         for name in tasks:
             manifests[name] = build(out / name, GLUE_TASKS[name], vocabulary, source, encoder, overwrite)
-            say(summary(GLUE_TASKS[name], manifests[name]))
+            print_status(summary(GLUE_TASKS[name], manifests[name]))
         return manifests
 
 

@@ -32,7 +32,7 @@ from lln_fairseq.data.binary_format import Block, binarize, dataset_files
 from lln_fairseq.data.download import fetch_file
 from lln_fairseq.data.encode import usable_cores
 from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.reporting import DataError, print_status
 from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL
 from lln_fairseq.data.text import SPLITS
 from lln_fairseq.data.tokenizers import dictionary_text
@@ -159,7 +159,7 @@ def _read(task: LraTask, options: Options, is_drawn: bool) -> Rows:
         rows = read_stand_in(options.task, options.source, options.length, options.seed)
     else:
         assert options.source is not None
-        say(f"{task.name}: reading {options.source}")
+        print_status(f"{task.name}: reading {options.source}")
         rows = read_source(LRA_TASKS[options.task], options.source, options.length, options.seed)
     if options.task == "listops":
         for found in rows.values():
@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
     options = Options(a.task, a.source, a.stand_in, a.rows, a.length, a.reading, a.seed, a.workers)
-    return run_command(lambda: say(summary(build(a.out, options, a.overwrite))))
+    return run_command(lambda: print_status(summary(build(a.out, options, a.overwrite))))
 
 
 if __name__ == "__main__":

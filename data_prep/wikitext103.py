@@ -26,10 +26,10 @@ from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import FileTree
 from lln_fairseq.data.binary_format import binarize, dataset_files
 from lln_fairseq.data.download import fetch_tree
-from lln_fairseq.data.encode import Encoder, usable_cores
+from lln_fairseq.data.encode import ParallelEncoder, usable_cores
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.reporting import DataError, print_status
 from lln_fairseq.data.text import SPLITS, read_lines
 from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_sentencepiece, train_on_corpus
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
@@ -141,7 +141,7 @@ def build(
     def read() -> tuple[Corpus, dict[str, int], Vocabulary]:
         found = tree or fetch_tree([ARCHIVE], None)[0]
         corpus = Corpus(found, int(limit_mb * MB) if limit_mb else None, articles)
-        say(f"reading {found.where}")
+        print_status(f"reading {found.where}")
         lines = {split: corpus.count_lines(split) for split in SPLITS}
         resume = not overwrite and manifest.is_under_way(out)
         vocabulary = given or train_vocabulary(out, corpus, tokenizer, vocab_size, keep=resume)
@@ -172,9 +172,9 @@ def write_result(
     for name, data in vocabulary.tokenizer.files.items():
         write_bytes(out / name, data)
     datasets = {}
-    with Encoder(vocabulary, workers) as encoder:
+    with ParallelEncoder(vocabulary, workers) as encoder:
         for split in SPLITS:
-            say(f"encoding {split}: {lines[split]} lines")
+            print_status(f"encoding {split}: {lines[split]} lines")
             blocks = partial(_blocks, encoder, corpus, split, lines[split])
             datasets[split] = binarize(blocks, vocabulary.size, out / split, lines[split])
     if counted:
@@ -183,7 +183,7 @@ def write_result(
     return {split: counts.record() for split, counts in datasets.items()}
 
 
-def _blocks(encoder: Encoder, corpus: Corpus, split: str, total: int) -> Iterator[Any]:
+def _blocks(encoder: ParallelEncoder, corpus: Corpus, split: str, total: int) -> Iterator[Any]:
     from tqdm import tqdm
 
     with closing(corpus.lines(split)) as lines:
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
     a = parser.parse_args(argv)
     arguments = (a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite, a.articles)
-    return run_command(lambda: say(summary(build(*arguments))))
+    return run_command(lambda: print_status(summary(build(*arguments))))
 
 
 if __name__ == "__main__":

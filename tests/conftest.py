@@ -1,4 +1,4 @@
-"""Settings that must be in place before anything else is imported, and what every test leaves as it found it."""
+"""Settings that must be in place before other imports, and fixtures that all tests share."""
 
 import logging
 import os
@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from lln_fairseq.training.malloc import disable_malloc_trim
-from tests.shortcuts import hurry
+from tests.shortcuts import install_shortcuts
 
 if not torch.cuda.is_available():
-    # Must be set before triton is first imported: the kernels then run, slowly, on CPU tensors.
+    # Without a GPU, Triton's kernels run slowly on the CPU. Triton reads the variable when it is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # So a shell starts what it runs in the background, and every program that a test starts would be deaf to Ctrl-C.
+    # A shell starts background jobs this way, and the programs that the tests start would inherit it and ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-disable_malloc_trim()  # half the time of quadratic oracles goes into fresh pages otherwise
+disable_malloc_trim()  # otherwise the quadratic oracles spend half of their time on fresh memory pages
 
 
 def pytest_sessionstart() -> None:
-    hurry()
+    install_shortcuts()
 
 
 @pytest.fixture(autouse=True)
-def _handlers_of_the_root_logger():
-    """fairseq-validate and Hydra put handlers there that write to the stdout of their test, closed in the next one."""
+def _restore_root_handlers():
+    """Restore the root logger's handlers: those of fairseq-validate and Hydra write to the stdout of one test only."""
     root = logging.getLogger()
     handlers = list(root.handlers)
     yield
@@ -37,15 +37,15 @@ def _handlers_of_the_root_logger():
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data-bin of a few sentences; who changes it copies it."""
-    from tests.fairseq_runs import make_corpus  # not above: tests of the operations start without fairseq
+    """Return the directory of a binarized corpus. Copy it before you change it."""
+    from tests.fairseq_runs import make_corpus  # fairseq is slow to import, and the tests of ops do not need it
 
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
 def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two separable classes of pairs of sentences; who changes it copies it."""
+    """Return the directory of a binarized classification with two classes. Copy it before you change it."""
     from tests.fairseq_runs import make_classification
 
     return make_classification(tmp_path_factory.mktemp("task"))
@@ -53,5 +53,5 @@ def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp16 on a CPU: the first overflow moves a number to the GPU."""
+    """Let fairseq train in fp16 on a CPU: the first overflow would move a tensor to the GPU."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)

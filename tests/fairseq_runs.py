@@ -1,4 +1,4 @@
-"""A tiny corpus and a tiny classification task, binarised on the spot, and fairseq-train in this process."""
+"""Make a tiny corpus and a tiny classification, and run fairseq-train and fairseq-hydra-train in this process."""
 
 import json
 import logging
@@ -22,6 +22,7 @@ LLN = (*USER_DIR, "--arch", "lln_roberta_tiny")
 
 
 def make_dictionary(path, symbols):
+    """Write a dict.txt with these symbols, each with the count 10, and return its path."""
     dictionary = Dictionary()
     for symbol in symbols:
         dictionary.add_symbol(symbol, n=10)
@@ -31,7 +32,7 @@ def make_dictionary(path, symbols):
 
 
 def binarize(lines, dictionary, prefix):
-    """What fairseq-preprocess writes."""
+    """Write the data set `prefix` as fairseq-preprocess does; `dictionary` is the path of dict.txt."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     vocabulary = Dictionary.load(str(dictionary))
     builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=len(vocabulary))
@@ -41,20 +42,36 @@ def binarize(lines, dictionary, prefix):
 
 
 def sentences(count, seed):
+    """Return random sentences of 3 to 40 words."""
     generator = random.Random(seed)
     return [" ".join(generator.choices(WORDS, k=generator.randint(3, 40))) for _ in range(count)]
 
 
 def make_corpus(directory, sizes=(("train", 60), ("valid", 11)), words=WORDS):
+    """Binarize random sentences, `sizes` of each split, and return the directory.
+
+    `words` are the symbols of the dictionary.
+    """
     dictionary = make_dictionary(directory / "dict.txt", words)
     for seed, (split, count) in enumerate(sizes):
         binarize(sentences(count, seed), dictionary, directory / split)
     return directory
 
 
-def make_classification(directory, sizes=(("train", 60), ("valid", 11)), names=("0", "1"), class_of=None):
-    """The class of a sentence, class_of(row, sentence), is 1 where it contains w1 unless another rule is given."""
-    class_of = class_of or (lambda row, line: "w1 " in line)
+def contains_w1(row, sentence):
+    """Return the class of a sentence: 1 if it contains w1 before its last word, else 0."""
+    return int("w1 " in sentence)
+
+
+def make_classification(directory, sizes=(("train", 60), ("valid", 11)), names=("0", "1"), class_of=contains_w1):
+    """Binarize random sentences with labels, `sizes` of each split, and return the directory.
+
+    Args:
+        directory: gets input0/ and label/.
+        sizes: the splits and their numbers of sentences.
+        names: the names of the classes.
+        class_of: returns the class of a sentence from its row and its text.
+    """
     words = make_dictionary(directory / "input0" / "dict.txt", WORDS)
     labels = make_dictionary(directory / "label" / "dict.txt", names)
     for seed, (split, count) in enumerate(sizes):
@@ -64,26 +81,27 @@ def make_classification(directory, sizes=(("train", 60), ("valid", 11)), names=(
     return directory
 
 
-def options(text):
+def split_options(text):
+    """Return the words of a command line."""
     return text.split()
 
 
-TRAINING = options("""
+TRAINING = split_options("""
     --cpu --num-workers 0 --seed 3 --optimizer adam --lr 0.001 --lr-scheduler fixed --log-format json --log-interval 1
     --no-progress-bar --no-epoch-checkpoints --batch-size 8 --max-update 3 --encoder-layers 2 --encoder-embed-dim 32
     --encoder-ffn-embed-dim 64 --encoder-attention-heads 2
 """)
-MASKED_LM = options("--task lln_masked_lm --criterion masked_lm --tokens-per-sample 64 --sample-break-mode none")
-CLASSIFICATION = options("""
+MASKED_LM = split_options("--task lln_masked_lm --criterion masked_lm --tokens-per-sample 64 --sample-break-mode none")
+CLASSIFICATION = split_options("""
     --task lln_sentence_prediction --criterion sentence_prediction --num-classes 2 --init-token 0 --max-positions 64
 """)
 
 
 def train(monkeypatch, log, data, save_dir, *options):
-    """Runs fairseq-train in this process; returns the statistics of every update and of every validation."""
+    """Run fairseq-train in this process and return the statistics of its log file, see `read_log`."""
     arguments = [str(data), *TRAINING, "--save-dir", str(save_dir), "--log-file", str(log), *map(str, options)]
     monkeypatch.setattr(sys, "argv", ["fairseq-train", *arguments])
-    logging.getLogger().setLevel(logging.INFO)  # as fairseq-train sets it, unless pytest came first
+    logging.getLogger().setLevel(logging.INFO)  # fairseq-train sets it only if pytest has not configured logging
     try:
         fairseq_cli.train.cli_main()
     finally:
@@ -92,8 +110,9 @@ def train(monkeypatch, log, data, save_dir, *options):
 
 
 def close_log(log):
-    """fairseq leaves the handler of --log-file in its logger, where later trainings of this process write too."""
-    for logger in [x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)]:
+    """Close the handlers of a log file, which fairseq leaves open: later trainings would write to the file too."""
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    for logger in loggers:
         for handler in logger.handlers[:]:
             if getattr(handler, "baseFilename", None) == str(Path(log).resolve()):
                 logger.removeHandler(handler)
@@ -101,16 +120,19 @@ def close_log(log):
 
 
 def hydra_train(monkeypatch, *arguments, recipe="pretrain"):
-    """Runs fairseq-hydra-train with a recipe of ours in this process, without Hydra's logging."""
-    monkeypatch.setattr(sys, "argv", ["fairseq-hydra-train", "--config-dir", str(CONFIGS), "--config-name", recipe,
-        *map(str, arguments), f"common.user_dir={USER_DIR[1]}", "hydra/job_logging=none",
-        "hydra/hydra_logging=none"])  # fmt: skip
+    """Run fairseq-hydra-train with one of our recipes in this process, without the logging of Hydra."""
+    command = ["fairseq-hydra-train", "--config-dir", str(CONFIGS), "--config-name", recipe, *map(str, arguments)]
+    command += [f"common.user_dir={USER_DIR[1]}", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    monkeypatch.setattr(sys, "argv", command)
     logging.getLogger().setLevel(logging.INFO)
     GlobalHydra.instance().clear()
     fairseq_cli.hydra_train.cli_main()
 
 
 def read_log(text):
-    """{"train": [{"loss": ...}, ...], "valid": [{"valid_loss": ...}, ...]} of a log in fairseq's JSON format."""
-    rows = [json.loads(found) for found in re.findall(r"\{\"epoch\": .*\}", text)]
+    """Return the statistics of every update and every validation in a log in fairseq's JSON format.
+
+    The result is {"train": [{"loss": ...}, ...], "valid": [{"valid_loss": ...}, ...]}.
+    """
+    rows = [json.loads(row) for row in re.findall(r"\{\"epoch\": .*\}", text)]
     return {"train": [row for row in rows if "loss" in row], "valid": [row for row in rows if "valid_loss" in row]}

@@ -1,12 +1,12 @@
-"""What the tests of attention share: inputs, error measures and the one table of tolerances."""
+"""Inputs, error measures and tolerances that the tests of attention share."""
 
 import pytest
 import torch
 
 from lln_fairseq.ops.scratch import forget_scratch
 
-# Relative RMS error. float32 is measured against a float64 oracle; half precision against the error that the
-# plain PyTorch formula makes in the same dtype: error <= factor * that + floor.
+# Limits for the relative RMS error. Results in float32 are compared with a float64 oracle. The error in half precision
+# must be at most factor * error + floor, where error is that of the plain PyTorch formula in the same type.
 FLOAT32_FORWARD = 1e-5
 FLOAT32_GRADIENT = 1e-4
 HALF_FORWARD_FACTOR = 2.0
@@ -17,14 +17,21 @@ HEAD_DIMS = (32, 64, 128)
 
 
 def relative_rms(actual, expected):
-    """√(mean (actual - expected)² / mean expected²) in float64; the plain RMS error where expected is all zero."""
-    actual, expected = actual.detach().double(), expected.detach().double()
+    """Return the RMS error of `actual` divided by the RMS of `expected`, in float64.
+
+    If `expected` is zero everywhere, the RMS error itself is returned.
+    """
+    actual = actual.detach().double()
+    expected = expected.detach().double()
+    error = (actual - expected).square().mean().sqrt()
     scale = expected.square().mean().sqrt()
-    return ((actual - expected).square().mean().sqrt() / (scale if scale > 0 else 1.0)).item()
+    if scale > 0:
+        error = error / scale
+    return error.item()
 
 
 def random_qkv(batch=2, heads=3, length=97, dim=32, dtype=torch.float32, scale=1.0, seed=0, device="cpu"):
-    """Independent standard normal q, k, v of shape (B, H, N, D), times `scale`."""
+    """Return independent normal q, k, v of shape (B, H, N, D) with the standard deviation `scale`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (3, batch, heads, length, dim)
     q, k, v = (scale * torch.randn(shape, generator=generator)).to(device=device, dtype=dtype)
@@ -32,7 +39,10 @@ def random_qkv(batch=2, heads=3, length=97, dim=32, dtype=torch.float32, scale=1
 
 
 def random_padding(batch, length, seed=0, full_row=False, device="cpu"):
-    """Right padding of random length per row, bool (B, N), True = padded; `full_row` pads the last row entirely."""
+    """Return a mask of padding on the right, bool (B, N), True = padded, with a random number of tokens in each row.
+
+    Every row has at least one token; but `full_row` pads the last row entirely.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, length + 1, (batch,), generator=generator)
     if full_row:
@@ -41,17 +51,19 @@ def random_padding(batch, length, seed=0, full_row=False, device="cpu"):
 
 
 def poison_empty(monkeypatch):
-    """Fills torch.empty and torch.empty_like with NaN, so that a result that is not written shows."""
+    """Let torch.empty and torch.empty_like return NaN, so that elements that are never written are noticed."""
     forget_scratch()
     for name in ("empty", "empty_like"):
         original = getattr(torch, name)
-        monkeypatch.setattr(
-            torch, name, lambda *args, _original=original, **kw: _original(*args, **kw).fill_(torch.nan)
-        )
+
+        def poisoned(*args, _original=original, **options):
+            return _original(*args, **options).fill_(torch.nan)
+
+        monkeypatch.setattr(torch, name, poisoned)
 
 
 def with_representatives(values, *representatives):
-    """Return the values as parameters of a test, all but the representatives marked as exhaustive."""
+    """Return the values as parameters of a test, of which all but the representatives are marked as exhaustive."""
     parameters = []
     for value in values:
         if value in representatives:
@@ -62,6 +74,6 @@ def with_representatives(values, *representatives):
 
 
 def metrics_of(task_metric: str) -> tuple[str, ...]:
-    """The names of this module's metrics that a sentence such as "accuracy, F1 of class 1" mentions."""
-    words = {"accuracy": "accuracy", "F1": "f1", "Matthews": "mcc", "Pearson": "pearson", "Spearman": "spearman"}
-    return tuple(name for word, name in words.items() if word in task_metric)
+    """Return our names of the metrics that a description such as "accuracy, F1 of class 1" mentions."""
+    names = {"accuracy": "accuracy", "F1": "f1", "Matthews": "mcc", "Pearson": "pearson", "Spearman": "spearman"}
+    return tuple(name for word, name in names.items() if word in task_metric)

@@ -1,4 +1,4 @@
-"""In every process that tests: what the host and Triton's interpreter do again and again is done once."""
+"""Speed up every process that runs tests: work that Hydra and Triton's interpreter repeat is done only once."""
 
 import copy
 import functools
@@ -9,35 +9,43 @@ from hydra._internal.config_repository import CachingConfigRepository, IConfigRe
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
-def hurry() -> None:
-    compose_in_half_the_time()
+def install_shortcuts() -> None:
+    """Patch Hydra, and Triton's interpreter if it is in use, for the rest of this process."""
+    speed_up_hydra()
     if os.environ.get("TRITON_INTERPRET") == "1":
-        patch_triton_once()
+        speed_up_triton_interpreter()
 
 
-def compose_in_half_the_time() -> None:
-    """Three quarters of a training of one update go into Hydra's configuration of fairseq's 300 options. Here their
-    defaults are parsed once, and the store of all dataclasses is not copied for every configuration."""
-    parse, parser = functools.cache(OverridesParser.parse_rule), OverridesParser.create()
+def speed_up_hydra() -> None:
+    """Let Hydra parse each default only once, and not copy its store of dataclasses for every configuration.
+
+    Otherwise three quarters of the time of a training with one update goes into the configuration of fairseq's 300
+    options.
+    """
+    parser = OverridesParser.create()
+    parse = functools.cache(OverridesParser.parse_rule)
     OverridesParser.parse_rule = lambda self, text, rule: copy.copy(parse(parser, text, rule))
 
-    def of(self: CachingConfigRepository, delegate: IConfigRepository) -> None:
-        self.delegate, self.cache = copy.copy(delegate), {}
+    def init_without_deep_copy(self: CachingConfigRepository, delegate: IConfigRepository) -> None:
+        self.delegate = copy.copy(delegate)
+        self.cache = {}
 
-    CachingConfigRepository.__init__ = of
+    CachingConfigRepository.__init__ = init_without_deep_copy
 
 
-def patch_triton_once() -> None:
-    """Saves the interpreter the search through triton.language in every call of a function inside a kernel, half of
-    its time, when what it patches there is in place since the kernel began."""
+def speed_up_triton_interpreter() -> None:
+    """Let Triton's interpreter patch triton.language only once per kernel.
+
+    Otherwise it searches the module again in every call of a function inside a kernel, which takes half of its time.
+    """
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
 
-    def unless_patched(fn: Callable) -> object:
+    def patch_unless_patched(fn: Callable) -> object:
         languages = [x for x in fn.__globals__.values() if x is interpreter.tl or x is interpreter.tl.core]
-        if languages and all(x.range.__name__ == "_new_range" for x in languages):
-            return interpreter._LangPatchScope()  # nothing to restore
+        if languages and all(language.range.__name__ == "_new_range" for language in languages):
+            return interpreter._LangPatchScope()  # which restores nothing
         return patch(fn)
 
-    interpreter._patch_lang = unless_patched
+    interpreter._patch_lang = patch_unless_patched

@@ -1,4 +1,4 @@
-"""Tasks of sentences, of pairs and a regression in raw text, made by data_prep with a tokenizer of its own."""
+"""Make small GLUE tasks in raw text, and prepare them with data_prep and a small tokenizer."""
 
 import random
 from pathlib import Path
@@ -10,9 +10,12 @@ from lln_fairseq.data.tokenizers import train_sentencepiece
 
 WORDS = ["film", "story", "actor", "scene", "camera", "music", "script", "ending", "comedy", "wonderful", "dreadful"]
 SIZES = {"train": 48, "dev": 30, "test": 7}
-HEADERS = {"SST-2": "sentence\tlabel", "RTE": "index\tsentence1\tsentence2\tlabel"}
-HEADERS["STS-B"] = HEADERS["RTE"].replace("label", "score")
-PAIR = ("--separator-token", 2, "--shorten-method", "truncate")  # some are longer than 64 tokens
+COLUMNS = {
+    "SST-2": ["sentence", "label"],
+    "RTE": ["index", "sentence1", "sentence2", "label"],
+    "STS-B": ["index", "sentence1", "sentence2", "score"],
+}
+PAIR = ("--separator-token", 2, "--shorten-method", "truncate")  # some pairs are longer than 64 tokens
 OPTIONS = {
     "SST-2": ("--num-classes", 2),
     "RTE": ("--num-classes", 2, *PAIR),
@@ -20,47 +23,66 @@ OPTIONS = {
 }
 
 
-def sentence(generator: random.Random) -> str:
+def random_sentence(generator: random.Random) -> str:
     return " ".join(generator.choices(WORDS, k=generator.randint(3, 30))) + generator.choice([".", "!", ""])
 
 
-def source(folder: Path) -> Path:
-    """GLUE's files of the tasks above; words that are not in the tokenizer's training text among them."""
+def write_raw_tasks(folder: Path) -> Path:
+    """Write the files of all tasks in GLUE's format and return the folder.
+
+    The second sentences contain words that are not in the tokenizer's training text.
+    """
     generator = random.Random(1)
-    for name, header in HEADERS.items():
+    for name, all_columns in COLUMNS.items():
         (folder / name).mkdir(parents=True)
         for split, count in SIZES.items():
-            columns = [column for column in header.split("\t") if split != "test" or column not in ("label", "score")]
+            columns = all_columns
+            if split == "test":
+                columns = [column for column in all_columns if column not in ("label", "score")]
             lines = ["\t".join(columns)]
             for row in range(count):
-                first, second = sentence(generator), sentence(generator) + " naïve 你好"
-                good = "wonderful" in first
-                cells = {"index": str(row), "sentence": first, "sentence1": first, "sentence2": second,
-                         "label": str(int(good)) if name == "SST-2" else ("entailment", "not_entailment")[good],
-                         "score": f"{row % 6:.1f}"}  # fmt: skip
+                cells = random_cells(name, row, generator)
                 lines.append("\t".join(cells[column] for column in columns))
             (folder / name / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
 
 
-def sentencepiece(folder: Path) -> Path:
-    """The model of a tokenizer with 120 pieces."""
+def random_cells(name: str, row: int, generator: random.Random) -> dict[str, str]:
+    """Return a row's cells for every column of a task."""
+    first = random_sentence(generator)
+    second = random_sentence(generator) + " naïve 你好"
+    is_positive = "wonderful" in first
+    label = ("entailment", "not_entailment")[is_positive]
+    if name == "SST-2":
+        label = str(int(is_positive))
+    return {
+        "index": str(row),
+        "sentence": first,
+        "sentence1": first,
+        "sentence2": second,
+        "label": label,
+        "score": f"{row % 6:.1f}",
+    }
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Train a SentencePiece model with 120 pieces and return the path of its file."""
     generator = random.Random(0)
-    model = train_sentencepiece([sentence(generator) for _ in range(300)], 120)
+    model = train_sentencepiece([random_sentence(generator) for _ in range(300)], 120)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "spm.model").write_bytes(model)
     return folder / "spm.model"
 
 
 def make_glue(folder: Path, *names: str, tokenizer: Path | None = None) -> Path:
-    """Binarised tasks in folder/NAME, by names of HEADERS."""
-    tokenizer = tokenizer or sentencepiece(folder)
-    glue.build_all(folder, str(tokenizer), names, source(folder / "raw"), workers=1)
+    """Prepare the tasks with these names in folder/NAME, and return the folder."""
+    tokenizer = tokenizer or write_tokenizer(folder)
+    glue.build_all(folder, str(tokenizer), names, write_raw_tasks(folder / "raw"), workers=1)
     return folder
 
 
 def texts_of(folder: Path, name: str, split: str = "dev") -> list[tuple[str, ...]]:
-    """The texts of a task's file, row by row, as data_prep reads them."""
+    """Return the texts of each row of a task, as data_prep reads them; `folder` is that of `make_glue`."""
     path = folder / "raw" / name / f"{split}.tsv"
     with path.open("rb") as stream:
         rows = read_rows(read_lines(stream, str(path)), str(path), GLUE_TASKS[name], split.replace("dev", "valid"))

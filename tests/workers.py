@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tests.shortcuts import hurry
+from tests.shortcuts import install_shortcuts
 
 MINUTES = 5  # the timeout of a collective, and of each worker
 
@@ -23,7 +23,7 @@ def free_port():
 def _run_worker(rank, function, workers, port, results, arguments):
     """Join the default group, and put (rank, result, traceback) into the queue; one of the last two is None."""
     torch.set_num_threads(1)
-    hurry()
+    install_shortcuts()
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",

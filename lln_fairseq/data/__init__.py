@@ -1,8 +1,10 @@
-"""From published files and lines of text to data that fairseq trains on.
+"""The library behind data preparation and prediction: from published files and lines of text to fairseq's data sets.
 
-download, archives: get published files and read them. tokenizers, vocabulary: a tokenizer with its dict.txt. encode:
-lines to ids, on several cores. binary_format: fairseq's .bin and .idx files. manifest: builds a data directory and
-resumes it. text_ids: the ids of single texts, for prediction.
+`download` and `archives` fetch published files and read them. `tokenizers` and `vocabulary` load or train a tokenizer
+together with its dict.txt. `encode` turns lines into token ids on several cores, and `binary_format` writes fairseq's
+.bin and .idx files. `manifest` builds an output directory and resumes an interrupted build. `text_ids` turns single
+texts into token ids for prediction.
 
-checks, sentence_inputs and split_lines are for the tasks: damaged data, and data sets that fairseq does not have.
+The tasks use `checks`, which detects damaged data, and `sentence_inputs` and `split_lines`, which hold the data sets
+that fairseq lacks.
 """

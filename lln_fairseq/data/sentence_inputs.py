@@ -1,4 +1,8 @@
-"""Make the data sets of sentence prediction that fairseq's task cannot: two inputs kept apart, or no </s>."""
+"""Build the data sets of sentence prediction that fairseq's own task does not offer.
+
+The two inputs of a pair can stay separate, and samples can do without </s>. The functions take the task of
+`lln_fairseq.tasks.sentence_prediction`, whose options they read.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,18 +30,26 @@ from lln_fairseq.data.split_lines import ResizedDataset
 
 
 class WithoutLast(ResizedDataset):
-    """A data set of lines without the last token of each, which is </s>."""
+    """A data set of lines without the last token of each line, which is </s>."""
 
     def __getitem__(self, index: int) -> Tensor:
         return self.dataset[index][:-1]
 
     @property
     def sizes(self) -> np.ndarray:
+        """The number of tokens of each line, (lines,)."""
         return np.asarray(self.dataset.sizes) - 1
 
 
 def read_inputs(task: Any, split: str, folders: Sequence[str], combine: bool) -> list[BaseWrapperDataset]:
-    """Return the inputs that a split has, as the model sees them: each row has at most max_positions tokens."""
+    """Return the input data sets of a split, prepared for the model.
+
+    Depending on the task's options, </s> is removed (strip_eos), init_token is put in front, and rows are cut to
+    max_positions tokens (shorten_method=truncate). Without truncation longer rows stay as they are.
+
+    `folders` are the folders of the inputs, in order; the first one without data ends the list. With `combine`, the
+    data of split1, split2, ... is appended.
+    """
     cfg = task.cfg
     dictionary = task.source_dictionary
     inputs = []
@@ -56,41 +68,51 @@ def read_inputs(task: Any, split: str, folders: Sequence[str], combine: bool) ->
 
 
 def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -> NestedDictionaryDataset:
-    """Return samples as fairseq's task has them; a second input is `other_tokens`.
+    """Return the samples in the layout of fairseq's sentence_prediction task.
 
-    `labels` is None for a split without labels.
+    `inputs` are one or two data sets of equal length. The second one becomes `net_input.other_tokens`, and the size of
+    a sample is that of its longer input. `labels` is None for a split without labels.
     """
     pad = task.source_dictionary.pad()
     first = inputs[0]
+    all_tokens = first
     net_input = {
         "src_tokens": RightPadDataset(first, pad_idx=pad),
         "src_lengths": NumelDataset(first, reduce=False),
     }
     if len(inputs) == 2:
         net_input["other_tokens"] = RightPadDataset(inputs[1], pad_idx=pad)
-    everything = first if len(inputs) == 1 else ConcatSentencesDataset(*inputs)
+        all_tokens = ConcatSentencesDataset(*inputs)
     fields = {
         "id": IdDataset(),
         "net_input": net_input,
         "nsentences": NumSamplesDataset(),
-        "ntokens": NumelDataset(everything, reduce=True),
+        "ntokens": NumelDataset(all_tokens, reduce=True),
     }
     if labels is not None:
         fields["target"] = labels
     sizes = [np.asarray(lines.sizes) for lines in inputs]
     dataset = NestedDictionaryDataset(fields, sizes=[np.maximum.reduce(sizes)])
-    dataset.lengths = sizes  # see training/padding_report.py
+    dataset.lengths = sizes  # training/padding_report.py reads them
     return dataset
 
 
 def read_labels(task: Any, split: str, combine: bool) -> Any:
-    """Return the class numbers, or the scores, of a split; None if it has none."""
+    """Return the data set of a split's targets, or None if the split has none.
+
+    The targets are class numbers from 0, or lists of floats in label/SPLIT.label for a regression. With `combine`, the
+    class numbers of split1, split2, ... are appended.
+    """
     prefix = Path(task.cfg.data, "label", split)
     if task.cfg.regression_target:
         path = Path(f"{prefix}.label")
         if not path.is_file():
             return None
-        return RawLabelDataset([[*map(float, line.split())] for line in path.open()])
+        targets = []
+        with path.open() as file:
+            for line in file:
+                targets.append([float(value) for value in line.split()])
+        return RawLabelDataset(targets)
     dictionary = task.label_dictionary
     labels = data_utils.load_indexed_dataset(str(prefix), dictionary, combine=combine)
     if labels is None:

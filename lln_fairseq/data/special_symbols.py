@@ -1,4 +1,7 @@
-"""fairseq's special symbols and its dict.txt. Its dictionaries begin with them, and dict.txt does not list them."""
+"""fairseq's special symbols, and the parser of its dict.txt.
+
+Every fairseq dictionary begins with four special symbols, which dict.txt does not list.
+"""
 
 from collections.abc import Iterable
 
@@ -11,26 +14,34 @@ PAD = 1
 EOS = 2
 UNKNOWN = 3
 MASK = "<mask>"  # the tasks append it to the dictionary
-OVERWRITE = " #fairseq:overwrite"  # at the end of a line whose symbol may be there twice
+OVERWRITE = " #fairseq:overwrite"  # ends a line of dict.txt whose symbol may occur twice
 
 
 def parse_dictionary(lines: Iterable[str]) -> list[str]:
-    """Return the symbols of the lines of a dict.txt; symbol i has fairseq's id 4 + i.
+    """Return the symbols in the lines of a dict.txt, "symbol count" each; symbol i has fairseq's id 4 + i.
 
     Raises:
-        DataError: with the number of a line that fairseq could not read, or whose symbol is there twice.
+        DataError: with the number of the line, if a line is not a symbol and an integer, or its symbol has occurred
+            before or is one of fairseq's special symbols. The line may end with OVERWRITE to repeat a symbol.
     """
     seen = set(SPECIAL_SYMBOLS)
     symbols = []
     for number, line in enumerate(lines, start=1):
         entry = line.rstrip()
-        symbol, space, times = entry.removesuffix(OVERWRITE).rpartition(" ")
-        try:
-            int(space and times)
-        except ValueError as error:
-            raise DataError(f"line {number}: expected a symbol and its count, found {entry[:40]!r}") from error
+        symbol, separator, count = entry.removesuffix(OVERWRITE).rpartition(" ")
+        if not separator or not _is_integer(count):
+            raise DataError(f"line {number}: expected a symbol and its count, found {entry[:40]!r}")
         if symbol in seen and not entry.endswith(OVERWRITE):
-            raise DataError(f"line {number}: the symbol {symbol!r} is there twice")
+            raise DataError(f"line {number}: the symbol {symbol!r} occurs twice")
         seen.add(symbol)
         symbols.append(symbol)
     return symbols
+
+
+def _is_integer(text: str) -> bool:
+    """Return True if Python's `int`, which fairseq uses, accepts the text."""
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Split lines of text that are longer than a sample."""
+"""Split the lines of a data set that are longer than a sample."""
 
 import numpy as np
 from fairseq.data import BaseWrapperDataset
@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 class ResizedDataset(BaseWrapperDataset):
-    """A data set whose `sizes` are not those of the data set that it wraps."""
+    """The base of data sets whose items have other lengths than those of the data set they wrap.
+
+    Subclasses override `sizes`. fairseq's base class would report the lengths of the wrapped data set.
+    """
 
     def num_tokens(self, index: int) -> int:
         return int(self.sizes[index])
@@ -16,26 +19,36 @@ class ResizedDataset(BaseWrapperDataset):
 
 
 class SplitLines(ResizedDataset):
-    """A data set of lines in which a line of more than `limit` tokens is several items, one after the other.
+    """A data set in which a line of more than `limit` tokens is split into several consecutive items.
 
-    No token is lost: the tail of a long paragraph becomes an item of its own and begins the next block of tokens.
-    fairseq makes the whole paragraph one block instead, which is then skipped in training and fatal in validation.
-    No piece is a single token: sample_break_mode complete_doc takes such a line for the end of a document.
+    No token is lost: the tail of a long paragraph becomes an item of its own and begins the next sample. fairseq would
+    make the whole paragraph one sample instead, which training skips and validation rejects.
+
+    Every item but the last of a line has `limit` tokens. If the last item would be a single token, it takes one more
+    from the item before it: sample_break_mode=complete_doc takes an item of one token for the end of a document.
+
+    Args:
+        dataset: the lines, each a tensor of ids (N,).
+        limit: the largest number of tokens of an item, at least 2.
     """
 
     def __init__(self, dataset: BaseWrapperDataset, limit: int) -> None:
         super().__init__(dataset)
         self.limit = limit
-        lengths = np.asarray(dataset.sizes, dtype=np.int64)
-        pieces = np.maximum(-(-lengths // limit), 1)
-        self._line = np.repeat(np.arange(len(lengths)), pieces)
-        number = np.arange(len(self._line)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self._start, whole = number * limit, lengths[self._line]
-        lonely = (number > 0) & (whole - self._start == 1)
-        self._start[lonely] -= 1
-        last = number == pieces[self._line] - 1
-        following = np.append(self._start[1:], 0)
-        self._end = np.where(last, whole, following)
+        line_lengths = np.asarray(dataset.sizes, dtype=np.int64)
+        pieces = np.maximum(-(-line_lengths // limit), 1)  # per line: rounded up, and an empty line is one piece
+        self._line = np.repeat(np.arange(len(line_lengths)), pieces)
+        first_piece = np.cumsum(pieces) - pieces
+        piece_number = np.arange(len(self._line)) - np.repeat(first_piece, pieces)  # within the line
+
+        length_of_line = line_lengths[self._line]
+        self._start = piece_number * limit
+        is_single_token = (piece_number > 0) & (length_of_line - self._start == 1)
+        self._start[is_single_token] -= 1
+
+        is_last = piece_number == pieces[self._line] - 1
+        next_start = np.append(self._start[1:], 0)
+        self._end = np.where(is_last, length_of_line, next_start)
 
     def __getitem__(self, index: int) -> Tensor:
         return self.dataset[self._line[index]][self._start[index] : self._end[index]]
@@ -45,6 +58,7 @@ class SplitLines(ResizedDataset):
 
     @property
     def sizes(self) -> np.ndarray:
+        """The number of tokens of each item, int64 (items,)."""
         return self._end - self._start
 
     @property

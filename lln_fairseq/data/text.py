@@ -1,4 +1,4 @@
-"""Text: reading lines, cleaning, when two sentences count as the same, and the split that a sentence belongs to."""
+"""Read, clean and split text: lines of files, sentences that count as equal, and the split of a sentence."""
 
 import hashlib
 import html
@@ -13,42 +13,54 @@ from lln_fairseq.data.reporting import DataError
 SPLITS = ("train", "valid", "test")
 MAX_LINE = 4 << 20  # bytes; tokenizers need 60 times as much memory
 
-# With the semicolon only: html.unescape alone would also turn "&not" in "R&notes" into "¬".
+# The semicolon is required: html.unescape on its own would turn "&not" in "R&notes" into "¬".
 _ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 
 
-def clean(text: str) -> str:
-    """The text as a reader sees it: HTML entities resolved once, '' (a doubled apostrophe) as a double quote, NFC,
-    every run of white space or control characters one space, none at the ends."""
-    text = _ENTITY.sub(lambda entity: html.unescape(entity.group()), text).replace("''", '"')
-    text = "".join(" " if unicodedata.category(c) == "Cc" else c for c in unicodedata.normalize("NFC", text))
+def clean_text(text: str) -> str:
+    """Return the text without HTML entities, in Unicode NFC, and with single spaces.
+
+    Entities are resolved once, two apostrophes become a double quote, every run of white space and control characters
+    becomes one space, and the ends are stripped.
+    """
+    text = _ENTITY.sub(lambda entity: html.unescape(entity.group()), text)
+    text = text.replace("''", '"')
+    text = unicodedata.normalize("NFC", text)
+    text = "".join(" " if unicodedata.category(character) == "Cc" else character for character in text)
     return " ".join(text.split())
 
 
 def sentence_key(text: str) -> str:
-    """Two texts with the same key count as the same sentence: letters and digits only, without case or accents.
+    """Return a key that is the same for texts that count as the same sentence.
 
-    A text without letters and digits is its own key, white space apart.
+    The key consists of the letters and digits, without case and accents. A text without letters and digits is its own
+    key, without white space.
     """
     text = unicodedata.normalize("NFKD", text).casefold()
-    return "".join(c for c in text if c.isalnum()) or "".join(text.split())
+    letters_and_digits = "".join(character for character in text if character.isalnum())
+    return letters_and_digits or "".join(text.split())
 
 
-def split_of(text: str) -> str:
-    """ "valid" (10%), "test" (10%) or "train", by the sha256 of the key alone.
+def assign_split(text: str) -> str:
+    """Return the split of a sentence: "valid" (10 %), "test" (10 %) or "train" (80 %), by a hash of its key.
 
-    Nothing else enters, so the same sentence falls into the same split wherever it occurs: a corpus made of "train"
-    texts cannot hold a sentence of another corpus's "valid" or "test".
+    The split depends on nothing else, so the same sentence gets the same split in every corpus: the "train" sentences
+    of one corpus never contain a "valid" or "test" sentence of another.
     """
-    bucket = int.from_bytes(hashlib.sha256(sentence_key(text).encode()).digest()[:8], "big") % 10
-    return {0: "valid", 1: "test"}.get(bucket, "train")
+    digest = hashlib.sha256(sentence_key(text).encode()).digest()
+    bucket = int.from_bytes(digest[:8], "big") % 10
+    if bucket == 0:
+        return "valid"
+    if bucket == 1:
+        return "test"
+    return "train"
 
 
-def raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the bytes of each line, its end included.
+def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of each line, from 1, and its bytes, with the LF that ends it.
 
     Raises:
-        DataError: with `name` and the number of a line of more than MAX_LINE bytes.
+        DataError: with the file's name, at a line of more than MAX_LINE bytes, which is not read to its end.
     """
     for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
         if len(line) > MAX_LINE:
@@ -57,15 +69,22 @@ def raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterator[str]:
-    """The lines of a UTF-8 file without their ends (LF or CRLF) and a BOM; no other character ends a line.
+    """Yield the lines of a UTF-8 file without their ends (LF or CRLF) and without a byte order mark.
 
-    With `limit` it stops before the line that would make it more than so many bytes. Raises DataError with `name` and
-    the number of the line that is not UTF-8 or has more than MAX_LINE bytes.
+    No other character ends a line.
+
+    Args:
+        stream: the file.
+        name: the file's name in error messages.
+        limit: stop before the line with which more than this many bytes would be read; None reads all lines.
+
+    Raises:
+        DataError: at a line that is not UTF-8 or has more than MAX_LINE bytes.
     """
-    total = 0
-    for number, raw in raw_lines(stream, name):
-        total += len(raw)
-        if limit is not None and total > limit:
+    total_bytes = 0
+    for number, raw in read_raw_lines(stream, name):
+        total_bytes += len(raw)
+        if limit is not None and total_bytes > limit:
             return
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -74,20 +93,23 @@ def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterato
         yield line.removesuffix("\n").removesuffix("\r")
 
 
-def spread_sample(lines: Iterable[str], limit: int) -> list[str]:
-    """Every k-th non-empty line, k the smallest power of two for which they have at most `limit` characters.
+def sample_lines_evenly(lines: Iterable[str], limit: int) -> list[str]:
+    """Return every k-th non-empty line, where k is the smallest power of two for which the lines fit the limit.
 
-    One pass and at most `limit` characters in memory; nothing is random.
+    The lines are read once, and nothing is random. The sample always contains the first non-empty line, even if that
+    line is longer. `limit` is the number of characters of the sample, and about as many are held in memory.
     """
-    kept: list[str] = []
-    size, stride = 0, 1
-    for number, line in enumerate(line for line in lines if line):
+    sample: list[str] = []
+    characters = 0
+    stride = 1
+    non_empty = (line for line in lines if line)
+    for number, line in enumerate(non_empty):
         if number % stride:
             continue
-        kept.append(line)
-        size += len(line)
-        while size > limit and len(kept) > 1:
+        sample.append(line)
+        characters += len(line)
+        while characters > limit and len(sample) > 1:
             stride *= 2
-            kept = kept[::2]
-            size = sum(map(len, kept))
-    return kept
+            sample = sample[::2]
+            characters = sum(map(len, sample))
+    return sample

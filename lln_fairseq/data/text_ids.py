@@ -1,4 +1,4 @@
-"""Texts to the samples that a task makes of its data, and to batches of samples of like length."""
+"""Turn texts into the samples that a task would make of the same data, and samples into batches, for prediction."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -10,93 +10,149 @@ from lln_fairseq.data.encode import encode_block
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK
 
-Text = str | Sequence[str]  # a pair is a tuple of two
-BATCH_TOKENS = 8192  # padding included; a longer text is a batch of its own
-PART_TEXTS, PART_CHARACTERS = 2048, 1 << 20  # that are tokenized together and sorted by length
-BEFORE = "\ue000"  # a character of no language, in front of what continues a line
+Text = str | Sequence[str]  # one text, or a pair of texts as a tuple or list
+BATCH_TOKENS = 8192  # padding included; a longer sample becomes a batch of its own
+CHUNK_TEXTS = 2048  # rows that are tokenized and sorted by length together
+CHUNK_CHARACTERS = 1 << 20
+CONTINUATION = "\ue000"  # a private-use character, put in front of text that continues a line
 
 
 class TextIds:
-    """Samples as fairseq's data sets give them: the same ids in the same order, cut at the same length."""
+    """Turns texts into samples that are identical to those of fairseq's data sets, and cut to the same length.
+
+    Args:
+        task: the task of the model, which is asked for its dictionary and for how its samples begin and end.
+        vocabulary: the Vocabulary of the data.
+        longest: the largest number of tokens of a sample.
+    """
 
     def __init__(self, task: Any, vocabulary: Any, longest: int) -> None:
-        self.vocabulary, self.longest = vocabulary, longest
+        self.vocabulary = vocabulary
+        self.longest = longest
         dictionary = task.source_dictionary
         self.mask = dictionary.index(MASK)
-        # Of a task of sentences both are options; a language model's samples begin with <s>.
-        self.init = getattr(task.cfg, "init_token", dictionary.bos())
-        self.separator = getattr(task.cfg, "separator_token", None)
-        self.strips = getattr(task.cfg, "strip_eos", False)
+        # Sentence tasks have these options. The samples of a language model begin with <s>.
+        self.init_token = getattr(task.cfg, "init_token", dictionary.bos())
+        self.separator_token = getattr(task.cfg, "separator_token", None)
+        self.strip_eos = getattr(task.cfg, "strip_eos", False)
 
-    def samples(self, rows: Sequence[Sequence[str]]) -> list[Tensor]:
-        """The ids of each row of one text, or of two."""
-        starts = (self.init, self.separator)[: len(rows[0])]
-        parts = [[self._with(start, ids) for ids in self.lines(column)]
-                 for start, column in zip(starts, zip(*rows, strict=True), strict=True)]  # fmt: skip
-        return [torch.cat(row)[: self.longest] for row in zip(*parts, strict=True)]
+    def encode_rows(self, rows: Sequence[Sequence[str]]) -> list[Tensor]:
+        """Return the ids of each row, int64 (N,), cut to `longest` tokens.
 
-    def masked(self, left: str, right: str) -> Tensor:
-        """The ids of left<mask>right. A space before <mask> belongs to the word that takes its place."""
-        before, mark, after = self.lines([left.strip(), BEFORE, BEFORE + right.rstrip()])
-        if not torch.equal(after[: len(mark) - 1], mark[:-1]):  # 1: </s>
-            (after,), mark = self.lines([right.strip()]), mark[-1:]
-        ids = torch.cat([before[:-1], torch.tensor([self.mask]), after[len(mark) - 1 :]])
-        return self._with(self.init, ids)[: self.longest]
+        There must be at least one row. All rows have one text, or all have two, which are joined.
 
-    def lines(self, lines: Sequence[str]) -> list[Tensor]:
-        """The ids of each line with </s>, as they are in the data, or without it where the task leaves it out."""
+        Raises:
+            DataError: as `encode_lines` does.
+        """
+        first_tokens = (self.init_token, self.separator_token)
+        joined: list[list[Tensor]] = [[] for _ in rows]
+        for column in range(len(rows[0])):
+            texts = [row[column] for row in rows]
+            for parts, ids in zip(joined, self.encode_lines(texts), strict=True):
+                parts.append(_prepend(first_tokens[column], ids))
+        return [torch.cat(parts)[: self.longest] for parts in joined]
+
+    def encode_masked(self, left: str, right: str) -> Tensor:
+        """Return the ids of the text left<mask>right, int64 (N,), cut to `longest` tokens, which may cut <mask> off.
+
+        White space before <mask> is dropped: it belongs to the word that <mask> stands for. The text after <mask> is
+        encoded as the continuation of a line.
+
+        Raises:
+            DataError: as `encode_lines` does.
+        """
+        # A tokenizer treats the start of a line in a special way. A character in front of `right` prevents that, and
+        # its ids are removed again. They cannot be removed if the tokenizer merged them with the text that follows.
+        before, marker, after = self.encode_lines([left.strip(), CONTINUATION, CONTINUATION + right.rstrip()])
+        marker_ids = marker[:-1]  # without the last id, which is </s>
+        if torch.equal(after[: len(marker_ids)], marker_ids):
+            after = after[len(marker_ids) :]
+        else:
+            (after,) = self.encode_lines([right.strip()])
+        ids = torch.cat([before[:-1], torch.tensor([self.mask]), after])
+        return _prepend(self.init_token, ids)[: self.longest]
+
+    def encode_lines(self, lines: Sequence[str]) -> list[Tensor]:
+        """Return the ids of each line, int64 (N,), with </s> unless the task strips it.
+
+        Line breaks inside a line become spaces, and white space at the ends is removed.
+
+        Raises:
+            DataError: if a line contains half a character, or cannot be encoded.
+        """
         lines = [line.replace("\n", " ").strip() for line in lines]
         for line in lines:
             check_characters(line)
-        block = encode_block(self.vocabulary.tokenizer, self.vocabulary.table, lines)
-        ids, lengths = map(torch.from_numpy, block)
-        found = ids.long().split(lengths.tolist())
-        return [line[:-1] for line in found] if self.strips else list(found)
-
-    @staticmethod
-    def _with(start: int | None, ids: Tensor) -> Tensor:
-        return ids if start is None else torch.cat([torch.tensor([start]), ids])
+        ids, lengths = encode_block(self.vocabulary.tokenizer, self.vocabulary.table, lines)
+        encoded = torch.from_numpy(ids).long().split(lengths.tolist())
+        if self.strip_eos:
+            return [line[:-1] for line in encoded]
+        return list(encoded)
 
 
-def rows_of(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...]]:
-    """The texts in tuples of one, or the pairs where `inputs` is 2. Raises: DataError for what is neither."""
+def _prepend(token: int | None, ids: Tensor) -> Tensor:
+    """Return `ids` (N,) with the token in front, or `ids` itself if the token is None."""
+    if token is None:
+        return ids
+    return torch.cat([torch.tensor([token]), ids])
+
+
+def texts_to_rows(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...]]:
+    """Yield each text as a tuple of one string, or each pair as a tuple of two.
+
+    Raises:
+        DataError: at anything but a string if `inputs` is 1, or a tuple or list of two strings if `inputs` is 2.
+    """
     for text in texts:
-        row = (text,) if isinstance(text, str) else tuple(text) if isinstance(text, list | tuple) else ()
+        row: tuple[str, ...] = ()
+        if isinstance(text, str):
+            row = (text,)
+        elif isinstance(text, list | tuple):
+            row = tuple(text)
         if len(row) != inputs or not all(isinstance(part, str) for part in row):
-            wanted = "a pair of texts, a tuple of two" if inputs == 2 else "one text, a string"
-            raise DataError(f"the model takes {wanted}, and got {text!r:.80}")
+            expected = "one text, a string"
+            if inputs == 2:
+                expected = "a pair of texts, a tuple of two"
+            raise DataError(f"the model takes {expected}, got {text!r:.80}")
         yield row
 
 
 def check_characters(text: str) -> None:
-    """Raises: DataError for half of a character, which Python's strings may hold and no tokenizer takes."""
+    """Raise DataError if the text contains a lone surrogate, half a character, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"a text holds half of a character ({error.reason}): {text!r:.80}") from error
+        raise DataError(f"a text contains half of a character ({error.reason}): {text!r:.80}") from error
 
 
-def parts_of(rows: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:
-    """The rows in lists of bounded size."""
-    part: list[Sequence[str]] = []
-    size = 0
+def split_into_chunks(rows: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:
+    """Yield lists of consecutive rows, of CHUNK_TEXTS rows or ending with the row that reaches CHUNK_CHARACTERS.
+
+    Rows are taken as needed. The last list may be shorter; no rows yield no list.
+    """
+    chunk: list[Sequence[str]] = []
+    characters = 0
     for row in rows:
-        part.append(row)
-        size += sum(map(len, row))
-        if len(part) == PART_TEXTS or size >= PART_CHARACTERS:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+        chunk.append(row)
+        characters += sum(map(len, row))
+        if len(chunk) == CHUNK_TEXTS or characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk = []
+            characters = 0
+    if chunk:
+        yield chunk
 
 
-def batches_of(samples: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The numbers of the samples in batches of like length, at most BATCH_TOKENS with their padding."""
+def batch_by_length(samples: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield batches of samples of similar length, shortest first, as lists of indices into `samples`.
+
+    A batch has at most BATCH_TOKENS tokens with its padding, or is a single longer sample.
+    """
     batch: list[int] = []
-    for number in sorted(range(len(samples)), key=lambda number: len(samples[number])):
-        if batch and (len(batch) + 1) * len(samples[number]) > BATCH_TOKENS:
+    for index in sorted(range(len(samples)), key=lambda index: len(samples[index])):
+        if batch and (len(batch) + 1) * len(samples[index]) > BATCH_TOKENS:
             yield batch
             batch = []
-        batch.append(number)
+        batch.append(index)
     if batch:
         yield batch

@@ -1,17 +1,20 @@
-"""A tokenizer together with its dict.txt: what pre-training and fine-tuning must have in common.
+"""A tokenizer with its dict.txt: pre-training and fine-tuning must use the same one.
 
-`--tokenizer` of the programs is one of
-    gpt2                the published GPT-2 BPE with fairseq's dict.txt (fetched once)
-    DIR                 a directory built by a program of this package: its manifest names tokenizer and dictionary
-    DIR                 a directory with encoder.json, vocab.bpe and dict.txt, or with spm.model or tokenizer.json
-                        (and dict.txt): what `python -m lln_fairseq convert` writes is one
+The option `--tokenizer` of the programs accepts
+
+    gpt2                the published GPT-2 BPE with fairseq's dict.txt, which is downloaded once
+    DIR                 a directory built by a data program, whose manifest.json names tokenizer and dictionary
+    DIR                 a directory with encoder.json, vocab.bpe and dict.txt, or with spm.model or tokenizer.json and
+                        optionally dict.txt; `lln-fairseq convert` writes such directories
     FILE.model          a SentencePiece model
-There is no default for fine-tuning data, and the manifest records `identity`, so two data sets with the same identity
-give every text the same ids, and others are told apart.
+
+Fine-tuning data has no default. The manifest records the vocabulary's `identity`: two data sets with the same identity
+give every text the same ids.
 """
 
 import io
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,24 +37,30 @@ from lln_fairseq.data.tokenizers import (
 )
 
 DICTIONARY = "dict.txt"
+MAX_FILE = 256 << 20  # bytes
+# A manifest may name dict.txt or FOLDER/dict.txt, and no file outside its directory.
+_DICTIONARY_NAME = re.compile(rf"(\w+/)?{re.escape(DICTIONARY)}")
 
 GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONARY)}
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer and the text of its dict.txt. Raises DataError where fairseq could not read that text, and where it
-    lacks a symbol of the tokenizer."""
+    """A tokenizer with its dictionary, the content of dict.txt.
+
+    Raises:
+        DataError: if fairseq could not read the dictionary, or it lacks a symbol of the tokenizer.
+    """
 
     tokenizer: Tokenizer
     dictionary: str
 
     def __post_init__(self) -> None:
-        there = set(self.symbols)
-        missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in there]
+        in_dictionary = set(self.symbols)
+        missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in in_dictionary]
         if missing:
             raise DataError(
-                f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it lacks {missing[0]!r} "
+                f"{DICTIONARY} does not match the {self.tokenizer.kind} tokenizer: it lacks {missing[0]!r} "
                 f"({len(missing)} missing)"
             )
 
@@ -65,68 +74,100 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of fairseq's ids, its four special ones included, <mask> not."""
+        """The number of fairseq's ids, with the four special ones but without <mask>, which tasks append."""
         return NUM_SPECIAL + len(self.symbols)
 
     @cached_property
     def table(self) -> np.ndarray:
-        """fairseq's id for each id of the tokenizer."""
-        ids = {symbol: NUM_SPECIAL + i for i, symbol in enumerate(self.symbols)}
-        symbols = self.tokenizer.symbols_by_id
-        return np.array([UNKNOWN if symbol is None else ids[symbol] for symbol in symbols], dtype=np.int32)
+        """fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,); <unk> for ids without a symbol."""
+        id_of = {symbol: NUM_SPECIAL + i for i, symbol in enumerate(self.symbols)}
+        table = []
+        for symbol in self.tokenizer.symbols_by_id:
+            table.append(UNKNOWN if symbol is None else id_of[symbol])
+        return np.array(table, dtype=np.int32)
 
     @cached_property
     def identity(self) -> str:
-        """sha256 over the tokenizer's files and the dictionary's symbols in order (counts do not matter)."""
-        parts = [sha256_bytes(data) for _, data in sorted(self.tokenizer.files.items())]
-        return sha256_bytes("\n".join([self.tokenizer.kind, *parts, *self.symbols]).encode())
+        """The sha256 of the tokenizer's files and of the dictionary's symbols in order. Counts do not matter."""
+        checksums = [sha256_bytes(content) for _, content in sorted(self.tokenizer.files.items())]
+        return sha256_bytes("\n".join([self.tokenizer.kind, *checksums, *self.symbols]).encode())
 
     def with_counts(self, counts: np.ndarray) -> "Vocabulary":
-        """The same with `counts` (by fairseq's id) in dict.txt."""
-        numbers = counts[NUM_SPECIAL:].tolist()
-        lines = (f"{symbol} {number}\n" for symbol, number in zip(self.symbols, numbers, strict=True))
+        """Return this vocabulary with other counts in dict.txt, those of fairseq's ids in `counts` (size,)."""
+        symbol_counts = counts[NUM_SPECIAL:].tolist()
+        lines = (f"{symbol} {count}\n" for symbol, count in zip(self.symbols, symbol_counts, strict=True))
         return Vocabulary(self.tokenizer, "".join(lines))
 
     def record(self, folder: str = "") -> dict[str, Any]:
-        """What a manifest says of it; `folder` is where, inside the output directory, dict.txt lies."""
+        """Return the entry "tokenizer" of a manifest, for dict.txt in `folder`, such as "input0/", of its directory."""
         return {
             "kind": self.tokenizer.kind,
             "identity": self.identity,
-            "files": {name: sha256_bytes(data) for name, data in self.tokenizer.files.items()},
+            "files": {name: sha256_bytes(content) for name, content in self.tokenizer.files.items()},
             "dictionary": {"file": folder + DICTIONARY, "symbols": len(self.symbols)},
         }
 
 
 def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The tokenizer's symbols in their own order, counts zero; one id is left for <mask>, which the tasks add."""
+    """Return a vocabulary with the tokenizer's symbols in the order of its ids and with zero counts.
+
+    Filler symbols make the size, with the <mask> that the tasks append, divisible by 8.
+    """
     return Vocabulary(tokenizer, dictionary_text(tokenizer.symbols(), {}, reserved=1))
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+def load_vocabulary(source: str) -> Vocabulary:
+    """Return the vocabulary that the value of `--tokenizer` names; see the top of this file.
+
+    In a directory, manifest.json comes first, then the tokenizer's own files, then manifest.json of the parent
+    directory, since a data program may put dict.txt and the data into a subdirectory.
+
+    Raises:
+        DataError: if there is no such file or directory, it holds no tokenizer, or a file is damaged, does not match
+            the manifest, or cannot be downloaded.
+    """
+    if source == "gpt2":
+        return _download_gpt2()
+    path = Path(source)
+    if path.is_file():
+        return new_vocabulary(load_sentencepiece(path))
+    if not path.is_dir():
+        raise DataError(f"--tokenizer {source}: no such file or directory (or the word gpt2)")
+    if (path / MANIFEST).is_file():
+        return _from_manifest(path / MANIFEST)
+    vocabulary = _from_files(path)
+    if vocabulary is not None:
+        return vocabulary
+    if (path.parent / MANIFEST).is_file():
+        return _from_manifest(path.parent / MANIFEST)
+    raise DataError(f"{path} holds neither a {MANIFEST} nor spm.model, encoder.json and vocab.bpe, or tokenizer.json")
 
 
-def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
-    try:
-        return Vocabulary(tokenizer, _read(path).decode())
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}") from error
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+def _download_gpt2() -> Vocabulary:
+    paths = {name: fetch_file(file) for name, file in GPT2_FILES.items()}
+    files = {name: _read(path) for name, path in paths.items()}
+    return _with_dictionary(make_tokenizer("gpt2", files), paths[DICTIONARY])
 
 
 def _from_manifest(manifest: Path) -> Vocabulary:
+    """Return the vocabulary that a manifest names, from files in the manifest's directory and nowhere else.
+
+    Raises:
+        DataError: if the manifest is damaged or names no tokenizer, or a file does not match its checksum.
+    """
     folder = manifest.parent
     try:
         record = json.loads(_read(manifest))["tokenizer"]
         files = {name: _read(folder / name) for name in TOKENIZER_FILES[record["kind"]]}
-        for name, data in files.items():
-            if sha256_bytes(data) != record["files"][name]:
+        for name, content in files.items():
+            if sha256_bytes(content) != record["files"][name]:
                 raise DataError(f"{folder / name} is not the file that {manifest} lists")
-        dictionary = folder / record["dictionary"]["file"]
+        dictionary_name = record["dictionary"]["file"]
+        if not _DICTIONARY_NAME.fullmatch(dictionary_name):
+            raise DataError(
+                f"{manifest} names {dictionary_name!r:.80}: expected {DICTIONARY}, or FOLDER/{DICTIONARY}, beside it"
+            )
+        dictionary = folder / dictionary_name
         vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), dictionary)
         if vocabulary.identity != record["identity"]:
             raise DataError(f"{dictionary} is not the dictionary that {manifest} was written with")
@@ -136,31 +177,42 @@ def _from_manifest(manifest: Path) -> Vocabulary:
 
 
 def _from_files(folder: Path) -> Vocabulary | None:
-    """Of the tokenizer's own files in the directory; None where there are none."""
+    """Return the vocabulary of the tokenizer's own files in a directory, or None if there are none.
+
+    Without dict.txt the dictionary is made from the tokenizer, except for GPT-2, whose dict.txt is required.
+
+    Raises:
+        DataError: if a file is damaged, or GPT-2's dict.txt is missing.
+    """
+    dictionary = folder / DICTIONARY
     for kind, names in TOKENIZER_FILES.items():
         if all((folder / name).is_file() for name in names):
             tokenizer = make_tokenizer(kind, {name: _read(folder / name) for name in names})
-            if kind == "gpt2" or (folder / DICTIONARY).is_file():
-                return _with_dictionary(tokenizer, folder / DICTIONARY)
+            if kind == "gpt2" or dictionary.is_file():
+                return _with_dictionary(tokenizer, dictionary)
             return new_vocabulary(tokenizer)
     return None
 
 
-def load_vocabulary(given: str) -> Vocabulary:
-    """The vocabulary that `--tokenizer` names (see the top of this file). Raises DataError."""
-    path = Path(given)
-    if given == "gpt2":
-        paths = {name: fetch_file(file) for name, file in GPT2_FILES.items()}
-        files = {name: _read(path) for name, path in paths.items()}
-        return _with_dictionary(make_tokenizer("gpt2", files), paths[DICTIONARY])
-    if path.is_file():
-        return new_vocabulary(load_sentencepiece(path))
-    if not path.is_dir():
-        raise DataError(f"--tokenizer {given}: no such file or directory (or the word gpt2)")
-    if (path / MANIFEST).is_file():
-        return _from_manifest(path / MANIFEST)
-    if vocabulary := _from_files(path):
-        return vocabulary
-    if (path.parent / MANIFEST).is_file():  # DATA/lm of the demo is what one trains on
-        return _from_manifest(path.parent / MANIFEST)
-    raise DataError(f"{path} holds neither a {MANIFEST} nor spm.model, encoder.json and vocab.bpe, or tokenizer.json")
+def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
+    """Return the vocabulary of a tokenizer and a dict.txt. Raise DataError, with the path, if they do not match."""
+    try:
+        return Vocabulary(tokenizer, _read(path).decode())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {error}") from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a file. Raise DataError unless it is a regular file of at most MAX_FILE bytes."""
+    if path.exists() and not path.is_file():  # reading a pipe would block, and a device may never end
+        raise DataError(f"cannot read {path}: it is not a regular file")
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_FILE + 1)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > MAX_FILE:
+        raise DataError(f"cannot read {path}: it is larger than {MAX_FILE >> 20} MiB, the limit for tokenizer files")
+    return content

@@ -21,7 +21,7 @@ from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.command import UserError
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
-from lln_fairseq.data.text_ids import Text, TextIds, batches_of, parts_of, rows_of
+from lln_fairseq.data.text_ids import Text, TextIds, batch_by_length, split_into_chunks, texts_to_rows
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
@@ -94,7 +94,7 @@ class TextModel(nn.Module):
             raise InputError(f"fill takes a text with one {MASK}, got {text!r:.80}")
         left, right = text.split(MASK)
         try:
-            ids = self.ids.masked(left, right)
+            ids = self.ids.encode_masked(left, right)
         except DataError as error:
             raise InputError(str(error)) from error
         probabilities = self._masked_probabilities(ids)
@@ -124,10 +124,10 @@ class TextModel(nn.Module):
         if isinstance(texts, str):
             raise InputError("expected a list of texts, got a single one: put it in a list")
         try:
-            for part in parts_of(rows_of(texts, inputs)):
-                samples = self.ids.samples(part)
+            for part in split_into_chunks(texts_to_rows(texts, inputs)):
+                samples = self.ids.encode_rows(part)
                 rows = [torch.empty(0)] * len(part)
-                for batch in batches_of(samples):
+                for batch in batch_by_length(samples):
                     tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
                     for number, row in zip(batch, outputs(tokens.to(self._device)).float().cpu(), strict=True):
                         require_finite(row, f"the text {' | '.join(part[number])!r:.80}")

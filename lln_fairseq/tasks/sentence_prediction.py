@@ -13,7 +13,7 @@ from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
 
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
-from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, same_symbols
+from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
 from lln_fairseq.data.sentence_inputs import make_samples, read_inputs, read_labels
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models import LLNRobertaModel
@@ -55,7 +55,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         """Raises InputError for data without dictionaries, or with another number of labels than num_classes."""
         require_files(cfg.data, "input0/dict.txt")
         dictionaries = [Path(cfg.data, folder, "dict.txt") for folder in INPUTS]
-        same_symbols(*(path for path in dictionaries if path.is_file()))
+        require_same_symbols(*(path for path in dictionaries if path.is_file()))
         if cfg.num_classes < 1:
             raise InputError("the number of classes is missing: --num-classes (task.num_classes)")
         if not cfg.regression_target:

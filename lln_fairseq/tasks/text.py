@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from fairseq import utils
 
-from lln_fairseq.data.checks import check_lines, same_symbols
+from lln_fairseq.data.checks import check_lines, require_same_symbols
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.training.hooked_task import HookedTask, require_files
 
@@ -22,7 +22,7 @@ class TextTask(HookedTask):
         directories = utils.split_paths(cfg.data)
         for directory in directories:
             require_files(directory, "dict.txt")
-        same_symbols(*(Path(directory, "dict.txt") for directory in directories))
+        require_same_symbols(*(Path(directory, "dict.txt") for directory in directories))
         with input_errors():
             return super().setup_task(cfg, **kwargs)
 

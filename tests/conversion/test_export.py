@@ -255,7 +255,7 @@ def test_sentencepiece_encodes_nasty_texts_as_predict_does(model_type, byte_fall
     task = SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary)
     generator = random.Random(0)
     texts = ["".join(generator.choices(NASTY, k=generator.randrange(10))) for _ in range(1000)]
-    expected = TextIds(task, vocabulary, 64).lines(texts)
+    expected = TextIds(task, vocabulary, 64).encode_lines(texts)
     for text, ids in zip(texts, expected, strict=True):
         assert theirs(text)["input_ids"] == [0, *ids.tolist()], repr(text)
     assert tokenizer_out.is_approximate(vocabulary.tokenizer.files) == fold

@@ -1,4 +1,4 @@
-"""Directories, zip and tar archives are read alike, by name, and what is damaged in them is a DataError."""
+"""Directories, zip archives and tar archives are read alike, by name; damage in them raises DataError."""
 
 import gzip
 import io
@@ -8,14 +8,15 @@ import zipfile
 
 import pytest
 
-from lln_fairseq.data.archives import open_tree, walk
+from lln_fairseq.data.archives import open_tree, read_matching_files
 from lln_fairseq.data.reporting import DataError
 from tests.data_prep.conftest import tar_gz
 
 
-def zipped(members, method=zipfile.ZIP_DEFLATED):
+def zip_bytes(members):
+    """Return the content of a zip archive with these members."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", method) as archive:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return buffer.getvalue()
@@ -31,71 +32,97 @@ FILES = {
 
 
 @pytest.fixture(params=["directory", "zip", "tar"])
-def packed(request, tmp_path):
-    path = tmp_path / {"directory": "folder", "zip": "a.zip", "tar": "a.tar.gz"}[request.param]
+def packed_files(request, tmp_path):
+    """Return the path of a directory or an archive that holds FILES."""
     if request.param == "directory":
+        path = tmp_path / "folder"
         for name, content in FILES.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(content)
     elif request.param == "zip":
-        path.write_bytes(zipped({"a/": b"", **FILES}))
+        path = tmp_path / "a.zip"
+        path.write_bytes(zip_bytes({"a/": b"", **FILES}))
     else:
+        path = tmp_path / "a.tar.gz"
         path.write_bytes(tar_gz(FILES, links={"link.raw": "/etc/passwd"}))
     return path
 
 
-def test_open_tree_finds_and_decompresses_files(packed):
-    tree = open_tree(packed)
+def test_open_tree_finds_and_decompresses_files(packed_files):
+    tree = open_tree(packed_files)
 
-    def read(name, **where):
-        with tree.open(tree.find(name, **where)) as stream:
+    def read_lines(name, **options):
+        with tree.open(tree.find(name, **options)) as stream:
             return stream.readlines()
 
-    assert read("wiki.raw") == [b"one\n", b"two\n"]
-    assert read("d.raw") == [b"d\n"]
-    assert read("e.raw") == [b"e\n"]
-    assert read("b.tsv", folder="c") == [b"c"]
-    assert read("b.tsv", others=["a"]) == [b"c"]
-    assert tree.find("b.tsv", folder="x", others=["a", "c"]) is None
+    assert read_lines("wiki.raw") == [b"one\n", b"two\n"]
+    assert read_lines("d.raw") == [b"d\n"]
+    assert read_lines("e.raw") == [b"e\n"]
+    assert read_lines("b.tsv", folder="c") == [b"c"]
+    assert read_lines("b.tsv", excluded_folders=["a"]) == [b"c"]
+    assert tree.find("b.tsv", folder="x", excluded_folders=["a", "c"]) is None
     assert tree.find("raw") is None
     assert tree.find("link.raw") is None
     with pytest.raises(DataError, match=r"more than one b\.tsv"):
         tree.find("b.tsv")
     with pytest.raises(DataError, match="has no none"):
         tree.read("none")
-    assert set(tree.checksums(["a/b.tsv"])) == ({"a/b.tsv"} if packed.is_dir() else {packed.name})
-    assert packed.parent.joinpath("folder").exists() == packed.is_dir()  # nothing was unpacked
 
 
-def test_walk_reads_wanted_files(packed):
-    found = {name.removeprefix("folder/"): file.read() for name, file in walk(packed, lambda name: "tsv" in name)}
-    assert found == {"a/b.tsv": b"b", "c/b.tsv": b"c"}
+def test_open_tree_unpacks_nothing(packed_files):
+    open_tree(packed_files).read("a/b.tsv")
+
+    assert os.listdir(packed_files.parent) == [packed_files.name]
 
 
-def read_all(path):
+def test_checksums_are_of_the_archive_or_of_the_files(packed_files):
+    names = set(open_tree(packed_files).checksums(["a/b.tsv"]))
+
+    if packed_files.is_dir():
+        assert names == {"a/b.tsv"}
+    else:
+        assert names == {packed_files.name}
+
+
+def test_read_matching_files(packed_files):
+    contents = {}
+    for name, file in read_matching_files(packed_files, lambda name: "tsv" in name):
+        contents[name.removeprefix("folder/")] = file.read()
+
+    assert contents == {"a/b.tsv": b"b", "c/b.tsv": b"c"}
+
+
+def read_all_files(path):
     tree = open_tree(path)
     return {name: tree.read(name) for name in tree.openers}
 
 
 @pytest.mark.parametrize("name", ["a.zip", "a.tar.gz", "x.xz"])
-def test_damaged_archive_is_refused(tmp_path, name):
+def test_damaged_archive_raises(tmp_path, name):
     path = tmp_path / name
     noise = os.urandom(5000)
-    content = {"a.zip": zipped({"x": noise}), "a.tar.gz": tar_gz({"x": noise}), "x.xz": lzma.compress(noise)}[name]
+    content = {"a.zip": zip_bytes({"x": noise}), "a.tar.gz": tar_gz({"x": noise}), "x.xz": lzma.compress(noise)}[name]
+    truncated = content[:2000]
     flipped = bytearray(content)
     flipped[2500] ^= 1
-    for damaged in (content[:2000], bytes(flipped), b"" if name != "x.xz" else b"text"):
+    no_archive = b"text" if name == "x.xz" else b""
+
+    for damaged in (truncated, bytes(flipped), no_archive):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"{name}.*(is not a readable archive|cannot be read)"):
-            read_all(path)
+            read_all_files(path)
+
+
+def test_missing_archive_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         open_tree(tmp_path / "none")
 
 
-def test_encrypted_member_is_refused(tmp_path):
-    content = bytearray(zipped({"x": b"text"}))
-    content[content.index(b"PK\x01\x02") + 8] |= 1
+def test_encrypted_member_raises(tmp_path):
+    content = bytearray(zip_bytes({"x": b"text"}))
+    content[content.index(b"PK\x01\x02") + 8] |= 1  # the flag "encrypted" in the directory and in the member's header
     content[6] |= 1
     (tmp_path / "a.zip").write_bytes(content)
+
     with pytest.raises(DataError, match="encrypted"):
-        read_all(tmp_path / "a.zip")
+        read_all_files(tmp_path / "a.zip")

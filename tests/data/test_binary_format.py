@@ -1,4 +1,4 @@
-"""fairseq's datasets are written whole, are what fairseq itself would write, and are read back."""
+"""Data sets are written completely or not at all, byte for byte as fairseq writes them, and are verified."""
 
 from functools import partial
 
@@ -14,38 +14,46 @@ SAMPLES = [[4, 5, 2], [5, 3, 4, 2], [2], [4, 2]]
 SIZE = 6
 
 
-def block(samples):
-    return np.concatenate(samples).astype(np.int32), np.array([len(s) for s in samples], dtype=np.int64)
+def make_block(samples):
+    return np.concatenate(samples).astype(np.int32), np.array([len(sample) for sample in samples], dtype=np.int64)
 
 
-def write(prefix, samples=SAMPLES, size=SIZE):
-    return binarize(lambda: [block(samples[:2]), block(samples[2:])], size, prefix, len(samples))
+def binarize_samples(prefix, size=SIZE):
+    """Binarize SAMPLES in two blocks."""
+    return binarize(lambda: [make_block(SAMPLES[:2]), make_block(SAMPLES[2:])], size, prefix, len(SAMPLES))
 
 
 @pytest.mark.parametrize("size", [SIZE, 70_000])
-def test_the_bytes_are_those_of_fairseqs_own_builder(tmp_path, size):
-    write(tmp_path / "ours", size=size)
-    builder = indexed_dataset.make_builder(str(tmp_path / "theirs.bin"), impl="mmap", vocab_size=size)
+def test_files_are_those_of_fairseqs_builder(tmp_path, size):
+    binarize_samples(tmp_path / "ours", size)
+    builder = indexed_dataset.make_builder(str(tmp_path / "fairseq.bin"), impl="mmap", vocab_size=size)
     for sample in SAMPLES:
         builder.add_item(torch.tensor(sample))
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    for ours, theirs in zip(dataset_files(tmp_path / "ours"), dataset_files(tmp_path / "theirs"), strict=True):
-        assert ours.read_bytes() == theirs.read_bytes()
+    builder.finalize(str(tmp_path / "fairseq.idx"))
+
+    for ours, expected in zip(dataset_files(tmp_path / "ours"), dataset_files(tmp_path / "fairseq"), strict=True):
+        assert ours.read_bytes() == expected.read_bytes()
 
 
-def test_counts_and_rerun(tmp_path):
-    prefix = tmp_path / "new" / "train"
-    counts = write(prefix)
+def test_counts(tmp_path):
+    counts = binarize_samples(tmp_path / "new" / "train")
+
     assert counts.record() == {"samples": 4, "tokens": 10, "unknown": 1, "longest": 4}
     assert counts.by_id.tolist() == [0, 0, 4, 1, 3, 2]
-    before = [file.stat().st_mtime_ns for file in dataset_files(prefix)]
+
+
+def test_existing_data_set_is_kept(tmp_path):
+    prefix = tmp_path / "train"
+    counts = binarize_samples(prefix)
+    times = [file.stat().st_mtime_ns for file in dataset_files(prefix)]
+
     assert binarize(partial(pytest.fail, "encoded again"), SIZE, prefix, 4) == counts
-    assert [file.stat().st_mtime_ns for file in dataset_files(prefix)] == before
+    assert [file.stat().st_mtime_ns for file in dataset_files(prefix)] == times
 
 
-def test_other_numbers_of_rows_are_refused(tmp_path):
+def test_wrong_number_of_samples_raises(tmp_path):
     with pytest.raises(DataError, match="4 samples and 10 tokens, not 5 samples"):
-        binarize(lambda: [block(SAMPLES)], SIZE, tmp_path / "train", 5)
+        binarize(lambda: [make_block(SAMPLES)], SIZE, tmp_path / "train", 5)
     with pytest.raises(DataError, match="not 3 samples"):
         binarize(list, SIZE, tmp_path / "train", 3)
     with pytest.raises(DataError, match="no lines"):
@@ -53,22 +61,23 @@ def test_other_numbers_of_rows_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("samples", [[[4, 6, 2]], [[4], [4, 2]], [[4, 2], [4, 5]]])
-def test_wrong_samples(tmp_path, samples):
+def test_id_beyond_the_dictionary_or_missing_end_raises(tmp_path, samples):
     with pytest.raises(DataError, match="does not hold samples"):
-        binarize(lambda: [block(samples)], SIZE, tmp_path / "train", len(samples))
+        binarize(lambda: [make_block(samples)], SIZE, tmp_path / "train", len(samples))
 
 
-def test_failure_while_encoding_leaves_nothing(tmp_path):
-    def blocks():
-        yield block(SAMPLES)
+def test_interrupted_encoding_leaves_no_files(tmp_path):
+    def interrupted_blocks():
+        yield make_block(SAMPLES)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        binarize(blocks, SIZE, tmp_path / "data" / "train", 4)
+        binarize(interrupted_blocks, SIZE, tmp_path / "data" / "train", 4)
     assert list((tmp_path / "data").iterdir()) == []
 
 
 def test_class_k_has_id_4_plus_k():
     [(ids, lengths)] = label_blocks(["b", "a", "b"], ["a", "b"])
+
     assert ids.tolist() == [5, 2, 4, 2, 5, 2]
     assert lengths.tolist() == [2, 2, 2]

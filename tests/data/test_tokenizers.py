@@ -1,4 +1,4 @@
-"""The SentencePiece tokenizer and fairseq's dict.txt."""
+"""Tokenizers encode text reversibly, reject damaged files, and make dictionaries that fairseq can read."""
 
 import sys
 
@@ -21,89 +21,118 @@ from tests.data_prep.conftest import decode, encode_line
 LINES = [f"The {a} {b} isn't “{c}” – é½ {a}{c}." for a in ("film", "plot") for b in ("that", "we") for c in "xyz"] * 3
 
 
-def test_training_is_deterministic_and_decoding_exact():
-    model = train_sentencepiece(LINES, 60)
-    assert model == train_sentencepiece(LINES, 60)
-    tokenizer = SentencePieceTokenizer(model)
+def test_training_is_deterministic():
+    assert train_sentencepiece(LINES, 60) == train_sentencepiece(LINES, 60)
+
+
+def test_trained_tokenizer_has_the_requested_size_without_special_pieces():
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(LINES, 60))
+
     assert len(tokenizer.symbols()) == 60 - 3
     assert not set(tokenizer.symbols()) & {"<s>", "</s>", "<unk>"}
-    for line in LINES:
-        assert decode(tokenizer, encode_line(tokenizer, line)) == line
-        assert set(encode_line(tokenizer, line)) <= set(tokenizer.symbols())
     assert len(tokenizer.vocabulary_text().splitlines()) == 60
 
 
-def test_a_folded_model_does_not_see_case():
+def test_decoding_restores_the_line():
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(LINES, 60))
+
+    for line in LINES:
+        assert decode(tokenizer, encode_line(tokenizer, line)) == line
+        assert set(encode_line(tokenizer, line)) <= set(tokenizer.symbols())
+
+
+def test_folded_model_ignores_case():
     tokenizer = SentencePieceTokenizer(train_sentencepiece(LINES, 60, fold=True))
-    symbols = encode_line(tokenizer, "THE ﬁlm")  # with the ligature
+
+    symbols = encode_line(tokenizer, "THE ﬁlm")  # with the ligature fi
+
     assert symbols == encode_line(tokenizer, "the film")
     assert "<unk>" not in symbols
     assert decode(tokenizer, symbols) == "the film"
 
 
-def test_long_lines_are_not_dropped_from_training():
+def test_long_lines_are_used_for_training():
     tokenizer = SentencePieceTokenizer(train_sentencepiece([*LINES, "ab " * 5000 + "Ω"], 60))
+
     assert any("Ω" in symbol for symbol in tokenizer.symbols())
 
 
 @pytest.mark.parametrize("vocab_size", [-1, 0, 5, 100_000])
-def test_impossible_vocabulary(vocab_size, capfd):
+def test_impossible_vocabulary_size_raises(vocab_size, capfd):
     with pytest.raises(DataError, match=f"cannot train {vocab_size} pieces"):
         train_sentencepiece(LINES, vocab_size)
     assert capfd.readouterr() == ("", "")
 
 
-def test_not_a_model():
+def test_file_that_is_not_a_sentencepiece_model_raises():
     with pytest.raises(DataError, match="not a SentencePiece model"):
         SentencePieceTokenizer(b"nonsense")
 
 
-def test_a_model_whose_pieces_are_no_text_or_that_has_none():
-    model = train_sentencepiece(LINES, 60)
-    for spoilt in (model.replace("é".encode(), b"\xc3(", 1), b""):
-        with pytest.raises(DataError, match=r"not a SentencePiece model: ('utf-8' codec|it has no pieces)"):
-            SentencePieceTokenizer(spoilt)
+def test_sentencepiece_model_without_pieces_raises():
+    with pytest.raises(DataError, match="not a SentencePiece model: it has no pieces"):
+        SentencePieceTokenizer(b"")
 
 
-def test_a_tokenizer_json_that_is_none_and_a_missing_package(monkeypatch):
+def test_sentencepiece_model_with_a_piece_that_is_not_utf8_raises():
+    model = train_sentencepiece(LINES, 60).replace("é".encode(), b"\xc3(", 1)
+
+    with pytest.raises(DataError, match="not a SentencePiece model: 'utf-8' codec"):
+        SentencePieceTokenizer(model)
+
+
+def test_file_that_is_not_a_tokenizer_json_raises():
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
         make_tokenizer("huggingface", {"tokenizer.json": b"{}"})
+
+
+def test_missing_package_tokenizers_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
+
     with pytest.raises(DataError, match=r"needs the package tokenizers: pip install 'lln-fairseq\[hf\]'"):
         make_tokenizer("huggingface", {"tokenizer.json": b"{}"})
 
 
-SPOILT = {
-    "an id that needs 30 GB": (lambda c: c["model"]["vocab"].update(b=1 << 31), "has the id 2147483648, and"),
-    "what it panics of": (lambda c: c.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-                          "Cannot parse precompiled_charsmap"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SPOILT)
-def test_a_tokenizer_json_with(name):
-    change, message = SPOILT[name]
+def make_word_level_document():
+    """Return the content of a tokenizer.json with two tokens."""
     ids = {"<unk>": 0, "a": 1}
-    content = tokenizer_json.document(ids, {"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"})
-    change(content)
-    with pytest.raises(DataError, match=rf"not a tokenizer\.json: .*{message}"):
+    return tokenizer_json.document(ids, {"type": "WordLevel", "vocab": ids, "unk_token": "<unk>"})
+
+
+def test_tokenizer_json_with_a_huge_id_raises():
+    """Its list of symbols would need 30 GB."""
+    content = make_word_level_document()
+    content["model"]["vocab"]["b"] = 1 << 31
+
+    with pytest.raises(DataError, match=r"not a tokenizer\.json: it has the id 2147483648, but"):
         make_tokenizer("huggingface", {"tokenizer.json": tokenizer_json.as_bytes(content)})
 
 
-def test_a_directory_with_a_tokenizer_comes_before_a_manifest_above_it(tmp_path):
+def test_tokenizer_json_on_which_the_library_panics_raises():
+    content = make_word_level_document()
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+    with pytest.raises(DataError, match=r"not a tokenizer\.json: .*Cannot parse precompiled_charsmap"):
+        make_tokenizer("huggingface", {"tokenizer.json": tokenizer_json.as_bytes(content)})
+
+
+def test_tokenizer_in_a_directory_precedes_a_manifest_above_it(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "spm.model").write_bytes(train_sentencepiece(LINES, 60))
+
     assert load_vocabulary(str(tmp_path / "model")).tokenizer.kind == "sentencepiece"
     (tmp_path / "model" / "spm.model").unlink()
     with pytest.raises(DataError, match=r"manifest\.json is damaged or names no tokenizer"):
         load_vocabulary(str(tmp_path / "model"))
 
 
-def test_dictionary_gives_symbol_i_the_id_4_plus_i(tmp_path):
+def test_symbol_i_of_the_dictionary_has_id_4_plus_i(tmp_path):
     path = tmp_path / "dict.txt"
     path.write_text(dictionary_text(["▁b", "▁a", "c"], {"c": 7}, reserved=1), encoding="utf-8")
+
     dictionary = Dictionary.load(str(path))
+
     assert [dictionary.index(symbol) for symbol in ("▁b", "▁a", "c")] == [4, 5, 6]
     assert dictionary.count[6] == 7
     dictionary.add_symbol("<mask>")
@@ -111,30 +140,37 @@ def test_dictionary_gives_symbol_i_the_id_4_plus_i(tmp_path):
 
 
 @pytest.mark.parametrize("symbols", [["a", "a"], ["<s>"], ["<mask>"], ["a b"], [""], ["\u00a0"]])
-def test_dictionary_refuses_what_fairseq_cannot_read(symbols):
-    with pytest.raises(DataError, match="cannot stand in a fairseq dictionary"):
+def test_symbol_that_fairseq_cannot_read_raises(symbols):
+    with pytest.raises(DataError, match="cannot be in a fairseq dictionary"):
         dictionary_text(symbols, {})
 
 
-def test_command(tmp_path, capfd):
+def test_train_tokenizer_writes_a_model_and_keeps_an_existing_one(tmp_path, capfd):
     (tmp_path / "text").write_text("\n".join(LINES), encoding="utf-8")
     arguments = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--vocab-size", "310"]
+
     assert main(arguments) == 0
     tokenizer = load_sentencepiece(tmp_path / "out/spm.model")
     assert decode(tokenizer, encode_line(tokenizer, "é ж")) == "é ж"
+
     capfd.readouterr()
     assert main(arguments) == 1
-    assert "is there already" in capfd.readouterr().err
+    assert "out/spm.model" in capfd.readouterr().err
 
 
-def test_the_texts_of_a_lines_symbols_make_the_line(gpt2):
+def test_symbol_texts_make_up_the_line(gpt2):
     line = "the film's story, naïve plots"
-    for tokenizer in (
-        load_vocabulary(str(gpt2)).tokenizer,
-        SentencePieceTokenizer(train_sentencepiece([line] * 3, 45)),
-    ):
-        text = "".join(map(tokenizer.symbol_text, encode_line(tokenizer, line)))
+    tokenizers = [load_vocabulary(str(gpt2)).tokenizer, SentencePieceTokenizer(train_sentencepiece([line] * 3, 45))]
+
+    for tokenizer in tokenizers:
+        text = "".join(tokenizer.symbol_text(symbol) for symbol in encode_line(tokenizer, line))
         assert text.replace("��", "ï").strip() == line
-    spelt = SentencePieceTokenizer(train_sentencepiece(["a film and a story"] * 3, 280, byte_fallback=True))
-    symbols = encode_line(spelt, "a ï")
-    assert [spelt.symbol_text(symbol) for symbol in symbols[-2:]] == ["�", "�"]
+
+
+def test_symbol_text_of_a_single_byte_is_the_replacement_character():
+    model = train_sentencepiece(["a film and a story"] * 3, 280, byte_fallback=True)
+    tokenizer = SentencePieceTokenizer(model)
+
+    symbols = encode_line(tokenizer, "a ï")
+
+    assert [tokenizer.symbol_text(symbol) for symbol in symbols[-2:]] == ["�", "�"]

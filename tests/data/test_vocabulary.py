@@ -1,4 +1,4 @@
-"""What --tokenizer takes, and that tokenizers which differ are told apart."""
+"""Vocabularies are loaded from everything that --tokenizer accepts, and different ones have different identities."""
 
 import json
 import shutil
@@ -24,109 +24,174 @@ def model():
 
 @pytest.fixture
 def prepared(tmp_path, model):
-    """A directory as the programs leave it."""
-    ours = new_vocabulary(SentencePieceTokenizer(model))
+    """Return a directory as the data programs write it, with dict.txt in the subdirectory lm."""
+    new = new_vocabulary(SentencePieceTokenizer(model))
     out = tmp_path / "prepared"
     (out / "lm").mkdir(parents=True)
     (out / "spm.model").write_bytes(model)
-    counts = np.arange(ours.size)
-    (out / "lm/dict.txt").write_text(ours.with_counts(counts).dictionary, encoding="utf-8")
-    (out / "manifest.json").write_text(json.dumps({"tokenizer": ours.record(folder="lm/")}))
+    counts = np.arange(new.size)
+    (out / "lm/dict.txt").write_text(new.with_counts(counts).dictionary, encoding="utf-8")
+    (out / "manifest.json").write_text(json.dumps({"tokenizer": new.record(folder="lm/")}))
     return out
 
 
-def test_all_ways_to_name_the_same_one(tmp_path, prepared, model):
+@pytest.fixture
+def gpt2_copy(gpt2, tmp_path):
+    """Return a copy of the GPT-2 files, which a test may change."""
+    return shutil.copytree(gpt2, tmp_path / "copy")
+
+
+def test_directory_subdirectory_and_model_file_give_the_same_vocabulary(tmp_path, prepared, model):
     (tmp_path / "m.model").write_bytes(model)
-    given = [prepared, prepared / "lm", tmp_path / "m.model"]
-    loaded = [load_vocabulary(str(path)) for path in given]
+
+    loaded = [load_vocabulary(str(source)) for source in (prepared, prepared / "lm", tmp_path / "m.model")]
+
     assert len({v.identity for v in loaded}) == 1
     assert len({tuple(v.table) for v in loaded}) == 1
     assert loaded[0].dictionary == (prepared / "lm/dict.txt").read_text(encoding="utf-8")
 
 
-def test_gpt2_by_name_comes_from_the_published_files(gpt2, cache, monkeypatch):
+def test_gpt2_is_loaded_from_the_published_files(gpt2, cache, monkeypatch):
     shutil.copytree(gpt2, cache)
     files = {name: Published(name, sha256_bytes((gpt2 / name).read_bytes())) for name in vocabulary.GPT2_FILES}
     monkeypatch.setattr(vocabulary, "GPT2_FILES", files)
+
     assert load_vocabulary("gpt2").identity == load_vocabulary(str(gpt2)).identity
 
 
-def test_others_have_another_identity(tmp_path, gpt2, prepared):
-    first = load_vocabulary(str(gpt2))
-    other = shutil.copytree(gpt2, tmp_path / "other")
-    lines = (other / "dict.txt").read_text().splitlines(keepends=True)
-    (other / "dict.txt").write_text("".join([lines[1], lines[0], *lines[2:]]))
-    assert len({v.identity for v in map(load_vocabulary, map(str, (gpt2, other, prepared)))}) == 3
-    assert (first.table != load_vocabulary(str(other)).table).sum() == 2
+def test_different_vocabularies_have_different_identities(gpt2, gpt2_copy, prepared):
+    lines = (gpt2_copy / "dict.txt").read_text().splitlines(keepends=True)
+    (gpt2_copy / "dict.txt").write_text("".join([lines[1], lines[0], *lines[2:]]))
+
+    original, swapped, sentencepiece = (load_vocabulary(str(path)) for path in (gpt2, gpt2_copy, prepared))
+
+    assert len({original.identity, swapped.identity, sentencepiece.identity}) == 3
+    assert (original.table != swapped.table).sum() == 2
 
 
-def test_what_does_not_fit_is_refused(tmp_path, gpt2, prepared):
-    other = shutil.copytree(gpt2, tmp_path / "other")
-    whole = (other / "dict.txt").read_text()
-    for text, message in (
-        (whole.partition("\n")[2], r"dict\.txt: .* lacks '\d+' \(1 missing\)"),
-        (whole + whole, "is there twice"),
-    ):
-        (other / "dict.txt").write_text(text)
-        with pytest.raises(DataError, match=message):
-            load_vocabulary(str(other))
-    (other / "vocab.bpe").write_text("#version\nq q\n")
+def test_dictionary_without_a_symbol_of_the_tokenizer_raises(gpt2_copy):
+    path = gpt2_copy / "dict.txt"
+    path.write_text(path.read_text().partition("\n")[2])
+
+    with pytest.raises(DataError, match=r"dict\.txt: .* lacks '\d+' \(1 missing\)"):
+        load_vocabulary(str(gpt2_copy))
+
+
+def test_dictionary_with_repeated_symbols_raises(gpt2_copy):
+    path = gpt2_copy / "dict.txt"
+    path.write_text(path.read_text() * 2)
+
+    with pytest.raises(DataError, match="occurs twice"):
+        load_vocabulary(str(gpt2_copy))
+
+
+def test_gpt2_files_that_do_not_belong_together_raise(gpt2_copy):
+    (gpt2_copy / "vocab.bpe").write_text("#version\nq q\n")
+
     with pytest.raises(DataError, match="belong together"):
-        load_vocabulary(str(other))
-    (prepared / "lm/dict.txt").write_text((prepared / "lm/dict.txt").read_text().replace("film 1", "fil_ 1"))
-    text = (prepared / "lm/dict.txt").read_text().splitlines()
-    (prepared / "lm/dict.txt").write_text("\n".join([text[1], text[0], *text[2:]]) + "\n")
+        load_vocabulary(str(gpt2_copy))
+
+
+def test_dictionary_that_does_not_match_the_manifest_raises(prepared):
+    path = prepared / "lm/dict.txt"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+
     with pytest.raises(DataError, match="is not the dictionary that"):
         load_vocabulary(str(prepared))
+
+
+def test_model_that_does_not_match_the_manifest_raises(prepared):
     (prepared / "spm.model").write_bytes(b"other")
+
     with pytest.raises(DataError, match=r"spm\.model is not the file that"):
         load_vocabulary(str(prepared))
+
+
+def test_manifest_without_a_tokenizer_raises(prepared):
     (prepared / "manifest.json").write_text("{}")
+
     with pytest.raises(DataError, match="names no tokenizer"):
         load_vocabulary(str(prepared))
-    for given, message in ((tmp_path / "none", "no such file"), (tmp_path, "holds neither")):
-        with pytest.raises(DataError, match=message):
-            load_vocabulary(str(given))
+
+
+def test_missing_tokenizer_raises(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        load_vocabulary(str(tmp_path / "none"))
+    with pytest.raises(DataError, match="holds neither"):
+        load_vocabulary(str(tmp_path))
+
+
+def test_manifest_reads_only_regular_tokenizer_files_beside_it(prepared, monkeypatch):
+    path = prepared / "manifest.json"
+    record = json.loads(path.read_text())["tokenizer"]
+
+    with_outside_file = {**record, "files": {**record["files"], "../outside": ""}}
+    path.write_text(json.dumps({"tokenizer": with_outside_file}))
+    assert load_vocabulary(str(prepared)).identity == record["identity"]  # "../outside" is not read
+
+    for name in ("../prepared/lm/dict.txt", str(prepared / "lm/dict.txt"), "spm.model"):
+        path.write_text(json.dumps({"tokenizer": {**record, "dictionary": {"file": name}}}))
+        with pytest.raises(DataError, match=r"names '.*: expected dict\.txt, or FOLDER/dict\.txt, beside it"):
+            load_vocabulary(str(prepared))
+
+    path.write_text(json.dumps({"tokenizer": record}))
+    monkeypatch.setattr(vocabulary, "MAX_FILE", 1 << 20)
+    (prepared / "lm/dict.txt").write_bytes(bytes((1 << 20) + 1))
+    with pytest.raises(DataError, match=r"cannot read .*dict\.txt: it is larger than 1 MiB"):
+        load_vocabulary(str(prepared))
+
+    (prepared / "lm/dict.txt").unlink()
+    (prepared / "lm/dict.txt").symlink_to("/dev/null")
+    with pytest.raises(DataError, match=r"cannot read .*dict\.txt: it is not a regular file"):
+        load_vocabulary(str(prepared))
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("word", r"dict\.txt: dict\.txt, line 1: expected a symbol and its count, found 'word"),
-        ("<unk> 1", "line 1: the symbol '<unk>' is there twice"),
+        ("<unk> 1", "line 1: the symbol '<unk>' occurs twice"),
         ("\udcff 1", "is not UTF-8"),
     ],
 )
-def test_a_dictionary_that_fairseq_cannot_read(tmp_path, gpt2, line, message):
-    other = shutil.copytree(gpt2, tmp_path / "other")
-    text = f"{line}\n{(other / 'dict.txt').read_text()}"
-    (other / "dict.txt").write_bytes(text.encode(errors="surrogateescape"))
+def test_dictionary_that_fairseq_cannot_read_raises(gpt2_copy, line, message):
+    text = f"{line}\n{(gpt2_copy / 'dict.txt').read_text()}"
+    (gpt2_copy / "dict.txt").write_bytes(text.encode(errors="surrogateescape"))
+
     with pytest.raises(DataError, match=message):
-        load_vocabulary(str(other))
+        load_vocabulary(str(gpt2_copy))
 
 
-def test_tokens_that_are_not_numbered_in_a_row(tmp_path, gpt2):
-    other = shutil.copytree(gpt2, tmp_path / "other")
-    for number in (2**31, "9", -1):
-        tokens = json.loads((gpt2 / "encoder.json").read_text())
-        tokens["<|endoftext|>"] = number
-        (other / "encoder.json").write_text(json.dumps(tokens))
-        with pytest.raises(DataError, match=r"does not number the tokens|belong together"):
-            load_vocabulary(str(other))
+@pytest.mark.parametrize("token_id", [2**31, "9", -1])
+def test_gpt2_tokens_that_are_not_numbered_consecutively_raise(gpt2_copy, token_id):
+    tokens = json.loads((gpt2_copy / "encoder.json").read_text())
+    tokens["<|endoftext|>"] = token_id
+    (gpt2_copy / "encoder.json").write_text(json.dumps(tokens))
+
+    with pytest.raises(DataError, match=r"does not number the tokens|belong together"):
+        load_vocabulary(str(gpt2_copy))
 
 
-def test_byte_fallback_keeps_every_text_and_no_symbol_has_white_space(model):
-    ours = new_vocabulary(SentencePieceTokenizer(model))
-    assert all(len(symbol.split()) == 1 for symbol in ours.symbols)
+def test_byte_fallback_encodes_every_text(model):
+    new = new_vocabulary(SentencePieceTokenizer(model))
+
     for line in [*LINES, "never seen: ж\u00a0\t🙃  two  spaces"]:
-        ids = ours.table[ours.tokenizer.encode_ids([line])[0]]
+        ids = new.table[new.tokenizer.encode_ids([line])[0]]
         assert 3 not in ids
-        assert text_of(ours, ids) == line
+        assert text_of(new, ids) == line
 
 
-def test_a_tokenizer_that_writes_a_special_symbol_as_text():
+def test_symbols_contain_no_white_space(model):
+    new = new_vocabulary(SentencePieceTokenizer(model))
+
+    assert all(len(symbol.split()) == 1 for symbol in new.symbols)
+
+
+def test_tokenizer_with_a_special_symbol_as_text_raises():
     tokenizer = SentencePieceTokenizer(train_sentencepiece(["the film isn't new"] * 9, 20))
     dictionary = new_vocabulary(tokenizer).dictionary
-    tokenizer.symbols_by_id[2] = "</s>"  # as with a damaged model, in which it is no control symbol
+    tokenizer.symbols_by_id[2] = "</s>"  # as in a damaged model that does not mark it as a control symbol
+
     with pytest.raises(DataError, match="it lacks '</s>'"):
         Vocabulary(tokenizer, dictionary)

@@ -6,14 +6,14 @@ import pytest
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
 from data_prep import newsgroups
-from lln_fairseq.data.text import split_of
+from lln_fairseq.data.text import assign_split
 from lln_fairseq.data.vocabulary import load_vocabulary
 from tests.data_prep.conftest import text_of
 
 GROUPS = newsgroups.TASK.labels
 TRAIN = [(GROUPS[i * 7 % 20], f"a post about things number {i}") for i in range(40)]
 TEST = [(GROUPS[i], f"another post {i}") for i in range(5)]
-VALID = [row for row in TRAIN if split_of(row[1]) == "valid"]
+VALID = [row for row in TRAIN if assign_split(row[1]) == "valid"]
 HEADER = "Category\tText\nd\tstring\nclass\t\n\n"
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis profiles: a few examples, the same in every run, and thousands of random ones.
+"""Two hypothesis profiles: "short" runs a few examples, the same ones each time; "long" runs thousands at random.
 
 python -m pytest tests/fuzz --hypothesis-profile=long --hypothesis-show-statistics
 """
@@ -8,15 +8,15 @@ import logging
 import pytest
 from hypothesis import settings
 
-SHARED = {"deadline": None, "database": None, "print_blob": True}
-settings.register_profile("short", max_examples=25, derandomize=True, **SHARED)
-settings.register_profile("long", max_examples=2000, **SHARED)
+COMMON_SETTINGS = {"deadline": None, "database": None, "print_blob": True}
+settings.register_profile("short", max_examples=25, derandomize=True, **COMMON_SETTINGS)
+settings.register_profile("long", max_examples=2000, **COMMON_SETTINGS)
 if settings.get_current_profile_name() == "default":
     settings.load_profile("short")
 
 
 @pytest.fixture(autouse=True)
-def _quiet_logs():
+def _disable_logging():
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""What can happen to files: changed bytes, exchanged values, pickles that call a function."""
+"""Strategies that damage files: changed bytes, replaced values, and pickles that call a function."""
 
 import copy
 import io
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-MISSING = "(missing)"  # in the place of a value: there is none
+MISSING = "(missing)"  # stands for a value that is removed
 
 
 @dataclass
 class Damage:
-    """Bytes from `start` on are lost, and others come in their place."""
+    """Removes `lost` bytes from `start` on and inserts other bytes in their place."""
 
     start: int
     lost: int
@@ -25,69 +25,77 @@ class Damage:
 
 
 def damages(content: bytes, first: int = 0) -> st.SearchStrategy[Damage]:
-    """Draw damages of non-empty bytes after the place `first`."""
+    """Return a strategy that draws a Damage of non-empty bytes which starts at `first` or later."""
     start = st.integers(first, len(content) - 1)
     lost = st.sampled_from([0, 1, 2, 4, 8, 20, 5000, len(content)])
     return st.builds(Damage, start, lost, st.binary(max_size=20))
 
 
 @dataclass
-class Exchange:
-    """A value in nested dicts and lists is another one, or missing."""
+class Replacement:
+    """Replaces the value at a path of keys in nested dicts and lists, or removes it if `value` is MISSING."""
 
     path: tuple
     value: Any
 
     def apply(self, container: Any) -> Any:
+        """Return a changed copy of the container."""
         result = copy.deepcopy(container)
-        group = result
+        parent = result
         for key in self.path[:-1]:
-            group = group[key]
+            parent = parent[key]
         if isinstance(self.value, str) and self.value == MISSING:
-            del group[self.path[-1]]
+            del parent[self.path[-1]]
         else:
-            group[self.path[-1]] = self.value
+            parent[self.path[-1]] = self.value
         return result
 
 
-def exchanges(container: Any, values: list[Any]) -> st.SearchStrategy[Exchange]:
-    """Draw exchanges of values of a container, of all its entries alike, however much is in them."""
-    by_entry = {path[0]: [] for path in paths(container)}
-    for path in paths(container):
-        by_entry[path[0]].append(path)
-    path = st.sampled_from(list(by_entry)).flatmap(lambda entry: st.sampled_from(by_entry[entry]))
-    return st.builds(Exchange, path, st.sampled_from([MISSING, *values]))
+def replacements(container: Any, values: list[Any]) -> st.SearchStrategy[Replacement]:
+    """Return a strategy that draws a Replacement in a dict or list by one of `values` or by MISSING.
+
+    Every top-level entry is drawn equally often, however many values it contains.
+    """
+    paths_by_entry = {}
+    for path in list_paths(container):
+        paths_by_entry.setdefault(path[0], []).append(path)
+    path = st.sampled_from(list(paths_by_entry)).flatmap(lambda entry: st.sampled_from(paths_by_entry[entry]))
+    return st.builds(Replacement, path, st.sampled_from([MISSING, *values]))
 
 
-def paths(container: Any) -> list[tuple]:
-    """List the path of keys to everything in nested dicts and lists."""
-    if not isinstance(container, dict | list):
+def list_paths(container: Any) -> list[tuple]:
+    """Return the path of keys to every value in nested dicts and lists, each container before its contents."""
+    if isinstance(container, dict):
+        keys = list(container)
+    elif isinstance(container, list):
+        keys = range(len(container))
+    else:
         return []
-    found = []
-    for key in list(container) if isinstance(container, dict) else range(len(container)):
-        found.append((key,))
-        found += [(key, *rest) for rest in paths(container[key])]
-    return found
+    paths = []
+    for key in keys:
+        paths.append((key,))
+        paths += [(key, *inner_path) for inner_path in list_paths(container[key])]
+    return paths
 
 
 class Call:
     """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function: Any, *args: Any) -> None:
-        self.call = function, args
+        self.reduced = function, args
 
     def __reduce__(self) -> Any:
-        return self.call
+        return self.reduced
 
 
-def calls(mark: Path) -> list[Call]:
-    """Return objects whose pickles would make the file `mark`."""
+def malicious_objects(mark: Path) -> list[Call]:
+    """Return objects whose pickles create the file `mark` when they are loaded without protection."""
     code = f"open({str(mark)!r}, 'w')"
     return [Call(open, str(mark), "w"), Call(eval, code), Call(exec, code), Call(Path.touch, mark)]
 
 
-def saved(state: Any) -> bytes:
-    """Return what torch.save writes."""
-    out = io.BytesIO()
-    torch.save(state, out)
-    return out.getvalue()
+def torch_bytes(state: Any) -> bytes:
+    """Return what torch.save writes for `state`."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Damaged and forged checkpoints are refused in one line or used as they are, and never run code."""
+"""Damaged and forged checkpoints are rejected with an InputError or work as stored; their code never runs."""
 
 import contextlib
 import io
@@ -14,14 +14,14 @@ from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
-from tests.fuzz.damage import calls, damages, exchanges, saved
+from tests.fuzz.damage import damages, malicious_objects, replacements, torch_bytes
 
-VALUES = [None, -1, 0, 1 << 70, 0.5, float("nan"), "", "x" * 50, "${oc.env:HOME}", "lln_roberta", [], {}, [1, "a"],
-          True, torch.ones(2)]  # fmt: skip
+NUMBERS = [-1, 0, 1 << 70, 0.5, float("nan")]
+VALUES = [None, True, *NUMBERS, "", "x" * 50, "${oc.env:HOME}", "lln_roberta", [], {}, [1, "a"], torch.ones(2)]
 
 
-class Trained:
-    """A training of one update: its data, its checkpoint as bytes, and what is in it."""
+class TrainedModel:
+    """The data of a training with one update, and the bytes of its checkpoint."""
 
     def __init__(self, folder, monkeypatch):
         self.data = make_corpus(folder / "data", sizes=(("train", 8), ("valid", 4)))
@@ -30,32 +30,34 @@ class Trained:
 
     @property
     def state(self):
+        """The content of the checkpoint, loaded anew each time."""
         return torch.load(io.BytesIO(self.content))
 
 
 @pytest.fixture(scope="module")
 def trained():
-    # A folder whose name has the same length in every run, so that examples damage the same places.
+    # The name of the folder has the same length in every run, so that the examples damage the same bytes.
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as monkeypatch:
-        yield Trained(Path(name), monkeypatch)
+        yield TrainedModel(Path(name), monkeypatch)
 
 
-def changed(draws, trained, mark):
-    """Bytes of a checkpoint that are damaged, or its values exchanged, or one of them a call."""
-    kind = draws.draw(st.sampled_from(["bytes", "configuration", "value", "value", "call"]))
+def draw_changed_checkpoint(data, trained, mark):
+    """Draw the bytes of a checkpoint with damaged bytes, a replaced value, or an object that creates `mark`."""
+    kind = data.draw(st.sampled_from(["bytes", "configuration", "value", "value", "call"]))
     if kind == "bytes":
-        return draws.draw(damages(trained.content)).apply(trained.content)
+        return data.draw(damages(trained.content)).apply(trained.content)
     if kind == "configuration":
-        return draws.draw(damages(trained.content, trained.content.find(b"cfg"))).apply(trained.content)
-    values = calls(mark) if kind == "call" else VALUES
-    return saved(draws.draw(exchanges(trained.state, values)).apply(trained.state))
+        return data.draw(damages(trained.content, trained.content.find(b"cfg"))).apply(trained.content)
+    values = malicious_objects(mark) if kind == "call" else VALUES
+    return torch_bytes(data.draw(replacements(trained.state, values)).apply(trained.state))
 
 
-@given(draws=st.data())
-def test_changed_checkpoint_is_refused_or_loaded(trained, draws):
+@given(data=st.data())
+def test_changed_checkpoint_is_rejected_or_loaded(trained, data):
     with tempfile.TemporaryDirectory() as name:
-        path, mark = Path(name, "checkpoint.pt"), Path(name, "mark")
-        path.write_bytes(changed(draws, trained, mark))
+        path = Path(name, "checkpoint.pt")
+        mark = Path(name, "mark")
+        path.write_bytes(draw_changed_checkpoint(data, trained, mark))
         try:
             load_checkpoint(str(path), load_on_all_ranks=False)  # as a training does
             model, _ = load_model(str(path), str(trained.data))
@@ -63,6 +65,7 @@ def test_changed_checkpoint_is_refused_or_loaded(trained, draws):
             return
         finally:
             assert not mark.exists(), "code of the checkpoint ran"
+
         event("loaded")
         logits, _ = model(torch.full((1, 5), 4))
         assert logits.shape[-1] == len(model.encoder.dictionary)
@@ -71,12 +74,13 @@ def test_changed_checkpoint_is_refused_or_loaded(trained, draws):
 
 
 @settings(max_examples=settings().max_examples // 5)
-@given(draws=st.data())
-def test_training_refuses_changed_checkpoint_or_finishes(trained, draws):
+@given(data=st.data())
+def test_training_rejects_changed_checkpoint_or_finishes(trained, data):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as monkeypatch:
-        folder, mark = Path(name), Path(name, "mark")
+        folder = Path(name)
+        mark = folder / "mark"
         (folder / "run").mkdir()
-        (folder / "run" / "checkpoint_last.pt").write_bytes(changed(draws, trained, mark))
+        (folder / "run" / "checkpoint_last.pt").write_bytes(draw_changed_checkpoint(data, trained, mark))
         options = (*MASKED_LM, *LLN, "--max-update", 2)
         with contextlib.suppress(InputError):
             train(monkeypatch, folder / "log", trained.data, folder / "run", *options)

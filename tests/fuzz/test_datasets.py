@@ -1,4 +1,4 @@
-"""Binarized data with one damaged file is refused, or read with ids and labels that the model has."""
+"""Binarized data with one damaged file is rejected, or is read with ids and labels that the model has."""
 
 import tempfile
 from pathlib import Path
@@ -25,8 +25,8 @@ IDS = [0, 1, 2, 3, 4, 5, 6, 63, 64, 65, 71, 72, 73, 1000, 65535]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """For each task the files of a small data set."""
+def intact_files(tmp_path_factory):
+    """Return the contents of the files of a small data set, by task and by name."""
     folder = tmp_path_factory.mktemp("data")
     make_corpus(folder / "lm", SIZES)
     make_classification(folder / "labels", SIZES)
@@ -37,35 +37,38 @@ def files(tmp_path_factory):
     for task in ("labels", "scores"):  # pairs of sentences
         second = make_classification(folder / f"{task}2", SIZES)
         (second / "input0").rename(folder / task / "input1")
-    found = {}
-    for task in TASKS:
-        paths = [path for path in sorted((folder / task).rglob("*")) if path.is_file()]
-        found[task] = {str(path.relative_to(folder / task)): path.read_bytes() for path in paths}
-    return found
+    return {task: read_files(folder / task) for task in TASKS}
 
 
-def changed(draws, name, contents):
-    """The content of one file, damaged; of an index also that of other data, of ids also other ones."""
-    kind = draws.draw(st.sampled_from(["bytes", "bytes", "empty", "special"]))
-    if kind == "empty":
-        return b""
-    if kind == "special" and name.endswith(".idx"):
-        return contents[draws.draw(st.sampled_from([other for other in contents if other.endswith(".idx")]))]
-    if kind == "special" and name.endswith(".bin"):
-        ids = np.frombuffer(contents[name], np.uint16).copy()
-        ids[draws.draw(st.integers(0, len(ids) - 1))] = draws.draw(st.sampled_from(IDS))
-        return ids.tobytes()
-    return draws.draw(damages(contents[name])).apply(contents[name])
+def read_files(folder):
+    """Return the content of every file below a folder, by its relative path."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def write(folder, contents):
+def write_files(folder, contents):
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
+def draw_changed_content(data, name, contents):
+    """Draw the damaged content of one file. An index may be that of another data set, and an id another one."""
+    kind = data.draw(st.sampled_from(["bytes", "bytes", "empty", "special"]))
+    if kind == "empty":
+        return b""
+    if kind == "special" and name.endswith(".idx"):
+        indices = [file for file in contents if file.endswith(".idx")]
+        return contents[data.draw(st.sampled_from(indices))]
+    if kind == "special" and name.endswith(".bin"):
+        ids = np.frombuffer(contents[name], np.uint16).copy()
+        ids[data.draw(st.integers(0, len(ids) - 1))] = data.draw(st.sampled_from(IDS))
+        return ids.tobytes()
+    return data.draw(damages(contents[name])).apply(contents[name])
+
+
 def read_samples(task_name, folder):
-    """The ids and the target of every sample, as a training sees them."""
+    """Return the ids and the target of every training sample by its number, and check that the model has them."""
     task = setup_task(OmegaConf.create({**TASKS[task_name], "data": str(folder), "seed": 1}))
     task.load_dataset("train", combine=True)
     dataset = task.dataset("train")
@@ -74,26 +77,32 @@ def read_samples(task_name, folder):
         sample = dataset[index]
         ids = sample["net_input.src_tokens"]
         assert 0 <= ids.min() <= ids.max() < len(task.source_dictionary), "an id beyond the embedding"
-        target = [] if task_name == "lm" else torch.as_tensor(sample["target"]).flatten().tolist()
+        target = []
+        if task_name != "lm":
+            target = torch.as_tensor(sample["target"]).flatten().tolist()
         if task_name == "labels":
             assert target in ([0], [1]), "a label beyond the classes"
         samples[int(sample["id"])] = [*ids.tolist(), *target]
     return samples
 
 
-@given(draws=st.data(), task=st.sampled_from(list(TASKS)))
-def test_damaged_data_is_refused_or_read_within_the_dictionary(files, draws, task):
-    contents = dict(files[task])
+@given(data=st.data(), task=st.sampled_from(list(TASKS)))
+def test_damaged_data_is_rejected_or_read_within_the_dictionary(intact_files, data, task):
+    contents = intact_files[task]
     with tempfile.TemporaryDirectory() as name:
-        write(Path(name), contents)
-        expected = read_samples(task, Path(name))
-        file = draws.draw(st.sampled_from(list(contents)))
-        write(Path(name), {file: changed(draws, file, contents)})
+        folder = Path(name)
+        write_files(folder, contents)
+        expected = read_samples(task, folder)
+        file = data.draw(st.sampled_from(list(contents)))
+        write_files(folder, {file: draw_changed_content(data, file, contents)})
         try:
-            found = read_samples(task, Path(name))
+            samples = read_samples(task, folder)
         except InputError:
             return
-    event("same" if found == expected else f"other samples of {Path(file).suffix}")
-    if found != expected:
-        assert file.endswith((".bin", ".label", "dict.txt")), f"{file}: other samples"
-        assert len(found) == len(expected) or task == "lm", f"{file}: another number of samples"
+
+    if samples == expected:
+        event("same samples")
+        return
+    event(f"other samples after damage to {Path(file).suffix}")
+    assert file.endswith((".bin", ".label", "dict.txt")), f"damage to {file} changed the samples"
+    assert len(samples) == len(expected) or task == "lm", f"damage to {file} changed the number of samples"

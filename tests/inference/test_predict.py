@@ -14,7 +14,7 @@ import torch
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.command import UserError
-from lln_fairseq.data.text_ids import PART_TEXTS, TextIds, parts_of
+from lln_fairseq.data.text_ids import CHUNK_TEXTS, TextIds, split_into_chunks
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference import evaluate
@@ -98,7 +98,7 @@ def test_any_number_of_texts_in_any_order(runs, glue):
     texts = [row[0] for row in texts_of(glue, "SST-2")]
     alone = [model.predict([text])[0] for text in texts]
     together = model.predict(iter(texts * 80))
-    assert len(together) == 80 * len(texts) > PART_TEXTS
+    assert len(together) == 80 * len(texts) > CHUNK_TEXTS
     for one, other in zip(alone * 80, together, strict=True):
         assert one.label == other.label
         assert one.probability == pytest.approx(other.probability, abs=1e-5)
@@ -114,7 +114,7 @@ def test_a_vector_is_the_mean_over_the_tokens(runs):
     assert vectors.shape == (3, 32)
     assert vectors.dtype == torch.float32
     for text, vector in zip(texts, vectors, strict=True):
-        ids = model.ids.samples([[text]])[0]
+        ids = model.ids.encode_rows([[text]])[0]
         features, _ = model.model(ids[None], features_only=True)
         torch.testing.assert_close(vector, features[0].mean(dim=0), rtol=1e-4, atol=1e-5)
     assert model.encode([]).shape == (0, 32)
@@ -133,11 +133,11 @@ def test_a_mask_is_filled_with_tokens_of_the_text(runs):
     everything = model.fill("film <mask> story.", 113)
     assert len({(one.token, one.text) for one in everything}) == 113
     assert sum(one.probability for one in everything) < 1  # special symbols have the rest
-    ids = model.ids.masked("film ", " story.")
+    ids = model.ids.encode_masked("film ", " story.")
     pieces = [model.task.source_dictionary[i] for i in ids.tolist()]
     whole = model.vocabulary.tokenizer.processor.encode("film story.", out_type=str)
     assert pieces == ["<s>", *whole[: whole.index("▁film") + 1], "<mask>", *whole[1:], "</s>"]
-    assert [model.task.source_dictionary[i] for i in model.ids.masked("", ".").tolist()] == [
+    assert [model.task.source_dictionary[i] for i in model.ids.encode_masked("", ".").tolist()] == [
         "<s>", "<mask>", ".", "</s>",
     ]  # fmt: skip
 
@@ -152,10 +152,10 @@ def test_a_mask_in_byte_level_bpe(tmp_path):
         return "".join(vocabulary.tokenizer.symbol_text(vocabulary.symbols[i - 4]) for i in part)
 
     for left, right in (("the film", " is."), ("", "."), ("the story", "s"), ("film", "")):
-        found = ids.masked(f"{left} ", right).tolist()
+        found = ids.encode_masked(f"{left} ", right).tolist()
         place = found.index(999)
         assert (found[0], found[-1]) == (0, 2)
-        assert found[1:place] == ids.lines([left])[0][:-1].tolist()
+        assert found[1:place] == ids.encode_lines([left])[0][:-1].tolist()
         assert text_of(found[place + 1 : -1]) == right
 
 
@@ -217,7 +217,7 @@ def test_memory_is_bounded_on_a_stream():
         inputs = 1
 
         def predict_each(self, texts):
-            for part in parts_of(texts):
+            for part in split_into_chunks(texts):
                 yield from [Prediction("a", 0.5)] * len(part)
 
     def lines():
@@ -227,7 +227,7 @@ def test_memory_is_bounded_on_a_stream():
 
     found = list(itertools.islice(predictions(Model(), lines()), 9000))
     assert [bool(line) for line in found] == [number % 3 != 0 for number in range(1, 9001)]
-    assert read < 9000 + 2 * PART_TEXTS
+    assert read < 9000 + 2 * CHUNK_TEXTS
 
 
 def test_closed_standard_streams_end_in_one_line(runs, tmp_path, monkeypatch, capsys):

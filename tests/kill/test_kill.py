@@ -1,4 +1,4 @@
-"""A few kills in a process of its own, for a fork of this one, whose libraries have threads, may hang."""
+"""Run tests.kill briefly, in a separate process: a fork of this process, whose libraries have threads, may hang."""
 
 import subprocess
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 
 def test_killed_programs_finish_with_the_same_result():
     command = [sys.executable, "-m", "tests.kill", "--kills", "3"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("no difference") == 2
+
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("no difference") == 2
