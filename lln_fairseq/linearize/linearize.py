@@ -24,10 +24,10 @@ from lln_fairseq.attention.registry import checked_config, parse_options
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import lock_directory
-from lln_fairseq.conversion import from_fairseq
-from lln_fairseq.conversion.convert import CHECKPOINT, write
+from lln_fairseq.conversion.convert import CHECKPOINT, write_converted_encoder
 from lln_fairseq.conversion.directory import write_large
-from lln_fairseq.conversion.encoder import Encoder
+from lln_fairseq.conversion.encoder import ImportedEncoder
+from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.data.checks import check_lines
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError, first_line, input_errors
@@ -64,7 +64,7 @@ def linearize(args: argparse.Namespace) -> None:
         print(f"{args.out / CHECKPOINT} is complete")
         return
     model, task = load_model(str(args.teacher))
-    encoder = from_fairseq.read(args.teacher)
+    encoder = read_fairseq_checkpoint(args.teacher)
     train = read_texts(args.data, "train", task.source_dictionary)
     valid = read_texts(args.data, "valid", task.source_dictionary)
     students = Students(model, args.attention, args.option, args.lr, args.steps, args.seed)
@@ -100,11 +100,11 @@ def linearize(args: argparse.Namespace) -> None:
     print(f"{args.out / CHECKPOINT}: {args.attention}")
 
 
-def write_beside(encoder: Encoder, attention: str, out: Path) -> None:
+def write_beside(encoder: ImportedEncoder, attention: str, out: Path) -> None:
     """Puts the checkpoint and what belongs to it into a directory that holds other files, the checkpoint last."""
     part = out / "part"
     part.mkdir(exist_ok=True)
-    write(encoder, attention, part)
+    write_converted_encoder(encoder, attention, part)
     for path in sorted(part.iterdir(), key=lambda path: path.name == CHECKPOINT):
         path.replace(out / path.name)
     part.rmdir()
