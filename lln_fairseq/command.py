@@ -112,10 +112,10 @@ def interrupt_code() -> int:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies in any way; if the parent is dead already, exit now.
+    """Make the kernel kill this process when its parent dies in any way; if that has happened already, kill it now.
 
-    Only Linux does this. Elsewhere, a process outlives a parent that is killed with SIGKILL; the lock on the directory
-    of the run keeps another training out of it until then.
+    Only Linux can do the former. Elsewhere, a process outlives a parent that is killed with SIGKILL; it keeps its lock
+    on the directory of the run, so that no other training starts there.
 
     Args:
         parent: the process id that the parent must have.

@@ -177,7 +177,10 @@ def load_encoder_parameters(model: nn.Module, encoder: ImportedEncoder) -> None:
 
 
 def hydra_overrides(encoder: ImportedEncoder, attention: str) -> list[str]:
-    """Return the Hydra overrides with which a recipe builds this model; options at their defaults are left out."""
+    """Return the Hydra overrides with which a recipe builds this model.
+
+    Options at their defaults, those of NOT_OVERRIDDEN and those that LLNRobertaConfig does not have are left out.
+    """
     overrides = [f"attention={attention}", f"task.max_positions={encoder.options['max_positions']}"]
     defaults = {field.name: field.default for field in dataclasses.fields(LLNRobertaConfig)}
     for option, value in encoder.options.items():

@@ -21,7 +21,7 @@ from lln_fairseq.checkpoints.run_tokenizer import FOLDER
 from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
 from lln_fairseq.conversion.model_card import model_card
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
-from lln_fairseq.conversion.to_hugging_face import MODELING, convert_to_hugging_face, longest_sequence
+from lln_fairseq.conversion.to_hugging_face import MODELING, convert_to_hugging_face, longest_exported_sequence
 from lln_fairseq.conversion.to_onnx import check_packages, write_onnx
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, find_tokenizer, is_approximate
 from lln_fairseq.errors import InputError
@@ -49,7 +49,8 @@ def export(
         Lines for the user: a hint if there is no tokenizer, and last the name of the exported class.
 
     Raises:
-        InputError: if a file cannot be read, the model or its tokenizer cannot be exported, or `out` exists.
+        InputError: if a file cannot be read, `tokenizer` has no tokenizer, the model or its tokenizer cannot be
+            exported, or `out` exists.
     """
     if onnx:
         check_packages()
@@ -64,7 +65,7 @@ def export(
         files: dict[str, bytes] = {}
         if source_files:
             symbols = task.source_dictionary.symbols
-            files = convert_tokenizer(source_files, symbols, longest_sequence(exported.config))
+            files = convert_tokenizer(source_files, symbols, longest_exported_sequence(exported.config))
         has_tokenizer = TOKENIZER in files
         files[CONFIG] = (json.dumps(exported.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in exported.config:

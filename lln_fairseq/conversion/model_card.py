@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.conversion.to_hugging_face import longest_sequence
+from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
 from lln_fairseq.errors import InputError
 
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
@@ -48,7 +48,7 @@ def model_card(
     lines += ["", "## Properties", ""]
     for key in SIZES:
         lines.append(f" - {key.replace('_', ' ')}: {config[key]}")
-    lines.append(f" - longest sequence: {longest_sequence(config)} tokens")
+    lines.append(f" - longest sequence: {longest_exported_sequence(config)} tokens")
     if config.get("id2label"):
         lines.append(f" - labels: {', '.join(config['id2label'].values())}")
     if is_approximate:

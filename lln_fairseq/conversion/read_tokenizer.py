@@ -233,10 +233,11 @@ def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
 
 
 def _read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tokens that files other than the vocabulary add, in the order of transformers.
+    """Return the tokens that files other than the vocabulary add, in the order in which transformers adds them.
 
-    Each one is an entry of `added_tokens` in tokenizer.json; its id is None if no file states it. If
-    tokenizer_config.json has "added_tokens_decoder", the older files are ignored, as transformers does.
+    Tokens with an id come first, sorted by it, then the special tokens, whose id is None. Each one is an entry of
+    `added_tokens` in tokenizer.json. If tokenizer_config.json has "added_tokens_decoder", the older files are ignored,
+    as transformers does.
     """
     special_tokens = _special_tokens(settings)
     tokens: dict[int, Any] = {}
@@ -345,8 +346,9 @@ def _tokenizer_json_bytes(content: Mapping[str, Any], source: Path) -> bytes:
 def _add_tokens(content: dict[str, Any], added_tokens: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Add tokens to the content of a tokenizer.json in place, with the ids that the tokenizers library gives them.
 
-    A token without an id gets the next free one. Of all added tokens, only fairseq's special symbols are marked as
-    special, because data_prep has no symbols for other special tokens. Raises InputError if a token has another id.
+    A token that the tokenizer does not have yet gets the id after the largest one. Of all added tokens, only fairseq's
+    special symbols are marked as special, because data_prep has no symbols for other special tokens. Raises InputError
+    if a token states another id.
     """
     ids = tokenizer_json.token_ids(content)
     entries = list(content.get("added_tokens") or ())

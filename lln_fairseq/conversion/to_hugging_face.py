@@ -93,7 +93,7 @@ def convert_to_hugging_face(
     prefix = "Roberta" if args.attention == STOCK_ATTENTION else "LLNRoberta"
     config["architectures"] = [prefix + purpose]
     if head:
-        tensors |= _classification_head(state, head, sizes.C)
+        tensors |= _classification_head_tensors(state, head, sizes.C)
         config |= _label_config(labels, len(tensors["classifier.out_proj.bias"]))
     else:
         tensors |= {name.hugging_face: state[name.fairseq] for name in head_names(sizes)}
@@ -105,7 +105,7 @@ def convert_to_hugging_face(
     return ExportedModel(config, tensors, purpose)
 
 
-def longest_sequence(config: Mapping[str, Any]) -> int:
+def longest_exported_sequence(config: Mapping[str, Any]) -> int:
     """Return the number of tokens that a model with this config.json takes."""
     return config["max_position_embeddings"] - POSITION_OFFSET
 
@@ -195,7 +195,7 @@ def _attention_parameters(state: Mapping[str, Tensor], layers: int) -> dict[str,
     return parameters
 
 
-def _classification_head(state: Mapping[str, Tensor], head: str, features: int) -> dict[str, Tensor]:
+def _classification_head_tensors(state: Mapping[str, Tensor], head: str, features: int) -> dict[str, Tensor]:
     """Return the parameters of a classification head. Raises InputError if it has not `features` inner features."""
     tensors = {}
     for name in ("dense.weight", "dense.bias", "out_proj.weight", "out_proj.bias"):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lln_fairseq.conversion.directory import write_large
-from lln_fairseq.conversion.to_hugging_face import longest_sequence
+from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
 from lln_fairseq.data.special_symbols import BOS, NUM_SPECIAL, PAD
 from lln_fairseq.errors import InputError, first_line
 
@@ -59,7 +59,7 @@ def write_onnx(folder: Path, config: Mapping[str, Any], logits: Callable[[Tensor
     Raises:
         InputError: if the model cannot be traced, or onnxruntime fails or computes other logits.
     """
-    longest = longest_sequence(config)
+    longest = longest_exported_sequence(config)
     block_size = config.get("block_size") or config["hidden_size"] // config["num_attention_heads"]
     with _silence(), _modeling_without_kernels() as modeling, torch.no_grad():
         model = _load_exported_model(modeling, folder, config["architectures"][0])

@@ -205,7 +205,8 @@ def load_text_model(
     Args:
         checkpoint: a pre-trained or fine-tuned checkpoint.
         data: the directory with the dictionaries of the training data. Default: the first of the run's tokenizer
-            directory, the checkpoint's directory and the data of the training that has a tokenizer.
+            directory, the checkpoint's directory and the data of the training that has dictionaries and a tokenizer;
+            it needs no tokenizer if `tokenizer` is given.
         tokenizer: what `--tokenizer` of data_prep takes. Default: the tokenizer next to the dictionaries.
 
     Raises:
