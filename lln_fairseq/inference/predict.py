@@ -79,6 +79,7 @@ def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]]) -> Iter
     empty_lines = deque([0])
 
     def texts() -> Iterator[list[str]]:
+        """Yield the texts of every line that is not empty, and count the empty lines before it."""
         for number, line in lines:
             if line.strip():
                 empty_lines.append(0)
