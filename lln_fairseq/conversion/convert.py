@@ -61,7 +61,7 @@ def convert(
         InputError: if an option or the source cannot be used, or `out` exists.
     """
     with input_errors():
-        require_attention(attention, "cannot take over the parameters of another encoder")
+        require_attention(attention, "takes no parameters of another encoder")
     if not source.exists():
         raise InputError(f"no such directory or checkpoint: {source}")
     if source.is_dir() and heads is not None:
