@@ -1,4 +1,4 @@
-"""The command `lln-fairseq`, also `python -m lln_fairseq`: one table of programs."""
+"""The command `lln-fairseq`, also `python -m lln_fairseq`, with one table of programs."""
 
 import argparse
 import importlib
@@ -7,7 +7,7 @@ import sys
 from lln_fairseq import register
 from lln_fairseq.command import run_main
 
-# The module with each program's `main`, and what the program does.
+# For each program: the module with its `main`, and its description in the help text.
 PROGRAMS = {
     "train": ("training.train", "pre-train or fine-tune a model with a recipe"),
     "evaluate": ("inference.evaluate", "score a fine-tuned model on a split of its data"),
@@ -20,12 +20,22 @@ PROGRAMS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program that the first argument names, and return its exit code."""
+    """Run the program that the first argument names.
+
+    Args:
+        argv: the arguments of the command; None takes those of this process.
+
+    Returns:
+        The exit code of the program, see lln_fairseq/command.py.
+
+    Raises:
+        SystemExit: if the program is missing or unknown, or for a program's own usage errors and --help.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="lln-fairseq", epilog="lln-fairseq PROGRAM --help lists its options.")
     programs = parser.add_subparsers(dest="program", metavar="PROGRAM", required=True)
-    for name, (_, purpose) in PROGRAMS.items():
-        programs.add_parser(name, help=purpose, add_help=False)
+    for name, (_, description) in PROGRAMS.items():
+        programs.add_parser(name, help=description, add_help=False)
     name = parser.parse_args(arguments[:1]).program
     interrupted = "interrupted"
     if name == "linearize":
@@ -34,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_program(name: str, arguments: list[str]) -> None:
-    """Import a program, which takes seconds, and run it."""
-    register()  # before the program imports fairseq, which configures the root logger
+    """Import a program, which takes seconds, and run it with the arguments that follow its name."""
+    register()  # before fairseq is imported: it configures the root logger
     module, _ = PROGRAMS[name]
     importlib.import_module(f"lln_fairseq.{module}").main(arguments)
 

@@ -1,10 +1,12 @@
-"""How every program of ours ends. Standard library only: `lln-fairseq` imports this before all else.
+"""How every program ends: its exit code, its last line on stderr, and what a signal does.
 
-0    done
-1    a foreseeable failure, said in one line on stderr; any other exception is a bug and keeps its traceback
+0    success
+1    a foreseeable failure, described in one line on stderr; any other exception is a bug and keeps its traceback
 2    wrong usage (argparse)
-130  Ctrl-C (SIGINT), in one line
-143  SIGTERM, which ends a program in the same order as Ctrl-C
+130  Ctrl-C (SIGINT), reported in one line
+143  SIGTERM, which ends a program in the same way as Ctrl-C
+
+This module imports only the standard library, because `lln-fairseq` imports it before everything else.
 """
 
 import ctypes
@@ -18,63 +20,74 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-PARENT = "LLN_PARENT"  # process id of the program of ours that started this one
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+PARENT = "LLN_PARENT"  # environment variable with the id of the process that started this one with child_environment
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 DEFAULT_HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
-_received: int | None = None
+_received_signal: int | None = None
 
 
 class UserError(Exception):
-    """Bad input or settings, in words for the user: printed as one line, without a traceback."""
+    """Wrong input or settings, described for the user: it is printed as one line, without a traceback."""
 
 
 def run_main(program: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Run a program and return its exit code.
 
-    UserError, OSError (a full disk, permissions) and a missing package end in one line on stderr, as do Ctrl-C and
-    SIGTERM, with the line `interrupted` (none if empty).
+    UserError, OSError (such as a full disk or missing permissions) and a missing package end the program with one line
+    on stderr. Other exceptions are raised.
+
+    Args:
+        program: the program, which returns its exit code, or None for success.
+        interrupted: the line that is printed after Ctrl-C or SIGTERM; empty prints none.
     """
-    if parent := os.environ.pop(PARENT, None):
-        end_with(int(parent))
-    if sys.stderr is None:  # closed by the shell: print and tqdm would fail, or write to standard output instead
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+    parent = os.environ.pop(PARENT, None)
+    if parent:
+        exit_with_parent(int(parent))
+    if sys.stderr is None:  # closed by the shell: print and tqdm would fail or write to standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  it stays open until the process ends
     try:
-        with signals():
+        with handle_signals():
             return program() or 0
     except ModuleNotFoundError as error:
-        return _fail(f"error: {error} (pip install -r requirements.txt)")
+        return _end_with_line(f"error: {error} (pip install -r requirements.txt)")
     except (UserError, OSError) as error:
-        return _fail("error: " + " ".join(str(error).split()))
+        return _end_with_line("error: " + " ".join(str(error).split()))
     except KeyboardInterrupt:
-        return _fail(interrupted, interrupt_code())
+        return _end_with_line(interrupted, interrupt_code())
 
 
-def _fail(line: str, code: int = 1) -> int:
+def _end_with_line(line: str, code: int = 1) -> int:
+    """Print a line on stderr unless it is empty, and return the exit code."""
     if line:
         print(line, file=sys.stderr)
     return code
 
 
 @contextmanager
-def signals() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt as SIGINT does, unless the caller has a handler of their own.
+def handle_signals() -> Iterator[None]:
+    """Make SIGTERM raise KeyboardInterrupt as SIGINT does, unless the caller installed a handler.
 
-    Whatever exception ends the block after a signal is the interrupt: C code that imports or calls back turns a
-    KeyboardInterrupt into its own errors. Processes of multiprocessing, which hear of Ctrl-C in a terminal but of no
-    SIGTERM, are ended.
+    After a signal, any exception that ends the context becomes a KeyboardInterrupt (SystemExit stays), because C code
+    that imports or calls back turns a KeyboardInterrupt into exceptions of its own. Processes of multiprocessing are
+    terminated then: they get a Ctrl-C in a terminal, but no SIGTERM.
+
+    The handlers are restored at the end. Outside the main thread, where Python allows no handlers, nothing is changed.
     """
-    global _received
+    global _received_signal
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _interrupt) for number in _free()}
-    if before:
-        _received = None
+    previous_handlers = {}
+    for number, default in DEFAULT_HANDLERS.items():
+        if signal.getsignal(number) == default:  # nohup and launchers have handlers of their own
+            previous_handlers[number] = signal.signal(number, _raise_interrupt)
+    if previous_handlers:
+        _received_signal = None
     try:
         yield
     except BaseException as error:
-        if _received is None:
+        if _received_signal is None:
             raise
         for child in multiprocessing.active_children():
             child.terminate()
@@ -82,31 +95,30 @@ def signals() -> Iterator[None]:
             raise
         raise KeyboardInterrupt from None
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
-def _free() -> list[int]:
-    """The signals that nobody but Python and this file has a handler for: "nohup" and launchers have theirs."""
-    return [number for number, default in DEFAULT_HANDLERS.items() if signal.getsignal(number) == default]
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    global _received
-    _received = number
+def _raise_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal: remember its number and raise KeyboardInterrupt."""
+    global _received_signal
+    _received_signal = number
     raise KeyboardInterrupt
 
 
 def interrupt_code() -> int:
-    """The exit code after a KeyboardInterrupt: 143 if SIGTERM brought it, else 130."""
-    return 128 + (_received or signal.SIGINT)
+    """Return the exit code after a KeyboardInterrupt: 143 if SIGTERM caused it, otherwise 130."""
+    return 128 + (_received_signal or signal.SIGINT)
 
 
-def end_with(parent: int) -> None:
-    """Lets the kernel kill this process when its parent dies, kill -9 included, and ends it if that has happened.
+def exit_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent dies in any way; if that has happened already, kill it now.
 
-    On Linux only. Elsewhere a child outlives a parent that is killed with -9; no other training gets into its
-    directory meanwhile, see `lock_save_dir` in training/worker.py.
+    Only Linux can do the former. Elsewhere, a process outlives a parent that is killed with SIGKILL; it keeps its lock
+    on the directory of the run, so that no other training starts there.
+
+    Args:
+        parent: the process id that the parent must have.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -115,5 +127,5 @@ def end_with(parent: int) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for a program of ours that is to end with this process."""
+    """Return the environment for a child process that uses `run_main` and is to end with this process."""
     return os.environ | {PARENT: str(os.getpid())}

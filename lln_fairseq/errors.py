@@ -1,4 +1,4 @@
-"""Report what the user can fix in one line; anything else is a bug and keeps its traceback."""
+"""Exceptions for mistakes that the user can fix: they are reported in one line, all others with their traceback."""
 
 import contextlib
 import errno
@@ -19,21 +19,30 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class InputError(CompactHydraException, command.UserError, ValueError):
-    """Bad input: Hydra prints it without a traceback because of its base class, fairseq-train because of our patch."""
+    """Wrong input or settings. No program prints a traceback for it.
+
+    Hydra prints a CompactHydraException without one, fairseq-train is patched to, and run_main handles a UserError.
+    """
 
 
 class TrainingError(InputError, FloatingPointError):
-    """A training that cannot go on: NaN, infinite gradients, the minimum loss scale."""
+    """A training that cannot continue, for example because of NaN, infinite gradients or a lost worker."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its name if it has none."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """Return the first line of an exception's message, or the name of its class if the message is empty."""
+    lines = str(error).splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0]
 
 
 @contextlib.contextmanager
 def input_errors() -> Iterator[None]:
-    """Turn the ValueErrors and missing files of building and loading into InputErrors."""
+    """Turn a ValueError or FileNotFoundError inside the context into an InputError.
+
+    It is meant for code that builds models from options or loads files, where such an exception is the user's mistake.
+    """
     try:
         yield
     except InputError:
@@ -46,29 +55,34 @@ def input_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_lost_workers() -> Iterator[None]:
-    """Turn the errors of torch.distributed for a worker that has ended or does not answer into a TrainingError."""
+    """Turn the errors of torch.distributed about a worker that ended or does not answer into a TrainingError.
+
+    Other RuntimeErrors are raised as they are.
+    """
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
             raise
-        gloo = re.search(r"\.cc:\d+\] (.+?)(\. |$)", str(error))  # between its source line and its advice
+        # The part of gloo's message between the line of its source code and its advice.
+        gloo_reason = re.search(r"\.cc:\d+\] (.+?)(\. |$)", str(error))
+        reason = gloo_reason[1] if gloo_reason else first_line(error)
         raise TrainingError(
-            "another worker of this training has ended or does not answer, see what it said "
-            f"({gloo[1] if gloo else first_line(error)})"
+            f"another worker of this training has ended or does not answer: see its own messages ({reason})"
         ) from error
 
 
 @contextlib.contextmanager
 def exit_with_one_line() -> Iterator[None]:
-    """Run a whole training such that it ends in one line.
+    """End a whole training with one line instead of a traceback.
 
-    Ctrl-C and SIGTERM end it with exit code 130 or 143. A full disk, or a file that cannot be read or written, is an
-    InputError. Under Hydra, which prints lines around an InputError that do not help, an InputError ends it here with
-    exit code 1; but not in a sweep, whose other jobs are still to come, and not with HYDRA_FULL_ERROR=1.
+    Ctrl-C and SIGTERM end it with exit code 130 or 143. A full disk, or a file that cannot be read or written, becomes
+    an InputError. Under Hydra, which prints further lines around an InputError, an InputError is printed here and ends
+    the training with exit code 1. It is raised instead in a sweep, which continues with its next job, and with
+    HYDRA_FULL_ERROR=1.
     """
     try:
-        with command.signals(), _disk_errors():
+        with command.handle_signals(), _disk_errors():
             yield
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
@@ -86,12 +100,13 @@ def in_sweep() -> bool:
 
 
 def full_errors() -> bool:
-    """Return True if Hydra is asked for tracebacks."""
+    """Return True if the user asks Hydra for tracebacks with HYDRA_FULL_ERROR=1."""
     return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
 
 
 @contextlib.contextmanager
 def _disk_errors() -> Iterator[None]:
+    """Turn an OSError that names a file, or is about a full disk, into an InputError; raise others as they are."""
     try:
         yield
     except OSError as error:

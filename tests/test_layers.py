@@ -1,4 +1,7 @@
-"""Imports go down only, those inside functions too; no circle anywhere; nothing above `attention` knows a mechanism."""
+"""The layers of the package: imports, also those inside functions, go down only and without cycles.
+
+Above the layer `attention`, no module names a mechanism.
+"""
 
 import ast
 import re
@@ -10,10 +13,9 @@ import pytest
 from lln_fairseq.attention import MECHANISMS
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "lln_fairseq"
 
-# What each package and each module of lln_fairseq may import of the others, from the bottom to the top.
-ALLOWED = {
+# For each package and module directly below lln_fairseq, from the bottom to the top: what it may import besides itself.
+ALLOWED_IMPORTS = {
     "command": set(),
     "data": {"command", "errors"},
     "ops": set(),
@@ -53,73 +55,92 @@ ALLOWED = {
         "training",
     },
 }
-# They may import all of them.
-PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train"}
+PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train"}  # these may import everything
 WITHOUT_FAIRSEQ = {"ops", "attention", "command", "__init__"}
-HOST_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
+FAIRSEQ_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
+# The modules above `attention` that may name mechanisms, and which.
+NAMED_MECHANISMS = {
+    "lln_fairseq.models.lln_roberta": {"lln_diag"},  # the default
+    "lln_fairseq.conversion.from_hugging_face": {"relu"},  # the activation function
+    "lln_fairseq.conversion.to_hugging_face": {"lln", "lln_diag"},  # what modeling_lln_roberta implements
+    "lln_fairseq.conversion.modeling_lln_roberta": {"lln", "lln_diag"},
+    "lln_fairseq.checkpoints.config": {"softmax"},  # what fairseq's RoBERTa has
+    "lln_fairseq.analysis.separation": {"softmax", "lln"},  # what the paper's experiment compares
+}
 
 
 def module_name(path):
+    """Return the dotted name of the module in a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    if parts[-1] == "__init__":
+        parts = parts[:-1]
+    return ".".join(parts)
 
 
-MODULES = {module_name(path): path for top in ("lln_fairseq", "data_prep", "scripts")
-           for path in (ROOT / top).rglob("*.py")}  # fmt: skip
+MODULES = {}  # path of every module of the project by its dotted name
+for folder in ("lln_fairseq", "data_prep", "scripts"):
+    for file in (ROOT / folder).rglob("*.py"):
+        MODULES[module_name(file)] = file
+PACKAGE_MODULES = [name for name in MODULES if name.split(".")[0] == "lln_fairseq"]
 
 
-def imported(name):
-    """The modules that a module names in its imports, wherever they stand."""
+def imported_modules(name):
+    """Yield the dotted name of every module that a module imports anywhere in its file."""
     path = MODULES[name]
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-            source = ".".join([*above, *([node.module] if node.module else [])])
+            source = []
+            if node.level:  # a relative import: one dot is the package of the module
+                depth = len(package.split(".")) + 1 - node.level
+                source = package.split(".")[:depth]
+            if node.module:
+                source.append(node.module)
             for alias in node.names:
-                inside = f"{source}.{alias.name}"
-                yield inside if inside in MODULES else source
+                submodule = ".".join([*source, alias.name])
+                yield submodule if submodule in MODULES else ".".join(source)
 
 
 def layer(name):
-    """The package or module directly below lln_fairseq that a module belongs to."""
-    inner = name.removeprefix("lln_fairseq").removeprefix(".") or "__init__"
-    return inner if inner in PROGRAMS else inner.split(".")[0]
+    """Return the package or module directly below lln_fairseq that a module belongs to, or the name of a program."""
+    inner_name = name.removeprefix("lln_fairseq").removeprefix(".") or "__init__"
+    if inner_name in PROGRAMS:
+        return inner_name
+    return inner_name.split(".")[0]
 
 
-OURS = [name for name in MODULES if name.split(".")[0] == "lln_fairseq"]
+def test_every_package_and_module_has_a_layer():
+    assert {layer(name) for name in PACKAGE_MODULES} == ALLOWED_IMPORTS.keys() | PROGRAMS
 
 
-def test_every_package_and_module_has_its_layer():
-    assert {layer(name) for name in OURS} == ALLOWED.keys() | PROGRAMS
-
-
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", PACKAGE_MODULES)
 def test_imports_go_down(name):
-    here = layer(name)
-    for module in imported(name):
+    own_layer = layer(name)
+    for module in imported_modules(name):
         top = module.split(".")[0]
         assert top not in ("data_prep", "scripts", "tests"), f"{name} imports {module}"
-        assert top not in HOST_PACKAGES or here not in WITHOUT_FAIRSEQ, f"{name} imports {module}"
-        if top == "lln_fairseq" and here not in PROGRAMS:
-            assert layer(module) in ALLOWED[here] | {here}, f"{name} imports {module}"
+        assert top not in FAIRSEQ_PACKAGES or own_layer not in WITHOUT_FAIRSEQ, f"{name} imports {module}"
+        if top == "lln_fairseq" and own_layer not in PROGRAMS:
+            assert layer(module) in ALLOWED_IMPORTS[own_layer] | {own_layer}, f"{name} imports {module}"
 
 
-def test_data_preparation_imports_only_the_data_library():
+def test_data_preparation_imports_only_data_library():
     for name in MODULES:
         if name.split(".")[0] == "data_prep":
-            others = {layer(module) for module in imported(name) if module.split(".")[0] == "lln_fairseq"}
-            assert others <= {"command", "data"}, name
-            # In a wheel the package is lln_fairseq.data_prep.
+            layers = {layer(module) for module in imported_modules(name) if module.split(".")[0] == "lln_fairseq"}
+            assert layers <= {"command", "data"}, name
+            # In a wheel the package is called lln_fairseq.data_prep, so that imports must be relative.
             assert "from data_prep" not in MODULES[name].read_text(), name
 
 
-def test_there_is_no_circle():
-    tuple(TopologicalSorter(ALLOWED).static_order())  # none among the packages
-    graph = {name: {module for module in imported(name) if module in MODULES} - {name} for name in MODULES}
-    assert sum(map(len, graph.values())) > 200
+def test_imports_have_no_cycle():
+    tuple(TopologicalSorter(ALLOWED_IMPORTS).static_order())  # raises CycleError for a cycle of packages
+    graph = {}
+    for name in MODULES:
+        graph[name] = {module for module in imported_modules(name) if module in MODULES and module != name}
+    assert sum(len(modules) for modules in graph.values()) > 200
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -128,15 +149,7 @@ def test_there_is_no_circle():
 
 def test_no_mechanism_is_named_above_attention():
     names = "|".join(sorted(MECHANISMS, key=len, reverse=True))
-    own = {
-        "lln_fairseq.models.lln_roberta": {"lln_diag"},  # its default
-        "lln_fairseq.conversion.from_hugging_face": {"relu"},  # the activation
-        "lln_fairseq.conversion.to_hugging_face": {"lln", "lln_diag"},  # what the next file knows
-        "lln_fairseq.conversion.modeling_lln_roberta": {"lln", "lln_diag"},
-        "lln_fairseq.checkpoints.config": {"softmax"},  # what a RoBERTa of fairseq has
-        "lln_fairseq.analysis.separation": {"softmax", "lln"},  # the paper's experiment is about these
-    }
-    for name in OURS:
+    for name in PACKAGE_MODULES:
         if layer(name) not in ("ops", "attention"):
-            found = re.findall(rf"""["']({names})["']""", MODULES[name].read_text())
-            assert set(found) == own.get(name, set()), name
+            mechanisms = re.findall(rf"""["']({names})["']""", MODULES[name].read_text())
+            assert set(mechanisms) == NAMED_MECHANISMS.get(name, set()), name

@@ -1,9 +1,10 @@
-"""Turns an encoder of Hugging Face or fairseq into a checkpoint of ours, with its dictionary and tokenizer.
+"""Convert an encoder of Hugging Face or fairseq to a checkpoint of this project, with its dictionary and tokenizer.
 
-    python -m lln_fairseq convert SOURCE OUT --attention lln_diag --positions 4096
+    lln-fairseq convert SOURCE OUT --attention lln_diag --positions 4096
 
-SOURCE is a directory of Hugging Face (RoBERTa, XLM-R, BERT) or a checkpoint of fairseq's RoBERTa with dict.txt beside
-it. `checkpoint.finetune_from_model=OUT/model.pt` fine-tunes the result; data_prep's `--tokenizer OUT` encodes for it.
+SOURCE is a Hugging Face directory (RoBERTa, XLM-R or BERT), or a checkpoint of fairseq's RoBERTa that has its dict.txt
+in the same directory. Train with `checkpoint.finetune_from_model=OUT/model.pt` to fine-tune the result, and give
+`--tokenizer OUT` to the programs of data_prep to encode text for it.
 """
 
 import argparse
@@ -18,10 +19,10 @@ from torch import nn
 from lln_fairseq.attention import MECHANISMS, require_attention
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
-from lln_fairseq.conversion import from_fairseq
-from lln_fairseq.conversion import from_hugging_face as from_hf
 from lln_fairseq.conversion.directory import new_directory, write_large
-from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, OFFSET, POSITIONS, Encoder
+from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, POSITION_OFFSET, POSITIONS, ImportedEncoder
+from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
+from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, resize_positions
@@ -29,56 +30,103 @@ from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel, Ro
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 
 CHECKPOINT = "model.pt"
-SEED = 1  # of what the source does not have
-MOST_POSITIONS = 1 << 20  # a table of 4 GB for 1,024 features
-NOT_OF_A_TRAINING = ("max_positions", "dropout", "attention_dropout", "activation_dropout")
+SEED = 1  # for the parameters that the source does not have
+MAX_POSITIONS = 1 << 20  # a positional table of 4 GB for 1,024 features
+# Options that a fine-tuning recipe sets itself, or that have a key of their own (task.max_positions).
+NOT_OVERRIDDEN = ("max_positions", "dropout", "attention_dropout", "activation_dropout")
 
 
 def convert(
-    source: Path, out: Path, attention: str, positions: int | None = None, dictionary: Path | None = None,
+    source: Path,
+    out: Path,
+    attention: str,
+    positions: int | None = None,
+    dictionary: Path | None = None,
     heads: int | None = None,
-) -> Encoder:  # fmt: skip
-    """Writes OUT whole or not at all; returns what is in it. Raises: InputError."""
+) -> ImportedEncoder:
+    """Convert an encoder of Hugging Face or fairseq and write it to a new directory, completely or not at all.
+
+    Args:
+        source: a Hugging Face directory or a fairseq checkpoint.
+        out: the directory to create.
+        attention: name of the attention that replaces softmax; a mechanism that replaces whole layers is refused.
+        positions: the longest sequence of the new model; None keeps that of the source.
+        dictionary: dict.txt of a fairseq checkpoint; None looks for it next to the checkpoint.
+        heads: number of attention heads, for a fairseq checkpoint that does not state it.
+
+    Returns:
+        The encoder as it was written, with a note on each difference from the source.
+
+    Raises:
+        InputError: if an option or the source cannot be used, or `out` exists.
+    """
     with input_errors():
         require_attention(attention, "takes no parameters of another encoder")
     if not source.exists():
         raise InputError(f"no such directory or checkpoint: {source}")
-    if source.is_dir() and (heads is not None or dictionary is not None):
-        option = "--dictionary" if heads is None else "--heads"
-        raise InputError(f"{option} is for a checkpoint of fairseq, and {source} is a directory: leave it out")
+    if source.is_dir() and heads is not None:
+        raise InputError(f"--heads is for a fairseq checkpoint, but {source} is a directory: leave it out")
+    if source.is_dir() and dictionary is not None:
+        raise InputError(f"--dictionary is for a fairseq checkpoint, but {source} is a directory: leave it out")
     with new_directory(out) as folder:
-        encoder = from_hf.read(source) if source.is_dir() else from_fairseq.read(source, dictionary, heads, attention)
+        if source.is_dir():
+            encoder = read_hugging_face_directory(source)
+        else:
+            encoder = read_fairseq_checkpoint(source, dictionary, heads, attention)
         if positions is not None:
-            encoder.notes += resize(encoder, positions)
-        write(encoder, attention, folder)
+            change_max_positions(encoder, positions)
+        write_converted_encoder(encoder, attention, folder)
     return encoder
 
 
-def write(encoder: Encoder, attention: str, folder: Path) -> None:
-    """dict.txt, the tokenizer's files and, last, the checkpoint."""
+def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
+    """Change the longest sequence of an encoder in place, and add a note if it was another one.
+
+    A shorter table is the beginning of the learned one. A longer table repeats the learned one from its start, as
+    Longformer does.
+
+    Raises:
+        InputError: if `positions` is not between 1 and MAX_POSITIONS.
+    """
+    if not 1 <= positions <= MAX_POSITIONS:
+        raise InputError(f"--positions must be between 1 and {MAX_POSITIONS}, got {positions}")
+    learned = encoder.options["max_positions"]
+    if positions == learned:
+        return
+    encoder.parameters[POSITIONS] = resize_positions(encoder.parameters[POSITIONS], positions + POSITION_OFFSET, PAD)
+    encoder.options["max_positions"] = positions
+    if positions > learned:
+        encoder.notes.append(f"{positions} positions: the {learned} learned positions are repeated")
+    else:
+        encoder.notes.append(f"{positions} positions: the first of {learned} learned positions")
+
+
+def write_converted_encoder(encoder: ImportedEncoder, attention: str, folder: Path) -> None:
+    """Write dict.txt, the tokenizer's files and, last, model.pt to an existing directory.
+
+    Parameters that the attention does not have are removed from `encoder.parameters`, and notes are added, in place.
+
+    Raises:
+        InputError: if a parameter has another shape than in the model, or the checkpoint cannot be written.
+    """
     text = "".join(f"{symbol} 0\n" for symbol in encoder.symbols)
     (folder / DICTIONARY).write_text(text, encoding="utf-8")
     for name, data in encoder.files.items():
         (folder / name).write_bytes(data)
-    state = checkpoint(encoder, attention, folder)
+    state = build_checkpoint(encoder, attention, folder)
     write_large(folder / CHECKPOINT, lambda path: torch.save(state, path))
 
 
-def resize(encoder: Encoder, positions: int) -> list[str]:
-    """Cuts the positional table, or repeats it from its start as Longformer does; returns what to say about it."""
-    if not 1 <= positions <= MOST_POSITIONS:
-        raise InputError(f"--positions is {positions}, and must be from 1 to {MOST_POSITIONS}")
-    before = encoder.options["max_positions"]
-    if positions == before:
-        return []
-    encoder.parameters[POSITIONS] = resize_positions(encoder.parameters[POSITIONS], positions + OFFSET, PAD)
-    encoder.options["max_positions"] = positions
-    how = "repeats" if positions > before else "cut from"
-    return [f"{positions} positions, {how} the {before} that were learned"]
+def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> dict[str, Any]:
+    """Return the state of a masked-language-model training that has made no update.
 
+    Parameters that the source does not have are initialized with SEED; the caller's random state does not change.
 
-def checkpoint(encoder: Encoder, attention: str, data: Path) -> dict[str, Any]:
-    """The state of a training of ours that has made no update; `data` is a directory with its dict.txt."""
+    Args:
+        encoder: the parameters and options of the model; see `load_encoder_parameters` for what changes in place.
+        attention: name of the attention of the model.
+        data: a directory that holds the dict.txt of the encoder.
+    """
     positions = encoder.options["max_positions"]
     config = LLNMaskedLMConfig(data=str(data), tokens_per_sample=positions, seed=SEED)
     task = LLNMaskedLMTask.setup_task(config)
@@ -86,7 +134,7 @@ def checkpoint(encoder: Encoder, attention: str, data: Path) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = LLNRobertaModel.build_model(OmegaConf.create(options), task)
-    load(model, encoder)
+    load_encoder_parameters(model, encoder)
     return {
         "args": None,
         "cfg": {
@@ -102,48 +150,68 @@ def checkpoint(encoder: Encoder, attention: str, data: Path) -> dict[str, Any]:
     }
 
 
-def load(model: nn.Module, encoder: Encoder) -> None:
-    """Puts the parameters into the model; what it has beside them keeps its initial value. Adds to the notes."""
-    own = model.state_dict()
-    for name in [name for name in encoder.parameters if name not in own]:
-        encoder.notes.append(f"left out, since this attention has no such parameter: {name}")
+def load_encoder_parameters(model: nn.Module, encoder: ImportedEncoder) -> None:
+    """Load the parameters of an encoder into a model; the model's remaining parameters keep their initial values.
+
+    Parameters that the model does not have are removed from `encoder.parameters`. Notes about them, about new
+    parameters of the attention and about a new language-model head are added to `encoder.notes`.
+
+    Raises:
+        InputError: if a parameter has another shape in the model.
+    """
+    model_state = model.state_dict()
+    unknown = [name for name in encoder.parameters if name not in model_state]
+    for name in unknown:
+        encoder.notes.append(f"left out, because this attention has no such parameter: {name}")
         del encoder.parameters[name]
     for name, value in encoder.parameters.items():
-        if value.shape != own[name].shape:  # of a mechanism, whose parameters depend on its options or the length
-            raise InputError(f"{name} is {tuple(value.shape)} in the source, and {tuple(own[name].shape)} here")
-    fresh = [name for name in own if ATTENTION_PARAMETERS in name and name not in encoder.parameters]
-    if fresh:
-        encoder.notes.append(f"new in this attention, at their initial values: {len(fresh)} parameters")
+        expected = tuple(model_state[name].shape)
+        if value.shape != expected:  # the shapes of some attentions depend on their options or on the length
+            raise InputError(f"the shape of {name} must be {expected} for this model, got {tuple(value.shape)}")
+    new = [name for name in model_state if ATTENTION_PARAMETERS in name and name not in encoder.parameters]
+    if new:
+        encoder.notes.append(f"new in this attention, at their initial values: {len(new)} parameters")
     if not any(name.startswith(HEAD) for name in encoder.parameters):
-        encoder.notes.append("no masked LM's head in the source: a new one, untrained")
-    nn.Module.load_state_dict(model, own | encoder.parameters)
+        encoder.notes.append("the source has no masked-language-model head: it is initialized at random")
+    nn.Module.load_state_dict(model, model_state | encoder.parameters)
+
+
+def hydra_overrides(encoder: ImportedEncoder, attention: str) -> list[str]:
+    """Return the Hydra overrides with which a recipe builds this model.
+
+    Options at their defaults, those of NOT_OVERRIDDEN and those that LLNRobertaConfig does not have are left out.
+    """
+    overrides = [f"attention={attention}", f"task.max_positions={encoder.options['max_positions']}"]
+    defaults = {field.name: field.default for field in dataclasses.fields(LLNRobertaConfig)}
+    for option, value in encoder.options.items():
+        if option in NOT_OVERRIDDEN or option not in defaults or value == defaults[option]:
+            continue
+        if option == "layernorm_embedding" and value is not encoder.options.get("encoder_normalize_before"):
+            continue  # the model's own default is the opposite of encoder_normalize_before
+        overrides.append(f"model.{option}={value}")
+    return overrides
 
 
 def main(argv: list[str]) -> None:
+    """Run `lln-fairseq convert` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="a directory of Hugging Face, or a checkpoint of fairseq")
-    parser.add_argument("out", type=Path, help="a new directory, for model.pt, dict.txt and the tokenizer")
+    parser.add_argument("source", type=Path, help="a Hugging Face directory, or a fairseq checkpoint")
+    parser.add_argument("out", type=Path, help="a new directory for model.pt, dict.txt and the tokenizer")
     default = RobertaConfig.attention
-    parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="(%(default)s)")
+    parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="default: %(default)s")
     parser.add_argument("--positions", type=int, help="the longest sequence (default: that of the source)")
-    parser.add_argument("--dictionary", type=Path, help="dict.txt of a checkpoint of fairseq (default: beside it)")
-    parser.add_argument("--heads", type=int, help="attention heads, where a checkpoint of fairseq does not say")
+    parser.add_argument(
+        "--dictionary", type=Path, help="dict.txt of a fairseq checkpoint (default: in the same directory)"
+    )
+    parser.add_argument(
+        "--heads", type=int, help="number of attention heads, if a fairseq checkpoint does not state it"
+    )
     args = parser.parse_args(argv)
     encoder = convert(args.source, args.out, args.attention, args.positions, args.dictionary, args.heads)
     for note in encoder.notes:
         print(note)
-    print(f"{args.out / CHECKPOINT} is written; to fine-tune it:")
-    print(" ".join([f"checkpoint.finetune_from_model={args.out / CHECKPOINT}", *overrides(encoder, args.attention)]))
-
-
-def overrides(encoder: Encoder, attention: str) -> list[str]:
-    """What a recipe needs to build this model: Hydra's overrides."""
-    known = {field.name: field.default for field in dataclasses.fields(LLNRobertaConfig)}
-    given = {key: value for key, value in encoder.options.items() if key not in NOT_OF_A_TRAINING}
-    unlike = {key: value for key, value in given.items() if key in known and value != known[key]}
-    if unlike.get("layernorm_embedding") is not encoder.options.get("encoder_normalize_before"):
-        unlike.pop("layernorm_embedding", None)  # as it would be anyway
-    length = f"task.max_positions={encoder.options['max_positions']}"
-    return [f"attention={attention}", length, *(f"model.{key}={value}" for key, value in unlike.items())]
+    checkpoint = args.out / CHECKPOINT
+    print(f"wrote {checkpoint}; to fine-tune it, give these overrides to lln-fairseq train:")
+    print(" ".join([f"checkpoint.finetune_from_model={checkpoint}", *hydra_overrides(encoder, args.attention)]))

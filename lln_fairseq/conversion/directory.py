@@ -1,4 +1,4 @@
-"""A model directory of Hugging Face: its JSON files and its tensors, in one file or in several; and a new directory."""
+"""Reading the JSON files and tensors of a Hugging Face model directory, and writing a new output directory."""
 
 import json
 import os
@@ -16,95 +16,125 @@ from lln_fairseq.checkpoints.saving import LOCK, lock_directory
 from lln_fairseq.errors import InputError, first_line
 
 CONFIG = "config.json"
+# Where the weights may be, in the order of search. The index files list the parts of a model saved in several files.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises: InputError."""
+    """Read a JSON object from a file.
+
+    Raises:
+        InputError: if the file cannot be read, is not JSON, or holds something else than an object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {first_line(error)}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path} cannot be read: it holds no JSON object")
+        raise InputError(f"{path} cannot be read: it does not hold a JSON object")
     return content
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the model by name. Nothing is executed: a pickle that wants to call a function is refused.
+    """Read all tensors of a Hugging Face model, by name.
 
-    Raises: InputError for a directory without weights, files that are damaged or missing, and what is no tensor.
+    If there are several weight files, the first of WEIGHTS is read. Loading executes no code: a pickle that calls
+    anything but what tensors need is refused.
+
+    Raises:
+        InputError: if there are no weights, a file is damaged or missing, or one holds something that is not a tensor.
     """
-    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    path = None
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            path = folder / name
+            break
     if path is None:
-        raise InputError(f"{folder} holds no weights: neither {' nor '.join(WEIGHTS[::2])}, whole or with an index")
-    files = _files_of(path) if path.suffix == ".json" else [path]
+        raise InputError(f"{folder} holds no weights: it needs {' or '.join(WEIGHTS)}")
+    files = [path]
+    if path.suffix == ".json":
+        files = _files_in_index(path)
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= _read(file)
-    wrong = [str(name)[:80] for name, value in tensors.items() if not isinstance(value, Tensor)]
-    if wrong:
-        raise InputError(f"{path} holds what is no tensor: {wrong[0]}")
+        tensors |= _read_tensor_file(file)
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{path}: {str(name)[:80]} must be a tensor, got {type(value).__name__}")
     return tensors
 
 
-def _files_of(index: Path) -> list[Path]:
-    """The files that an index lists, all of them beside it."""
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+def _files_in_index(index: Path) -> list[Path]:
+    """Return the weight files that an index lists, sorted by name.
+
+    Raises InputError if the index lists nothing, or a file that is missing or outside the directory of the index.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} lists no files")
-    files = [index.parent / name for name in sorted(set(names.values()))]
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise InputError(f"{index} lists something that is not a file name")
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if file.parent != index.parent or not file.is_file():
-            raise InputError(f"{index} lists {file.name}, which is not beside it")
+            raise InputError(f"{index} lists {file.name}, which is not in the same directory")
     return files
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read_tensor_file(path: Path) -> dict[str, Any]:
+    """Read one weight file; what a pickle holds besides tensors is returned too, for the caller to refuse."""
     if path.suffix != ".safetensors":
         content = load_plain_data(str(path))
         verify_checksums(str(path))
         if not isinstance(content, dict):
-            raise InputError(f"{path} holds no model: {type(content).__name__}")
+            raise InputError(f"{path} must hold a dictionary of tensors, got {type(content).__name__}")
         return content
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  the file is no dictionary
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def as_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Numbers in the dtype of our checkpoints; integers (a mechanism's seeds) stay."""
-    return {
-        name: (value.to(torch.float32) if value.is_floating_point() else value).contiguous()
-        for name, value in tensors.items()
-    }
+    """Return contiguous tensors with floating-point values in float32, the dtype of the project's checkpoints.
+
+    Integer tensors, such as the seeds of some attentions, keep their dtype. A tensor that needs no change is returned
+    as it is, not as a copy.
+    """
+    converted = {}
+    for name, value in tensors.items():
+        if value.is_floating_point():
+            value = value.to(torch.float32)
+        converted[name] = value.contiguous()
+    return converted
 
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """Yield a hidden directory beside `out` that is renamed to `out` on a clean exit and removed otherwise.
+    """Yield a hidden directory next to `out` that is renamed to `out` on a clean exit and removed otherwise.
 
-    What a killed program has left in the hidden directory is removed first.
-    Raises: InputError if `out` exists or another process is writing it.
+    Missing parent directories are created. What a killed program left in the hidden directory is removed first. The
+    files get the permissions of the process's umask.
+
+    Raises:
+        InputError: if `out` exists already, or another process is writing it.
     """
     if out.exists() or out.is_symlink():
-        raise InputError(f"{out} is there already")
+        raise InputError(f"{out} already exists: remove it or choose another directory")
     part = out.with_name(f".{out.name}.part")
     part.mkdir(parents=True, exist_ok=True)
     lock_file = lock_directory(part, "conversion", "OUT")
     try:
-        for left in part.iterdir():
-            if left.name != LOCK:
-                left.unlink()
+        for leftover in part.iterdir():
+            if leftover.name != LOCK:
+                leftover.unlink()
         yield part
-        mask = os.umask(0)
-        os.umask(mask)
-        for file in part.iterdir():  # some libraries write files for their owner alone
-            file.chmod(0o666 & ~mask)
+        umask = os.umask(0)  # the only way to read the umask is to set it
+        os.umask(umask)
+        for file in part.iterdir():  # some libraries write files that only their owner can read
+            file.chmod(0o666 & ~umask)
         (part / LOCK).unlink()
         part.rename(out)
     except BaseException:
@@ -115,7 +145,10 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 def write_large(path: Path, write: Callable[[Path], None]) -> None:
-    """write(path), by a library that has errors of its own for a disk that is full. Raises: InputError."""
+    """Call write(path), and turn any exception into an InputError that states the free disk space.
+
+    It is for libraries that raise their own exceptions when the disk is full.
+    """
     try:
         write(path)
     except Exception as error:

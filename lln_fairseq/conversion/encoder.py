@@ -1,4 +1,4 @@
-"""What a foreign encoder is to us, whatever file it came from."""
+"""The common form of an encoder that was read from Hugging Face or fairseq, and checks of its tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,44 +11,69 @@ from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 
 DICTIONARY = "dict.txt"
-OFFSET = PAD + 1  # fairseq and Hugging Face count positions from the padding's id + 1
+# fairseq and Hugging Face's RoBERTa store position 0 in row PAD + 1 of the positional table.
+POSITION_OFFSET = PAD + 1
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
-HEAD = "encoder.lm_head."
+HEAD = "encoder.lm_head."  # prefix of the parameters of the masked-language-model head
 
 
 @dataclass
-class Encoder:
-    """Parameters under fairseq's names, the options of the model, dict.txt and the files of the tokenizer."""
+class ImportedEncoder:
+    """An encoder read from another library, described in fairseq's terms.
+
+    Attributes:
+        parameters: float32 tensors by fairseq's parameter names.
+        options: options of LLNRobertaModel, without `attention`; `max_positions` is always among them.
+        symbols: the lines of dict.txt without counts; symbol i has the id 4 + i.
+        files: contents of the tokenizer's files by the file names that data_prep uses; empty if there is no tokenizer.
+        notes: one sentence for the user about each difference from the source.
+    """
 
     parameters: dict[str, Tensor]
     options: dict[str, Any]
-    symbols: list[str]  # of dict.txt: symbol i has the id 4 + i
-    files: dict[str, bytes]  # the tokenizer's, by the names that data_prep knows; empty where there are none
-    notes: list[str] = field(default_factory=list)  # what is not as in the source, for the user
+    symbols: list[str]
+    files: dict[str, bytes]
+    notes: list[str] = field(default_factory=list)
 
 
-def first_few(names: list[str], count: int = 3) -> str:
-    """The names for a message: a, b, c and 7 more."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+def summarize_names(names: list[str], count: int = 3) -> str:
+    """Return the first `count` names separated by commas, followed by "and N more" if there are more."""
+    text = ", ".join(names[:count])
+    if len(names) > count:
+        text += f" and {len(names) - count} more"
+    return text
 
 
 def require_shapes(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
     source: Path,
-    stated: str,
+    reference: str,
 ) -> None:
-    """Raise InputError if a tensor is missing or has another shape; `stated` says where the shapes come from."""
-    if missing := [name for name in shapes if name not in tensors]:
-        raise InputError(f"{source} lacks {first_few(missing)}")
-    for name, shape in shapes.items():
-        found = tuple(tensors[name].shape)
-        if found != shape:
-            raise InputError(f"{source}: {name} is {_by(found)}, and {stated} {_by(shape)}")
+    """Raise InputError if one of the tensors that `shapes` names is missing or has another shape.
+
+    Args:
+        tensors: the tensors to check; tensors that `shapes` does not name are ignored.
+        shapes: the required shape of each tensor.
+        source: the file or directory that the tensors were read from, for the message.
+        reference: what the required shapes were derived from, for the message.
+    """
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
+        raise InputError(f"{source} lacks {summarize_names(missing)}")
+    for name, expected in shapes.items():
+        actual = tuple(tensors[name].shape)
+        if actual != expected:
+            raise InputError(
+                f"{source}: the shape of {name} must be {_shape_text(expected)} according to {reference}, "
+                f"got {_shape_text(actual)}"
+            )
 
 
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
+def _shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape as text, for example "3 x 5"; a scalar's is "scalar"."""
+    if not shape:
+        return "scalar"
+    return " x ".join(str(size) for size in shape)

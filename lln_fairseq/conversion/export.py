@@ -1,10 +1,10 @@
-"""Turns a checkpoint of ours into a directory of Hugging Face: model, tokenizer, model card.
+"""Export a checkpoint as a Hugging Face directory with the model, its tokenizer and a model card.
 
-    python -m lln_fairseq export CHECKPOINT OUT [--onnx]
+    lln-fairseq export CHECKPOINT OUT [--onnx]
 
-A pre-trained model becomes a masked LM, a fine-tuned one a sequence classifier. With softmax attention it is a stock
-RoBERTa; lln and lln_diag come with their code: `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds
-the model as model.onnx.
+A pre-trained model becomes a masked language model, a fine-tuned model a sequence classifier. With softmax attention
+the result is a stock RoBERTa. The attentions lln and lln_diag come with their own code, which you load with
+`AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx.
 """
 
 import argparse
@@ -18,66 +18,77 @@ from torch import Tensor
 from lln_fairseq.checkpoints.compatibility import label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER
-from lln_fairseq.conversion import to_hugging_face as to_hf
-from lln_fairseq.conversion import to_onnx
-from lln_fairseq.conversion import write_tokenizer as tokenizer_out
 from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
-from lln_fairseq.conversion.encoder import OFFSET
 from lln_fairseq.conversion.model_card import model_card
+from lln_fairseq.conversion.read_tokenizer import TOKENIZER
+from lln_fairseq.conversion.to_hugging_face import MODELING, convert_to_hugging_face, longest_exported_sequence
+from lln_fairseq.conversion.to_onnx import check_packages, write_onnx
+from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, find_tokenizer, is_approximate
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
 
-STOCK = {"attention": STOCK_ATTENTION, "layer_norm_eps": 1e-5}
+# Options of this project's models that fairseq's own RoBERTa does not have, with the values that it uses.
+STOCK_OPTIONS = {"attention": STOCK_ATTENTION, "layer_norm_eps": 1e-5}
 
 
 def export(
     checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Path | None = None, onnx: bool = False
 ) -> list[str]:
-    """Writes OUT whole or not at all; returns what the user should know of it.
+    """Export a checkpoint to a new Hugging Face directory, which is written completely or not at all.
 
-    `data`: the data directory, where it is not that of the training; `tokenizer`: a directory with the tokenizer, where
-    it is not with the checkpoint or the data; `onnx`: with model.onnx. Raises: InputError.
+    Args:
+        checkpoint: a pre-trained or fine-tuned checkpoint.
+        out: the directory to create.
+        data: the data directory with the dictionaries; None takes that of the training.
+        tokenizer: the directory of the tokenizer; None looks for it near the checkpoint and the data, and exports
+            no tokenizer if there is none.
+        onnx: also write model.onnx.
+
+    Returns:
+        Lines for the user: a hint if there is no tokenizer, and last the name of the exported class.
+
+    Raises:
+        InputError: if a file cannot be read, `tokenizer` has no tokenizer, the model or its tokenizer cannot be
+            exported, or `out` exists.
     """
     if onnx:
-        to_onnx.check_packages()
+        check_packages()
     with new_directory(out) as folder:
         model, task = load_model(str(checkpoint), str(data) if data else None)
-        head, labels = _head(model, task)
-        args = _options(model)
+        head, labels = _classification_head(model, task)
+        args = _model_options(model)
         options = attention_options(args.attention, args)
-        found = to_hf.export(model.cpu().state_dict(), args, options, head, labels)
+        exported = convert_to_hugging_face(model.cpu().state_dict(), args, options, head, labels)
         folders = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
-        files = tokenizer_out.find_tokenizer([tokenizer] if tokenizer else folders)
-        if tokenizer and not files:
-            raise InputError(f"{tokenizer} has no tokenizer")
-        is_approximate = tokenizer_out.is_approximate(files)
-        if files:
-            positions = found.config["max_position_embeddings"] - OFFSET
-            files = tokenizer_out.exported(files, task.source_dictionary.symbols, positions)
-        files[CONFIG] = (json.dumps(found.config, indent=2, ensure_ascii=False) + "\n").encode()
-        if "auto_map" in found.config:
-            files[f"{to_hf.MODELING}.py"] = Path(to_hf.__file__).with_name(f"{to_hf.MODELING}.py").read_bytes()
-        has_tokenizer = tokenizer_out.TOKENIZER in files
-        card = model_card(found.config, found.purpose, has_tokenizer, is_approximate, folders)
+        source_files = _tokenizer_files(tokenizer, folders)
+        files: dict[str, bytes] = {}
+        if source_files:
+            symbols = task.source_dictionary.symbols
+            files = convert_tokenizer(source_files, symbols, longest_exported_sequence(exported.config))
+        has_tokenizer = TOKENIZER in files
+        files[CONFIG] = (json.dumps(exported.config, indent=2, ensure_ascii=False) + "\n").encode()
+        if "auto_map" in exported.config:
+            modeling = Path(__file__).with_name(f"{MODELING}.py")
+            files[modeling.name] = modeling.read_bytes()
+        card = model_card(exported.config, exported.purpose, has_tokenizer, is_approximate(source_files), folders)
         files["README.md"] = card.encode()
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        _save(found.tensors, folder / "model.safetensors")
+        _write_tensors(exported.tensors, folder / "model.safetensors")
         if onnx:
-            to_onnx.write(folder, found.config, _logits(model, head))
-    missing = [] if tokenizer_out.TOKENIZER in files else ["without a tokenizer: give --tokenizer DIRECTORY"]
-    return [*missing, f"{out}: {found.config['architectures'][0]}"]
+            write_onnx(folder, exported.config, _logits_function(model, head))
+    lines = [f"{out}: {exported.config['architectures'][0]}"]
+    if not has_tokenizer:
+        lines.insert(0, "without a tokenizer: give --tokenizer DIRECTORY")
+    return lines
 
 
-def _options(model: Any) -> argparse.Namespace:
-    """The model's options; fairseq's own RoBERTa has not all of them."""
-    given = vars(model.args) if isinstance(model.args, argparse.Namespace) else dict(model.args)
-    return argparse.Namespace(**STOCK | given)
+def _classification_head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the name of a fine-tuned model's classification head and its labels; ("", ()) if the task has no head.
 
-
-def _head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
-    """The classification head of a fine-tuned model, and its labels."""
+    Raises InputError if the model does not have the head of its task.
+    """
     name = getattr(task.cfg, "classification_head_name", "")
     if not name:
         return "", ()
@@ -86,27 +97,60 @@ def _head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
     return name, tuple(label_names(task))
 
 
-def _logits(model: Any, head: str) -> Callable[[Tensor], Tensor]:
-    """The model as a function of tokens (B, N)."""
-    options = {"features_only": True, "classification_head_name": head} if head else {}
+def _model_options(model: Any) -> argparse.Namespace:
+    """Return the options of a model, with STOCK_OPTIONS for those that fairseq's own RoBERTa does not have."""
+    options = vars(model.args) if isinstance(model.args, argparse.Namespace) else dict(model.args)
+    return argparse.Namespace(**STOCK_OPTIONS | options)
+
+
+def _tokenizer_files(tokenizer: Path | None, folders: list[Path]) -> dict[str, bytes]:
+    """Return the files of the tokenizer in the directory `tokenizer`, or in the first of `folders` that has one.
+
+    Returns an empty dictionary if `tokenizer` is None and no folder has one. Raises InputError if `tokenizer` has none.
+    """
+    if tokenizer is None:
+        return find_tokenizer(folders)
+    files = find_tokenizer([tokenizer])
+    if not files:
+        raise InputError(f"{tokenizer} has no tokenizer")
+    return files
+
+
+def _logits_function(model: Any, head: str) -> Callable[[Tensor], Tensor]:
+    """Return a function from tokens (B, N) to the logits of a classification head, or of the language model.
+
+    The model is converted to float32 in place.
+    """
+    options: dict[str, Any] = {}
+    if head:
+        options = {"features_only": True, "classification_head_name": head}
     model = model.float()
-    return lambda tokens: model(tokens, **options)[0]
+
+    def logits(tokens: Tensor) -> Tensor:
+        return model(tokens, **options)[0]
+
+    return logits
 
 
-def _save(tensors: dict[str, Any], path: Path) -> None:
+def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises InputError if that fails, for example because the disk is full."""
     from safetensors.torch import save_file
 
-    write_large(path, lambda place: save_file(tensors, place, metadata={"format": "pt"}))
+    write_large(path, lambda part: save_file(tensors, part, metadata={"format": "pt"}))
 
 
 def main(argv: list[str]) -> None:
+    """Run `lln-fairseq export` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="pre-trained or fine-tuned")
+    parser.add_argument("checkpoint", type=Path, help="a pre-trained or fine-tuned checkpoint")
     parser.add_argument("out", type=Path, help="a new directory")
     parser.add_argument("--data", type=Path, help="the data directory (default: that of the training)")
-    parser.add_argument("--tokenizer", type=Path, help="the tokenizer's directory (default: beside checkpoint or data)")
-    parser.add_argument("--onnx", action="store_true", help="with model.onnx, checked with onnxruntime")
-    args = vars(parser.parse_args(argv))
-    print("\n".join(export(**args)))
+    parser.add_argument(
+        "--tokenizer", type=Path, help="the tokenizer's directory (default: that of the checkpoint or the data)"
+    )
+    parser.add_argument("--onnx", action="store_true", help="also write model.onnx, checked with onnxruntime")
+    args = parser.parse_args(argv)
+    for line in export(args.checkpoint, args.out, args.data, args.tokenizer, args.onnx):
+        print(line)

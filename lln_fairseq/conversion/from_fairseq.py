@@ -1,7 +1,7 @@
-"""Any RoBERTa of fairseq as our encoder, also of an architecture that nobody registered here.
+"""Read the encoder of a fairseq RoBERTa checkpoint, including checkpoints of architectures that are not registered.
 
-Sizes are read from the tensors. What tensors do not show (heads, activation, dropout) is in the options that the
-checkpoint was trained with.
+The sizes of the model are read from its tensors. The options that tensors do not show (attention heads, activation,
+dropout) are those that the checkpoint was trained with.
 """
 
 import re
@@ -21,132 +21,241 @@ from lln_fairseq.conversion.encoder import (
     DICTIONARY,
     EMBEDDING,
     HEAD,
-    OFFSET,
+    POSITION_OFFSET,
     POSITIONS,
-    Encoder,
-    first_few,
+    ImportedEncoder,
     require_shapes,
+    summarize_names,
 )
-from lln_fairseq.conversion.parameter_names import ENCODER, HEAD_WEIGHT, Sizes, encoder_names, head_names
+from lln_fairseq.conversion.parameter_names import ENCODER, HEAD_WEIGHT, ModelSizes, encoder_names, head_names
 from lln_fairseq.conversion.read_tokenizer import check_dictionary
 from lln_fairseq.conversion.write_tokenizer import find_tokenizer
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.errors import InputError
+from lln_fairseq.models.adapt import ATTENTION_PARAMETERS
 
-LAYERS = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")
-TRAINED_WITH = ("activation_fn", "dropout", "attention_dropout", "activation_dropout", "layer_norm_eps")
-IGNORED = re.compile(r"(\.version|_float_tensor)$")
-PRE_NORM = (ENCODER + "layer_norm.weight", ENCODER + "layer_norm.bias")
+LAYER_NUMBER = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")
+# Options that the tensors do not show. The number of heads is another one; it has no default and must be known.
+STORED_OPTIONS = ("activation_fn", "dropout", "attention_dropout", "activation_dropout", "layer_norm_eps")
+BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict that are no parameters
+FINAL_LAYER_NORM = (ENCODER + "layer_norm.weight", ENCODER + "layer_norm.bias")  # only with encoder_normalize_before
 
 
-def read(path: Path, dictionary: Path | None = None, heads: int | None = None, attention: str = "") -> Encoder:
-    """The encoder in a checkpoint, with the dict.txt and the tokenizer beside it, and its head if there is one.
+def read_fairseq_checkpoint(
+    path: Path, dictionary: Path | None = None, heads: int | None = None, attention: str = ""
+) -> ImportedEncoder:
+    """Read the encoder in a fairseq checkpoint, with its masked-language-model head, dictionary and tokenizer.
 
-    `dictionary`: dict.txt where it lies elsewhere. `heads`: where the checkpoint does not say how many. `attention`:
-    its own parameters and options are kept where the checkpoint has them.
-    Raises: InputError for files that cannot be read, other architectures, and a dictionary that does not fit.
+    The head and the tokenizer are optional. Heads for other tasks are left out, with a note.
+
+    Args:
+        path: the checkpoint.
+        dictionary: its dict.txt; None looks for it in the run's tokenizer directory and next to the checkpoint.
+        heads: number of attention heads, for a checkpoint that does not state it.
+        attention: the attention of the converted model. The attention's own parameters and options are taken from
+            a checkpoint that has the same attention, and ignored otherwise.
+
+    Raises:
+        InputError: if a file cannot be read, the model is not a RoBERTa, or the dictionary does not fit the model.
     """
     state = load_checkpoint_lazily(str(path))
     verify_checksums(str(path))
-    given = stored_options(state)["model"]
-    require_roberta_layers(given, path)
+    stored = stored_options(state)["model"]
+    require_roberta_layers(stored, path)
     check_weights(state["model"], path)
-    tensors = _names_of_today(state["model"])
+    tensors = _with_current_names(state["model"])
     if EMBEDDING not in tensors or POSITIONS not in tensors:
-        kind = given.get("_name")
-        raise InputError(f"{path} is no RoBERTa{f', it is a {kind}' if kind else ''}: it has no {EMBEDDING}")
-    sizes = _sizes(tensors, path)
-    options = _options(given, tensors, sizes, heads, path)
-    has_head = any(name.startswith(HEAD) for name in tensors)
-    names = [*encoder_names(sizes), *(head_names(sizes) if has_head else [])]
-    wanted = {name.ours: name.shape for name in names}
-    wanted |= dict.fromkeys(PRE_NORM, (sizes.C,)) if options["encoder_normalize_before"] else {}
-    if not options["layernorm_embedding"]:
-        wanted = {name: shape for name, shape in wanted.items() if "layernorm_embedding" not in name}
-    require_shapes(tensors, wanted, path, "the others need")
-    parameters, notes = {name: tensors[name] for name in wanted}, []
-    if has_head:
-        with_head = {HEAD_WEIGHT: tensors[EMBEDDING], **tensors}
-        require_shapes(with_head, {HEAD_WEIGHT: (sizes.V, sizes.C)}, path, "the others need")
-        parameters[HEAD_WEIGHT] = tensors.get(HEAD_WEIGHT, tensors[EMBEDDING])
+        architecture = stored.get("_name") or "unknown"
+        raise InputError(f"{path} is not a RoBERTa: it has no {EMBEDDING} (architecture: {architecture})")
+    sizes = _read_sizes(tensors, path)
+    options = _read_options(stored, tensors, sizes, heads, path)
+    parameters = _roberta_parameters(tensors, sizes, options, path)
+    if HEAD_WEIGHT in parameters:
         options["untie_weights_roberta"] = not torch.equal(parameters[HEAD_WEIGHT], parameters[EMBEDDING])
-    own = {name: value for name, value in tensors.items() if ".self_attn.attention." in name}
-    if given.get("attention") == attention:
-        parameters |= own
-        options |= {key: value for key, value in given.items() if key.startswith(f"{attention}_")}
-    others = [name for name in tensors if name not in parameters and not IGNORED.search(name) and name not in own]
-    others = [name for name in others if name != HEAD_WEIGHT]
-    if unknown := [name for name in others if name.startswith((ENCODER, HEAD))]:
-        raise InputError(f"{path} has what no RoBERTa has: {first_few(unknown)}")
-    if others:  # heads for other tasks
-        notes.append(f"left out: {first_few(others)}")
-    symbols, files = _dictionary(path, dictionary, sizes.V)
-    return Encoder(as_float32(parameters), options, symbols, files, notes)
+    notes = _note_unused_tensors(tensors, parameters, path)
+    if stored.get("attention") == attention:
+        parameters |= {name: value for name, value in tensors.items() if ATTENTION_PARAMETERS in name}
+        options |= {key: value for key, value in stored.items() if key.startswith(f"{attention}_")}
+    folder = _tokenizer_directory(path, dictionary)
+    dictionary_path = _find_dictionary(dictionary, folder)
+    symbols = _read_symbols(dictionary_path, sizes.V, path)
+    files = find_tokenizer([folder])
+    check_dictionary(files, dictionary_path)
+    return ImportedEncoder(as_float32(parameters), options, symbols, files, notes)
 
 
-def _names_of_today(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whatever wraps the encoder and its head, and the names of 2019, as RoBERTa has them now."""
-    found: dict[str, Tensor] = {}
+def _with_current_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters under the names that fairseq's RoBERTa has today.
+
+    Prefixes of models that wrap the encoder become "encoder.". Of the names of 2019, `emb_layer_norm` is renamed, and
+    the joint projection `in_proj` is split into `q_proj`, `k_proj` and `v_proj`.
+    """
+    renamed: dict[str, Tensor] = {}
     for name, value in parameters.items():
         name = re.sub(r"^.*?\b(?=(sentence_encoder|lm_head)\.)", "encoder.", name)
         name = name.replace(".emb_layer_norm.", ".layernorm_embedding.")
-        if match := re.fullmatch(r"(.*\.self_attn)\.in_proj_(weight|bias)", name):
-            parts = zip(("q_proj", "k_proj", "v_proj"), value.chunk(3), strict=True)
-            found |= {f"{match[1]}.{part}.{match[2]}": piece for part, piece in parts}
-        else:
-            found[name] = value
-    return found
+        in_projection = re.fullmatch(r"(.*\.self_attn)\.in_proj_(weight|bias)", name)
+        if in_projection is None:
+            renamed[name] = value
+            continue
+        module, kind = in_projection.groups()
+        for projection, part in zip(("q_proj", "k_proj", "v_proj"), value.chunk(3), strict=True):
+            renamed[f"{module}.{projection}.{kind}"] = part
+    return renamed
 
 
-def _sizes(tensors: Mapping[str, Tensor], path: Path) -> Sizes:
-    """Sizes that the tensors themselves have; `require_shapes` compares every one with them."""
-    layers = {int(found[1]) for name in tensors if (found := LAYERS.match(name))}
-    first = tensors.get(f"{ENCODER}layers.0.fc1.weight")
-    tables = (tensors[EMBEDDING], tensors[POSITIONS], first)
-    if first is None or layers != set(range(len(layers))) or any(x is None or x.dim() != 2 for x in tables):
-        raise InputError(f"{path} is no RoBERTa: its layers are {sorted(layers)[:9] or 'none'}")
-    if len(tensors[POSITIONS]) <= OFFSET:
-        raise InputError(f"{path}: its positional table has {len(tensors[POSITIONS])} rows")
-    V, C = tensors[EMBEDDING].shape
-    return Sizes(V, len(tensors[POSITIONS]), C, len(first), len(layers))
+def _read_sizes(tensors: Mapping[str, Tensor], path: Path) -> ModelSizes:
+    """Return the sizes that the embeddings and the first layer have; `require_shapes` compares the rest with them.
+
+    Raises InputError if the layers are not numbered 0, 1, ..., one of these three tensors is no matrix, or the
+    positional table has no position.
+    """
+    layers: set[int] = set()
+    for name in tensors:
+        layer = LAYER_NUMBER.match(name)
+        if layer:
+            layers.add(int(layer[1]))
+    fc1 = tensors.get(f"{ENCODER}layers.0.fc1.weight")
+    if fc1 is None or layers != set(range(len(layers))):
+        numbers = ", ".join(str(layer) for layer in sorted(layers)[:9]) or "none"
+        raise InputError(f"{path} is not a RoBERTa: its layers must be numbered 0, 1, ... and have fc1, got {numbers}")
+    embedding = tensors[EMBEDDING]
+    positions = tensors[POSITIONS]
+    if embedding.dim() != 2 or positions.dim() != 2 or fc1.dim() != 2:
+        raise InputError(f"{path} is not a RoBERTa: {EMBEDDING}, {POSITIONS} and layers.0.fc1.weight must be matrices")
+    if len(positions) <= POSITION_OFFSET:
+        raise InputError(
+            f"{path}: the positional table must have more than {POSITION_OFFSET} rows, got {len(positions)}"
+        )
+    return ModelSizes(
+        V=embedding.shape[0],
+        P=len(positions),
+        C=embedding.shape[1],
+        F=len(fc1),
+        layers=len(layers),
+    )
 
 
-def _options(
-    given: Mapping[str, Any], tensors: Mapping[str, Tensor], sizes: Sizes, heads: int | None, path: Path
+def _read_options(
+    stored: Mapping[str, Any], tensors: Mapping[str, Tensor], sizes: ModelSizes, heads: int | None, path: Path
 ) -> dict[str, Any]:
-    stated = given.get("encoder_attention_heads")
-    if stated is None and heads is None:
-        raise InputError(f"{path} does not say how many attention heads it has: give --heads")
-    if heads is not None and stated not in (None, heads):
-        raise InputError(f"{path} has {stated} attention heads, not {heads}")
-    return {
+    """Return the model's options from its tensors and, for what tensors do not show, from the stored options.
+
+    Raises InputError if the number of heads is unknown, or `heads` contradicts the stored number.
+    """
+    stored_heads = stored.get("encoder_attention_heads")
+    if stored_heads is None and heads is None:
+        raise InputError(f"{path} does not state the number of attention heads: give --heads")
+    if stored_heads is None:
+        stored_heads = heads
+    if heads is not None and heads != stored_heads:
+        raise InputError(f"--heads must be {stored_heads}, the number of heads of {path}, got {heads}")
+    options = {
         "encoder_layers": sizes.layers,
         "encoder_embed_dim": sizes.C,
         "encoder_ffn_embed_dim": sizes.F,
-        "encoder_attention_heads": heads if stated is None else stated,
-        "encoder_normalize_before": PRE_NORM[0] in tensors,
+        "encoder_attention_heads": stored_heads,
+        "encoder_normalize_before": FINAL_LAYER_NORM[0] in tensors,
         "layernorm_embedding": f"{ENCODER}layernorm_embedding.weight" in tensors,
-        "max_positions": sizes.P - OFFSET,
+        "max_positions": sizes.P - POSITION_OFFSET,
         "untie_weights_roberta": False,
-        **{key: given[key] for key in TRAINED_WITH if given.get(key) is not None},
     }
+    for option in STORED_OPTIONS:
+        if stored.get(option) is not None:
+            options[option] = stored[option]
+    return options
 
 
-def _dictionary(path: Path, dictionary: Path | None, rows: int) -> tuple[list[str], dict[str, bytes]]:
-    """The symbols of dict.txt, fillers included, and the tokenizer's files, beside it or in the run's own folder."""
-    folder = dictionary.parent if dictionary else next(iter(directories(str(path), None)), path.parent)
-    places = [dictionary] if dictionary else [folder / name for name in DICTIONARIES[:2]]
-    place = next((place for place in places if place.is_file()), None)
-    if place is None:
-        raise InputError(f"no {DICTIONARY} beside {path}: give --dictionary")
+def _roberta_parameters(
+    tensors: Mapping[str, Tensor], sizes: ModelSizes, options: Mapping[str, Any], path: Path
+) -> dict[str, Tensor]:
+    """Return the parameters of the encoder and, if there is one, of the masked-language-model head.
+
+    The head's output matrix is among them under HEAD_WEIGHT; a checkpoint without it shares the embedding.
+
+    Raises InputError if a parameter is missing or has another shape.
+    """
+    has_head = any(name.startswith(HEAD) for name in tensors)
+    names = list(encoder_names(sizes))
+    if has_head:
+        names += head_names(sizes)
+    shapes = {name.fairseq: name.shape for name in names}
+    if options["encoder_normalize_before"]:
+        for name in FINAL_LAYER_NORM:
+            shapes[name] = (sizes.C,)
+    if not options["layernorm_embedding"]:
+        shapes = {name: shape for name, shape in shapes.items() if "layernorm_embedding" not in name}
+    available = dict(tensors)
+    if has_head:
+        available.setdefault(HEAD_WEIGHT, tensors[EMBEDDING])
+        shapes[HEAD_WEIGHT] = (sizes.V, sizes.C)
+    require_shapes(available, shapes, path, "its embeddings and first layer")
+    return {name: available[name] for name in shapes}
+
+
+def _note_unused_tensors(tensors: Mapping[str, Tensor], used: Mapping[str, Tensor], path: Path) -> list[str]:
+    """Return a note about the heads for other tasks, which are not converted; an empty list if there are none.
+
+    Buffers and parameters of an attention are not mentioned. Raises InputError for a parameter of the encoder or the
+    language-model head that no RoBERTa has.
+    """
+    unused = []
+    for name in tensors:
+        if name not in used and ATTENTION_PARAMETERS not in name and not BUFFERS.search(name):
+            unused.append(name)
+    unknown = [name for name in unused if name.startswith((ENCODER, HEAD))]
+    if unknown:
+        raise InputError(f"{path} is not a RoBERTa: unexpected parameters {summarize_names(unknown)}")
+    if not unused:
+        return []
+    return [f"left out: {summarize_names(unused)}"]
+
+
+def _tokenizer_directory(path: Path, dictionary: Path | None) -> Path:
+    """Return the directory of dict.txt and the tokenizer.
+
+    It is the directory of `dictionary`, or else the first one with dictionaries among the run's tokenizer directory
+    and the directory of the checkpoint, or else the directory of the checkpoint.
+    """
+    if dictionary is not None:
+        return dictionary.parent
+    places = directories(str(path), None)
+    if places:
+        return places[0]
+    return path.parent
+
+
+def _find_dictionary(dictionary: Path | None, folder: Path) -> Path:
+    """Return `dictionary` if it is given, otherwise dict.txt or input0/dict.txt (a classification task's) in `folder`.
+
+    Raises InputError if the file does not exist.
+    """
+    if dictionary is not None:
+        if not dictionary.is_file():
+            raise InputError(f"no such dictionary: {dictionary}")
+        return dictionary
+    for name in DICTIONARIES[:2]:
+        if (folder / name).is_file():
+            return folder / name
+    raise InputError(f"no {DICTIONARY} in {folder}: give --dictionary FILE")
+
+
+def _read_symbols(dictionary: Path, rows: int, checkpoint: Path) -> list[str]:
+    """Return the symbols in a dict.txt, among them the fillers that fairseq adds.
+
+    Raises InputError if the file is not UTF-8, or its symbols and fairseq's special ones are not `rows` in number.
+    """
     try:
-        lines = place.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        symbols = [line.rstrip().rsplit(" ", 1)[0] for line in lines]
+        lines = dictionary.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
-        raise InputError(f"{place} is not UTF-8: {error}") from error
-    count = NUM_SPECIAL + len(symbols) + (MASK not in symbols)
+        raise InputError(f"{dictionary} is not UTF-8: {error}") from error
+    symbols = [line.rstrip().rsplit(" ", 1)[0] for line in lines]
+    count = NUM_SPECIAL + len(symbols)
+    if MASK not in symbols:
+        count += 1  # the task adds it
     if count != rows:
-        raise InputError(f"{place} has {count} symbols with fairseq's own, and {path} has {rows}")
-    files = find_tokenizer([folder])
-    check_dictionary(files, place)
-    return symbols, files
+        raise InputError(
+            f"{dictionary} does not fit {checkpoint}: it must have {rows} symbols, special symbols included, "
+            f"got {count}"
+        )
+    return symbols

@@ -1,7 +1,7 @@
-"""A RoBERTa, XLM-R or BERT of Hugging Face as our encoder.
+"""Read the encoder of a Hugging Face RoBERTa, XLM-R or BERT directory.
 
-A BERT is a RoBERTa with layer norms after each part: the embedding of token type 0, which every token of ours has, is
-added to the positions, and position p becomes row p + 2 of the table.
+Both architectures apply layer norm after each part. To become a RoBERTa, a BERT gets its embedding of token type 0,
+which every token has here, added to the positional table, and the row of position p moves to p + 2.
 """
 
 import re
@@ -13,13 +13,21 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.reading import check_weights
 from lln_fairseq.conversion.directory import CONFIG, as_float32, read_json, read_tensors
-from lln_fairseq.conversion.encoder import EMBEDDING, HEAD, OFFSET, POSITIONS, Encoder, first_few, require_shapes
+from lln_fairseq.conversion.encoder import (
+    EMBEDDING,
+    HEAD,
+    POSITION_OFFSET,
+    POSITIONS,
+    ImportedEncoder,
+    require_shapes,
+    summarize_names,
+)
 from lln_fairseq.conversion.parameter_names import (
     HEAD_BIAS,
     HEAD_WEIGHT,
     TOKEN_TYPES,
-    Name,
-    Sizes,
+    ModelSizes,
+    ParameterName,
     encoder_names,
     head_names,
 )
@@ -27,134 +35,202 @@ from lln_fairseq.conversion.read_tokenizer import PIECES, SourceVocabulary, read
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 
-STATED = f"{CONFIG} says"
-BERT, XLM_R = "bert", "xlm-roberta"
+BERT = "bert"
+XLM_R = "xlm-roberta"
 MODEL_TYPES = ("roberta", XLM_R, BERT)
+# Hugging Face's activations by fairseq's names.
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
 SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers")
-REFUSED = {"is_decoder": True, "add_cross_attention": True}  # what no encoder of ours can be
+DECODER_OPTIONS = ("is_decoder", "add_cross_attention")  # true only for models that are no encoders
 
-OLD_NAMES = {re.compile(r"LayerNorm\.gamma$"): "LayerNorm.weight", re.compile(r"LayerNorm\.beta$"): "LayerNorm.bias"}
-# Names of other parts: what they hold is not used, and said, if it is more than a buffer.
-# What is no parameter, or the embedding again; and where every parameter must be known: heads for other tasks are not.
+# The names that TensorFlow gives to the parameters of layer norms.
+TENSORFLOW_NAMES = {
+    re.compile(r"LayerNorm\.gamma$"): "LayerNorm.weight",
+    re.compile(r"LayerNorm\.beta$"): "LayerNorm.bias",
+}
+# Buffers, and the output matrix, which usually is the embedding: they are not reported as left out.
 IGNORED = re.compile(r"embeddings\.(position_ids|token_type_ids)$|(lm_head|cls\.predictions)\.decoder\.")
-OF_THE_MODEL = re.compile(r"(embeddings|encoder|lm_head|cls\.predictions)\.")
+# Parts of the model in which every parameter must be known. Other parts are heads for other tasks.
+CONVERTED_PARTS = re.compile(r"(embeddings|encoder|lm_head|cls\.predictions)\.")
 
 
-def read(folder: Path) -> Encoder:
-    """The encoder in a directory of Hugging Face with its tokenizer, and its masked LM's head if there is one.
+def read_hugging_face_directory(folder: Path) -> ImportedEncoder:
+    """Read the encoder in a Hugging Face directory, with its tokenizer and, if it has one, its language-model head.
 
-    Raises: InputError for other architectures, tensors that are missing, of another shape or unknown, and a tokenizer
-    that does not fit the embedding.
+    The rows of the embedding are put into the order of fairseq's ids. Heads for other tasks are left out, with a note.
+
+    Raises:
+        InputError: if the architecture is not supported, a tensor is missing, unknown or of another shape, or the
+            tokenizer does not fit the embedding.
     """
-    config = read_json(folder / CONFIG)
-    bert, sizes, options = _options(config, folder / CONFIG)
-    tensors = _plain_names(read_tensors(folder))
-    used = {name: value for name, value in tensors.items() if OF_THE_MODEL.match(name) and not name.endswith("_ids")}
-    check_weights(used, folder)
-    if sizes.layers > len(tensors):  # a number may be anything, and a name is made for every layer
-        raise InputError(f"{folder}: num_hidden_layers is {sizes.layers}, but it holds {len(tensors)} tensors")
+    config_file = folder / CONFIG
+    config = read_json(config_file)
+    _check_architecture(config, config_file)
+    bert = config["model_type"] == BERT
+    sizes = ModelSizes(*(_positive_number(config, key, config_file) for key in SIZES))
+    options = _read_options(config, sizes, config_file)
+    tensors = _with_current_names(read_tensors(folder))
+    _check_converted_weights(tensors, folder)
+    if sizes.layers > len(tensors):  # checked before the names of so many layers are made
+        raise InputError(f"{folder}: num_hidden_layers is {sizes.layers}, but there are only {len(tensors)} tensors")
     names = list(encoder_names(sizes))
     head = list(head_names(sizes, bert))
-    has_head = any(name.theirs in tensors for name in head)
-    wanted = {name.theirs: name.shape for name in [*names, *(head if has_head else [])]}
-    require_shapes(tensors, wanted, folder, STATED)
-    notes = _left_out(tensors, names + head, folder)
+    has_head = any(name.hugging_face in tensors for name in head)
+    if has_head:
+        names += head
+    require_shapes(tensors, {name.hugging_face: name.shape for name in names}, folder, CONFIG)
+    notes = _note_unused_tensors(tensors, names, folder)
     if (folder / PIECES).is_file() and config["model_type"] != XLM_R:
-        raise InputError(f"{folder}: {PIECES} is XLM-R's, and this is a {config['model_type']}")
+        raise InputError(f"{folder}: only XLM-R has a {PIECES}, but model_type is {config['model_type']}")
     vocabulary = read_vocabulary(folder, sizes.V, config)
-    parameters = as_float32({name.ours: tensors[name.theirs] for name in [*names, *(head if has_head else [])]})
-    _positions(parameters, tensors, bert, vocabulary.order[PAD], sizes, folder)
+    parameters = as_float32({name.fairseq: tensors[name.hugging_face] for name in names})
+    unused_rows = vocabulary.order[PAD] + 1  # RoBERTa counts positions from the id of the padding
+    if bert:
+        unused_rows = 0
+    _convert_positions(parameters, tensors, unused_rows, sizes, folder)
     if has_head and not config.get("tie_word_embeddings", True):
         options["untie_weights_roberta"] = True
-        output = "cls.predictions.decoder.weight" if bert else "lm_head.decoder.weight"
-        require_shapes(tensors, {output: (sizes.V, sizes.C)}, folder, STATED)
+        output = "lm_head.decoder.weight"
+        if bert:
+            output = "cls.predictions.decoder.weight"
+        require_shapes(tensors, {output: (sizes.V, sizes.C)}, folder, CONFIG)
         parameters |= as_float32({HEAD_WEIGHT: tensors[output]})
-    options["max_positions"] = len(parameters[POSITIONS]) - OFFSET
-    _reorder(parameters, vocabulary)
-    return Encoder(parameters, options, vocabulary.symbols, vocabulary.files, notes)
+    options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
+    _reorder_symbols(parameters, vocabulary)
+    return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes)
 
 
-def _options(config: dict[str, Any], path: Path) -> tuple[bool, Sizes, dict[str, Any]]:
-    """Whether it is a BERT, its sizes, and the options of our model."""
-    kind = config.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise InputError(f"{path}: this is a {kind or 'model of no known type'}, and may be {', '.join(MODEL_TYPES)}")
-    for option, value in REFUSED.items():
-        if config.get(option) == value:
-            raise InputError(f"{path}: {option} is {value}: this is no encoder")
-    if config.get("position_embedding_type", "absolute") != "absolute":
-        raise InputError(f"{path}: its positions are {config['position_embedding_type']}, not absolute")
+def _check_architecture(config: dict[str, Any], path: Path) -> None:
+    """Raise InputError if config.json, read from `path`, describes a model that fairseq's RoBERTa cannot represent."""
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise InputError(f"{path}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type}")
+    for option in DECODER_OPTIONS:
+        if config.get(option):
+            raise InputError(f"{path}: only encoders can be converted, but {option} is {config[option]}")
+    position_type = config.get("position_embedding_type", "absolute")
+    if position_type != "absolute":
+        raise InputError(f"{path}: position_embedding_type must be absolute, got {position_type}")
+    activations = ["gelu"]  # the head of fairseq's RoBERTa uses the model's activation, Hugging Face's always gelu
+    if model_type == BERT:
+        activations = list(ACTIVATIONS)
     activation = str(config.get("hidden_act", "gelu"))
-    if activation not in (ACTIVATIONS if kind == BERT else ("gelu",)):  # RoBERTa's head has gelu, whatever this says
-        raise InputError(f"{path}: its activation is {activation}, which fairseq's RoBERTa does not have")
-    sizes = Sizes(*(_number(config, key, path) for key in SIZES))
-    options: dict[str, Any] = {
+    if activation not in activations:
+        raise InputError(f"{path}: hidden_act must be {' or '.join(activations)}, got {activation}")
+
+
+def _read_options(config: dict[str, Any], sizes: ModelSizes, path: Path) -> dict[str, Any]:
+    """Return the options of LLNRobertaModel that config.json states, with the defaults of transformers."""
+    return {
         "encoder_layers": sizes.layers,
         "encoder_embed_dim": sizes.C,
         "encoder_ffn_embed_dim": sizes.F,
-        "encoder_attention_heads": _number(config, "num_attention_heads", path),
-        "activation_fn": ACTIVATIONS[activation],
-        "dropout": _share(config, "hidden_dropout_prob", 0.1, path),
-        "attention_dropout": _share(config, "attention_probs_dropout_prob", 0.1, path),
-        "layer_norm_eps": _share(config, "layer_norm_eps", 1e-12, path),  # transformers' own default
+        "encoder_attention_heads": _positive_number(config, "num_attention_heads", path),
+        "activation_fn": ACTIVATIONS[str(config.get("hidden_act", "gelu"))],
+        "dropout": _fraction(config, "hidden_dropout_prob", 0.1, path),
+        "attention_dropout": _fraction(config, "attention_probs_dropout_prob", 0.1, path),
+        "layer_norm_eps": _fraction(config, "layer_norm_eps", 1e-12, path),
     }
-    return kind == BERT, sizes, options
 
 
-def _number(config: dict[str, Any], key: str, path: Path) -> int:
+def _positive_number(config: dict[str, Any], key: str, path: Path) -> int:
+    """Return an option of config.json. Raises InputError if it is missing or not a positive integer."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{path}: {key} is {value!r}, not a positive number")
+        raise InputError(f"{path}: {key} must be a positive integer, got {value!r}")
     return value
 
 
-def _share(config: dict[str, Any], key: str, default: float, path: Path) -> float:
+def _fraction(config: dict[str, Any], key: str, default: float, path: Path) -> float:
+    """Return an option of config.json, or `default` if it is missing. Raises InputError if it is not in [0, 1)."""
     value = config.get(key, default)
     if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise InputError(f"{path}: {key} is {value!r}, not a number from 0 to 1")
+        raise InputError(f"{path}: {key} must be a number of at least 0 and below 1, got {value!r}")
     return float(value)
 
 
-def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the model's prefix; names of TensorFlow's layer norms as torch has them; the head's bias by one name."""
-    renamed = {re.sub(r"^(roberta|bert)\.", "", name): value for name, value in tensors.items()}
-    for pattern, name in OLD_NAMES.items():
-        renamed = {pattern.sub(name, key): value for key, value in renamed.items()}
+def _with_current_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under the names that transformers uses today, without the prefix of the model.
+
+    The bias of the head's output matrix, if there is one, is also stored under the name of the head's own bias.
+    """
+    renamed = {}
+    for name, value in tensors.items():
+        name = re.sub(r"^(roberta|bert)\.", "", name)
+        for pattern, current in TENSORFLOW_NAMES.items():
+            name = pattern.sub(current, name)
+        renamed[name] = value
     for head in ("lm_head.", "cls.predictions."):
         if f"{head}decoder.bias" in renamed:
             renamed.setdefault(f"{head}bias", renamed[f"{head}decoder.bias"])
     return renamed
 
 
-def _left_out(tensors: dict[str, Tensor], names: list[Name], folder: Path) -> list[str]:
-    """A note about the heads that are not used. Raises: InputError for what no encoder of a RoBERTa or BERT has."""
-    known = {name.theirs for name in names} | {TOKEN_TYPES}
-    others = [name for name in tensors if name not in known and not IGNORED.match(name)]
-    if unknown := [name for name in others if OF_THE_MODEL.match(name)]:
-        raise InputError(f"{folder} has what no RoBERTa or BERT has: {first_few(unknown)}")
-    heads = {".".join(name.split(".")[: 2 if name.startswith("cls.") else 1]) for name in others}
-    return [f"left out: {', '.join(sorted(heads))}"] if heads else []
+def _check_converted_weights(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Raise InputError for weights of the converted parts that are not finite floating-point numbers."""
+    weights = {}
+    for name, value in tensors.items():
+        if CONVERTED_PARTS.match(name) and not name.endswith("_ids"):
+            weights[name] = value
+    check_weights(weights, folder)
 
 
-def _positions(parameters: dict[str, Tensor], tensors: dict[str, Tensor], bert: bool, padding: int,
-               sizes: Sizes, folder: Path) -> None:  # fmt: skip
-    """Puts position p into row p + 2 and the token type into the positions, in place."""
-    table, skipped = parameters[POSITIONS], 0 if bert else padding + 1
-    if len(table) <= skipped:
-        raise InputError(f"{folder}: the positional table has {len(table)} rows, and {skipped} are no positions")
+def _note_unused_tensors(tensors: dict[str, Tensor], names: list[ParameterName], folder: Path) -> list[str]:
+    """Return a note that lists the heads for other tasks, or an empty list if there are none.
+
+    Raises InputError for a parameter of the encoder or the language-model head that is not in `names`.
+    """
+    known = {name.hugging_face for name in names}
+    known.add(TOKEN_TYPES)
+    unused = [name for name in tensors if name not in known and not IGNORED.match(name)]
+    unknown = [name for name in unused if CONVERTED_PARTS.match(name)]
+    if unknown:
+        raise InputError(f"{folder} is not a RoBERTa or BERT: unexpected parameters {summarize_names(unknown)}")
+    heads = set()
+    for name in unused:
+        parts = name.split(".")
+        if parts[0] == "cls":  # all heads of BERT are in `cls`
+            heads.add(".".join(parts[:2]))
+        else:
+            heads.add(parts[0])
+    if not heads:
+        return []
+    return [f"left out: {', '.join(sorted(heads))}"]
+
+
+def _convert_positions(
+    parameters: dict[str, Tensor], tensors: dict[str, Tensor], unused_rows: int, sizes: ModelSizes, folder: Path
+) -> None:
+    """Move position p to row p + POSITION_OFFSET and add the embedding of token type 0 to all positions, in place.
+
+    If neither is necessary, the table is left exactly as it is.
+
+    Args:
+        parameters: the converted parameters; the positional table is replaced.
+        tensors: the source's tensors by Hugging Face's names; token types are optional.
+        unused_rows: the row of position 0 in the source.
+        sizes: the sizes of the model.
+        folder: the source, for messages.
+    """
+    table = parameters[POSITIONS]
+    if len(table) <= unused_rows:
+        raise InputError(f"{folder}: the positional table must have more than {unused_rows} rows, got {len(table)}")
     if TOKEN_TYPES in tensors:
-        kinds = tensors[TOKEN_TYPES]
-        require_shapes(tensors, {TOKEN_TYPES: (kinds.shape[0], sizes.C)}, folder, STATED)
-        if kinds[0].any():  # else the table stays as it is to the bit, with the rows that are no positions
-            table = torch.cat([table[:skipped], table[skipped:] + kinds[0].to(table.dtype)])
-    if skipped != OFFSET:
-        table = torch.cat([table.new_zeros(OFFSET, sizes.C), table[skipped:]])
+        token_types = tensors[TOKEN_TYPES]
+        require_shapes(tensors, {TOKEN_TYPES: (token_types.shape[0], sizes.C)}, folder, CONFIG)
+        if token_types[0].any():
+            positions = table[unused_rows:] + token_types[0].to(table.dtype)
+            table = torch.cat([table[:unused_rows], positions])
+    if unused_rows != POSITION_OFFSET:
+        table = torch.cat([table.new_zeros(POSITION_OFFSET, sizes.C), table[unused_rows:]])
     parameters[POSITIONS] = table
 
 
-def _reorder(parameters: dict[str, Tensor], vocabulary: SourceVocabulary) -> None:
-    """Puts everything that has a row a symbol into fairseq's order, in place."""
+def _reorder_symbols(parameters: dict[str, Tensor], vocabulary: SourceVocabulary) -> None:
+    """Put the rows of all parameters that have one row per symbol into the order of fairseq's ids, in place.
+
+    A head without an output matrix of its own gets the embedding.
+    """
     order = torch.tensor(vocabulary.order)
     for name in (EMBEDDING, HEAD_BIAS, HEAD_WEIGHT):
         if name in parameters:

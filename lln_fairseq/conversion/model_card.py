@@ -1,87 +1,125 @@
-"""README.md of an exported model, of what the files say."""
+"""Write the model card (README.md) of an exported model from its configuration and from files of its training."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
 from lln_fairseq.errors import InputError
 
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
 PIPELINES = {"ForMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification"}
-MANIFEST, SCORES = "manifest.json", "valid.json"
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+ATTENTION_OPTIONS = ("mix", "block_size", "scope", "constants", "gain", "alpha", "beta")
+MANIFEST = "manifest.json"  # of the data
+SCORES = "valid.json"  # what `lln-fairseq evaluate --json` wrote
 APPROXIMATE = (
-    " - tokenizer: SentencePiece with a table of normalized characters. `transformers` applies the table to whole\n"
-    "   characters as a reader sees them, SentencePiece to their parts: the ids may differ where a text has combining\n"
-    "   marks without a composed form, joiners, half-width kana with marks, or control characters."
+    " - tokenizer: SentencePiece with a table that normalizes characters. `transformers` applies the table to whole\n"
+    "   grapheme clusters, SentencePiece to single code points. The ids may differ if a text has combining marks\n"
+    "   without a composed form, joiners, half-width kana with marks, or control characters."
 )
 
 
 def model_card(
     config: Mapping[str, Any],
     purpose: str,
-    tokenizer: bool,
+    has_tokenizer: bool,
     is_approximate: bool,
     folders: list[Path],
 ) -> str:
-    """The text; `folders` are where the data's manifest and the scores of the checkpoint may lie.
+    """Return the text of the model card.
 
-    `is_approximate`: the tokenizer gives some texts other ids than lln_fairseq does.
+    Args:
+        config: the content of the exported config.json.
+        purpose: "ForMaskedLM" or "ForSequenceClassification".
+        has_tokenizer: whether the model is exported with a tokenizer.
+        is_approximate: whether that tokenizer gives some texts other ids than the original one.
+        folders: where the manifest of the data and the scores of the checkpoint may be, in the order of search. A file
+            that no folder has is left out of the card.
+
+    Raises:
+        InputError: if the manifest or the scores are not JSON.
     """
-    auto = f"AutoModel{purpose}"
-    trusted = ", trust_remote_code=True" if "auto_map" in config else ""
-    lines = [
-        "---",
-        "library_name: transformers",
-        f"pipeline_tag: {PIPELINES[purpose]}",
-        "tags: [lln_fairseq, roberta]",
-        "---",
-        "",
-    ]
-    lines += ["# A RoBERTa of lln_fairseq", "", _about(config), "", "## Use", ""]
-    lines += [f"    from transformers import {'AutoTokenizer, ' if tokenizer else ''}{auto}", ""]
-    lines += [f"    tokenizer = AutoTokenizer.from_pretrained(DIRECTORY{trusted})"] if tokenizer else []
-    lines += [f"    model = {auto}.from_pretrained(DIRECTORY{trusted})", ""]
-    lines += ["## What it is", ""]
-    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    lines += [f" - {key.replace('_', ' ')}: {config[key]}" for key in sizes]
-    lines += [f" - longest sequence: {config['max_position_embeddings'] - 2} tokens"]
-    if labels := config.get("id2label"):
-        lines += [f" - labels: {', '.join(labels.values())}"]
-    lines += [APPROXIMATE] if is_approximate else []
-    lines += _data(folders) + _scores(folders)
-    lines += ["", "## Licence", "", "To be stated by whoever publishes this model.", ""]
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {PIPELINES[purpose]}"]
+    lines += ["tags: [lln_fairseq, roberta]", "---", ""]
+    lines += ["# A RoBERTa trained with lln_fairseq", "", _describe_attention(config), "", "## Use", ""]
+    lines += _usage(config, purpose, has_tokenizer)
+    lines += ["", "## Properties", ""]
+    for key in SIZES:
+        lines.append(f" - {key.replace('_', ' ')}: {config[key]}")
+    lines.append(f" - longest sequence: {longest_exported_sequence(config)} tokens")
+    if config.get("id2label"):
+        lines.append(f" - labels: {', '.join(config['id2label'].values())}")
+    if is_approximate:
+        lines.append(APPROXIMATE)
+    lines += _describe_data(folders)
+    lines += _describe_scores(folders)
+    lines += ["", "## License", "", "To be stated by whoever publishes this model.", ""]
     return "\n".join(lines)
 
 
-def _about(config: Mapping[str, Any]) -> str:
+def _describe_attention(config: Mapping[str, Any]) -> str:
+    """Return a sentence about the model's attention and its options."""
     if "attention" not in config:
-        return "Its attention is softmax: it is a RoBERTa like any other and needs no code of its own."
-    keys = ("mix", "block_size", "scope", "constants", "gain", "alpha", "beta")
-    options = ", ".join(f"{key} {config[key]}" for key in keys if config.get(key) is not None)
-    name = config["attention"]
-    return f"Its attention is `{name}`, Linear Log-Normal attention ({PAPER}), at linear cost: {options}."
+        return "Its attention is softmax: it is a stock RoBERTa and needs no code of its own."
+    options = [f"{key} {config[key]}" for key in ATTENTION_OPTIONS if config.get(key) is not None]
+    return (
+        f"Its attention is `{config['attention']}`, Linear Log-Normal attention ({PAPER}), whose cost is linear in the "
+        f"length of the sequence: {', '.join(options)}."
+    )
 
 
-def _data(folders: list[Path]) -> list[str]:
-    """What the data's manifest says of its sources."""
-    content = _first(folders, MANIFEST)
-    sources = content.get("sources")
-    names = [str(source["name"]) for source in sources or () if isinstance(source, dict) and "name" in source]
-    return [f" - data: {', '.join(names)}"] if names else []
+def _usage(config: Mapping[str, Any], purpose: str, has_tokenizer: bool) -> list[str]:
+    """Return the lines of code that load the model and its tokenizer."""
+    model_class = f"AutoModel{purpose}"
+    arguments = "DIRECTORY"
+    if "auto_map" in config:
+        arguments += ", trust_remote_code=True"
+    imports = model_class
+    if has_tokenizer:
+        imports = f"AutoTokenizer, {model_class}"
+    lines = [f"    from transformers import {imports}", ""]
+    if has_tokenizer:
+        lines.append(f"    tokenizer = AutoTokenizer.from_pretrained({arguments})")
+    lines.append(f"    model = {model_class}.from_pretrained({arguments})")
+    return lines
 
 
-def _scores(folders: list[Path]) -> list[str]:
-    numbers = {key: value for key, value in _first(folders, SCORES).items() if isinstance(value, int | float)}
-    return [f" - on the validation set: {', '.join(f'{k} {v:g}' for k, v in numbers.items())}"] if numbers else []
+def _describe_data(folders: list[Path]) -> list[str]:
+    """Return a line with the sources that the data's manifest names, or an empty list if it names none."""
+    sources = _read_first(folders, MANIFEST).get("sources") or ()
+    names = [str(source["name"]) for source in sources if isinstance(source, dict) and "name" in source]
+    if not names:
+        return []
+    return [f" - data: {', '.join(names)}"]
 
 
-def _first(folders: list[Path], name: str) -> dict[str, Any]:
+def _describe_scores(folders: list[Path]) -> list[str]:
+    """Return a line with the numbers in the file of scores, or an empty list if there are none."""
+    scores = []
+    for name, value in _read_first(folders, SCORES).items():
+        if isinstance(value, int | float):
+            scores.append(f"{name} {value:g}")
+    if not scores:
+        return []
+    return [f" - on the validation set: {', '.join(scores)}"]
+
+
+def _read_first(folders: list[Path], name: str) -> dict[str, Any]:
+    """Return the JSON object in the first file of this name.
+
+    Returns an empty dictionary if no folder has the file, or the file holds something else than an object. Raises
+    InputError if the file is not JSON.
+    """
     for folder in folders:
-        if (folder / name).is_file():
+        path = folder / name
+        if path.is_file():
             try:
-                content = json.loads((folder / name).read_text(encoding="utf-8"))
+                content = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
-                raise InputError(f"{folder / name} cannot be read: {error}") from error
-            return content if isinstance(content, dict) else {}
+                raise InputError(f"{path} cannot be read: {error}") from error
+            if isinstance(content, dict):
+                return content
+            return {}
     return {}

@@ -1,7 +1,10 @@
-"""RoBERTa with Linear Log-Normal attention (arXiv 2311.13541), alone or with block-diagonal softmax, for transformers.
+"""RoBERTa for transformers with Linear Log-Normal attention (arXiv 2311.13541), with or without block-diagonal softmax.
 
-The file goes with every exported model; it needs torch and transformers, and uses the kernels of lln_fairseq where that
-is installed. Shapes: B sequences, H heads, N tokens, D features of a head. `padded` is bool (B, N), True = padding.
+This file is shipped with every exported model. It needs only torch and transformers, and uses the kernels of
+lln_fairseq if that package is installed.
+
+Shapes: B sequences, H heads, N tokens, D features of a head, C = H D features of a token. The argument `padded` is a
+bool tensor (B, N) that is True at padding, or None without padding.
 """
 
 import math
@@ -21,38 +24,76 @@ try:
 except ImportError:
     HAS_KERNELS = False
 
-MIXES: dict[str, tuple[str, ...]] = {  # and their learned parameters
-    "average": (), "ratio": ("ratio",), "scale": ("ratio", "diag_scale"),
-    "joint": (), "joint_offset": ("offset",),
-}  # fmt: skip
-PER_FEATURE = ("ratio", "scale")
-FLOOR = 1 / 16
-PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086  # σ_lln² = a σ̃² + b, of the authors' code
-MIN_SIGMA, LOG_SIGMA2_LIMIT = 1e-6, 24.0
+# The names of the learned parameters of every mix.
+MIX_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "average": (),
+    "ratio": ("ratio",),
+    "scale": ("ratio", "diag_scale"),
+    "joint": (),
+    "joint_offset": ("offset",),
+}
+PER_FEATURE_MIXES = ("ratio", "scale")  # mixes whose parameters are (H, 1, D); the others' are (H,)
+DENOMINATOR_FLOOR = 1 / 16
+# The paper's moment matching, with the constants of the authors' code: sigma_lln^2 = PAPER_A sigma_tilde^2 + PAPER_B.
+PAPER_A = 0.14855178144710912
+PAPER_B = -0.35487039130661086
+MIN_SIGMA = 1e-6
+MAX_LOG_SIGMA2 = 24.0
 
 
 class LLNRobertaConfig(RobertaConfig):
-    """RoBERTa's options and the attention's; moment_table: (log s, log σ̃²) of the constants that are not "paper"."""
+    """The options of RoBERTa and of Linear Log-Normal attention.
+
+    Args:
+        attention: "lln" or "lln_diag".
+        mix: the formula that combines LLN with block-diagonal softmax in lln_diag, a key of MIX_PARAMETERS.
+        block_size: tokens of a block of lln_diag; None means the features of a head.
+        alpha: fixed factor of the queries; None matches it to softmax's variance.
+        beta: fixed factor of the keys; moment matching is used unless both alpha and beta are given.
+        scope: "head" measures the standard deviations in each sequence and head, "batch" over the whole batch.
+        constants: the constants of moment matching: "paper", or those of `moment_table`.
+        gain: "learned" multiplies alpha and beta by learned factors for each head, "none" does not.
+        moment_table: two lists, log s in increasing order and log sigma_tilde^2, for constants other than "paper".
+        **options: the options of RobertaConfig.
+    """
 
     model_type = "lln_roberta"
 
-    def __init__(self, attention: str = "lln_diag", mix: str = "average", block_size: int | None = None,
-                 alpha: float | None = None, beta: float | None = None, scope: str = "head",
-                 constants: str = "calibrated", gain: str = "none",
-                 moment_table: list[list[float]] | None = None, **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        attention: str = "lln_diag",
+        mix: str = "average",
+        block_size: int | None = None,
+        alpha: float | None = None,
+        beta: float | None = None,
+        scope: str = "head",
+        constants: str = "calibrated",
+        gain: str = "none",
+        moment_table: list[list[float]] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
-        self.attention, self.mix, self.block_size = attention, mix, block_size
-        self.alpha, self.beta, self.scope, self.constants = alpha, beta, scope, constants
-        self.gain, self.moment_table = gain, moment_table
+        self.attention = attention
+        self.mix = mix
+        self.block_size = block_size
+        self.alpha = alpha
+        self.beta = beta
+        self.scope = scope
+        self.constants = constants
+        self.gain = gain
+        self.moment_table = moment_table
 
 
 class LLNSelfAttention(RobertaSelfAttention):
-    """The projections of RoBERTa with LLN attention between them."""
+    """RoBERTa's self-attention module with LLN attention instead of softmax between the projections.
 
-    log_gain: nn.Parameter  # of α and β, (2, H)
+    A parameter exists only if the options use it.
+    """
+
+    log_gain: nn.Parameter  # (2, H), logarithms of the factors of alpha and beta
     offset: nn.Parameter  # (H,)
     ratio: nn.Parameter  # (H, 1, D)
-    diag_scale: nn.Parameter
+    diag_scale: nn.Parameter  # (H, 1, D)
 
     def __init__(self, config: LLNRobertaConfig) -> None:
         super().__init__(config)
@@ -60,165 +101,300 @@ class LLNSelfAttention(RobertaSelfAttention):
         heads = config.num_attention_heads
         if config.gain == "learned":
             self.log_gain = nn.Parameter(torch.zeros(2, heads))
-        for name in MIXES[config.mix] if config.attention == "lln_diag" else ():
-            per_feature = torch.full((heads, 1, self.attention_head_size), 0.5)
-            self.register_parameter(
-                name, nn.Parameter(per_feature if config.mix in PER_FEATURE else torch.zeros(heads))
-            )
+        if config.attention != "lln_diag":
+            return
+        for name in MIX_PARAMETERS[config.mix]:
+            if config.mix in PER_FEATURE_MIXES:
+                initial = torch.full((heads, 1, self.attention_head_size), 0.5)
+            else:
+                initial = torch.zeros(heads)
+            self.register_parameter(name, nn.Parameter(initial))
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *unused: Any,
-                **unused_too: Any) -> tuple[Tensor, None]:  # fmt: skip
-        """hidden_states (B, N, C) -> (B, N, C); there are no attention weights to give."""
-        heads = (self.num_attention_heads, self.attention_head_size)
-        q, k, v = (
-            projection(hidden_states).unflatten(-1, heads).transpose(1, 2).contiguous()
-            for projection in (self.query, self.key, self.value)
-        )
-        out = self.attend(q, k, v, padding_of(attention_mask))
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *unused: Any, **unused_too: Any
+    ) -> tuple[Tensor, None]:
+        """Compute the attention of hidden_states (B, N, C).
+
+        Args:
+            hidden_states: the inputs of the layer, (B, N, C).
+            attention_mask: transformers' mask, see `padding_from_mask`.
+            *unused: further arguments of RobertaSelfAttention, which are ignored.
+            **unused_too: the same.
+
+        Returns:
+            The output (B, N, C), and None, because there are no attention weights.
+        """
+        q = self.split_heads(self.query(hidden_states))
+        k = self.split_heads(self.key(hidden_states))
+        v = self.split_heads(self.value(hidden_states))
+        out = self.attend(q, k, v, padding_from_mask(attention_mask))
         return out.transpose(1, 2).flatten(2), None
 
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Return x (B, N, C) as a contiguous tensor (B, H, N, D)."""
+        return x.unflatten(-1, (self.num_attention_heads, self.attention_head_size)).transpose(1, 2).contiguous()
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
-        """q, k, v (B, H, N, D) -> (B, H, N, D)."""
-        config, dropout = self.config, self.dropout.p if self.training else 0.0
-        size = config.block_size or q.shape[-1]
+        """Compute the attention of q, k, v (B, H, N, D), with the kernels of lln_fairseq if they are installed.
+
+        Returns:
+            The output (B, H, N, D) in the dtype of the inputs.
+        """
+        dropout = 0.0
+        if self.training:
+            dropout = self.dropout.p
+        block_size = self.config.block_size or q.shape[-1]
         if HAS_KERNELS:
-            given = {name: getattr(config, name) for name in ("alpha", "beta", "scope", "constants")}
-            if config.gain == "learned":
-                given = dict(zip(("alpha", "beta"), self.alpha_beta(q, k, padded), strict=True))
-            if config.attention == "lln_diag" and config.mix not in PER_FEATURE:
-                return lln_diag_attention(q, k, v, key_padding_mask=padded, block_size=size, dropout_p=dropout,
-                                          mix=config.mix, mix_parameter=self.mix_parameter(), **given)  # fmt: skip
-            lln = lln_attention(q, k, v, key_padding_mask=padded, **given)
-            if config.attention == "lln":
-                return lln
-            return self.mixed(lln, block_diag_attention(q, k, v, padded, size, dropout))
-        dtype = q.dtype
-        q, k, v = q.float(), k.float(), v.float()
-        features = plain_features(q, k, *self.alpha_beta(q, k, padded), padded)
+            return self.attend_with_kernels(q, k, v, padded, block_size, dropout)
+        return self.attend_without_kernels(q.float(), k.float(), v.float(), padded, block_size, dropout).to(q.dtype)
+
+    def attend_with_kernels(
+        self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, block_size: int, dropout: float
+    ) -> Tensor:
+        """Compute `attend` with the operations of lln_fairseq."""
+        config = self.config
+        options: dict[str, Any] = {}
+        if config.gain == "learned":
+            options["alpha"], options["beta"] = self.alpha_beta(q, k, padded)
+        else:
+            options["alpha"] = config.alpha
+            options["beta"] = config.beta
+            options["scope"] = config.scope
+            options["constants"] = config.constants
+        if config.attention == "lln_diag" and config.mix not in PER_FEATURE_MIXES:
+            return lln_diag_attention(
+                q,
+                k,
+                v,
+                key_padding_mask=padded,
+                block_size=block_size,
+                dropout_p=dropout,
+                mix=config.mix,
+                mix_parameter=self.mix_parameter(),
+                **options,
+            )
+        lln = lln_attention(q, k, v, key_padding_mask=padded, **options)
         if config.attention == "lln":
-            return plain_lln(*features, v, padded).to(dtype)
-        if config.mix.startswith("joint"):
-            return plain_joint(q, k, v, *features, padded, size, dropout, self.mix_parameter()).to(dtype)
-        return self.mixed(plain_lln(*features, v, padded), plain_block_diag(q, k, v, padded, size, dropout)).to(dtype)
+            return lln
+        diag = block_diag_attention(q, k, v, padded, block_size, dropout)
+        return self.mix_outputs(lln, diag)
+
+    def attend_without_kernels(
+        self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, block_size: int, dropout: float
+    ) -> Tensor:
+        """Compute `attend` for float32 inputs with plain operations of PyTorch."""
+        alpha, beta = self.alpha_beta(q, k, padded)
+        a, w = plain_features(q, k, alpha, beta, padded)
+        if self.config.attention == "lln":
+            return plain_lln(a, w, v, padded)
+        if self.config.mix.startswith("joint"):
+            return plain_joint(q, k, v, a, w, padded, block_size, dropout, self.mix_parameter())
+        lln = plain_lln(a, w, v, padded)
+        diag = plain_block_diag(q, k, v, padded, block_size, dropout)
+        return self.mix_outputs(lln, diag)
 
     def alpha_beta(self, q: Tensor, k: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
-        """α and β (B, H), with the factors that the heads have learned."""
-        alpha, beta = alpha_beta(q.float(), k.float(), padded, self.config)
+        """Return alpha and beta, float32 (B, H), including the learned factors of the heads if there are any."""
+        alpha, beta = match_moments(q.float(), k.float(), padded, self.config)
         if self.config.gain == "none":
             return alpha, beta
         gain = self.log_gain.float().exp()
         return alpha * gain[0], beta * gain[1]
 
-    def mixed(self, lln: Tensor, diag: Tensor) -> Tensor:
-        """The mixes of two outputs."""
+    def mix_outputs(self, lln: Tensor, diag: Tensor) -> Tensor:
+        """Combine the outputs (B, H, N, D) of LLN and of block-diagonal softmax: the mixes average, ratio and scale."""
         if self.config.mix == "average":
             return (lln + diag) / 2
         ratio = self.ratio.to(lln.dtype)
-        return ratio * lln + (1 - ratio if self.config.mix == "ratio" else self.diag_scale.to(lln.dtype)) * diag
+        if self.config.mix == "ratio":
+            return ratio * lln + (1 - ratio) * diag
+        return ratio * lln + self.diag_scale.to(lln.dtype) * diag
 
     def mix_parameter(self) -> Tensor | None:
-        """Return the learned offset of each head, (H,), if there is one."""
+        """Return the learned offset (H,) of the mix joint_offset, or None for other mixes."""
         if self.config.mix == "joint_offset":
             return self.offset
         return None
 
 
-def padding_of(mask: Tensor | None) -> Tensor | None:
-    """(B, N) of transformers' mask (B, 1, 1 or N, N): 0 or True where a key may be seen. Raises: ValueError for masks
-    that differ by query."""
+def padding_from_mask(mask: Tensor | None) -> Tensor | None:
+    """Return the padding (B, N), True at padding, of the mask that transformers gives to an attention.
+
+    Args:
+        mask: (B, 1, 1, N) or (B, 1, N, N); a key is visible where a bool mask is True or another mask is not negative.
+
+    Raises:
+        ValueError: if the first and the last query see different keys.
+    """
     if mask is None:
         return None
     if mask.shape[2] > 1 and not torch.equal(mask[:, :, 0], mask[:, :, -1]):
-        raise ValueError("this attention knows padding masks (B, N) alone")
+        raise ValueError("this attention supports only padding masks (B, N), got a mask that differs between queries")
     row = mask[:, 0, -1]
-    return ~row if row.dtype == torch.bool else row < 0
+    if row.dtype == torch.bool:
+        return ~row
+    return row < 0
 
 
 def plain_features(q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A and W with W_jd = e^{βk_jd - L_d}, A_id = softmax_d(αq_id + L_d), L_d = logsumexp_j βk_jd: eq. 8, stable."""
+    """Compute the normalized features of LLN, equation 8 of the paper in a form that does not overflow.
+
+    With L_d = logsumexp_j beta k_jd, they are A_id = softmax_d(alpha q_id + L_d) and W_jd = exp(beta k_jd - L_d).
+
+    Args:
+        q, k: (B, H, N, D).
+        alpha, beta: (B, H).
+        padded: (B, N) or None. Padded keys get W = 0.
+
+    Returns:
+        A and W, (B, H, N, D) each. For a sequence without a token, W is 0 and A a distribution without meaning.
+    """
     y = beta[..., None, None] * k
     if padded is not None:
         y = y.masked_fill(padded[:, None, :, None], -math.inf)
     total = y.logsumexp(dim=-2, keepdim=True)
-    total = total.masked_fill(total == -math.inf, 0.0)  # a sequence without a token gives 0
+    total = total.masked_fill(total == -math.inf, 0.0)  # a sequence without a token
     return (alpha[..., None, None] * q + total).softmax(dim=-1), (y - total).exp()
 
 
 def plain_lln(a: Tensor, w: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
-    """A (Wᵀ v)"""
-    return a @ (w.mT @ (v if padded is None else v.masked_fill(padded[:, None, :, None], 0.0)))
+    """Compute LLN's output A (W^T v), (B, H, N, D), from its features and v; padded rows of v are ignored."""
+    w_transposed = w.mT
+    if padded is not None:
+        v = v.masked_fill(padded[:, None, :, None], 0.0)
+    return a @ (w_transposed @ v)
 
 
 class Blocks:
-    """Tensors (B, H, N, D) as blocks of `size` tokens (B, H, blocks, size, D); `hidden`: keys that are padding."""
+    """Cuts tensors (B, H, N, D) into blocks of `size` tokens, (B, H, blocks, size, D), and joins them again.
+
+    Attributes:
+        hidden: (B, 1, blocks, 1, size) bool, True for keys that are padding or that fill up the last block.
+    """
 
     def __init__(self, q: Tensor, padded: Tensor | None, size: int) -> None:
-        self.length, self.size = q.shape[2], size
+        self.length = q.shape[2]
+        self.size = size
         self.count = (self.length + size - 1) // size  # ONNX has no floor division of negative numbers
-        padded = q.new_zeros(q.shape[0], self.length, dtype=torch.bool) if padded is None else padded
+        if padded is None:
+            padded = q.new_zeros(q.shape[0], self.length, dtype=torch.bool)
         hidden = F.pad(padded, (0, self.count * size - self.length), value=True).unflatten(1, (self.count, size))
-        self.hidden = hidden[:, None, :, None]  # (B, 1, blocks, 1, keys)
+        self.hidden = hidden[:, None, :, None]
 
-    def cut(self, *tensors: Tensor) -> list[Tensor]:
+    def cut(self, x: Tensor) -> Tensor:
+        """Return x (B, H, N, D) as blocks; zeros fill up the last one."""
         missing = self.count * self.size - self.length
-        return [F.pad(x, (0, 0, 0, missing)).unflatten(2, (self.count, self.size)) for x in tensors]
+        return F.pad(x, (0, 0, 0, missing)).unflatten(2, (self.count, self.size))
 
     def join(self, x: Tensor) -> Tensor:
+        """Return blocks (B, H, blocks, size, D) as (B, H, N, D), without what filled up the last one."""
         return x.flatten(2, 3).narrow(2, 0, self.length)
 
 
-def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, size: int, dropout: float) -> Tensor:
-    """softmax(q kᵀ / √D) v inside blocks of `size` tokens; 0 in a block without a token."""
-    blocks = Blocks(q, padded, size)
-    q, k, v = blocks.cut(q, k, v)
+def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, block_size: int, dropout: float) -> Tensor:
+    """Compute softmax(q k^T / sqrt(D)) v inside blocks of tokens, with dropout on the weights.
+
+    Returns:
+        The output (B, H, N, D), which is 0 in a block without a real token.
+    """
+    blocks = Blocks(q, padded, block_size)
+    q = blocks.cut(q)
+    k = blocks.cut(k)
+    v = blocks.cut(v)
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(blocks.hidden, torch.finfo(q.dtype).min)
     weights = F.dropout(scores.softmax(dim=-1).masked_fill(blocks.hidden, 0.0), dropout)
     return blocks.join(weights @ v.masked_fill(blocks.hidden.mT, 0.0))
 
 
-def plain_joint(q: Tensor, k: Tensor, v: Tensor, a: Tensor, w: Tensor, padded: Tensor | None, size: int, dropout: float,
-                offset: Tensor | None) -> Tensor:  # fmt: skip
-    """(1 - c u) Diag + c (LLN outside the block), u the mass of LLN outside it; c is 1 without an offset."""
-    blocks = Blocks(q, padded, size)
-    diag, whole = plain_block_diag(q, k, v, padded, size, dropout), plain_lln(a, w, v, padded)
-    a_b, w_b, v_b, diag_b, whole_b = blocks.cut(a, w, v, diag, whole)
-    inside = (a_b @ w_b.mT).masked_fill(blocks.hidden, 0.0)
-    u = (1 - inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
-    real = (~blocks.hidden).sum(dim=-1, keepdim=True)
+def plain_joint(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    w: Tensor,
+    padded: Tensor | None,
+    block_size: int,
+    dropout: float,
+    offset: Tensor | None,
+) -> Tensor:
+    """Compute the joint form, (1 - c u) Diag + c (LLN outside the block).
+
+    u is the weight that LLN gives to tokens outside the block of the query. c is 1 without an offset, and
+    1 / (u + (1 - u) exp(-offset)) with one, where the denominator is at least DENOMINATOR_FLOOR. If all real tokens of
+    a sequence are in one block, its output is softmax.
+
+    Args:
+        q, k, v: (B, H, N, D).
+        a, w: LLN's features, (B, H, N, D).
+        padded: (B, N) or None.
+        block_size: tokens of a block.
+        dropout: dropout probability of the softmax weights.
+        offset: (H,) or None.
+
+    Returns:
+        The output (B, H, N, D).
+    """
+    blocks = Blocks(q, padded, block_size)
+    diag = plain_block_diag(q, k, v, padded, block_size, dropout)
+    lln = plain_lln(a, w, v, padded)
+    a_blocks = blocks.cut(a)
+    w_blocks = blocks.cut(w)
+    v_blocks = blocks.cut(v)
+    diag_blocks = blocks.cut(diag)
+    lln_blocks = blocks.cut(lln)
+    weights_inside = (a_blocks @ w_blocks.mT).masked_fill(blocks.hidden, 0.0)
+    u = (1 - weights_inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
+    real = (~blocks.hidden).sum(dim=-1, keepdim=True)  # real tokens of each block
     c = torch.ones_like(u)
     if offset is not None:
-        c = 1 / (u + (1 - u) * (-offset.float()[:, None, None, None]).exp()).clamp_min(FLOOR)
+        denominator = u + (1 - u) * (-offset.float()[:, None, None, None]).exp()
+        c = 1 / denominator.clamp_min(DENOMINATOR_FLOOR)
     c = c.masked_fill(real == 0, 1.0)
-    c = c.masked_fill((real == real.sum(dim=2, keepdim=True)) & (real > 0), 0.0)  # all tokens in one block: softmax
-    outside = whole_b - inside @ v_b.masked_fill(blocks.hidden.mT, 0.0)
-    return blocks.join((1 - c * u) * diag_b + c * outside)
+    c = c.masked_fill((real == real.sum(dim=2, keepdim=True)) & (real > 0), 0.0)  # all real tokens are in this block
+    lln_outside = lln_blocks - weights_inside @ v_blocks.masked_fill(blocks.hidden.mT, 0.0)
+    return blocks.join((1 - c * u) * diag_blocks + c * lln_outside)
 
 
 @torch.no_grad()
-def alpha_beta(q: Tensor, k: Tensor, padded: Tensor | None, config: LLNRobertaConfig) -> tuple[Tensor, Tensor]:
-    """α and β (B, H) that match the variance of log P to softmax's (section 4.1); fixed ones where there are any."""
+def match_moments(q: Tensor, k: Tensor, padded: Tensor | None, config: LLNRobertaConfig) -> tuple[Tensor, Tensor]:
+    """Return the alpha and beta (B, H) with which log P of LLN has softmax's variance (section 4.1 of the paper).
+
+    If the configuration states both, those are returned. The result has no gradient.
+
+    Args:
+        q, k: float32 (B, H, N, D).
+        padded: (B, N) or None.
+        config: the constants, scope and fixed values.
+    """
     if config.alpha is not None and config.beta is not None:
         ones = torch.ones(q.shape[:2], device=q.device)
         return config.alpha * ones, config.beta * ones
-    sigma_q, sigma_k = (sigma(x, padded, config.scope) for x in (q, k))
+    sigma_q = standard_deviation(q, padded, config.scope)
+    sigma_k = standard_deviation(k, padded, config.scope)
     log_s = 2 * (sigma_q.log() + sigma_k.log())
     if config.constants == "paper":
         log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log()
-    else:
+    else:  # linear interpolation in the table; beyond its ends, the first and the last segment are continued
         xs, ys = torch.tensor(config.moment_table, device=q.device)
         right = torch.bucketize(log_s, xs).clamp(1, len(xs) - 1)
         slope = (ys[right] - ys[right - 1]) / (xs[right] - xs[right - 1])
         log_sigma2 = ys[right - 1] + slope * (log_s - xs[right - 1])
-    sigma_tilde = (log_sigma2.clamp_max(LOG_SIGMA2_LIMIT) / 2).exp() / math.sqrt(2)
+    sigma_tilde = (log_sigma2.clamp_max(MAX_LOG_SIGMA2) / 2).exp() / math.sqrt(2)
     return sigma_tilde / sigma_q, sigma_tilde / sigma_k
 
 
-def sigma(x: Tensor, padded: Tensor | None, scope: str) -> Tensor:
-    """The standard deviation of x over the tokens and features of each sequence and head (of all: scope batch)."""
+def standard_deviation(x: Tensor, padded: Tensor | None, scope: str) -> Tensor:
+    """Return the standard deviation of x (B, H, N, D) over real tokens and features, (B, H), at least MIN_SIGMA.
+
+    The scope "head" measures every sequence and head by itself. The scope "batch" measures all of them together and
+    returns the same number for each.
+    """
     real = torch.ones(x.shape[0], 1, x.shape[2], 1, device=x.device)
     if padded is not None:
         real = (~padded[:, None, :, None]).float()
-    dims = (0, 1, 2, 3) if scope == "batch" else (2, 3)
+    dims: tuple[int, ...] = (2, 3)
+    if scope == "batch":
+        dims = (0, 1, 2, 3)
     count = (real * torch.ones_like(x)).sum(dims, keepdim=True).clamp_min(1.0)
     mean = torch.where(real > 0, x, 0.0).sum(dims, keepdim=True) / count
     variance = torch.where(real > 0, x - mean, 0.0).square().sum(dims, keepdim=True) / count
@@ -226,10 +402,10 @@ def sigma(x: Tensor, padded: Tensor | None, scope: str) -> Tensor:
 
 
 class LLNRobertaModel(RobertaModel):
-    """The encoder; the pooler of transformers is there only if it is asked for, since nobody trained one."""
+    """RoBERTa's encoder with LLN attention. It has no pooler unless you ask for one, because none was trained."""
 
     config_class = LLNRobertaConfig
-    _supports_sdpa = False  # its masks are for another attention
+    _supports_sdpa = False  # PyTorch's scaled_dot_product_attention is another attention
 
     def __init__(self, config: LLNRobertaConfig, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=add_pooling_layer)
@@ -239,6 +415,8 @@ class LLNRobertaModel(RobertaModel):
 
 
 class LLNRobertaForMaskedLM(RobertaForMaskedLM):
+    """RoBERTa with LLN attention and a masked-language-model head."""
+
     config_class = LLNRobertaConfig
     _supports_sdpa = False
 
@@ -249,6 +427,8 @@ class LLNRobertaForMaskedLM(RobertaForMaskedLM):
 
 
 class LLNRobertaForSequenceClassification(RobertaForSequenceClassification):
+    """RoBERTa with LLN attention and a classification head."""
+
     config_class = LLNRobertaConfig
     _supports_sdpa = False
 

@@ -1,7 +1,7 @@
-"""The parameters of RoBERTa and BERT: what they are called in fairseq and in Hugging Face, and their shapes.
+"""The parameters of RoBERTa and BERT: their names in fairseq, their names in Hugging Face, and their shapes.
 
-Names of modules end in `.weight` and `.bias` on both sides. Hugging Face's are those without the model's own prefix
-("roberta.", "bert.").
+The names of modules get ".weight" and ".bias" in both libraries. Hugging Face's names are without the prefix of the
+model ("roberta.", "bert.").
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 ENCODER = "encoder.sentence_encoder."
 
-# (fairseq, Hugging Face, shape of the weight by the letters of Sizes); the bias has the first dimension.
+# Each row is (fairseq's name, Hugging Face's name, shape of the weight). The letters of a shape are fields of
+# ModelSizes. A bias has the first dimension of its weight.
 EMBEDDINGS = (
     (ENCODER + "embed_tokens.weight", "embeddings.word_embeddings.weight", "VC"),
     (ENCODER + "embed_positions.weight", "embeddings.position_embeddings.weight", "PC"),
@@ -34,48 +35,60 @@ HEAD_BERT = (
     ("encoder.lm_head.dense", "cls.predictions.transform.dense", "CC"),
     ("encoder.lm_head.layer_norm", "cls.predictions.transform.LayerNorm", "C"),
 )
-HEAD_BIAS = "encoder.lm_head.bias"  # lm_head.bias, cls.predictions.bias
-HEAD_WEIGHT = "encoder.lm_head.weight"  # ....decoder.weight; the embedding, unless it is untied
+HEAD_BIAS = "encoder.lm_head.bias"
+HEAD_WEIGHT = "encoder.lm_head.weight"  # the output matrix; the embedding itself unless the two are untied
 
 
-class Sizes(NamedTuple):
-    """V symbols, P rows of the positional table, C features, F of the feed-forward part, and the layers."""
+class ModelSizes(NamedTuple):
+    """The sizes that determine the shape of every parameter."""
 
-    V: int
-    P: int
-    C: int
-    F: int
+    V: int  # symbols of the vocabulary
+    P: int  # rows of the positional table
+    C: int  # features of a token
+    F: int  # features inside the feed-forward part
     layers: int
 
     def shape(self, letters: str) -> tuple[int, ...]:
+        """Return the sizes that the letters name, for example (V, C) for "VC"."""
         return tuple(getattr(self, letter) for letter in letters)
 
 
-class Name(NamedTuple):
-    """A parameter in fairseq and in Hugging Face, and its shape."""
+class ParameterName(NamedTuple):
+    """The names of a parameter in both libraries, and its shape."""
 
-    ours: str
-    theirs: str
+    fairseq: str
+    hugging_face: str
     shape: tuple[int, ...]
 
 
-def encoder_names(sizes: Sizes) -> Iterator[Name]:
-    """Every parameter of the encoder itself, Hugging Face's token types excepted."""
-    for ours, theirs, letters in EMBEDDINGS:
-        yield Name(ours, theirs, sizes.shape(letters))
-    yield from _module(*EMBEDDING_NORM, sizes)
+def encoder_names(sizes: ModelSizes) -> Iterator[ParameterName]:
+    """Yield every parameter of the encoder, except Hugging Face's token types: embeddings first, then the layers."""
+    for fairseq, hugging_face, letters in EMBEDDINGS:
+        yield ParameterName(fairseq, hugging_face, sizes.shape(letters))
+    yield from _module_names(*EMBEDDING_NORM, sizes)
     for layer in range(sizes.layers):
-        for ours, theirs, letters in LAYER:
-            yield from _module(f"{ENCODER}layers.{layer}.{ours}", f"encoder.layer.{layer}.{theirs}", letters, sizes)
+        for fairseq, hugging_face, letters in LAYER:
+            yield from _module_names(
+                f"{ENCODER}layers.{layer}.{fairseq}", f"encoder.layer.{layer}.{hugging_face}", letters, sizes
+            )
 
 
-def head_names(sizes: Sizes, bert: bool = False) -> Iterator[Name]:
-    """Every parameter of the masked LM's head, the (tied) output matrix excepted."""
-    for ours, theirs, letters in HEAD_BERT if bert else HEAD_ROBERTA:
-        yield from _module(ours, theirs, letters, sizes)
-    yield Name(HEAD_BIAS, "cls.predictions.bias" if bert else "lm_head.bias", (sizes.V,))
+def head_names(sizes: ModelSizes, bert: bool = False) -> Iterator[ParameterName]:
+    """Yield every parameter of the masked-language-model head, except the output matrix, which may be tied.
+
+    With `bert`, Hugging Face's names are those of BERT instead of RoBERTa.
+    """
+    modules = HEAD_ROBERTA
+    bias = "lm_head.bias"
+    if bert:
+        modules = HEAD_BERT
+        bias = "cls.predictions.bias"
+    for fairseq, hugging_face, letters in modules:
+        yield from _module_names(fairseq, hugging_face, letters, sizes)
+    yield ParameterName(HEAD_BIAS, bias, (sizes.V,))
 
 
-def _module(ours: str, theirs: str, letters: str, sizes: Sizes) -> Iterator[Name]:
-    yield Name(f"{ours}.weight", f"{theirs}.weight", sizes.shape(letters))
-    yield Name(f"{ours}.bias", f"{theirs}.bias", sizes.shape(letters[0]))
+def _module_names(fairseq: str, hugging_face: str, letters: str, sizes: ModelSizes) -> Iterator[ParameterName]:
+    """Yield the weight, whose shape the letters give, and the bias of a module."""
+    yield ParameterName(f"{fairseq}.weight", f"{hugging_face}.weight", sizes.shape(letters))
+    yield ParameterName(f"{fairseq}.bias", f"{hugging_face}.bias", sizes.shape(letters[0]))

@@ -1,8 +1,8 @@
-"""The tokenizer of a directory of Hugging Face as data_prep wants it, and the order of the embedding that goes with it.
+"""Read the tokenizer of a Hugging Face directory in the form that data_prep uses, and the order of its embedding.
 
-fairseq's ids are <s> <pad> </s> <unk>, the symbols of dict.txt, <mask>. dict.txt names the symbols by the tokenizer's
-own ids in decimal (tokenizer.json), or by SentencePiece's pieces (XLM-R), which is what data/tokenizers.py expects
-of the two kinds.
+fairseq's ids are those of <s> <pad> </s> <unk>, the symbols of dict.txt, and <mask>. data/tokenizers.py expects
+dict.txt to name a symbol by its id in the tokenizer, in decimal (tokenizer.json), or by its SentencePiece
+piece (XLM-R).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.conversion import tokenizer_json
-from lln_fairseq.conversion.directory import read_json
+from lln_fairseq.conversion.directory import CONFIG, read_json
 from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
+from lln_fairseq.data.special_symbols import MASK, PAD, SPECIAL_SYMBOLS
 from lln_fairseq.data.tokenizers import TOKENIZER_FILES, make_tokenizer
 from lln_fairseq.data.vocabulary import Vocabulary
 from lln_fairseq.errors import InputError, first_line
@@ -22,14 +22,19 @@ TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
+WORDS = "vocab.txt"  # BERT's
+BPE_TOKENS = "vocab.json"  # RoBERTa's, with BPE_MERGES
+BPE_MERGES = "merges.txt"
 PIECES = "sentencepiece.bpe.model"  # XLM-R's
-PIECE_OFFSET = 1  # XLM-R's id of a SentencePiece id, from the first piece that is no control symbol on
+VOCABULARY_FILES = (PIECES, TOKENIZER, BPE_TOKENS, WORDS)  # the files that state the ids of tokens
+PIECE_OFFSET = 1  # the id that XLM-R gives to a piece, minus the piece's id in SentencePiece; except for special pieces
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDITIONAL = "additional_special_tokens"
 FLAGS = ("single_word", "lstrip", "rstrip")
-# The classes of transformers that are read as transformers reads them; those of BERT set its normalizer again.
-CLASSES = {"bert": "BertTokenizer", "roberta": "RobertaTokenizer", "xlm-roberta": "XLMRobertaTokenizer"}
+# The class of transformers that reads the tokenizer of a model type if no file names one.
+DEFAULT_CLASSES = {"bert": "BertTokenizer", "roberta": "RobertaTokenizer", "xlm-roberta": "XLMRobertaTokenizer"}
+# The supported classes. Those of BERT replace the settings of the normalizer in tokenizer.json.
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
 ROBERTA_CLASSES = ("RobertaTokenizer", "LongformerTokenizer", "BartTokenizer", "GPT2Tokenizer")
 KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTrainedTokenizer")
@@ -37,7 +42,13 @@ KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTra
 
 @dataclass(frozen=True)
 class SourceVocabulary:
-    """`order`: the row of the source's embedding for each of fairseq's ids; `symbols`, `files`: as in Encoder."""
+    """A tokenizer with the relation of its ids to fairseq's.
+
+    Attributes:
+        order: the row of the source's embedding for each of fairseq's ids.
+        symbols: the symbols of dict.txt, see ImportedEncoder.
+        files: the files of the tokenizer, see ImportedEncoder.
+    """
 
     order: list[int]
     symbols: list[str]
@@ -45,86 +56,156 @@ class SourceVocabulary:
 
 
 def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> SourceVocabulary:
-    """Return the tokenizer in `folder` as transformers' AutoTokenizer loads it.
+    """Read the tokenizer in a directory as AutoTokenizer of transformers loads it.
+
+    A SentencePiece model that has every token is kept as it is. Every other tokenizer becomes a tokenizer.json.
 
     Args:
-        rows: the number of rows of the embedding.
-        config: the content of config.json.
+        folder: the Hugging Face directory.
+        rows: the number of rows of the embedding. Rows without a token get a symbol that no text contains.
+        config: the content of config.json, with a supported model_type.
 
-    Raises: InputError where there is none, where it is damaged, and for the first token that does not fit.
+    Raises:
+        InputError: if there is no tokenizer, it is damaged or of an unknown class, or a token does not fit the
+            embedding or config.json.
     """
-    ids = _ids(folder)
-    if ids is None:
-        raise InputError(f"{folder} has no tokenizer: neither {TOKENIZER}, {PIECES}, vocab.txt, nor vocab.json")
-    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
-    name = settings.get("tokenizer_class") or config.get("tokenizer_class") or CLASSES[config["model_type"]]
-    class_name = str(name).removesuffix("Fast")
-    if class_name not in KNOWN_CLASSES:
-        raise InputError(f"{folder}: its tokenizer is a {name}, and may be one of {', '.join(KNOWN_CLASSES)}")
-    document = b""
+    ids = _read_token_ids(folder)
+    settings: dict[str, Any] = {}
+    if (folder / SETTINGS).is_file():
+        settings = read_json(folder / SETTINGS)
+    class_name = _tokenizer_class(folder, settings, config)
+    document = b""  # stays empty if the SentencePiece model is kept
     try:
-        added = _added_tokens(folder, settings)
-        if not _is_pieces_alone(folder, ids, added):
-            content = _document(folder, settings, class_name, added)
+        added_tokens = _read_added_tokens(folder, settings)
+        if not _is_complete_sentencepiece(folder, ids, added_tokens):
+            content = _build_tokenizer_json(folder, settings, class_name, added_tokens)
             ids |= tokenizer_json.token_ids(content)
-            document = _as_bytes(content, folder / TOKENIZER)
+            document = _tokenizer_json_bytes(content, folder / TOKENIZER)
     except InputError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{folder}: the tokenizer or its {SETTINGS} is damaged: {first_line(error)}") from error
-    beyond = min(((number, token) for token, number in ids.items() if not 0 <= number < rows), default=None)
-    if beyond:
-        raise InputError(f"{folder}: the tokenizer has the token {beyond[1]!r} with id {beyond[0]}, but the "
-                         f"embedding has {rows} rows")  # fmt: skip
-    special = []
+    _check_ids_in_embedding(ids, rows, folder)
+    special_ids = _special_ids(ids, folder)
+    padding = config.get("pad_token_id")
+    if padding is not None and padding != special_ids[PAD]:
+        raise InputError(
+            f"{folder}: pad_token_id in {CONFIG} must be {special_ids[PAD]}, the tokenizer's padding, got {padding}"
+        )
+    ordinary_rows = sorted(set(range(rows)) - set(special_ids))
+    order = [*special_ids[:-1], *ordinary_rows, special_ids[-1]]  # <mask> is the last symbol of the dictionary
+    if document:
+        return SourceVocabulary(order, [str(row) for row in ordinary_rows], {TOKENIZER: document})
+    symbols = _piece_symbols(ids, ordinary_rows)
+    return SourceVocabulary(order, symbols, {"spm.model": (folder / PIECES).read_bytes()})
+
+
+def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
+    """Raise InputError if the dict.txt at `path` does not fit the tokenizer with these files.
+
+    Without files there is nothing to check.
+    """
+    for kind, names in TOKENIZER_FILES.items():
+        if names[0] in files:
+            try:
+                Vocabulary(make_tokenizer(kind, files), path.read_text(encoding="utf-8"))
+            except DataError as error:
+                raise InputError(f"{path}: {error}") from error
+
+
+def _tokenizer_class(folder: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return the name of the tokenizer's class in transformers, without "Fast".
+
+    Raises InputError if it is not one of KNOWN_CLASSES.
+    """
+    name = settings.get("tokenizer_class") or config.get("tokenizer_class") or DEFAULT_CLASSES[config["model_type"]]
+    class_name = str(name).removesuffix("Fast")
+    if class_name not in KNOWN_CLASSES:
+        raise InputError(f"{folder}: the tokenizer's class must be one of {', '.join(KNOWN_CLASSES)}, got {name}")
+    return class_name
+
+
+def _check_ids_in_embedding(ids: Mapping[str, int], rows: int, folder: Path) -> None:
+    """Raise InputError that names the token with the smallest id for which the embedding has no row."""
+    outside = [(number, token) for token, number in ids.items() if not 0 <= number < rows]
+    if outside:
+        number, token = min(outside)
+        raise InputError(
+            f"{folder}: the tokenizer has the token {token!r} with id {number}, but the embedding has {rows} rows"
+        )
+
+
+def _special_ids(ids: Mapping[str, int], folder: Path) -> list[int]:
+    """Return the tokenizer's ids of <s> <pad> </s> <unk> <mask>. Raises InputError if one is missing or not unique."""
+    special_ids = []
     for name in (*SPECIAL_SYMBOLS, MASK):
         token = tokenizer_json.special_token(ids, name)
         if token is None:
             raise InputError(f"{folder}: the tokenizer has no {' or '.join(tokenizer_json.SPECIAL[name])}")
-        special.append(ids[token])
-    if len(set(special)) != len(special):
-        raise InputError(f"{folder}: the tokenizer has special tokens with the same id: {special}")
-    padding = config.get("pad_token_id")
-    if padding not in (None, special[1]):
-        raise InputError(f"{folder}: padding is {special[1]} to the tokenizer, and {padding} in config.json")
-    others = sorted(set(range(rows)) - set(special))
-    order = [*special[:-1], *others, special[-1]]
-    if not document:
-        return SourceVocabulary(order, _piece_symbols(ids, others), {"spm.model": (folder / PIECES).read_bytes()})
-    return SourceVocabulary(order, [str(row) for row in others], {TOKENIZER: document})
+        special_ids.append(ids[token])
+    if len(set(special_ids)) != len(special_ids):
+        raise InputError(f"{folder}: the tokenizer has special tokens with the same id: {special_ids}")
+    return special_ids
 
 
-def _ids(folder: Path) -> dict[str, int] | None:
-    """The id of every token, after a comparison of the files that say so; None without a tokenizer."""
-    found: dict[str, dict[str, int]] = {}
-    for name, read in _READERS.items():
-        if (folder / name).is_file():
+def _read_token_ids(folder: Path) -> dict[str, int]:
+    """Return the id of every token in the tokenizer's files.
+
+    Raises InputError if there is no file, one is damaged, or a file contradicts the first one. Tokens that only some
+    of the files have are no contradiction: tokenizer.json also lists tokens that were added later.
+    """
+    ids_by_file: dict[str, dict[str, int]] = {}
+    for name in VOCABULARY_FILES:
+        path = folder / name
+        if path.is_file():
             try:
-                found[name] = read(folder / name)
+                ids_by_file[name] = _read_ids_in_file(path)
             except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-                raise InputError(f"{folder / name} is damaged: {first_line(error)}") from error
-    if not found:
-        return None
-    (first, ids), *others = found.items()
-    for name, theirs in others:  # tokens that were added later are in tokenizer.json alone
-        for token, number in theirs.items():
+                raise InputError(f"{path} is damaged: {first_line(error)}") from error
+    if not ids_by_file:
+        raise InputError(f"{folder} has no tokenizer: it needs {' or '.join(VOCABULARY_FILES)}")
+    first, *further = ids_by_file
+    ids = ids_by_file[first]
+    for name in further:
+        for token, number in ids_by_file[name].items():
             if ids.get(token, number) != number:
                 raise InputError(
-                    f"{folder}: {token!r} is {ids[token]} in {first} and {number} in {name}; the tokenizer is not one"
+                    f"{folder}: the files of the tokenizer contradict each other: {token!r} is {ids[token]} in {first} "
+                    f"and {number} in {name}"
                 )
-    return {token: number for part in reversed(found.values()) for token, number in part.items()}
+    merged: dict[str, int] = {}
+    for name in reversed(ids_by_file):
+        merged |= ids_by_file[name]
+    return merged
 
 
-def _from_lines(path: Path) -> dict[str, int]:
-    return {line: number for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))}
+def _read_ids_in_file(path: Path) -> dict[str, int]:
+    """Return the id of every token in one of VOCABULARY_FILES; exceptions are those of damaged files."""
+    if path.name == PIECES:
+        return _read_piece_ids(path)
+    if path.name == TOKENIZER:
+        return tokenizer_json.token_ids(read_json(path))
+    if path.name == WORDS:
+        return _read_word_ids(path)
+    return _read_json_ids(path)
 
 
-def _from_json(path: Path) -> dict[str, int]:
+def _read_word_ids(path: Path) -> dict[str, int]:
+    """Return the line number, from 0, of every token in vocab.txt."""
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    return {line: number for number, line in enumerate(lines)}
+
+
+def _read_json_ids(path: Path) -> dict[str, int]:
+    """Return the ids in a JSON object of tokens and ids."""
     return {str(token): int(number) for token, number in read_json(path).items()}
 
 
-def _from_pieces(path: Path) -> dict[str, int]:
-    """XLM-R's ids of the pieces of a SentencePiece model, which begins with <unk> <s> </s>, and of <mask>, the last."""
+def _read_piece_ids(path: Path) -> dict[str, int]:
+    """Return the ids that XLM-R gives to the pieces of a SentencePiece model and to fairseq's special symbols.
+
+    <mask> follows the last piece. Raises ValueError if the model does not begin with <unk> <s> </s>.
+    """
     from sentencepiece import SentencePieceProcessor
 
     model = SentencePieceProcessor(model_proto=path.read_bytes())
@@ -132,86 +213,117 @@ def _from_pieces(path: Path) -> dict[str, int]:
     if pieces[:3] != ["<unk>", "<s>", "</s>"]:
         raise ValueError(f"its first pieces are {' '.join(pieces[:3])}, not <unk> <s> </s>")
     ids = {piece: number + PIECE_OFFSET for number, piece in enumerate(pieces)}
-    return ids | {name: number for number, name in enumerate(SPECIAL_SYMBOLS)} | {MASK: len(pieces) + PIECE_OFFSET}
-
-
-_READERS = {
-    PIECES: _from_pieces,
-    TOKENIZER: lambda path: tokenizer_json.token_ids(read_json(path)),
-    "vocab.json": _from_json,
-    "vocab.txt": _from_lines,
-}
+    for number, name in enumerate(SPECIAL_SYMBOLS):
+        ids[name] = number
+    ids[MASK] = len(pieces) + PIECE_OFFSET
+    return ids
 
 
 def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
-    """The pieces of these rows; rows without a piece get names that no text has."""
+    """Return the pieces of these rows of the embedding; a row without a piece gets a symbol that no text contains.
+
+    Raises InputError for a piece with white space, which dict.txt cannot hold.
+    """
     pieces = {number: token for token, number in ids.items()}
     symbols = [pieces.get(row, f"madeupword{row}") for row in rows]
     for symbol in symbols:
         if len(symbol.split()) != 1 or symbol != symbol.strip():
-            raise InputError(f"the piece {symbol!r} cannot stand in a fairseq dictionary")
+            raise InputError(f"the piece {symbol!r} cannot be in a fairseq dictionary: it is empty or has white space")
     return symbols
 
 
-def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tokens that the files beside the vocabulary add, in transformers' order.
+def _read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tokens that files other than the vocabulary add, in the order in which transformers adds them.
 
-    Each is an entry of tokenizer.json's `added_tokens`; its id is None where no file states it.
+    Tokens with an id come first, sorted by it, then the special tokens, whose id is None. Each one is an entry of
+    `added_tokens` in tokenizer.json. If tokenizer_config.json has "added_tokens_decoder", the older files are ignored,
+    as transformers does.
     """
-    special = [settings.get(role) for role in ROLES] + list(settings.get(ADDITIONAL) or ())
+    special_tokens = _special_tokens(settings)
     tokens: dict[int, Any] = {}
-    if "added_tokens_decoder" in settings:  # transformers then ignores the older files
+    if "added_tokens_decoder" in settings:
         tokens = {int(number): token for number, token in settings["added_tokens_decoder"].items()}
     else:
         if (folder / SPECIAL_MAP).is_file():
-            older = read_json(folder / SPECIAL_MAP)
-            special += [older.get(role) for role in ROLES] + list(older.get(ADDITIONAL) or ())
+            special_tokens += _special_tokens(read_json(folder / SPECIAL_MAP))
         if (folder / ADDED).is_file():
-            tokens = {number: token for token, number in _from_json(folder / ADDED).items()}
-    named = [_entry(token, None, True) for token in special if token is not None]
-    names = {token["content"] for token in named}
-    return [_entry(tokens[number], number, _content(tokens[number]) in names) for number in sorted(tokens)] + named
+            tokens = {number: token for token, number in _read_json_ids(folder / ADDED).items()}
+    special_entries = [_added_token_entry(token, None, special=True) for token in special_tokens]
+    special_names = {entry["content"] for entry in special_entries}
+    entries = []
+    for number in sorted(tokens):
+        is_special = _token_text(tokens[number]) in special_names
+        entries.append(_added_token_entry(tokens[number], number, is_special))
+    return entries + special_entries
 
 
-def _content(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+def _special_tokens(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the special tokens, strings or objects, that a settings file names by role or as additional ones."""
+    tokens = [settings.get(role) for role in ROLES]
+    tokens += settings.get(ADDITIONAL) or ()
+    return [token for token in tokens if token is not None]
 
 
-def _entry(token: str | Mapping[str, Any], number: int | None, special: bool) -> dict[str, Any]:
-    flags: Mapping[str, Any] = {} if isinstance(token, str) else token
-    normalized = flags.get("normalized", not (special or flags.get("special")))
-    content = {name: bool(flags.get(name, False)) for name in FLAGS}
-    return {"id": number, "content": _content(token), **content, "normalized": normalized, "special": False}
+def _token_text(token: str | Mapping[str, Any]) -> str:
+    """Return the text of a token that a file states as a string or as an object with flags."""
+    if isinstance(token, str):
+        return token
+    return str(token["content"])
 
 
-def _is_pieces_alone(folder: Path, ids: Mapping[str, int], added: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the SentencePiece model in `folder` has every token.
+def _added_token_entry(token: str | Mapping[str, Any], number: int | None, special: bool) -> dict[str, Any]:
+    """Return a token as an entry of `added_tokens`, with the flags that the file states or transformers' defaults.
 
-    Raises: InputError if it lacks one that no tokenizer.json has either.
+    The entry itself is not marked as special; see `_add_tokens`.
+    """
+    stated: Mapping[str, Any] = {}
+    if not isinstance(token, str):
+        stated = token
+    is_special = special or stated.get("special")
+    return {
+        "id": number,
+        "content": _token_text(token),
+        **{flag: bool(stated.get(flag, False)) for flag in FLAGS},
+        "normalized": stated.get("normalized", not is_special),
+        "special": False,
+    }
+
+
+def _is_complete_sentencepiece(folder: Path, ids: Mapping[str, int], added_tokens: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if the directory has a SentencePiece model, and that model has every token.
+
+    Raises InputError if the model lacks a token and there is no tokenizer.json, which could hold it.
     """
     if not (folder / PIECES).is_file():
         return False
-    pieces = _from_pieces(folder / PIECES)
-    missing = [token for token in [*ids, *(token["content"] for token in added)] if token not in pieces]
+    pieces = _read_piece_ids(folder / PIECES)
+    tokens = [*ids, *(token["content"] for token in added_tokens)]
+    missing = [token for token in tokens if token not in pieces]
     if missing and not (folder / TOKENIZER).is_file():
-        raise InputError(f"{folder}: {PIECES} lacks the added token {missing[0]!r}: save it with a {TOKENIZER} "
-                         "(AutoTokenizer's save_pretrained)")  # fmt: skip
+        raise InputError(
+            f"{folder}: {PIECES} lacks the added token {missing[0]!r}: save the tokenizer with a {TOKENIZER} "
+            "(AutoTokenizer's save_pretrained)"
+        )
     return not missing
 
 
-def _document(
-    folder: Path, settings: Mapping[str, Any], class_name: str, added: Sequence[Mapping[str, Any]]
+def _build_tokenizer_json(
+    folder: Path, settings: Mapping[str, Any], class_name: str, added_tokens: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return tokenizer.json, or the same made of the older files, as this class of transformers changes it."""
+    """Return the content of tokenizer.json, with the changes that transformers makes when it loads the tokenizer.
+
+    Without a tokenizer.json it is made from vocab.txt, or from vocab.json and merges.txt. Raises InputError if
+    merges.txt is missing or damaged, or an added token has another id than transformers gives it.
+    """
     if (folder / TOKENIZER).is_file():
         content = read_json(folder / TOKENIZER)
-    elif (folder / "vocab.txt").is_file():
-        content = tokenizer_json.word_piece(_from_lines(folder / "vocab.txt"))
-    elif (folder / "merges.txt").is_file():
-        ids = _from_json(folder / "vocab.json")
-        content = tokenizer_json.byte_level_bpe(ids, _merges(folder / "merges.txt", ids))
+    elif (folder / WORDS).is_file():
+        content = tokenizer_json.word_piece(_read_word_ids(folder / WORDS))
+    elif (folder / BPE_MERGES).is_file():
+        ids = _read_json_ids(folder / BPE_TOKENS)
+        content = tokenizer_json.byte_level_bpe(ids, _read_merges(folder / BPE_MERGES, ids))
     else:
-        raise InputError(f"{folder} has vocab.json without merges.txt")
+        raise InputError(f"{folder} has {BPE_TOKENS} without {BPE_MERGES}")
     normalizer = content.get("normalizer") or {}
     if class_name in BERT_CLASSES and normalizer.get("type") == "BertNormalizer":
         normalizer["lowercase"] = bool(settings.get("do_lower_case", True))
@@ -220,44 +332,48 @@ def _document(
     pre_tokenizer = content.get("pre_tokenizer") or {}
     if pre_tokenizer.get("type") == "ByteLevel":
         pre_tokenizer["add_prefix_space"] = bool(settings.get("add_prefix_space", False))
-    _add_tokens(content, added, folder)
+    _add_tokens(content, added_tokens, folder)
     return content
 
 
-def _as_bytes(content: Mapping[str, Any], source: Path) -> bytes:
-    """Return the bytes of a tokenizer.json; those of `source` if nothing has changed, so that checksums agree."""
+def _tokenizer_json_bytes(content: Mapping[str, Any], source: Path) -> bytes:
+    """Return the bytes of a tokenizer.json; if `source` has the same content, its own bytes, to keep its checksum."""
     if source.is_file() and read_json(source) == content:
         return source.read_bytes()
     return tokenizer_json.as_bytes(content)
 
 
-def _add_tokens(content: dict[str, Any], added: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Add tokens to a tokenizer.json, with the ids that Hugging Face's library gives them.
+def _add_tokens(content: dict[str, Any], added_tokens: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Add tokens to the content of a tokenizer.json in place, with the ids that the tokenizers library gives them.
 
-    Only fairseq's special tokens stay special: data_prep has no symbol for a special token.
+    A token that the tokenizer does not have yet gets the id after the largest one. Of all added tokens, only fairseq's
+    special symbols are marked as special, because data_prep has no symbols for other special tokens. Raises InputError
+    if a token states another id.
     """
     ids = tokenizer_json.token_ids(content)
-    tokens = list(content.get("added_tokens") or ())
-    present = {token["content"] for token in tokens}
-    for token in added:
+    entries = list(content.get("added_tokens") or ())
+    present = {entry["content"] for entry in entries}
+    for token in added_tokens:
         name = token["content"]
         number = ids.setdefault(name, max(ids.values()) + 1)
-        if token["id"] not in (None, number):
+        if token["id"] is not None and token["id"] != number:
             raise InputError(
                 f"{folder}: the added token {name!r} has id {token['id']}, but transformers gives it {number}"
             )
         if name not in present:
-            tokens.append({**token, "id": number})
+            entries.append({**token, "id": number})
             present.add(name)
-    fairseq_names = {name for names in tokenizer_json.SPECIAL.values() for name in names}
-    tokens.sort(key=lambda token: token["id"])
-    for token in tokens:
-        token["special"] = token["content"] in fairseq_names
-    content["added_tokens"] = tokens
+    fairseq_names: set[str] = set()
+    for names in tokenizer_json.SPECIAL.values():
+        fairseq_names.update(names)
+    entries.sort(key=lambda entry: entry["id"])
+    for entry in entries:
+        entry["special"] = entry["content"] in fairseq_names
+    content["added_tokens"] = entries
 
 
-def _merges(path: Path, ids: Mapping[str, int]) -> list[str]:
-    """The merges of a byte-level BPE. Raises: InputError for the first that makes no token."""
+def _read_merges(path: Path, ids: Mapping[str, int]) -> list[str]:
+    """Return the merges of a byte-level BPE. Raises InputError for the first merge whose tokens are not in `ids`."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -266,15 +382,5 @@ def _merges(path: Path, ids: Mapping[str, int]) -> list[str]:
     for merge in merges:
         parts = merge.split(" ")
         if len(parts) != 2 or not {*parts, "".join(parts)} <= ids.keys():
-            raise InputError(f"{path} does not fit vocab.json, first at {merge[:80]!r}")
+            raise InputError(f"{path} does not fit {BPE_TOKENS}, first at {merge[:80]!r}")
     return merges
-
-
-def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
-    """Raise InputError if data_prep cannot use these files of a tokenizer with the dict.txt at `path`."""
-    for kind, names in TOKENIZER_FILES.items():
-        if names[0] in files:
-            try:
-                Vocabulary(make_tokenizer(kind, files), path.read_text(encoding="utf-8"))
-            except DataError as error:
-                raise InputError(f"{path}: {error}") from error

@@ -1,6 +1,7 @@
-"""One of our models as config.json and tensors of Hugging Face.
+"""Convert a model of this project to a Hugging Face configuration and tensors.
 
-With softmax it is a RoBERTa as everybody has it. LLN and LLN+Diag come with modeling_lln_roberta.py.
+A model with softmax attention becomes a stock RoBERTa. LLN and LLN+Diag need modeling_lln_roberta.py, which is shipped
+with the exported model.
 """
 
 from collections.abc import Mapping
@@ -11,104 +12,138 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
-from lln_fairseq.conversion.encoder import HEAD, POSITIONS
+from lln_fairseq.conversion.encoder import EMBEDDING, HEAD, POSITION_OFFSET, POSITIONS
 from lln_fairseq.conversion.parameter_names import (
-    EMBEDDINGS,
     ENCODER,
     HEAD_WEIGHT,
     TOKEN_TYPES,
-    Sizes,
+    ModelSizes,
     encoder_names,
     head_names,
 )
+from lln_fairseq.data.special_symbols import BOS, EOS, PAD
 from lln_fairseq.errors import InputError
 from lln_fairseq.ops.moment_matching import TABLES_FILES, calibration_table
 
 MODELING = "modeling_lln_roberta"
-OURS = ("lln", "lln_diag")  # what the modeling file knows; below, the values that it knows of its options
-KNOWN = {
+# The attentions and the values of their options that the modeling file implements.
+MODELING_ATTENTIONS = ("lln", "lln_diag")
+MODELING_OPTIONS = {
     "mix": ("average", "ratio", "scale", "joint", "joint_offset"),
     "constants": ("calibrated", "entropy", "paper"),
     "gain": ("none", "learned"),
 }
-PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # what transformers' class names end in
-FIXED = {  # options of which Hugging Face's RoBERTa has one value
-    "encoder_normalize_before": False, "layernorm_embedding": True, "activation_fn": "gelu",
-    "pooler_activation_fn": "tanh", "spectral_norm_classification_head": False,
-    "pooling": "first", "pooler_dim": None, "two_towers": False,
-}  # fmt: skip
-ATTENTION_PARAMETERS = "self_attn.attention."
+PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # suffixes of the class names in transformers
+REQUIRED_OPTIONS = {  # the options of which Hugging Face's RoBERTa supports a single value
+    "encoder_normalize_before": False,
+    "layernorm_embedding": True,
+    "activation_fn": "gelu",
+    "pooler_activation_fn": "tanh",
+    "spectral_norm_classification_head": False,
+    "pooling": "first",
+    "pooler_dim": None,
+    "two_towers": False,
+}
+ATTENTION_PREFIX = "self_attn.attention."  # of the attention's own parameters in a layer
 
 
 @dataclass(frozen=True)
-class Export:
-    """config.json, the tensors by name, and what the model is for: "ForMaskedLM" or "ForSequenceClassification"."""
+class ExportedModel:
+    """A model in Hugging Face's terms.
+
+    Attributes:
+        config: the content of config.json.
+        tensors: float32 tensors by Hugging Face's parameter names.
+        purpose: "ForMaskedLM" or "ForSequenceClassification".
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     purpose: str
 
 
-def export(
-    state: Mapping[str, Tensor], args: Any, attention: Mapping[str, Any], head: str = "", labels: tuple[str, ...] = ()
-) -> Export:
-    """Parameters and options of a model of ours, and the options of its attention.
+def convert_to_hugging_face(
+    state: Mapping[str, Tensor],
+    args: Any,
+    attention_options: Mapping[str, Any],
+    head: str = "",
+    labels: tuple[str, ...] = (),
+) -> ExportedModel:
+    """Convert the parameters and options of a model to Hugging Face's.
 
-    `head`: the classification head of a fine-tuned model, with its labels (none for a regression).
-    Raises: InputError for an attention or an option that Hugging Face's RoBERTa and our modeling file do not have.
+    Args:
+        state: the model's state dict.
+        args: the model's options, with `attention` and `layer_norm_eps`.
+        attention_options: the options of the attention.
+        head: name of the classification head to export; empty exports a masked language model.
+        labels: the name of each class of the head, in order; empty for a regression.
+
+    Raises:
+        InputError: for an attention or an option that Hugging Face's RoBERTa and the modeling file do not support,
+            a parameter that they do not have, and labels that do not fit the classification head.
     """
-    _check(args, attention)
-    embedding = state[EMBEDDINGS[0][0]]
-    layers = len({name.split(".layers.")[1].split(".")[0] for name in state if name.startswith(f"{ENCODER}layers.")})
-    width = len(state[f"{ENCODER}layers.0.fc1.weight"])
-    sizes = Sizes(len(embedding), len(state[POSITIONS]), embedding.shape[1], width, layers)
-    purpose = "ForSequenceClassification" if head else "ForMaskedLM"
-    tensors = {f"roberta.{name.theirs}": state[name.ours] for name in encoder_names(sizes)}
+    _check_options(args, attention_options)
+    sizes = _read_sizes(state)
+    config = _roberta_config(args, sizes)
+    config |= _attention_config(args.attention, attention_options, sizes.C // args.encoder_attention_heads)
+    tensors = {f"roberta.{name.hugging_face}": state[name.fairseq] for name in encoder_names(sizes)}
     tensors[f"roberta.{TOKEN_TYPES}"] = torch.zeros(1, sizes.C)
-    tensors |= _mechanism(state, layers)
-    config = _config(args, sizes) | _attention(args.attention, attention, sizes.C // args.encoder_attention_heads)
+    tensors |= _attention_parameters(state, sizes.layers)
+    purpose = "ForSequenceClassification" if head else "ForMaskedLM"
     prefix = "Roberta" if args.attention == STOCK_ATTENTION else "LLNRoberta"
     config["architectures"] = [prefix + purpose]
     if head:
-        tensors |= {
-            f"classifier.{name}": state[f"classification_heads.{head}.{name}"]
-            for name in ("dense.weight", "dense.bias", "out_proj.weight", "out_proj.bias")
-        }
-        config |= _labels(labels, len(tensors["classifier.out_proj.bias"]))
-        if len(tensors["classifier.dense.bias"]) != sizes.C:
-            raise InputError(f"the classification head has {len(tensors['classifier.dense.bias'])} features inside, "
-                             f"and Hugging Face's has {sizes.C}")  # fmt: skip
+        tensors |= _classification_head_tensors(state, head, sizes.C)
+        config |= _label_config(labels, len(tensors["classifier.out_proj.bias"]))
     else:
-        tensors |= {name.theirs: state[name.ours] for name in head_names(sizes)}
-        config["tie_word_embeddings"] = torch.equal(state[HEAD_WEIGHT], embedding)
+        tensors |= {name.hugging_face: state[name.fairseq] for name in head_names(sizes)}
+        config["tie_word_embeddings"] = torch.equal(state[HEAD_WEIGHT], state[EMBEDDING])
         if not config["tie_word_embeddings"]:
             tensors["lm_head.decoder.weight"] = state[HEAD_WEIGHT]
-    used = {name.ours for name in [*encoder_names(sizes), *head_names(sizes)]} | {HEAD_WEIGHT}
-    others = [
-        name
-        for name in state
-        if name not in used and ATTENTION_PARAMETERS not in name and not name.endswith(".version")
-    ]
-    others = [name for name in others if not name.startswith(("classification_heads.", HEAD))]
-    if others:
-        raise InputError(f"Hugging Face's RoBERTa has nothing for {others[0]}")
-    return Export(config, {name: x.detach().float().contiguous() for name, x in tensors.items()}, purpose)
+    _check_nothing_is_lost(state, sizes)
+    tensors = {name: value.detach().float().contiguous() for name, value in tensors.items()}
+    return ExportedModel(config, tensors, purpose)
 
 
-def _check(args: Any, attention: Mapping[str, Any]) -> None:
-    known = (STOCK_ATTENTION, *OURS)
-    if args.attention not in known:
-        raise InputError(f"the attention {args.attention} cannot be exported, only {', '.join(known)}")
-    for option, value in FIXED.items():
-        if getattr(args, option, value) != value:
-            raise InputError(f"{option} is {getattr(args, option)}, and Hugging Face's RoBERTa has {value} alone")
-    for option, values in KNOWN.items():
-        if attention.get(option, values[0]) not in values:
-            raise InputError(f"{args.attention} with {option} {attention[option]} cannot be exported, only with "
-                             f"{', '.join(values)}")  # fmt: skip
+def longest_exported_sequence(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens that a model with this config.json takes."""
+    return config["max_position_embeddings"] - POSITION_OFFSET
 
 
-def _config(args: Any, sizes: Sizes) -> dict[str, Any]:
+def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:
+    """Raise InputError for an attention, or an option of it or of the model, that cannot be exported."""
+    exportable = (STOCK_ATTENTION, *MODELING_ATTENTIONS)
+    if args.attention not in exportable:
+        raise InputError(f"the attention {args.attention} cannot be exported: choose from {', '.join(exportable)}")
+    for option, required in REQUIRED_OPTIONS.items():
+        value = getattr(args, option, required)
+        if value != required:
+            raise InputError(f"{option}={value} cannot be exported: Hugging Face's RoBERTa supports only {required}")
+    for option, supported in MODELING_OPTIONS.items():
+        value = attention_options.get(option, supported[0])
+        if value not in supported:
+            raise InputError(
+                f"{option}={value} of {args.attention} cannot be exported: choose from {', '.join(supported)}"
+            )
+
+
+def _read_sizes(state: Mapping[str, Tensor]) -> ModelSizes:
+    """Return the sizes that the parameters of the model have."""
+    layers = set()
+    for name in state:
+        if name.startswith(f"{ENCODER}layers."):
+            layers.add(name.split(".layers.")[1].split(".")[0])
+    return ModelSizes(
+        V=len(state[EMBEDDING]),
+        P=len(state[POSITIONS]),
+        C=state[EMBEDDING].shape[1],
+        F=len(state[f"{ENCODER}layers.0.fc1.weight"]),
+        layers=len(layers),
+    )
+
+
+def _roberta_config(args: Any, sizes: ModelSizes) -> dict[str, Any]:
+    """Return the part of config.json that every RoBERTa has."""
     return {
         "model_type": "roberta",
         "vocab_size": sizes.V,
@@ -123,44 +158,73 @@ def _config(args: Any, sizes: Sizes) -> dict[str, Any]:
         "max_position_embeddings": sizes.P,
         "type_vocab_size": 1,
         "layer_norm_eps": args.layer_norm_eps,
-        "bos_token_id": 0,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
+        "bos_token_id": BOS,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
         "torch_dtype": "float32",
     }
 
 
-def _attention(name: str, options: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """What the modeling file wants to know, and where transformers finds it."""
-    if name == STOCK_ATTENTION:
+def _attention_config(attention: str, options: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return the part of config.json that the modeling file reads; empty for softmax.
+
+    It holds the attention's options, the calibration table of its constants unless they are the paper's, and
+    `auto_map`, with which transformers finds the classes.
+    """
+    if attention == STOCK_ATTENTION:
         return {}
-    found: dict[str, Any] = {"model_type": "lln_roberta", "attention": name, **options}
-    if found["constants"] in TABLES_FILES:
-        table = calibration_table(head_dim, constants=found["constants"])
-        found["moment_table"] = [numbers.tolist() for numbers in table]
-    places = {"AutoConfig": f"{MODELING}.LLNRobertaConfig", "AutoModel": f"{MODELING}.LLNRobertaModel"}
+    config: dict[str, Any] = {"model_type": "lln_roberta", "attention": attention, **options}
+    if config["constants"] in TABLES_FILES:
+        table = calibration_table(head_dim, constants=config["constants"])
+        config["moment_table"] = [numbers.tolist() for numbers in table]
+    config["auto_map"] = {"AutoConfig": f"{MODELING}.LLNRobertaConfig", "AutoModel": f"{MODELING}.LLNRobertaModel"}
     for purpose in PURPOSES:
-        places[f"AutoModel{purpose}"] = f"{MODELING}.LLNRoberta{purpose}"
-    return {**found, "auto_map": places}
+        config["auto_map"][f"AutoModel{purpose}"] = f"{MODELING}.LLNRoberta{purpose}"
+    return config
 
 
-def _mechanism(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """The attention's own parameters."""
-    found: dict[str, Tensor] = {}
+def _attention_parameters(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Return the attention's own parameters of all layers, such as learned gains, by Hugging Face's names."""
+    parameters: dict[str, Tensor] = {}
     for layer in range(layers):
-        ours = f"{ENCODER}layers.{layer}.{ATTENTION_PARAMETERS}"
-        theirs = f"roberta.encoder.layer.{layer}.attention.self."
-        found |= {name.replace(ours, theirs): value for name, value in state.items() if name.startswith(ours)}
-    return found
+        fairseq = f"{ENCODER}layers.{layer}.{ATTENTION_PREFIX}"
+        hugging_face = f"roberta.encoder.layer.{layer}.attention.self."
+        for name, value in state.items():
+            if name.startswith(fairseq):
+                parameters[name.replace(fairseq, hugging_face)] = value
+    return parameters
 
 
-def _labels(labels: tuple[str, ...], outputs: int) -> dict[str, Any]:
+def _classification_head_tensors(state: Mapping[str, Tensor], head: str, features: int) -> dict[str, Tensor]:
+    """Return the parameters of a classification head. Raises InputError if it has not `features` inner features."""
+    tensors = {}
+    for name in ("dense.weight", "dense.bias", "out_proj.weight", "out_proj.bias"):
+        tensors[f"classifier.{name}"] = state[f"classification_heads.{head}.{name}"]
+    inner = len(tensors["classifier.dense.bias"])
+    if inner != features:
+        raise InputError(f"the classification head must have {features} inner features to be exported, got {inner}")
+    return tensors
+
+
+def _label_config(labels: tuple[str, ...], outputs: int) -> dict[str, Any]:
+    """Return the part of config.json about the labels of a classification head with this number of outputs."""
     if not labels and outputs == 1:
         return {"id2label": {"0": "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
     if len(labels) != outputs:
-        raise InputError(f"the classification head has {outputs} classes, and there are {len(labels)} labels")
-    numbered = {"id2label": {str(i): label for i, label in enumerate(labels)}}
-    return numbered | {
+        raise InputError(f"the classification head has {outputs} classes, but there are {len(labels)} labels")
+    return {
+        "id2label": {str(i): label for i, label in enumerate(labels)},
         "label2id": {label: i for i, label in enumerate(labels)},
         "problem_type": "single_label_classification",
     }
+
+
+def _check_nothing_is_lost(state: Mapping[str, Tensor], sizes: ModelSizes) -> None:
+    """Raise InputError if the model has a parameter, outside the heads, that Hugging Face's RoBERTa does not have."""
+    exported = {name.fairseq for name in encoder_names(sizes)}
+    for name in state:
+        is_attention = ATTENTION_PREFIX in name
+        is_head = name.startswith(("classification_heads.", HEAD))
+        is_buffer = name.endswith(".version")
+        if name not in exported and not is_attention and not is_head and not is_buffer:
+            raise InputError(f"the model cannot be exported: Hugging Face's RoBERTa has no parameter for {name}")

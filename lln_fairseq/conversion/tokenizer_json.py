@@ -1,57 +1,95 @@
-"""tokenizer.json, the one file of Hugging Face's tokenizers: read, written from older files, renumbered. JSON alone."""
+"""Build and read the content of tokenizer.json, the single-file format of Hugging Face's tokenizers library.
+
+The functions work on the parsed JSON and do not need the library.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# fairseq's special symbols and what else they are called.
+# The names that tokenizers give to each of fairseq's special symbols, in the order of search.
 SPECIAL = {
-    "<s>": ("<s>", "[CLS]"), "<pad>": ("<pad>", "[PAD]"), "</s>": ("</s>", "[SEP]"), "<unk>": ("<unk>", "[UNK]"),
+    "<s>": ("<s>", "[CLS]"),
+    "<pad>": ("<pad>", "[PAD]"),
+    "</s>": ("</s>", "[SEP]"),
+    "<unk>": ("<unk>", "[UNK]"),
     "<mask>": ("<mask>", "[MASK]"),
-}  # fmt: skip
+}
 
 
 def token_ids(content: Mapping[str, Any]) -> dict[str, int]:
-    """The id of every token, the added ones included. Raises: KeyError, TypeError, ValueError where it is damaged."""
+    """Return the id of every token in the content of a tokenizer.json, added tokens included.
+
+    An added token replaces a token of the vocabulary with the same text.
+
+    Raises:
+        KeyError, TypeError, ValueError: if the content is damaged.
+    """
     vocabulary = content["model"]["vocab"]
+    ids = {}
     if isinstance(vocabulary, Mapping):
-        ids = {str(token): int(number) for token, number in vocabulary.items()}
-    else:  # Unigram: [[piece, score], ...] in the order of the ids
-        ids = {str(piece): number for number, (piece, _) in enumerate(vocabulary)}
-    return ids | {str(token["content"]): int(token["id"]) for token in content.get("added_tokens") or ()}
+        for token, number in vocabulary.items():
+            ids[str(token)] = int(number)
+    else:  # a unigram model lists [piece, score] in the order of the ids
+        for number, (piece, _) in enumerate(vocabulary):
+            ids[str(piece)] = number
+    for token in content.get("added_tokens") or ():
+        ids[str(token["content"])] = int(token["id"])
+    return ids
 
 
 def special_token(ids: Mapping[str, int], name: str) -> str | None:
-    """What this tokenizer calls fairseq's `name`; None if it has no such token."""
-    return next((token for token in SPECIAL[name] if token in ids), None)
+    """Return the token with the role of fairseq's special symbol `name`, or None if the tokenizer has none."""
+    for token in SPECIAL[name]:
+        if token in ids:
+            return token
+    return None
 
 
 def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
-    """That of GPT-2 and RoBERTa. ids: token, in GPT-2's letters, to id; merges: "left right", in their order."""
+    """Return the tokenizer of GPT-2 and RoBERTa.
+
+    Args:
+        ids: the id of every token; tokens are written in GPT-2's letters, which stand for bytes.
+        merges: pairs "left right", the first to be merged first.
+    """
     model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
-        "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": dict(ids), "merges": list(merges),
-    }  # fmt: skip
-    bytes_to_letters = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": dict(ids),
+        "merges": list(merges),
+    }
+    byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
     return document(
         ids,
         model,
-        pre_tokenizer={**bytes_to_letters, "add_prefix_space": False},
-        decoder={**bytes_to_letters, "add_prefix_space": True},
+        pre_tokenizer={**byte_level, "add_prefix_space": False},
+        decoder={**byte_level, "add_prefix_space": True},
     )
 
 
 def word_piece(ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the tokenizer of BERT, which takes case and accents away."""
-    unknown = special_token(ids, "<unk>")
+    """Return BERT's uncased tokenizer, which lowercases text and removes accents."""
     model = {
-        "type": "WordPiece", "unk_token": unknown, "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+        "type": "WordPiece",
+        "unk_token": special_token(ids, "<unk>"),
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
         "vocab": dict(ids),
-    }  # fmt: skip
+    }
     normalizer = {
-        "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": None,
         "lowercase": True,
-    }  # fmt: skip
+    }
     return document(
         ids,
         model,
@@ -61,31 +99,68 @@ def word_piece(ids: Mapping[str, int]) -> dict[str, Any]:
     )
 
 
-def document(ids: Mapping[str, int], model: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    """A whole tokenizer.json; the special tokens are those of SPECIAL that there are ids for."""
-    tokens = {name: token for name in SPECIAL if (token := special_token(ids, name))}
-    added = [
-        {"id": ids[token], "content": token, "single_word": False, "lstrip": name == "<mask>", "rstrip": False,
-         "normalized": False, "special": True}
-        for name, token in tokens.items()
-    ]  # fmt: skip
-    document: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None}
-    document["added_tokens"] = sorted(added, key=lambda token: token["id"])
-    document |= {"normalizer": None, "pre_tokenizer": None, "post_processor": sentence_form(ids), "decoder": None}
-    return document | parts | {"model": model}
+def document(
+    ids: Mapping[str, int],
+    model: dict[str, Any],
+    normalizer: dict[str, Any] | None = None,
+    pre_tokenizer: dict[str, Any] | None = None,
+    decoder: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a complete tokenizer.json whose special tokens are those of SPECIAL that `ids` has.
+
+    Args:
+        ids: the id of every token.
+        model: the part that cuts words into tokens.
+        normalizer: the part that changes the text first.
+        pre_tokenizer: the part that cuts the text into words.
+        decoder: the part that joins tokens to a text.
+    """
+    added_tokens = []
+    for name in SPECIAL:
+        token = special_token(ids, name)
+        if token is not None:
+            added_tokens.append(
+                {
+                    "id": ids[token],
+                    "content": token,
+                    "single_word": False,
+                    "lstrip": name == "<mask>",
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": True,
+                }
+            )
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": sorted(added_tokens, key=lambda token: token["id"]),
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": sentence_processor(ids),
+        "decoder": decoder,
+        "model": model,
+    }
 
 
-def sentence_form(ids: Mapping[str, int]) -> dict[str, Any] | None:
-    """<s> a </s>, and <s> a </s> </s> b </s> for a pair, as our tasks have it; None without these tokens."""
-    first, last = special_token(ids, "<s>"), special_token(ids, "</s>")
+def sentence_processor(ids: Mapping[str, int]) -> dict[str, Any] | None:
+    """Return the post-processor that adds special tokens as the tasks of this project do.
+
+    A text a becomes <s> a </s>, and a pair <s> a </s> </s> b </s>. Returns None if one of the two tokens is missing.
+    """
+    first = special_token(ids, "<s>")
+    last = special_token(ids, "</s>")
     if first is None or last is None:
         return None
     return {
-        "type": "RobertaProcessing", "sep": [last, ids[last]], "cls": [first, ids[first]], "trim_offsets": True,
+        "type": "RobertaProcessing",
+        "sep": [last, ids[last]],
+        "cls": [first, ids[first]],
+        "trim_offsets": True,
         "add_prefix_space": False,
-    }  # fmt: skip
+    }
 
 
 def as_bytes(content: Mapping[str, Any]) -> bytes:
-    """The file's bytes."""
+    """Return JSON content as the bytes of a file, indented, in UTF-8."""
     return json.dumps(content, ensure_ascii=False, indent=1).encode()

@@ -1,7 +1,7 @@
-"""The tokenizer of our data as files that transformers reads, with the ids of our dictionary.
+"""Convert the tokenizer of the training data to files that transformers reads, with the ids of the dictionary.
 
-Whatever the tokenizer is, it becomes a tokenizer.json: GPT-2's BPE, SentencePiece (BPE and unigram), and those that are
-one already.
+Every tokenizer becomes a tokenizer.json: GPT-2's byte-level BPE, SentencePiece (BPE and unigram), and tokenizers that
+already are one.
 """
 
 import base64
@@ -16,15 +16,23 @@ from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
 from lln_fairseq.data.tokenizers import TOKENIZER_FILES
 from lln_fairseq.errors import InputError, first_line
 
-ROLES = {"<s>": ("bos_token", "cls_token"), "<pad>": ("pad_token",), "</s>": ("eos_token", "sep_token"),
-         "<unk>": ("unk_token",), MASK: ("mask_token",)}  # fmt: skip
-NEVER = -1e4  # the score of a piece that no text has
-SPACES = "\t-\r\x1c- \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # what str.strip removes
-UNIGRAM, BPE = 1, 2  # SentencePiece's numbers
+# The roles that transformers gives to fairseq's special symbols.
+ROLES = {
+    "<s>": ("bos_token", "cls_token"),
+    "<pad>": ("pad_token",),
+    "</s>": ("eos_token", "sep_token"),
+    "<unk>": ("unk_token",),
+    MASK: ("mask_token",),
+}
+NEVER = -1e4  # the unigram score of a piece that no text must contain
+# The characters that str.strip removes, as the inside of a regular expression's brackets.
+SPACES = "\t-\r\x1c- \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+SENTENCEPIECE_UNIGRAM = 1
+SENTENCEPIECE_BPE = 2
 
 
 def find_tokenizer(folders: Sequence[Path]) -> dict[str, bytes]:
-    """The files of the first tokenizer in these directories; empty where there is none."""
+    """Return the files, by name, of the first tokenizer in these directories; an empty dictionary if there is none."""
     for folder in folders:
         for names in TOKENIZER_FILES.values():
             if all((folder / name).is_file() for name in names):
@@ -32,132 +40,207 @@ def find_tokenizer(folders: Sequence[Path]) -> dict[str, bytes]:
     return {}
 
 
-def exported(files: Mapping[str, bytes], symbols: Sequence[str], positions: int) -> dict[str, bytes]:
-    """tokenizer.json and what AutoTokenizer wants beside it, for the dictionary with these symbols in this order.
+def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positions: int) -> dict[str, bytes]:
+    """Return tokenizer.json, and the files that AutoTokenizer needs besides, for a dictionary.
 
-    Raises: InputError for a tokenizer that is damaged or has a token that the dictionary lacks.
+    Args:
+        files: the tokenizer's files by name, as `find_tokenizer` returns them.
+        symbols: all symbols of the dictionary, fairseq's special ones included, in the order of their ids.
+        positions: the longest sequence of the model.
+
+    Raises:
+        InputError: if the tokenizer is damaged or has a token that the dictionary lacks.
     """
     ids = {symbol: number for number, symbol in enumerate(symbols)}
     try:
         if "spm.model" in files:
-            content = _sentencepiece(files["spm.model"], ids)
+            content = _convert_sentencepiece(files["spm.model"], ids)
         elif "encoder.json" in files:
-            content = _gpt2(files, ids)
+            content = _convert_gpt2(files, ids)
         else:
-            content = _renumbered(json.loads(files[TOKENIZER]), ids)
-        token = {name: tokenizer_json.special_token(tokenizer_json.token_ids(content), name) for name in ROLES}
+            content = _renumber_tokens(json.loads(files[TOKENIZER]), ids)
+        new_ids = tokenizer_json.token_ids(content)
     except KeyError as error:
         raise InputError(f"the tokenizer does not fit the dictionary, which lacks {error}") from error
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise InputError(f"the tokenizer is damaged: {first_line(error)}") from error
-    special = {role: token[name] for name, roles in ROLES.items() for role in roles}
+    special_tokens = {}
+    for name, roles in ROLES.items():
+        for role in roles:
+            special_tokens[role] = tokenizer_json.special_token(new_ids, name)
+    pre_tokenizer = content.get("pre_tokenizer") or {}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": positions,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        "add_prefix_space": bool((content.get("pre_tokenizer") or {}).get("add_prefix_space", False)),
-        **special,
+        "add_prefix_space": bool(pre_tokenizer.get("add_prefix_space", False)),
+        **special_tokens,
     }
     return {
         TOKENIZER: tokenizer_json.as_bytes(content),
         "tokenizer_config.json": tokenizer_json.as_bytes(config),
-        "special_tokens_map.json": tokenizer_json.as_bytes(special),
+        "special_tokens_map.json": tokenizer_json.as_bytes(special_tokens),
     }
 
 
 def is_approximate(files: Mapping[str, bytes]) -> bool:
-    """Return True if Hugging Face's library normalizes some texts otherwise than the SentencePiece model in `files`."""
-    return "spm.model" in files and bool(_model_proto(files["spm.model"]).normalizer_spec.precompiled_charsmap)
+    """Return True if some texts get other ids from the converted tokenizer than from the tokenizer in `files`.
+
+    That is so for a SentencePiece model that normalizes characters with a table. Raises InputError if it is damaged.
+    """
+    if "spm.model" not in files:
+        return False
+    return bool(_parse_sentencepiece(files["spm.model"]).normalizer_spec.precompiled_charsmap)
 
 
-def _special(ids: Mapping[str, int]) -> dict[str, int]:
+def _special_ids(ids: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids of fairseq's special symbols in a dictionary. Raises KeyError for one that it lacks."""
     return {name: ids[name] for name in (*SPECIAL_SYMBOLS, MASK)}
 
 
-def _gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[str, Any]:
-    """The dictionary names a token by GPT-2's id."""
-    tokens = {token: ids[str(number)] for token, number in json.loads(files["encoder.json"]).items()}
-    merges = files["vocab.bpe"].decode().split("\n")[1:-1]
-    return tokenizer_json.byte_level_bpe(tokens | _special(ids), merges)
+def _convert_gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return tokenizer.json for GPT-2's BPE, whose tokens are in the dictionary under their own ids in decimal."""
+    new_ids = {token: ids[str(number)] for token, number in json.loads(files["encoder.json"]).items()}
+    merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # the first line is the version
+    return tokenizer_json.byte_level_bpe(new_ids | _special_ids(ids), merges)
 
 
-def _renumbered(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
-    """The same tokenizer; the dictionary names a token by its id before."""
-    before = tokenizer_json.token_ids(content)
-    names = {tokenizer_json.special_token(before, name): name for name in (*SPECIAL_SYMBOLS, MASK)}
-    now = {token: ids[names[token]] if token in names else ids[str(number)] for token, number in before.items()}
+def _renumber_tokens(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return a tokenizer.json with the ids of the dictionary, without truncation, padding and dropout.
+
+    In the dictionary, the tokens of the vocabulary have their ids before the conversion as names, in decimal.
+
+    Args:
+        content: the tokenizer.json before the conversion; it is not changed.
+        ids: the dictionary.
+    """
+    old_ids = tokenizer_json.token_ids(content)
+    special_names = {tokenizer_json.special_token(old_ids, name): name for name in (*SPECIAL_SYMBOLS, MASK)}
+    new_ids = {}
+    for token, number in old_ids.items():
+        if token in special_names:
+            new_ids[token] = ids[special_names[token]]
+        else:
+            new_ids[token] = ids[str(number)]
     model = dict(content["model"])
     if "dropout" in model:
         model["dropout"] = None
-    # Added tokens go into the vocabulary, else the library gives them the next free ids.
+    # The vocabulary gets the added tokens too: the tokenizers library would give them the next free ids.
     if isinstance(model["vocab"], Mapping):
-        model["vocab"] = now
+        model["vocab"] = new_ids
     else:
-        scores = {number: [token, NEVER] for token, number in now.items()}
-        scores |= {now[piece]: [piece, score] for piece, score in model["vocab"]}
-        model["unk_id"] = now[str(tokenizer_json.special_token(before, "<unk>"))]
-        model["vocab"] = [scores.get(row, [f"madeupword{row}", NEVER]) for row in range(max(scores) + 1)]
-    added = [{**token, "id": now[token["content"]]} for token in content.get("added_tokens") or ()]
-    parts = {"truncation": None, "padding": None, "added_tokens": sorted(added, key=lambda token: token["id"])}
-    return {**content, **parts, "post_processor": tokenizer_json.sentence_form(now), "model": model}
+        rows = {number: [token, NEVER] for token, number in new_ids.items()}
+        rows |= {new_ids[piece]: [piece, score] for piece, score in model["vocab"]}
+        model["unk_id"] = new_ids[str(tokenizer_json.special_token(old_ids, "<unk>"))]
+        model["vocab"] = _fill_unigram_rows(rows)
+    added_tokens = [{**token, "id": new_ids[token["content"]]} for token in content.get("added_tokens") or ()]
+    return {
+        **content,
+        "truncation": None,
+        "padding": None,
+        "added_tokens": sorted(added_tokens, key=lambda token: token["id"]),
+        "post_processor": tokenizer_json.sentence_processor(new_ids),
+        "model": model,
+    }
 
 
-def _model_proto(data: bytes) -> Any:
+def _fill_unigram_rows(rows: Mapping[int, list[Any]]) -> list[list[Any]]:
+    """Return the entries [piece, score] of a unigram vocabulary by id; other ids get a filler that never occurs."""
+    return [rows.get(row, [f"madeupword{row}", NEVER]) for row in range(max(rows) + 1)]
+
+
+def _parse_sentencepiece(data: bytes) -> Any:
+    """Return the protobuf message of a SentencePiece model. Raises InputError if the bytes are no such message."""
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf makes it on import
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf creates it on import
     try:
         proto.ParseFromString(data)
-    except Exception as error:  # of protobuf, which is not ours
+    except Exception as error:  # protobuf has exceptions of its own
         raise InputError(f"spm.model is damaged: {first_line(error)}") from error
     return proto
 
 
-def _sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
-    """A SentencePiece model in the library of Hugging Face."""
-    proto = _model_proto(data)
-    kinds = proto.SentencePiece
-    control = (kinds.CONTROL, kinds.UNKNOWN)
-    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type not in control}
-    now = {piece: ids[piece] for piece in scores} | _special(ids)
-    normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
-    bytes_too = bool(proto.trainer_spec.byte_fallback)
-    if proto.trainer_spec.model_type == BPE:
+def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return tokenizer.json for a SentencePiece model, whose pieces are in the dictionary by their text.
+
+    Raises KeyError if the dictionary lacks a piece, and InputError for a model that is neither BPE nor unigram.
+    """
+    proto = _parse_sentencepiece(data)
+    piece_types = proto.SentencePiece
+    scores = {}
+    normal_scores = {}  # without the pieces of single bytes and those that the user defined
+    for piece in proto.pieces:
+        if piece.type not in (piece_types.CONTROL, piece_types.UNKNOWN):
+            scores[piece.piece] = piece.score
+        if piece.type == piece_types.NORMAL:
+            normal_scores[piece.piece] = piece.score
+    new_ids = {piece: ids[piece] for piece in scores} | _special_ids(ids)
+    byte_fallback = bool(proto.trainer_spec.byte_fallback)
+    pre_tokenizer = None
+    if proto.trainer_spec.model_type == SENTENCEPIECE_BPE:
         model: dict[str, Any] = {
-            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": bytes_too, "ignore_merges": False,
-            "vocab": now, "merges": _merges(normal),
-        }  # fmt: skip
-    elif proto.trainer_spec.model_type == UNIGRAM:
-        rows = {number: [piece, scores.get(piece, 0.0)] for piece, number in now.items()}
-        pieces = [rows.get(row, [f"madeupword{row}", NEVER]) for row in range(max(rows) + 1)]
-        model = {"type": "Unigram", "unk_id": now["<unk>"], "vocab": pieces, "byte_fallback": bytes_too}
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": byte_fallback,
+            "ignore_merges": False,
+            "vocab": new_ids,
+            "merges": _find_merges(normal_scores),
+        }
+    elif proto.trainer_spec.model_type == SENTENCEPIECE_UNIGRAM:
+        rows = {number: [piece, scores.get(piece, 0.0)] for piece, number in new_ids.items()}
+        model = {
+            "type": "Unigram",
+            "unk_id": new_ids["<unk>"],
+            "vocab": _fill_unigram_rows(rows),
+            "byte_fallback": byte_fallback,
+        }
+        if byte_fallback:
+            # A text that contains <0x41> literally is split there, or it would become the piece of that byte.
+            pre_tokenizer = {
+                "type": "Split",
+                "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"},
+                "behavior": "MergedWithPrevious",
+                "invert": False,
+            }
     else:
         raise InputError("spm.model is neither a BPE nor a unigram model")
-    document = tokenizer_json.document(now, model, normalizer=_normalizer(proto), decoder=_decoder())
-    if model["type"] == "Unigram" and bytes_too:  # a text that spells <0x41> is cut, else it becomes that byte's piece
-        pattern = {"Regex": "<(?=0x[0-9A-F]{2}>)"}
-        document["pre_tokenizer"] = {
-            "type": "Split", "pattern": pattern, "behavior": "MergedWithPrevious", "invert": False
-        }  # fmt: skip
-    return document
+    return tokenizer_json.document(
+        new_ids,
+        model,
+        normalizer=_sentencepiece_normalizer(proto),
+        pre_tokenizer=pre_tokenizer,
+        decoder=_sentencepiece_decoder(),
+    )
 
 
-def _merges(scores: Mapping[str, float]) -> list[list[str]]:
-    """Every pair of pieces that make a piece, the best piece first."""
-    best_first = sorted(scores, key=lambda piece: -scores[piece])
-    pairs = ([piece[:cut], piece[cut:]] for piece in best_first for cut in range(1, len(piece)))
-    return [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
+def _find_merges(scores: Mapping[str, float]) -> list[list[str]]:
+    """Return every pair of pieces that together are a piece; pairs that make the piece of the best score come first."""
+    merges = []
+    for piece in sorted(scores, key=lambda piece: -scores[piece]):
+        for cut in range(1, len(piece)):
+            left = piece[:cut]
+            right = piece[cut:]
+            if left in scores and right in scores:
+                merges.append([left, right])
+    return merges
 
 
-def _normalizer(proto: Any) -> dict[str, Any]:
-    """Return what predict and then SentencePiece do to a text before it is cut; "▁" is SentencePiece's space."""
+def _sentencepiece_normalizer(proto: Any) -> dict[str, Any]:
+    """Return the normalizer that does what `predict`, and then SentencePiece, do to a text before it is cut.
+
+    SentencePiece writes "▁" for a space.
+    """
     spec = proto.normalizer_spec
     steps = [_replace({"String": "\n"}, " "), _replace({"Regex": rf"\A[{SPACES}]+|[{SPACES}]+\z"}, "")]
     if spec.precompiled_charsmap:
         table = base64.b64encode(spec.precompiled_charsmap).decode()
-        if "nfkc" in spec.name:  # a letter with its accents: Precompiled reads the letter alone
+        if "nfkc" in spec.name:  # Precompiled looks up a letter without the accents that follow it: compose them
             steps.append({"type": "NFC"})
         steps.append({"type": "Precompiled", "precompiled_charsmap": table})
     if spec.remove_extra_whitespaces:
@@ -167,17 +250,23 @@ def _normalizer(proto: Any) -> dict[str, Any]:
         steps.append({"type": "Prepend", "prepend": "▁"})
     steps.append(_replace({"String": " "}, "▁"))
     if spec.remove_extra_whitespaces:
-        steps.append(_replace({"Regex": r"▁+\z"}, ""))  # SentencePiece removes a "▁" of the text too
+        steps.append(_replace({"Regex": r"▁+\z"}, ""))  # SentencePiece also removes a "▁" that the text ends with
     return {"type": "Sequence", "normalizers": steps}
 
 
-def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-def _decoder() -> dict[str, Any]:
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+def _sentencepiece_decoder() -> dict[str, Any]:
+    """Return the decoder that joins pieces to a text: it replaces "▁" by a space and removes the first space."""
     return {
         "type": "Sequence",
-        "decoders": [_replace({"String": "▁"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
+        "decoders": [
+            _replace({"String": "▁"}, " "),
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
     }
+
+
+def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
+    """Return the step of a normalizer or decoder that replaces a pattern by a text."""
+    return {"type": "Replace", "pattern": pattern, "content": content}

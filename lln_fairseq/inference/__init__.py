@@ -1,1 +1,1 @@
-"""Trained models: load them, give them text, score them."""
+"""Use of trained models: load a checkpoint, score it on a data set, and predict from text."""

@@ -1,4 +1,4 @@
-"""The model of a checkpoint, ready to be used: for every program that does not train."""
+"""Load the model of a checkpoint, for every program that does not train."""
 
 import os
 from typing import Any
@@ -16,33 +16,47 @@ from lln_fairseq.errors import InputError, first_line
 
 
 def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
-    """The model of a checkpoint, in evaluation mode on the GPU if there is one, and its task with `data` as its data
-    directory, or the one of the training; ".", which `lln-fairseq convert` writes, is the checkpoint's own.
+    """Load a model in evaluation mode, on the GPU if there is one, and set up its task.
 
-    Raises: InputError for a checkpoint that is missing, cannot be read or holds weights that cannot be used, and for
-    data without dictionaries or with another dictionary or other labels than the checkpoint's.
+    Args:
+        checkpoint: the checkpoint file.
+        data: the data directory of the task; None takes that of the training. A checkpoint of `lln-fairseq convert`
+            names the directory that it is in.
+
+    Returns:
+        The model and the task.
+
+    Raises:
+        InputError: if the checkpoint is missing, damaged or a language model, its weights are not finite numbers, or
+            the data has no dictionaries, or another dictionary or other labels than the checkpoint.
     """
-    state = load_checkpoint(checkpoint, {"cpu": not torch.cuda.is_available()} | ({"data": data} if data else {}))
+    overrides: dict[str, Any] = {"cpu": not torch.cuda.is_available()}
+    if data:
+        overrides["data"] = data
+    state = load_checkpoint(checkpoint, overrides)
     if stored_options(state)["model"].get("_name") in LANGUAGE_MODELS:
-        raise InputError(f"{checkpoint} holds a language model, which fairseq-eval-lm scores")
+        raise InputError(f"{checkpoint} holds a language model: score it with fairseq-eval-lm")
     check_weights(state["model"], checkpoint)
-    beside = os.path.dirname(os.path.abspath(checkpoint))
-    if data is None and state["cfg"].task.data == "." and os.path.isfile(os.path.join(beside, "dict.txt")):
-        state["cfg"].task.data = beside
-    task = setup_task(state["cfg"].task, from_checkpoint=True)
+    task_config = state["cfg"].task
+    folder = os.path.dirname(os.path.abspath(checkpoint))
+    if data is None and task_config.data == "." and os.path.isfile(os.path.join(folder, "dict.txt")):
+        task_config.data = folder
+    task = setup_task(task_config, from_checkpoint=True)
     check_dictionary(state, task, checkpoint)
     check_labels(state, task, checkpoint)
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=state)
     except InputError:
         raise
-    except Exception as error:  # sizes and names that do not fit each other end wherever the host stumbles
+    except Exception as error:  # options and tensors that contradict each other raise anything, anywhere in fairseq
         raise InputError(f"cannot build the model of {checkpoint}: {first_line(error)}") from error
     model.eval()
-    return (model.cuda() if torch.cuda.is_available() else model), task
+    if torch.cuda.is_available():
+        model = model.cuda()
+    return model, task
 
 
-def require_finite(outputs: Tensor, place: str) -> None:
-    """Raise InputError if a model's outputs for the input that `place` names are not finite."""
+def require_finite(outputs: Tensor, input_name: str) -> None:
+    """Raise InputError if the outputs (any shape) that the model gives for the named input are not all finite."""
     if not outputs.isfinite().all():
-        raise InputError(f"the model gives NaN or infinite outputs for {place}: use another checkpoint")
+        raise InputError(f"the model gives NaN or infinite outputs for {input_name}: use another checkpoint")

@@ -1,9 +1,9 @@
-"""Labels or scores for lines of text, by a fine-tuned checkpoint.
+"""Predict a label or a score for every line of text with a fine-tuned checkpoint.
 
-    python -m lln_fairseq predict runs/sst2/checkpoint_best.pt --input texts.txt --output labels.tsv
+    lln-fairseq predict runs/sst2/checkpoint_best.pt --input texts.txt --output labels.tsv
 
-A line is a text, or two texts with a tab between for a task of pairs. Every line of the input gives one line of the
-output: the label and its probability with a tab between, or a score; an empty line gives an empty line.
+A line is a text, or two texts separated by a tab for a task of pairs. Every line of the input gives one line of the
+output: the label and its probability separated by a tab, or a score. An empty line gives an empty line.
 """
 
 import argparse
@@ -13,85 +13,103 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.text import read_lines
 from lln_fairseq.errors import InputError
-from lln_fairseq.inference.text_model import Prediction, TextModel, load
+from lln_fairseq.inference.text_model import Prediction, TextModel, load_text_model
 
-STANDARD = "-"  # standard input, standard output
+STANDARD_STREAM = "-"  # standard input or standard output
 
 
 def main(argv: list[str]) -> None:
+    """Run `lln-fairseq predict` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
-    parser.add_argument("--input", default=STANDARD, help="a UTF-8 file (default: -, standard input)")
-    parser.add_argument("--output", default=STANDARD, help="a file, written whole or not at all (default: -)")
-    parser.add_argument("--data", help="directory with the training's dictionaries (default: what the run has kept)")
-    parser.add_argument("--tokenizer", help="as of data_prep.glue (default: what lies with the dictionaries)")
-    args = parser.parse_args(argv)
-    predict(args)
+    parser.add_argument("--input", default=STANDARD_STREAM, help="a UTF-8 file (default: -, standard input)")
+    parser.add_argument(
+        "--output", default=STANDARD_STREAM, help="a file, written completely or not at all (default: -)"
+    )
+    parser.add_argument("--data", help="directory of the dictionaries (default: those kept with the run)")
+    parser.add_argument("--tokenizer", help="as for data_prep.glue (default: the one next to the dictionaries)")
+    predict_lines(parser.parse_args(argv))
 
 
-def predict(args: argparse.Namespace) -> None:
-    """Does what the command line asks for. Raises: UserError, OSError."""
-    if args.input == STANDARD and sys.stdin is None:
+def predict_lines(args: argparse.Namespace) -> None:
+    """Write a prediction for every line of args.input to args.output.
+
+    Raises:
+        UserError, OSError: if a file, a line or the checkpoint cannot be used. The output file is then not written.
+    """
+    if args.input == STANDARD_STREAM and sys.stdin is None:
         raise InputError("standard input is closed: give --input FILE")
-    if args.output == STANDARD and sys.stdout is None:
+    if args.output == STANDARD_STREAM and sys.stdout is None:
         raise InputError("standard output is closed: give --output FILE")
     with ExitStack() as stack:
-        file = sys.stdin.buffer if args.input == STANDARD else stack.enter_context(open(args.input, "rb"))
-        model = load(args.checkpoint, args.data, args.tokenizer)
+        if args.input == STANDARD_STREAM:
+            file = sys.stdin.buffer
+            name = "standard input"
+        else:
+            file = stack.enter_context(open(args.input, "rb"))
+            name = args.input
+        model = load_text_model(args.checkpoint, args.data, args.tokenizer)
         if not model.finetuned:
             raise InputError(f"{args.checkpoint} was not fine-tuned and has no labels to predict")
-        out = stack.enter_context(_output(args.output))
-        lines = read(file, "standard input" if args.input == STANDARD else args.input)
-        for line in predictions(model, tqdm(lines, unit=" lines", disable=None)):
+        out = stack.enter_context(_open_output(args.output))
+        lines = enumerate(read_lines(file, name), start=1)
+        for line in prediction_lines(model, tqdm(lines, unit=" lines", disable=None)):
             out.write(line + "\n")
         out.flush()
 
 
-def read(file: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
-    """The number and the text of every line. Raises: UserError for one that is not UTF-8 or longer than 4 MiB."""
-    return enumerate(read_lines(file, name), start=1)
+def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """Yield an output line, without its end, for each pair of a line's number and text, in order.
 
+    The input is read as the output is consumed, a few thousand lines ahead. An empty line gives an empty line.
 
-def predictions(model: TextModel, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """A line for each line, in order; a few thousand are in memory. Raises: InputError for a line of other columns."""
-    empty = deque([0])  # how many empty lines are before each text that has been read, and at the end
+    Raises:
+        InputError: if a line has another number of columns than the model takes.
+    """
+    # The number of empty lines before each text that was read but not yet predicted, and, last, after all of them.
+    empty_lines = deque([0])
 
     def texts() -> Iterator[list[str]]:
+        """Yield the texts of every line that is not empty, and count the empty lines before it."""
         for number, line in lines:
             if line.strip():
-                empty.append(0)
-                yield _columns(line, number, model.inputs)
+                empty_lines.append(0)
+                yield _split_columns(line, number, model.inputs)
             else:
-                empty[-1] += 1
+                empty_lines[-1] += 1
 
-    for found in model.predict_each(texts()):
-        yield from repeat("", empty.popleft())
-        yield f"{found.label}\t{found.probability:.6f}" if isinstance(found, Prediction) else f"{found:.6f}"
-    yield from repeat("", empty.popleft())
+    for prediction in model.predict_each(texts()):
+        yield from repeat("", empty_lines.popleft())
+        if isinstance(prediction, Prediction):
+            yield f"{prediction.label}\t{prediction.probability:.6f}"
+        else:
+            yield f"{prediction:.6f}"
+    yield from repeat("", empty_lines.popleft())
 
 
-def _columns(line: str, number: int, wanted: int) -> list[str]:
+def _split_columns(line: str, number: int, inputs: int) -> list[str]:
+    """Return the texts of a line. Raises InputError if there are not `inputs` (1 or 2) of them."""
     columns = line.split("\t")
-    if len(columns) != wanted:
-        form = "two texts with a tab between" if wanted == 2 else "one text without tabs"
-        raise InputError(f"line {number} has {len(columns)} columns, and the model takes {form}")
+    if len(columns) != inputs:
+        expected = "two texts separated by a tab" if inputs == 2 else "one text without tabs"
+        raise InputError(f"line {number} must be {expected}, got {len(columns)} columns")
     return columns
 
 
 @contextmanager
-def _output(name: str) -> Iterator[TextIO]:
-    """The file, which appears when it is complete and replaces one of its name; or a device, or standard output."""
+def _open_output(name: str) -> Iterator[TextIO]:
+    """Open standard output, a device, or a file that replaces an existing one when the context ends without error."""
     path = Path(name)
-    if name == STANDARD:
+    if name == STANDARD_STREAM:
         yield sys.stdout
     elif path.exists() and not path.is_file():
         with path.open("w", encoding="utf-8") as out:

@@ -1,4 +1,4 @@
-"""A trained model that takes text: labels of sentences and pairs, vectors, and words for a <mask>.
+"""A trained model that takes text: it predicts labels, computes vectors and fills in a <mask>.
 
 from lln_fairseq import load
 load("runs/sst2_lln_diag/checkpoint_best.pt").predict(["a gripping film"])
@@ -28,21 +28,31 @@ from lln_fairseq.inference.loading import load_model, require_finite
 
 
 class Prediction(NamedTuple):
+    """The most likely label of a text, and its probability."""
+
     label: str
     probability: float
 
 
 class Filling(NamedTuple):
+    """A token for a <mask>, its probability among all tokens, and the text with the token in place of the <mask>."""
+
     token: str
     probability: float
-    text: str  # with the token in the place of <mask>
+    text: str
 
 
 class TextModel(nn.Module):
-    """A model with its task and tokenizer; `load` makes it, in evaluation mode on the GPU if there is one.
+    """A model with its task and tokenizer, as `load` returns it.
 
-    Texts become the ids that they would have in the training's data, and are cut to its longest sequence. What is
-    wrong with a text is an InputError, which is a ValueError.
+    A text gets the ids that it would have in the training data, and is cut to the longest sequence of the model. A text
+    that cannot be used raises an InputError, which is a ValueError. All outputs are on the CPU and have no gradient.
+
+    Args:
+        model: the model, in evaluation mode if it is to be used.
+        task: the task that the model was trained for.
+        vocabulary: the tokenizer with its dictionary.
+        inputs: number of texts in a row that `predict` takes, 1 or 2.
     """
 
     def __init__(self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int) -> None:
@@ -56,18 +66,22 @@ class TextModel(nn.Module):
         self.labels = label_names(task) if self.finetuned else []
 
     def predict(self, texts: Iterable[Text]) -> list[Prediction | float]:
-        """Return the label of every text, or of every pair (a tuple), with its probability; the score for a regression.
+        """Return a prediction for every text, or for every pair of texts (a tuple).
 
-        Labels have the names in label/dict.txt, and scores have the unit of the targets in training.
-        Raises: InputError if the model was not fine-tuned, or gets texts but takes pairs, or the reverse.
+        A prediction is a label with its probability, or a score for a regression. Labels have the names in
+        label/dict.txt, and scores have the unit of the targets in training.
+
+        Raises:
+            InputError: if the model was not fine-tuned, a single string is given, the model takes pairs but gets
+                texts, or the reverse, or its outputs are not finite.
         """
         return list(self.predict_each(texts))
 
     def predict_each(self, texts: Iterable[Text]) -> Iterator[Prediction | float]:
-        """`predict` of any number of texts, a few thousand of which are in memory."""
+        """Yield what `predict` returns, reading only a few thousand texts ahead."""
         if not self.finetuned:
             raise InputError("the model was not fine-tuned and has no labels to predict")
-        for logits in self._each(texts, self.inputs, self._logits):
+        for logits in self._compute_rows(texts, self.inputs, self._class_logits):
             if self.task.cfg.regression_target:
                 yield logits.item()
             else:
@@ -75,18 +89,27 @@ class TextModel(nn.Module):
                 yield Prediction(self.labels[number], probability.item())
 
     def encode(self, texts: Iterable[str]) -> Tensor:
-        """The mean of the last layer over the tokens of each text, <s> and </s> among them: (n, C) float32, on the CPU.
+        """Return a vector for each text: the mean of the last layer over its tokens, <s> and </s> included.
 
-        It is what sentence-transformers calls mean pooling.
+        sentence-transformers calls this mean pooling.
+
+        Returns:
+            (number of texts, C) float32; (0, C) without texts.
         """
-        rows = list(self._each(texts, 1, self._means))
-        return torch.stack(rows) if rows else torch.empty(0, self.model.encoder.args.encoder_embed_dim)
+        rows = list(self._compute_rows(texts, 1, self._mean_features))
+        if not rows:
+            return torch.empty(0, self.model.encoder.args.encoder_embed_dim)
+        return torch.stack(rows)
 
     def fill(self, text: str, k: int = 5) -> list[Filling]:
-        """The k likeliest tokens for the one <mask> of a text, with their probabilities among all tokens.
+        """Return the k most likely tokens for the single <mask> of a text, the most likely one first.
 
-        Raises: InputError for none or several <mask>, one that is cut off, a k that is too large, and a fine-tuned
-        model: fine-tuning changes what the head for this reads.
+        Special symbols and the dictionary's fillers are not offered, but have a share of the probability.
+
+        Raises:
+            InputError: if the text has not exactly one <mask>, it lies beyond the longest sequence, k is not between
+                1 and the number of tokens, or the model was fine-tuned, which changes the features that the
+                language-model head reads.
         """
         if self.finetuned:
             raise InputError("the model was fine-tuned and cannot fill a <mask> any more: use the pre-trained one")
@@ -97,30 +120,44 @@ class TextModel(nn.Module):
             ids = self.ids.encode_masked(left, right)
         except DataError as error:
             raise InputError(str(error)) from error
-        probabilities = self._masked_probabilities(ids)
-        tokenizer, symbols = self.vocabulary.tokenizer, self.vocabulary.symbols
-        in_text = set(tokenizer.symbols())  # a dictionary has others to fill it up
-        known = [number for number, symbol in enumerate(symbols) if symbol in in_text]
+        probabilities = self._mask_probabilities(ids)
+        tokenizer = self.vocabulary.tokenizer
+        symbols = self.vocabulary.symbols
+        text_symbols = set(tokenizer.symbols())  # the dictionary may have fillers besides
+        known = [number for number, symbol in enumerate(symbols) if symbol in text_symbols]
         if not 1 <= k <= len(known):
-            raise InputError(f"k is {k}, and must be from 1 to {len(known)}, the number of tokens")
-        values, places = probabilities[NUM_SPECIAL:][known].topk(k)
-        words = [tokenizer.symbol_text(symbols[known[place]]) for place in places.tolist()]
-        left = left.rstrip()  # the space is the word's
-        return [Filling(word.strip(), value, (left + word + right).strip())
-                for word, value in zip(words, values.tolist(), strict=True)]  # fmt: skip
+            raise InputError(f"k must be between 1 and {len(known)}, the number of tokens, got {k}")
+        top = probabilities[NUM_SPECIAL:][known].topk(k)
+        left = left.rstrip()  # a token includes the space before it
+        fillings = []
+        for probability, place in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+            token = tokenizer.symbol_text(symbols[known[place]])
+            fillings.append(Filling(token.strip(), probability, (left + token + right).strip()))
+        return fillings
 
     @torch.no_grad()
-    def _masked_probabilities(self, ids: Tensor) -> Tensor:
-        """Of the whole dictionary for the <mask> in ids (N): (V) float32, on the CPU."""
-        places = ids.eq(self.ids.mask)
-        if not places.any():
+    def _mask_probabilities(self, ids: Tensor) -> Tensor:
+        """Return the probabilities (V,), float32 on the CPU, of all symbols at the first <mask> in ids (N,).
+
+        Raises InputError if no <mask> is left in the ids, which are cut to the longest sequence.
+        """
+        is_mask = ids.eq(self.ids.mask)
+        if not is_mask.any():
             raise InputError(f"the {MASK} lies beyond the {self.ids.longest} tokens that the model takes")
         logits, _ = self.model(ids[None].to(self._device))
         require_finite(logits, "this text")
-        return logits[0][places.to(self._device)][0].float().softmax(dim=-1).cpu()
+        return logits[0][is_mask.to(self._device)][0].float().softmax(dim=-1).cpu()
 
-    def _each(self, texts: Iterable[Text], inputs: int, outputs: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """The row of outputs(src_tokens (B, N)) that belongs to each text, in float32 on the CPU."""
+    def _compute_rows(
+        self, texts: Iterable[Text], inputs: int, compute: Callable[[Tensor], Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield the output for each text, in float32 on the CPU, in the order of the texts.
+
+        Args:
+            texts: the texts, or pairs of texts if `inputs` is 2.
+            inputs: number of texts in a row.
+            compute: the function from padded tokens (B, N) on the model's device to outputs, one row for each sequence.
+        """
         if isinstance(texts, str):
             raise InputError("expected a list of texts, got a single one: put it in a list")
         try:
@@ -129,7 +166,8 @@ class TextModel(nn.Module):
                 rows = [torch.empty(0)] * len(part)
                 for batch in batch_by_length(samples):
                     tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
-                    for number, row in zip(batch, outputs(tokens.to(self._device)).float().cpu(), strict=True):
+                    outputs = compute(tokens.to(self._device)).float().cpu()
+                    for number, row in zip(batch, outputs, strict=True):
                         require_finite(row, f"the text {' | '.join(part[number])!r:.80}")
                         rows[number] = row
                 yield from rows
@@ -137,52 +175,73 @@ class TextModel(nn.Module):
             raise InputError(str(error)) from error
 
     @torch.no_grad()
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def _class_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, classes) of the classification head for tokens (B, N)."""
         head = self.task.cfg.classification_head_name
         return self.model(tokens, features_only=True, classification_head_name=head)[0]
 
     @torch.no_grad()
-    def _means(self, tokens: Tensor) -> Tensor:
+    def _mean_features(self, tokens: Tensor) -> Tensor:
+        """Return the mean (B, C) of the last layer over the real tokens of tokens (B, N)."""
         features, _ = self.model(tokens, features_only=True)
         real = tokens.ne(self.task.source_dictionary.pad())[..., None]
         return (features.float() * real).sum(dim=1) / real.sum(dim=1)
 
     @property
     def _device(self) -> torch.device:
+        """Return the device of the model's parameters."""
         return next(self.model.parameters()).device
 
 
-def load(
+def load_text_model(
     checkpoint: str | os.PathLike[str],
     data: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> TextModel:
-    """The model of a checkpoint, ready for text, in evaluation mode on the GPU if there is one.
+    """Load the model of a checkpoint for use with text, in evaluation mode, on the GPU if there is one.
+
+    This is `lln_fairseq.load`.
 
     Args:
-        data: the directory with the dictionaries of the training data; default: the run's own folder, which a training
-            leaves beside its checkpoints, the checkpoint's directory, or the data of the training.
-        tokenizer: what `--tokenizer` of data_prep takes; default: what lies with the dictionaries.
+        checkpoint: a pre-trained or fine-tuned checkpoint.
+        data: the directory with the dictionaries of the training data. Default: the first of the run's tokenizer
+            directory, the checkpoint's directory and the data of the training that has dictionaries and a tokenizer;
+            it needs no tokenizer if `tokenizer` is given.
+        tokenizer: what `--tokenizer` of data_prep takes. Default: the tokenizer next to the dictionaries.
 
-    Raises: InputError for a checkpoint that is missing, cannot be read or does not fit the dictionaries, and where
-    there is no tokenizer or its symbols are not those of the dictionary.
+    Raises:
+        InputError: if the checkpoint is missing, damaged or for a task without text, or there is no tokenizer that
+            fits its dictionary.
     """
     checkpoint = os.fspath(checkpoint)
     options = stored_options(load_checkpoint_lazily(checkpoint))["task"]
-    if options.get("_name") and not is_finetuned(options["_name"]) and "masked_lm" not in str(options["_name"]):
-        raise InputError(f"{checkpoint} holds a model for the task {options['_name']}, which does not take text")
-    trained_on = options.get("data")
-    places = [Path(data)] if data else directories(checkpoint, trained_on if isinstance(trained_on, str) else None)
+    task_name = options.get("_name")
+    if task_name and not is_finetuned(task_name) and "masked_lm" not in str(task_name):
+        raise InputError(f"{checkpoint} holds a model for the task {task_name}, which does not take text")
+    if data:
+        places = [Path(data)]
+    else:
+        training_data = options.get("data")
+        if not isinstance(training_data, str):
+            training_data = None
+        places = directories(checkpoint, training_data)
     directory, vocabulary = _find_vocabulary(checkpoint, places, tokenizer)
     model, task = load_model(checkpoint, str(directory))
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
     if getattr(task.cfg, "two_towers", False):
-        raise InputError(f"{checkpoint} encodes two inputs by themselves (two_towers), which only evaluate can give it")
-    return TextModel(model, task, vocabulary, inputs=2 if (directory / "input1").is_dir() else 1).eval()
+        raise InputError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
+    inputs = 2 if (directory / "input1").is_dir() else 1
+    return TextModel(model, task, vocabulary, inputs).eval()
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:
-    """The first place with a tokenizer, or the first of all with the one that is given, and the vocabulary."""
+    """Return the directory of the dictionaries, and the tokenizer with its dictionary.
+
+    They are the first of `places` with a usable tokenizer, and that tokenizer. If `tokenizer` is given, they are the
+    first of `places` and that tokenizer.
+
+    Raises InputError with the reason for every place if no tokenizer can be used.
+    """
     reasons = []
     for place in places:
         try:
@@ -192,5 +251,7 @@ def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tup
             if tokenizer:
                 break
     reason = "; ".join(reasons) or "neither its directory nor its training's has a dict.txt"
-    raise InputError(f"cannot turn text into the ids of {checkpoint}: {reason}. Give the data of its training or a "
-                     "tokenizer (--data, --tokenizer)")  # fmt: skip
+    raise InputError(
+        f"cannot turn text into the ids of {checkpoint}: {reason}. Give the data of its training or a tokenizer "
+        "(--data, --tokenizer)"
+    )

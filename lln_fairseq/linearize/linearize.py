@@ -27,10 +27,10 @@ from lln_fairseq.attention.registry import checked_config, parse_options
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import lock_directory
-from lln_fairseq.conversion import from_fairseq
-from lln_fairseq.conversion.convert import CHECKPOINT, write
+from lln_fairseq.conversion.convert import CHECKPOINT, write_converted_encoder
 from lln_fairseq.conversion.directory import write_large
-from lln_fairseq.conversion.encoder import Encoder
+from lln_fairseq.conversion.encoder import ImportedEncoder
+from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.data.checks import check_lines
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError, first_line, input_errors
@@ -69,7 +69,7 @@ def linearize(args: argparse.Namespace) -> None:
         print(f"{args.out / CHECKPOINT} is complete")
         return
     model, task = load_model(str(args.teacher))
-    encoder = from_fairseq.read(args.teacher)
+    encoder = read_fairseq_checkpoint(args.teacher)
     train = read_texts(args.data, "train", task.source_dictionary)
     valid = read_texts(args.data, "valid", task.source_dictionary)
     students = Students(model, args.attention, args.option, args.lr, args.steps, args.seed)
@@ -132,14 +132,14 @@ def _evaluate_distillation(held_out: list[HeldOutSet], before: list[tuple[float,
         print(f"  same nearest text               {start[1]:.2f} -> {end[1]:.2f}")
 
 
-def _write_model(encoder: Encoder, attention: str, out: Path) -> None:
+def _write_model(encoder: ImportedEncoder, attention: str, out: Path) -> None:
     """Write the checkpoint and the files that belong to it into `out`, which may hold other files.
 
     The checkpoint is moved there last, so that it never stands without the rest.
     """
     part = out / "part"
     part.mkdir(exist_ok=True)
-    write(encoder, attention, part)
+    write_converted_encoder(encoder, attention, part)
     for path in sorted(part.iterdir(), key=lambda path: path.name == CHECKPOINT):
         path.replace(out / path.name)
     part.rmdir()

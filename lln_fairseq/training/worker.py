@@ -28,7 +28,7 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     """Run main(cfg, ...). A spawned process ends with its parent, and with one line if a user's input is wrong."""
     parent: Any = multiprocessing.parent_process()
     if parent:
-        command.end_with(parent.pid)
+        command.exit_with_parent(parent.pid)
     disable_malloc_trim()
     resume.forget_previous_run(main)
     try:

@@ -1,4 +1,4 @@
-"""transformers stays off the network and out of the user's cache."""
+"""Tests of conversion. transformers is kept off the network and away from the user's cache."""
 
 import atexit
 import os

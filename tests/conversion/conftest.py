@@ -1,39 +1,40 @@
-"""Models of Hugging Face and checkpoints of ours."""
+"""Fixtures with small Hugging Face models and pre-trained checkpoints."""
 
 import pytest
 
-from tests.conversion.sources import TOKENIZERS, make_model, shaken
+from tests.conversion.sources import TOKENIZERS, add_noise, make_model
 from tests.fairseq_runs import LLN, MASKED_LM, train
 
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory):
-    """kind -> (model of Hugging Face, its directory)."""
+    """Return a dictionary from kind to (Hugging Face model, its directory)."""
     folder = tmp_path_factory.mktemp("sources")
     return {kind: (make_model(kind, folder / kind), folder / kind) for kind in TOKENIZERS}
 
 
 @pytest.fixture
-def copy(sources, tmp_path):
-    """A function that copies a source's directory, for a test to damage."""
+def copy_source(sources, tmp_path):
+    """Return a function that copies the directory of a source, for a test to change the copy."""
 
-    def copy_of(kind):
+    def copy(kind):
+        _, source = sources[kind]
         folder = tmp_path / "copy"
         folder.mkdir()
-        for file in sources[kind][1].iterdir():
+        for file in source.iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
         return folder
 
-    return copy_of
+    return copy
 
 
 @pytest.fixture
-def pretrained(corpus, tmp_path, monkeypatch):
-    """A function: options of fairseq-train to a checkpoint."""
+def pretrain(corpus, tmp_path, monkeypatch):
+    """Return a function that pre-trains with options of fairseq-train and returns the checkpoint."""
 
-    def make(*options):
-        save = tmp_path / "run"
-        train(monkeypatch, tmp_path / "log", corpus, save, *MASKED_LM, *LLN, "--max-update", 1, *options)
-        return shaken(save / "checkpoint_last.pt")
+    def run(*options):
+        save_dir = tmp_path / "run"
+        train(monkeypatch, tmp_path / "log", corpus, save_dir, *MASKED_LM, *LLN, "--max-update", 1, *options)
+        return add_noise(save_dir / "checkpoint_last.pt")
 
-    return make
+    return run

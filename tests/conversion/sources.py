@@ -1,4 +1,4 @@
-"""Small models of Hugging Face with random weights and with tokenizers, as directories."""
+"""Small Hugging Face models with random weights and tokenizers, saved as directories."""
 
 import json
 
@@ -24,9 +24,11 @@ from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.inference.loading import load_model
 
 TEXTS = ["The plot isn't new – but it holds.", "Éva saw 2 films; we saw none!", "a", "unknown ☃ letters and <mask>"]
-PIECES = 38
-SHAKE = 0.1  # large weights show every mistake
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+PIECES = 38  # the size of the SentencePiece vocabulary
+NOISE = 0.1  # large weights make every mistake visible
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+ROBERTA_IDS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "type_vocab_size": 1}
+# For each kind: the configuration, the model with a language-model head, and the model without.
 CLASSES = {
     "roberta": (RobertaConfig, RobertaForMaskedLM, RobertaModel),
     "xlm-roberta": (XLMRobertaConfig, XLMRobertaForMaskedLM, None),
@@ -35,15 +37,22 @@ CLASSES = {
 TOKENIZERS = {"roberta": RobertaTokenizerFast, "bert": BertTokenizerFast, "xlm-roberta": XLMRobertaTokenizer}
 
 
-def make_model(kind, folder, headless=False, seed=0, **options):
-    """A model of Hugging Face that is saved in `folder`, tokenizer included; large weights show every mistake."""
-    rows = {"roberta": byte_level_bpe, "xlm-roberta": pieces, "bert": word_piece}[kind](folder)
-    config_class, with_head, without = CLASSES[kind]
-    special = {} if kind == "bert" else dict(bos_token_id=0, pad_token_id=1, eos_token_id=2, type_vocab_size=1)
-    positions = 40 if kind == "bert" else 42
-    config = config_class(vocab_size=rows, max_position_embeddings=positions, **special | SIZES | options)
-    torch.manual_seed(seed)
-    model = (without if headless else with_head)(config).eval()
+def make_model(kind, folder, headless=False, **options):
+    """Save a model with large random weights and its tokenizer in `folder`, and return the model."""
+    config_class, model_class, headless_class = CLASSES[kind]
+    if headless:
+        model_class = headless_class
+    options = SIZES | options
+    if kind == "bert":
+        rows = make_word_piece(folder)
+        positions = 40
+    else:
+        rows = make_byte_level_bpe(folder) if kind == "roberta" else make_sentencepiece(folder)
+        positions = 42  # two of them are not used
+        options = ROBERTA_IDS | options
+    config = config_class(vocab_size=rows, max_position_embeddings=positions, **options)
+    torch.manual_seed(0)
+    model = model_class(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
@@ -51,47 +60,51 @@ def make_model(kind, folder, headless=False, seed=0, **options):
     return model
 
 
-def byte_level_bpe(folder):
-    """RoBERTa's: vocab.json in fairseq's order, not that of the merges."""
+def make_byte_level_bpe(folder):
+    """Save RoBERTa's tokenizer and return its size. Its ids are in fairseq's order, not in the order of merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters,
-                                                                show_progress=False))  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(model["vocab"]), "<mask>"]
+    merges = [" ".join(pair) for pair in model["merges"]]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in model["merges"]))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
     return len(tokens)
 
 
-def word_piece(folder):
-    """BERT's: [PAD] first, the special tokens in the midst."""
+def make_word_piece(folder):
+    """Save BERT's tokenizer and return its size. [PAD] is the first token, the other special ones are in the middle."""
     words = ["the", "plot", "isn", "new", "but", "it", "holds", "eva", "films", "we", "un", "##known", "##s", "t", "2"]
-    signs = list("–;!.'’☃") + ["##" + letter for letter in "abcdefghijklmnopqrstuvwxyz"] + list("abcdefghijklmnopqrstu")
-    tokens = [*dict.fromkeys(["[PAD]", "[unused0]", *words, "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs])]
+    letters = list("abcdefghijklmnopqrstu")
+    endings = [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    tokens = ["[PAD]", "[unused0]", *words, "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"–;!.'’☃", *endings, *letters]
+    tokens = list(dict.fromkeys(tokens))  # without duplicates
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
     return len(tokens)
 
 
-def pieces(folder):
-    """XLM-R's: a SentencePiece model whose ids are shifted by one."""
+def make_sentencepiece(folder):
+    """Save XLM-R's tokenizer and return its size: a SentencePiece model whose ids are shifted by one, and <mask>."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sentencepiece.bpe.model").write_bytes(train_sentencepiece(TEXTS * 3, PIECES, "unigram"))
     return PIECES + 2
 
 
-def make_model_with_settings(kind, folder, settings, as_tokenizer_json=True, added=None):
-    """As make_model, with these settings in tokenizer_config.json, these added tokens and two rows for new tokens."""
+def make_model_with_settings(kind, folder, settings, as_tokenizer_json=True, added=()):
+    """Save a model whose tokenizer has settings in tokenizer_config.json, added tokens, and rows for two new tokens."""
     model = make_model(kind, folder)
     if as_tokenizer_json:
         AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(before | settings))
+    previous = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(previous | settings))
     if added:
         ids = {token: model.config.vocab_size + number for number, token in enumerate(added)}
         (folder / "added_tokens.json").write_text(json.dumps(ids))
@@ -99,22 +112,15 @@ def make_model_with_settings(kind, folder, settings, as_tokenizer_json=True, add
     model.save_pretrained(folder)
 
 
-def encoded(folder, texts=TEXTS):
-    """(B, N) ids as data_prep and our tasks make them, padded."""
+def encode_texts(folder, texts=TEXTS):
+    """Return the ids (B, N) that data_prep and the tasks give to the texts with the tokenizer in `folder`, padded."""
     vocabulary = load_vocabulary(str(folder))
     rows = [torch.tensor([0, *vocabulary.table[ids], 2]) for ids in vocabulary.tokenizer.encode_ids(texts)]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
 
 
-def logits(folder, tokens):
-    return ours(folder / "model.pt", tokens)
-
-
-def rename(tensors, name, new):
-    tensors[new] = tensors.pop(name)
-
-
 def padded_batch(rows=65):
+    """Return random tokens (4, 37) of a dictionary with `rows` symbols, of which only the first row has no padding."""
     tokens = torch.randint(4, rows - 1, (4, 37), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = 0
     for row, length in enumerate((37, 36, 9, 1)):
@@ -122,19 +128,26 @@ def padded_batch(rows=65):
     return tokens
 
 
-def ours(checkpoint, tokens, head=None):
+def compute_logits(checkpoint, tokens, head=None):
+    """Return the logits that a checkpoint of this project gives, those of a classification head if one is named."""
     model, _ = load_model(str(checkpoint))
+    options = {"classification_head_name": head} if head else {}
     with torch.no_grad():
-        return model(tokens, **({"classification_head_name": head} if head else {}))[0]
+        return model(tokens, **options)[0]
 
 
-def shaken(path):
-    """The checkpoint with noise on all parameters."""
+def rename_tensor(tensors, name, new_name):
+    """Rename a tensor in a dictionary, in place."""
+    tensors[new_name] = tensors.pop(name)
+
+
+def add_noise(path):
+    """Add noise to all parameters of a checkpoint, in place, keep its head tied, and return its path."""
     state = torch.load(path)
     generator = torch.Generator().manual_seed(1)
     for name, value in state["model"].items():
         if value.is_floating_point() and not name.endswith("version"):
-            value += SHAKE * torch.randn(value.shape, generator=generator)
+            value += NOISE * torch.randn(value.shape, generator=generator)
     state["model"]["encoder.lm_head.weight"] = state["model"]["encoder.sentence_encoder.embed_tokens.weight"]
     torch.save(state, path)
     return path

@@ -1,4 +1,4 @@
-"""Encoders of Hugging Face in our checkpoints: the same logits, the same ids."""
+"""Hugging Face encoders as checkpoints of this project: the same logits and the same ids."""
 
 import json
 from pathlib import Path
@@ -15,186 +15,242 @@ from lln_fairseq.conversion.encoder import EMBEDDING, POSITIONS
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
-from tests.conversion.sources import TEXTS, TOKENIZERS, encoded, logits, make_model, make_model_with_settings, rename
+from tests.conversion.sources import (
+    TEXTS,
+    TOKENIZERS,
+    compute_logits,
+    encode_texts,
+    make_model,
+    make_model_with_settings,
+    rename_tensor,
+)
 from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, make_classification, train
+
+ADDITIONAL = {"additional_special_tokens": ["<ent>", "</ent>"]}
+
+
+def load_parameters(folder):
+    return load_checkpoint_lazily(str(folder / "model.pt"))["model"]
+
+
+def hugging_face_ids(folder, kind):
+    """Return Hugging Face's id for each of fairseq's ids, according to the tokenizer of transformers."""
+    tokenizer = TOKENIZERS[kind].from_pretrained(folder)
+    special = [tokenizer.cls_token_id, tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.unk_token_id]
+    ordinary = [number for number in range(len(tokenizer)) if number not in (*special, tokenizer.mask_token_id)]
+    return [*special, *ordinary, tokenizer.mask_token_id]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_text_gives_the_same_logits(kind, sources, tmp_path):
+def test_converted_model_gives_same_logits_for_text(kind, sources, tmp_path):
     model, folder = sources[kind]
+
     assert convert(folder, tmp_path / "out", "softmax").notes == []
-    theirs = TOKENIZERS[kind].from_pretrained(folder)(TEXTS[:3], padding=True, return_tensors="pt")
-    tokens = encoded(tmp_path / "out", TEXTS[:3])
-    assert tokens.shape == theirs["input_ids"].shape
-    with torch.no_grad():
-        expected = model(**theirs).logits
-    ours = logits(tmp_path / "out", tokens)
-    real = theirs["attention_mask"].bool()
+
+    batch = TOKENIZERS[kind].from_pretrained(folder)(TEXTS[:3], padding=True, return_tensors="pt")
+    tokens = encode_texts(tmp_path / "out", TEXTS[:3])
+    assert tokens.shape == batch["input_ids"].shape
+    real = batch["attention_mask"].bool()
     assert torch.equal(tokens != 1, real)
-    order = torch.tensor([theirs_of(folder, kind, row) for row in range(expected.shape[-1])])
-    torch.testing.assert_close(ours[real], expected[real][:, order], rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        expected = model(**batch).logits
+    actual = compute_logits(tmp_path / "out" / "model.pt", tokens)
+    ids = torch.tensor(hugging_face_ids(folder, kind)[: expected.shape[-1]])
+    torch.testing.assert_close(actual[real], expected[real][:, ids], rtol=1e-5, atol=1e-5)
     assert expected[real].abs().max() > 1
 
 
-def theirs_of(folder, kind, ours):
-    """The id of Hugging Face that the row `ours` has, by what the tokenizers say."""
-    tokenizer = TOKENIZERS[kind].from_pretrained(folder)
-    special = [tokenizer.cls_token_id, tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.unk_token_id]
-    others = [number for number in range(len(tokenizer)) if number not in (*special, tokenizer.mask_token_id)]
-    return [*special, *others, tokenizer.mask_token_id][ours]
-
-
 @pytest.mark.parametrize("kind", ["roberta", "bert", "xlm-roberta"])
-def test_a_symbol_has_the_text_that_it_stands_for(kind, sources, tmp_path):
+def test_symbol_text_restores_text(kind, sources, tmp_path):
+    text = "we saw films but none isn"
     convert(sources[kind][1], tmp_path / "out", "softmax")
-    vocabulary, text = load_vocabulary(str(tmp_path / "out")), "we saw films but none isn"
-    (ids,) = vocabulary.tokenizer.encode_ids([text])
-    symbols = [vocabulary.tokenizer.symbols_by_id[number] for number in ids]
-    assert "".join(map(vocabulary.tokenizer.symbol_text, symbols)).strip() == text
-    assert len(symbols) > 7  # of parts of words too
+    tokenizer = load_vocabulary(str(tmp_path / "out")).tokenizer
+
+    (ids,) = tokenizer.encode_ids([text])
+    symbols = [tokenizer.symbols_by_id[number] for number in ids]
+
+    assert "".join(tokenizer.symbol_text(symbol) for symbol in symbols).strip() == text
+    assert len(symbols) > 7  # some symbols are parts of words
 
 
-def test_special_tokens_that_a_text_spells_are_unknown(sources, tmp_path):
+def test_special_token_in_text_is_unknown(sources, tmp_path):
     convert(sources["bert"][1], tmp_path / "out", "softmax")
-    assert 3 in encoded(tmp_path / "out", ["the [MASK] plot"])[0]
+    assert 3 in encode_texts(tmp_path / "out", ["the [MASK] plot"])[0]
 
 
-def test_an_existing_tokenizer_json_without_truncation_or_padding(sources, copy, tmp_path):
-    folder = copy("bert")
+def test_truncation_and_padding_of_tokenizer_json_are_removed(sources, copy_source, tmp_path):
+    folder = copy_source("bert")
     tokenizer = BertTokenizerFast.from_pretrained(folder)
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.backend_tokenizer.enable_padding(length=4)
     (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str())
+
     convert(folder, tmp_path / "out", "softmax")
     convert(sources["bert"][1], tmp_path / "plain", "softmax")
-    assert torch.equal(encoded(tmp_path / "out"), encoded(tmp_path / "plain"))
-    assert encoded(tmp_path / "out").shape[1] > 10
+
+    assert torch.equal(encode_texts(tmp_path / "out"), encode_texts(tmp_path / "plain"))
+    assert encode_texts(tmp_path / "out").shape[1] > 10
 
 
 @pytest.mark.parametrize("form", ["sharded", "bin", "sharded bin", "half"])
-def test_forms_of_the_weights(form, sources, copy, tmp_path):
-    model, whole = sources["roberta"]
-    folder = copy("roberta")
+def test_every_form_of_weights_gives_float32_parameters(form, sources, copy_source, tmp_path):
+    model, source = sources["roberta"]
+    folder = copy_source("roberta")
     (folder / "model.safetensors").unlink()
+    tolerance = 0
     if form == "half":
-        model = make_model("roberta", tmp_path / "half").half()
-        model.save_pretrained(folder)
+        tolerance = 2e-3
+        make_model("roberta", tmp_path / "half").half().save_pretrained(folder)
+    elif "sharded" in form:
+        model.save_pretrained(folder, safe_serialization="bin" not in form, max_shard_size="20KB")
     else:
-        size = {"max_shard_size": "20KB"} if "sharded" in form else {}
-        model.save_pretrained(folder, safe_serialization="bin" not in form, **size)
-    assert (len(list(folder.glob("*.index.json"))) == 1) == ("sharded" in form)
+        model.save_pretrained(folder, safe_serialization=False)
+    has_index = len(list(folder.glob("*.index.json"))) == 1
+    assert has_index == ("sharded" in form)
+
     convert(folder, tmp_path / "out", "softmax")
-    convert(whole, tmp_path / "whole", "softmax")
-    ours, expected = (load_checkpoint_lazily(str(tmp_path / name / "model.pt"))["model"] for name in ("out", "whole"))
-    for name, value in expected.items():
-        assert ours[name].dtype == torch.float32
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=2e-3 if form == "half" else 0)
+    convert(source, tmp_path / "whole", "softmax")
+
+    actual = load_parameters(tmp_path / "out")
+    for name, expected in load_parameters(tmp_path / "whole").items():
+        assert actual[name].dtype == torch.float32
+        torch.testing.assert_close(actual[name], expected, rtol=0, atol=tolerance)
 
 
-def test_the_type_of_tokens_goes_into_the_positions_and_epsilon_is_kept(sources, tmp_path):
+def test_token_type_is_added_to_positions(sources, tmp_path):
     model, folder = sources["bert"]
     convert(folder, tmp_path / "out", "softmax")
-    state = load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))
+
     embeddings = model.bert.embeddings
     table = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
-    assert torch.equal(state["model"][POSITIONS][2:], table)
-    ours, _ = load_model(str(tmp_path / "out" / "model.pt"))
-    norms = [module.eps for module in ours.modules() if isinstance(module, torch.nn.LayerNorm)]
-    assert norms == [1e-12] * (2 * 2 + 2)
+    assert torch.equal(load_parameters(tmp_path / "out")[POSITIONS][2:], table)
 
 
-def test_a_model_without_a_head_says_so(tmp_path, capsys):
+def test_epsilon_of_layer_norms_is_kept(sources, tmp_path):
+    convert(sources["bert"][1], tmp_path / "out", "softmax")
+
+    model, _ = load_model(str(tmp_path / "out" / "model.pt"))
+    epsilons = [module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert epsilons == [1e-12] * (2 * 2 + 2)
+
+
+def test_model_without_head_gets_new_one(tmp_path, capsys):
     make_model("roberta", tmp_path / "in", headless=True)
+
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--attention", "lln"]) == 0
-    *said, overrides = capsys.readouterr().out.splitlines()
-    assert said[:2] == ["left out: pooler", "no masked LM's head in the source: a new one, untrained"]
+
+    *notes, overrides = capsys.readouterr().out.splitlines()
+    assert notes[0] == "left out: pooler"
+    assert "no masked-language-model head" in notes[1]
     assert f"checkpoint.finetune_from_model={tmp_path}/out/model.pt attention=lln " in overrides
     assert "model.encoder_embed_dim=32 model.encoder_ffn_embed_dim=48 model.encoder_attention_heads=2" in overrides
     model, _ = load_model(str(tmp_path / "out" / "model.pt"))
     assert model.encoder.lm_head.weight is model.encoder.sentence_encoder.embed_tokens.weight
 
 
-def test_heads_for_other_tasks_are_left_out(copy, tmp_path):
-    folder = copy("bert")
+def test_heads_for_other_tasks_are_left_out(copy_source, tmp_path):
+    folder = copy_source("bert")
     tensors = load_file(folder / "model.safetensors")
-    extra = dict.fromkeys(("cls.seq_relationship.bias", "cls.species.weight", "classifier.weight"), torch.zeros(2))
-    save_file(tensors | {name: value.clone() for name, value in extra.items()}, folder / "model.safetensors")
-    assert convert(folder, tmp_path / "out", "softmax").notes == [
-        "left out: classifier, cls.seq_relationship, cls.species"
-    ]
+    for name in ("cls.seq_relationship.bias", "cls.species.weight", "classifier.weight"):
+        tensors[name] = torch.zeros(2)
+    save_file(tensors, folder / "model.safetensors")
+
+    notes = convert(folder, tmp_path / "out", "softmax").notes
+    assert notes == ["left out: classifier, cls.seq_relationship, cls.species"]
 
 
-def test_an_untied_head(tmp_path):
+def test_untied_head_gives_same_logits(tmp_path):
     model = make_model("roberta", tmp_path / "in", tie_word_embeddings=False)
     convert(tmp_path / "in", tmp_path / "out", "softmax")
-    tokens = encoded(tmp_path / "out")
+
+    tokens = encode_texts(tmp_path / "out")
+    real = tokens != 1
     with torch.no_grad():
-        expected = model(tokens, attention_mask=(tokens != 1)).logits
-    torch.testing.assert_close(logits(tmp_path / "out", tokens)[tokens != 1], expected[tokens != 1])
+        expected = model(tokens, attention_mask=real).logits
+    torch.testing.assert_close(compute_logits(tmp_path / "out" / "model.pt", tokens)[real], expected[real])
 
 
-def test_old_names_and_another_id_of_padding(sources, copy, tmp_path):
-    """TensorFlow's layer norms, a head's bias beside its matrix, and positions that begin after another id."""
-    folder = copy("roberta")
-    tokens = json.loads((folder / "vocab.json").read_text())
-    tokens |= {"<pad>": 3, "<unk>": 1}
-    (folder / "vocab.json").write_text(json.dumps(tokens))
+def test_old_parameter_names_and_other_padding_id(sources, copy_source, tmp_path):
+    """Layer norms have TensorFlow's names, the head's bias is stored with its matrix, and <pad> and <unk> swap ids."""
+    folder = copy_source("roberta")
+    ids = json.loads((folder / "vocab.json").read_text())
+    ids |= {"<pad>": 3, "<unk>": 1}
+    (folder / "vocab.json").write_text(json.dumps(ids))
     tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if ".LayerNorm." in name]:
-        rename(tensors, name, name.replace(".weight", ".gamma").replace(".bias", ".beta"))
-    rename(tensors, "lm_head.bias", "lm_head.decoder.bias")
+    for name in list(tensors):
+        if ".LayerNorm." in name:
+            rename_tensor(tensors, name, name.replace(".weight", ".gamma").replace(".bias", ".beta"))
+    rename_tensor(tensors, "lm_head.bias", "lm_head.decoder.bias")
     for name in ("roberta.embeddings.word_embeddings.weight", "lm_head.decoder.bias"):
-        tensors[name] = tensors[name][[0, 3, 2, 1, *range(4, len(tokens))]]
+        tensors[name] = tensors[name][[0, 3, 2, 1, *range(4, len(ids))]]
     name = "roberta.embeddings.position_embeddings.weight"
-    tensors[name] = torch.cat([torch.full((2, 32), 9.0), tensors[name]])
+    tensors[name] = torch.cat([torch.full((2, 32), 9.0), tensors[name]])  # positions begin after the padding's id
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": 3, "max_position_embeddings": 44}
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"pad_token_id": 3, "max_position_embeddings": 44}
     (folder / "config.json").write_text(json.dumps(config))
+
     convert(folder, tmp_path / "out", "softmax")
     convert(sources["roberta"][1], tmp_path / "plain", "softmax")
-    tokens = encoded(tmp_path / "plain")
+
+    tokens = encode_texts(tmp_path / "plain")
     real = tokens != 1
-    a, b = (logits(tmp_path / name, tokens)[real] for name in ("out", "plain"))
-    torch.testing.assert_close(a, b)
+    actual = compute_logits(tmp_path / "out" / "model.pt", tokens)
+    expected = compute_logits(tmp_path / "plain" / "model.pt", tokens)
+    torch.testing.assert_close(actual[real], expected[real])
 
 
-@pytest.mark.parametrize(("positions", "how"), [(100, "repeats"), (24, "cut from")])
-def test_other_lengths(positions, how, sources, tmp_path):
+@pytest.mark.parametrize(
+    ("positions", "note"),
+    [
+        (100, "100 positions: the 40 learned positions are repeated"),
+        (24, "24 positions: the first of 40 learned positions"),
+    ],
+)
+def test_positions_are_changed(positions, note, sources, tmp_path):
     folder = sources["roberta"][1]
     convert(folder, tmp_path / "same", "lln_diag")
-    said = convert(folder, tmp_path / "out", "lln_diag", positions).notes
-    assert said[-1] == f"{positions} positions, {how} the 40 that were learned"
-    tokens = encoded(tmp_path / "out", TEXTS[:3])[:, :24]
-    ours, expected = logits(tmp_path / "out", tokens), logits(tmp_path / "same", tokens)
-    assert torch.equal(ours, expected)
-    assert len(load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))["model"][POSITIONS]) == positions + 2
+
+    assert convert(folder, tmp_path / "out", "lln_diag", positions).notes[-1] == note
+
+    checkpoint = tmp_path / "out" / "model.pt"
+    tokens = encode_texts(tmp_path / "out", TEXTS[:3])[:, :24]
+    expected = compute_logits(tmp_path / "same" / "model.pt", tokens)
+    assert torch.equal(compute_logits(checkpoint, tokens), expected)
+    assert len(load_parameters(tmp_path / "out")[POSITIONS]) == positions + 2
     if positions == 100:
-        assert logits(tmp_path / "out", torch.full((1, 100), 5)).shape[1] == 100
+        assert compute_logits(checkpoint, torch.full((1, 100), 5)).shape[1] == 100
 
 
-@pytest.mark.parametrize("options", [{"positions": 0}, {"heads": 7}, {"dictionary": Path("dict.txt")}])
-def test_options_that_do_not_fit_a_directory_are_refused(options, sources, tmp_path):
-    with pytest.raises(InputError, match=f"--{next(iter(options))} is"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"positions": 0}, "--positions must be"),
+        ({"heads": 7}, "--heads is for a fairseq checkpoint"),
+        ({"dictionary": Path("dict.txt")}, "--dictionary is for a fairseq checkpoint"),
+    ],
+)
+def test_unsuitable_option_is_rejected(options, message, sources, tmp_path):
+    with pytest.raises(InputError, match=message):
         convert(sources["roberta"][1], tmp_path / "out", "softmax", **options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fine_tuning_goes_on_from_it(sources, tmp_path, monkeypatch):
+def test_converted_model_is_fine_tuned(sources, tmp_path, monkeypatch):
     convert(sources["roberta"][1], tmp_path / "out", "lln_diag")
     data = make_classification(tmp_path / "data")
     dictionary = tmp_path / "out" / "dict.txt"
     (data / "input0" / "dict.txt").write_bytes(dictionary.read_bytes())
     for split, rows in (("train", 60), ("valid", 11)):
         binarize([f"{10 + row} {30 + row} 7" for row in range(rows)], dictionary, data / "input0" / split)
-    options = (*CLASSIFICATION, *LLN, "--attention", "lln_diag", "--lr", 0, "--encoder-ffn-embed-dim", 48,
-               "--layer-norm-eps", 1e-12, "--finetune-from-model", tmp_path / "out" / "model.pt")  # fmt: skip
+    sizes = ("--encoder-ffn-embed-dim", 48, "--layer-norm-eps", 1e-12)
+    start = ("--finetune-from-model", tmp_path / "out" / "model.pt")
+    options = (*CLASSIFICATION, *LLN, "--attention", "lln_diag", "--lr", 0, *sizes, *start)
+
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
-    after = load_checkpoint_lazily(str(tmp_path / "run" / "checkpoint_last.pt"))["model"]
-    before = load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))["model"]
-    assert torch.equal(after[EMBEDDING], before[EMBEDDING])
 
-
-ADDITIONAL = {"additional_special_tokens": ["<ent>", "</ent>"]}
+    trained = load_checkpoint_lazily(str(tmp_path / "run" / "checkpoint_last.pt"))["model"]
+    assert torch.equal(trained[EMBEDDING], load_parameters(tmp_path / "out")[EMBEDDING])
 
 
 @pytest.mark.parametrize(
@@ -213,21 +269,29 @@ ADDITIONAL = {"additional_special_tokens": ["<ent>", "</ent>"]}
         ("bert", {}, False, ("<ent>", "</ent>")),
     ],
 )
-def test_tokenizer_is_read_as_transformers_reads_it(kind, settings, as_tokenizer_json, added, tmp_path):
+def test_tokenizer_gives_same_ids_as_transformers(kind, settings, as_tokenizer_json, added, tmp_path):
     make_model_with_settings(kind, tmp_path / "in", settings, as_tokenizer_json, added)
+
     convert(tmp_path / "in", tmp_path / "out", "softmax")
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "in"), load_vocabulary(str(tmp_path / "out"))
+
+    expected_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "in")
+    vocabulary = load_vocabulary(str(tmp_path / "out"))
     for text in [*TEXTS[:3], "<ent>the plot</ent> isn't <ent>", "ÉVA the[unused0]plot"]:
-        expected = theirs(text, add_special_tokens=False)["input_ids"]
-        (ids,) = ours.tokenizer.encode_ids([text])
+        expected = expected_tokenizer(text, add_special_tokens=False)["input_ids"]
+        (ids,) = vocabulary.tokenizer.encode_ids([text])
         assert ids == expected, text
-        assert [row == 3 for row in ours.table[ids]] == [number == theirs.unk_token_id for number in ids]
+        is_unknown = [number == expected_tokenizer.unk_token_id for number in ids]
+        assert [row == 3 for row in vocabulary.table[ids]] == is_unknown
 
 
-def test_added_tokens_that_a_sentencepiece_model_lacks_and_unknown_classes_are_refused(tmp_path):
+def test_added_token_without_tokenizer_json_is_rejected(tmp_path):
     make_model_with_settings("xlm-roberta", tmp_path / "in", ADDITIONAL, as_tokenizer_json=False)
-    with pytest.raises(InputError, match=r"sentencepiece.bpe.model lacks the added token '<ent>': save it with a"):
+    with pytest.raises(InputError, match=r"sentencepiece.bpe.model lacks the added token '<ent>': save"):
         convert(tmp_path / "in", tmp_path / "out", "softmax")
-    (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PhobertTokenizer"}))
-    with pytest.raises(InputError, match=r"its tokenizer is a PhobertTokenizer, and may be one of BertTokenizer"):
-        convert(tmp_path / "in", tmp_path / "out", "softmax")
+
+
+def test_unknown_tokenizer_class_is_rejected(copy_source, tmp_path):
+    folder = copy_source("xlm-roberta")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PhobertTokenizer"}))
+    with pytest.raises(InputError, match=r"class must be one of BertTokenizer.*, got PhobertTokenizer"):
+        convert(folder, tmp_path / "out", "softmax")

@@ -1,4 +1,4 @@
-"""Text in, labels out: as many and the same as evaluate gives for the binarised rows."""
+"""Prediction from text: the outputs that `evaluate` gives for the binarized rows, vectors, and fillings of <mask>."""
 
 import io
 import itertools
@@ -13,205 +13,253 @@ import torch
 
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
-from lln_fairseq.command import UserError
 from lln_fairseq.data.text_ids import CHUNK_TEXTS, TextIds, split_into_chunks
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
-from lln_fairseq.inference import evaluate
-from lln_fairseq.inference.predict import predictions
+from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
+from lln_fairseq.inference.predict import prediction_lines
 from lln_fairseq.inference.text_model import Prediction
 from tests.data_prep.conftest import TEXT, small_gpt2
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, WORDS, make_classification, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
 from tests.text_runs import OPTIONS, make_glue, texts_of
 from tests.text_runs import WORDS as WORDS_OF_TEXT
 
-SPLITS = {"valid": "dev", "test": "test"}
+SOURCE_SPLITS = {"valid": "dev", "test": "test"}  # GLUE's names of the splits
+SPECIAL_COUNT = 4  # symbol i of dict.txt has the id 4 + i
 
 
 @pytest.fixture(scope="module")
 def glue(tmp_path_factory):
+    """Return a directory with a small data set for each task of OPTIONS."""
     return make_glue(tmp_path_factory.mktemp("glue"), *OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def runs(glue, tmp_path_factory):
-    """A checkpoint by the name of its task; WikiText's stands for a pre-training."""
+    """Return a fine-tuned checkpoint by the name of each task, and a pre-trained one by the name "lm"."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, options in OPTIONS.items():
             arguments = (*CLASSIFICATION, *LLN, "--criterion", "lln_sentence_prediction", *options, "--lr", 0.003)
             train(monkeypatch, folder / "log", glue / name, folder / name, *arguments, "--max-update", 12)
-        lm = shutil.copytree(glue / "SST-2/input0", folder / "corpus")
-        shutil.copy(glue / "spm.model", lm)
-        train(monkeypatch, folder / "log", lm, folder / "lm", *MASKED_LM, *LLN, "--max-update", 40, "--lr", 0.003)
+        corpus = shutil.copytree(glue / "SST-2/input0", folder / "corpus")
+        shutil.copy(glue / "spm.model", corpus)
+        train(monkeypatch, folder / "log", corpus, folder / "lm", *MASKED_LM, *LLN, "--max-update", 40, "--lr", 0.003)
     return {name: folder / name / "checkpoint_last.pt" for name in [*OPTIONS, "lm"]}
 
 
-def said_by(capsys, *arguments):
+@pytest.fixture
+def sst2_texts(glue):
+    return [row[0] for row in texts_of(glue, "SST-2")]
+
+
+def predict(capsys, *arguments):
+    """Run `lln-fairseq predict` and return its exit code, standard output and standard error."""
     code = main(["predict", *map(str, arguments)])
-    return code, *capsys.readouterr()
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def labels_of(predictions):
+    return [prediction.label for prediction in predictions]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("split", SPLITS)
-def test_predictions_from_text_are_those_of_evaluate(name, split, glue, runs):
-    model, task = evaluate.load(str(runs[name]), str(glue / name))
-    outputs = evaluate.run(model, task, split)
-    texts = [row if len(row) > 1 else row[0] for row in texts_of(glue, name, SPLITS[split])]
-    found = load(runs[name]).predict(texts)
+@pytest.mark.parametrize("split", SOURCE_SPLITS)
+def test_predictions_from_text_equal_those_of_evaluate(name, split, glue, runs):
+    model, task = load_finetuned_model(str(runs[name]), str(glue / name))
+    outputs = compute_outputs(model, task, split)
+    texts = [row if len(row) > 1 else row[0] for row in texts_of(glue, name, SOURCE_SPLITS[split])]
+
+    predictions = load(runs[name]).predict(texts)
+
     if name == "STS-B":
-        torch.testing.assert_close(torch.tensor(found), outputs.logits.view(-1))
-    else:
-        assert [one.label for one in found] == evaluate.predictions(task, outputs)
-        torch.testing.assert_close(torch.tensor([one.probability for one in found]),
-                                   outputs.logits.softmax(dim=-1).amax(dim=-1))  # fmt: skip
+        torch.testing.assert_close(torch.tensor(predictions), outputs.logits.view(-1))
+        return
+    assert labels_of(predictions) == format_predictions(task, outputs)
+    probabilities = torch.tensor([prediction.probability for prediction in predictions])
+    torch.testing.assert_close(probabilities, outputs.logits.softmax(dim=-1).amax(dim=-1))
 
 
-def test_a_run_predicts_wherever_it_is_and_without_its_data(runs, glue, tmp_path, monkeypatch):
-    texts = [row[0] for row in texts_of(glue, "SST-2")]
-    expected = load(runs["SST-2"]).predict(texts)
-    moved = shutil.copytree(runs["SST-2"].parent, tmp_path / "elsewhere")
+def test_moved_run_predicts_without_its_data(runs, glue, sst2_texts, tmp_path):
+    expected = load(runs["SST-2"]).predict(sst2_texts)
+    checkpoint = shutil.copytree(runs["SST-2"].parent, tmp_path / "elsewhere") / "checkpoint_last.pt"
     hidden = glue.rename(glue.with_name("hidden"))
     try:
-        assert load(moved / "checkpoint_last.pt").predict(texts) == expected
-        shutil.rmtree(moved / "tokenizer")
+        assert load(checkpoint).predict(sst2_texts) == expected
+        shutil.rmtree(checkpoint.parent / "tokenizer")
         with pytest.raises(InputError, match=r"neither its directory nor its training's has a dict.txt.*--tokenizer"):
-            load(moved / "checkpoint_last.pt")
-        assert load(moved / "checkpoint_last.pt", data=hidden / "SST-2").predict(texts) == expected
+            load(checkpoint)
+        assert load(checkpoint, data=hidden / "SST-2").predict(sst2_texts) == expected
     finally:
         hidden.rename(glue)
-    assert load(moved / "checkpoint_last.pt").predict(texts) == expected
+    assert load(checkpoint).predict(sst2_texts) == expected
 
 
-def test_a_model_of_fairseqs_own_task_predicts_too(glue, tmp_path, monkeypatch):
-    options = ["sentence_prediction" if x == "lln_sentence_prediction" else x for x in CLASSIFICATION]
-    train(monkeypatch, tmp_path / "log", glue / "SST-2", tmp_path / "run", *options, *USER_DIR, "--arch", "roberta",
-          "--max-update", 2)  # fmt: skip
+def test_model_of_stock_task_predicts(glue, sst2_texts, tmp_path, monkeypatch):
+    options = ["sentence_prediction" if option == "lln_sentence_prediction" else option for option in CLASSIFICATION]
+    stock = (*options, *USER_DIR, "--arch", "roberta", "--max-update", 2)
+    train(monkeypatch, tmp_path / "log", glue / "SST-2", tmp_path / "run", *stock)
     checkpoint = str(tmp_path / "run/checkpoint_last.pt")
-    model, task = evaluate.load(checkpoint)
-    found = load(checkpoint).predict(row[0] for row in texts_of(glue, "SST-2"))
-    assert [one.label for one in found] == evaluate.predictions(task, evaluate.run(model, task, "valid"))
+    model, task = load_finetuned_model(checkpoint)
+    expected = format_predictions(task, compute_outputs(model, task, "valid"))
+    assert labels_of(load(checkpoint).predict(sst2_texts)) == expected
 
 
-def test_any_number_of_texts_in_any_order(runs, glue):
+def test_prediction_does_not_depend_on_other_texts(runs, sst2_texts):
     model = load(runs["SST-2"])
-    texts = [row[0] for row in texts_of(glue, "SST-2")]
-    alone = [model.predict([text])[0] for text in texts]
-    together = model.predict(iter(texts * 80))
-    assert len(together) == 80 * len(texts) > CHUNK_TEXTS
-    for one, other in zip(alone * 80, together, strict=True):
-        assert one.label == other.label
-        assert one.probability == pytest.approx(other.probability, abs=1e-5)
+    separately = [model.predict([text])[0] for text in sst2_texts]
+    together = model.predict(iter(sst2_texts * 80))
+    assert len(together) == 80 * len(sst2_texts) > CHUNK_TEXTS
+    for actual, expected in zip(together, separately * 80, strict=True):
+        assert actual.label == expected.label
+        assert actual.probability == pytest.approx(expected.probability, abs=1e-5)
+
+
+def test_predict_takes_unusual_texts(runs):
+    model = load(runs["SST-2"])
     assert model.predict([]) == []
     assert model.predict(["film\nstory "]) == model.predict(["film story"])
-    assert isinstance(model.predict(["", "film " * 5000])[1], Prediction)
+    empty, long = model.predict(["", "film " * 5000])
+    assert isinstance(empty, Prediction)
+    assert isinstance(long, Prediction)
 
 
-def test_a_vector_is_the_mean_over_the_tokens(runs):
+def test_vector_is_mean_over_tokens(runs):
     model = load(runs["lm"])
     texts = ["film story", "a wonderful script. " * 3, ""]
+
     vectors = model.encode(texts)
+
     assert vectors.shape == (3, 32)
     assert vectors.dtype == torch.float32
+    assert not vectors.requires_grad
     for text, vector in zip(texts, vectors, strict=True):
         ids = model.ids.encode_rows([[text]])[0]
         features, _ = model.model(ids[None], features_only=True)
         torch.testing.assert_close(vector, features[0].mean(dim=0), rtol=1e-4, atol=1e-5)
     assert model.encode([]).shape == (0, 32)
+
+
+def test_fine_tuned_model_encodes(runs):
     assert load(runs["SST-2"]).encode(["film"]).shape == (1, 32)
-    assert not vectors.requires_grad
 
 
-def test_a_mask_is_filled_with_tokens_of_the_text(runs):
-    model = load(runs["lm"])
-    found = model.fill("film <mask> story.", 4)
-    assert [one.probability for one in found] == sorted((one.probability for one in found), reverse=True)
-    assert all(0 < one.probability <= 1 for one in found)
-    for token, _, text in found:
+def test_mask_is_filled_with_most_likely_tokens(runs):
+    fillings = load(runs["lm"]).fill("film <mask> story.", 4)
+    probabilities = [filling.probability for filling in fillings]
+    assert len(fillings) == 4
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert all(0 < probability <= 1 for probability in probabilities)
+    for token, _, text in fillings:
         assert re.fullmatch(rf"film ?{re.escape(token)} story\.", text)
-    assert ("ending", "film ending story.") in {(one.token, one.text) for one in model.fill("film <mask> story.", 60)}
-    everything = model.fill("film <mask> story.", 113)
-    assert len({(one.token, one.text) for one in everything}) == 113
-    assert sum(one.probability for one in everything) < 1  # special symbols have the rest
-    ids = model.ids.encode_masked("film ", " story.")
-    pieces = [model.task.source_dictionary[i] for i in ids.tolist()]
-    whole = model.vocabulary.tokenizer.processor.encode("film story.", out_type=str)
-    assert pieces == ["<s>", *whole[: whole.index("▁film") + 1], "<mask>", *whole[1:], "</s>"]
-    assert [model.task.source_dictionary[i] for i in model.ids.encode_masked("", ".").tolist()] == [
-        "<s>", "<mask>", ".", "</s>",
-    ]  # fmt: skip
 
 
-def test_a_mask_in_byte_level_bpe(tmp_path):
+def test_mask_is_filled_with_every_token(runs):
+    fillings = load(runs["lm"]).fill("film <mask> story.", 113)
+    texts = {(filling.token, filling.text) for filling in fillings}
+    assert len(texts) == 113
+    assert sum(filling.probability for filling in fillings) < 1  # special symbols have the rest
+    likely = {(filling.token, filling.text) for filling in fillings[:60]}
+    assert ("ending", "film ending story.") in likely
+
+
+def test_masked_text_keeps_ids_of_its_parts(runs):
+    model = load(runs["lm"])
+    dictionary = model.task.source_dictionary
+    pieces = model.vocabulary.tokenizer.processor.encode("film story.", out_type=str)
+    end_of_film = pieces.index("▁film") + 1
+
+    masked = [dictionary[number] for number in model.ids.encode_masked("film ", " story.").tolist()]
+
+    assert masked == ["<s>", *pieces[:end_of_film], "<mask>", *pieces[1:], "</s>"]
+    masked = [dictionary[number] for number in model.ids.encode_masked("", ".").tolist()]
+    assert masked == ["<s>", "<mask>", ".", "</s>"]
+
+
+@pytest.mark.parametrize(("left", "right"), [("the film", " is."), ("", "."), ("the story", "s"), ("film", "")])
+def test_masked_text_of_byte_level_bpe_keeps_its_parts(left, right, tmp_path):
     text = TEXT + " ".join(WORDS_OF_TEXT) * 2
     vocabulary = load_vocabulary(str(small_gpt2(tmp_path / "gpt2", text, merges=100)))
-    dictionary = SimpleNamespace(index=lambda symbol: 999, bos=lambda: 0)
-    ids = TextIds(SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary), vocabulary, 64)
+    mask = 999
+    dictionary = SimpleNamespace(index=lambda symbol: mask, bos=lambda: 0)
+    text_ids = TextIds(SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary), vocabulary, 64)
 
-    def text_of(part):
-        return "".join(vocabulary.tokenizer.symbol_text(vocabulary.symbols[i - 4]) for i in part)
+    ids = text_ids.encode_masked(f"{left} ", right).tolist()
 
-    for left, right in (("the film", " is."), ("", "."), ("the story", "s"), ("film", "")):
-        found = ids.encode_masked(f"{left} ", right).tolist()
-        place = found.index(999)
-        assert (found[0], found[-1]) == (0, 2)
-        assert found[1:place] == ids.encode_lines([left])[0][:-1].tolist()
-        assert text_of(found[place + 1 : -1]) == right
+    place = ids.index(mask)
+    assert (ids[0], ids[-1]) == (0, 2)
+    assert ids[1:place] == text_ids.encode_lines([left])[0][:-1].tolist()
+    symbols = [vocabulary.symbols[number - SPECIAL_COUNT] for number in ids[place + 1 : -1]]
+    assert "".join(vocabulary.tokenizer.symbol_text(symbol) for symbol in symbols) == right
 
 
-@pytest.mark.parametrize(("name", "act", "message"), [
-    ("lm", lambda model: model.predict(["film"]), "was not fine-tuned"),
-    ("SST-2", lambda model: model.fill("a <mask>"), "was fine-tuned and cannot fill"),
-    ("lm", lambda model: model.fill("a film"), "one <mask>"),
-    ("lm", lambda model: model.fill("film " * 100 + "<mask>"), "beyond the 64 tokens"),
-    ("lm", lambda model: model.fill("<mask>", 1000), "k is 1000, and must be from 1 to"),
-    ("SST-2", lambda model: model.predict("a film"), "put it in a list"),
-    ("SST-2", lambda model: model.predict([("a", "b")]), "one text, a string"),
-    ("SST-2", lambda model: model.predict(["\ud800"]), "half of a character"),
-    ("RTE", lambda model: model.predict(["a", "b"]), "a pair of texts, a tuple of two"),
-    ("RTE", lambda model: model.encode([("a", "b")]), "one text, a string"),
-])  # fmt: skip
-def test_what_a_model_cannot_do_is_said_in_one_line(name, act, message, runs):
+@pytest.mark.parametrize(
+    ("name", "act", "message"),
+    [
+        ("lm", lambda model: model.predict(["film"]), "was not fine-tuned"),
+        ("SST-2", lambda model: model.fill("a <mask>"), "was fine-tuned and cannot fill"),
+        ("lm", lambda model: model.fill("a film"), "one <mask>"),
+        ("lm", lambda model: model.fill("film " * 100 + "<mask>"), "beyond the 64 tokens"),
+        ("lm", lambda model: model.fill("<mask>", 1000), "k must be between 1 and .* got 1000"),
+        ("SST-2", lambda model: model.predict("a film"), "put it in a list"),
+        ("SST-2", lambda model: model.predict([("a", "b")]), "one text"),
+        ("SST-2", lambda model: model.predict(["\ud800"]), "half of a character|surrogate"),
+        ("RTE", lambda model: model.predict(["a", "b"]), "pair of texts"),
+        ("RTE", lambda model: model.encode([("a", "b")]), "one text"),
+    ],
+)
+def test_wrong_use_is_reported_in_one_line(name, act, message, runs):
     with pytest.raises(InputError, match=message) as caught:
         act(load(runs[name]))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "act"), [
-    ("SST-2", lambda model: model.predict(["a film"])),
-    ("lm", lambda model: model.encode(["a film"])),
-    ("lm", lambda model: model.fill("a <mask>")),
-])  # fmt: skip
-def test_outputs_that_are_not_finite_are_refused(name, act, runs):
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        ("SST-2", lambda model: model.predict(["a film"])),
+        ("lm", lambda model: model.encode(["a film"])),
+        ("lm", lambda model: model.fill("a <mask>")),
+    ],
+)
+def test_outputs_that_are_not_finite_are_rejected(name, act, runs):
     model = load(runs[name])
     model.model.encoder.sentence_encoder.layers[0].fc1.bias.data.fill_(3e38)
     with pytest.raises(InputError, match=r"NaN or infinite outputs for (the text 'a film'|this text)"):
         act(model)
 
 
-def test_a_line_for_every_line(runs, glue, tmp_path, capsys):
-    texts = ["", *(row[0] for row in texts_of(glue, "SST-2")), " ", "", "film", ""]
+def test_every_line_gives_one_line(runs, sst2_texts, tmp_path, capsys):
+    texts = ["", *sst2_texts, " ", "", "film", ""]
     (tmp_path / "in").write_text("\r\n".join(texts), encoding="utf-8-sig")
     (tmp_path / "out").write_text("old")
-    assert said_by(capsys, runs["SST-2"], "--input", tmp_path / "in", "--output", tmp_path / "out") == (0, "", "")
+
+    printed = predict(capsys, runs["SST-2"], "--input", tmp_path / "in", "--output", tmp_path / "out")
+
+    assert printed == (0, "", "")
     lines = (tmp_path / "out").read_text().split("\n")
-    expected = load(runs["SST-2"]).predict([text for text in texts if text.strip()])
-    assert len(lines) == len(texts)  # the last one is what follows the last line's end
-    assert [line for line in lines if line] == [f"{one.label}\t{one.probability:.6f}" for one in expected]
+    assert len(lines) == len(texts)  # after the end of the last line, split gives an empty string
     assert [bool(line) for line in lines] == [bool(text.strip()) for text in texts]
+    expected = load(runs["SST-2"]).predict([text for text in texts if text.strip()])
+    assert [line for line in lines if line] == [f"{one.label}\t{one.probability:.6f}" for one in expected]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_scores_of_pairs_through_pipes(runs, glue, monkeypatch, capsys):
+def test_pairs_are_scored_through_pipes(runs, glue, monkeypatch, capsys):
     pairs = texts_of(glue, "STS-B", "test")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(map("\t".join, pairs)).encode())))
-    code, said, errors = said_by(capsys, runs["STS-B"])
+    text = "\n".join("\t".join(pair) for pair in pairs)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    code, output, errors = predict(capsys, runs["STS-B"])
+
     assert (code, errors) == (0, "")
-    assert [float(line) for line in said.splitlines()] == pytest.approx(load(runs["STS-B"]).predict(pairs), abs=1e-5)
+    expected = load(runs["STS-B"]).predict(pairs)
+    assert [float(line) for line in output.splitlines()] == pytest.approx(expected, abs=1e-5)
 
 
-def test_memory_is_bounded_on_a_stream():
-    read = 0
+def test_lines_are_read_a_few_thousand_ahead():
+    lines_read = 0
 
     class Model:
         inputs = 1
@@ -220,49 +268,58 @@ def test_memory_is_bounded_on_a_stream():
             for part in split_into_chunks(texts):
                 yield from [Prediction("a", 0.5)] * len(part)
 
-    def lines():
-        nonlocal read
-        for read in itertools.count(1):
-            yield read, "x" if read % 3 else ""
+    def endless_lines():
+        nonlocal lines_read
+        for lines_read in itertools.count(1):
+            yield lines_read, "x" if lines_read % 3 else ""
 
-    found = list(itertools.islice(predictions(Model(), lines()), 9000))
-    assert [bool(line) for line in found] == [number % 3 != 0 for number in range(1, 9001)]
-    assert read < 9000 + 2 * CHUNK_TEXTS
+    output = list(itertools.islice(prediction_lines(Model(), endless_lines()), 9000))
+
+    assert [bool(line) for line in output] == [number % 3 != 0 for number in range(1, 9001)]
+    assert lines_read < 9000 + 2 * CHUNK_TEXTS
 
 
-def test_closed_standard_streams_end_in_one_line(runs, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("stream", "option"), [("stdin", "--input FILE"), ("stdout", "--output FILE")])
+def test_closed_stream_is_reported(stream, option, runs, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, stream, None)
+        assert main(["predict", str(runs["SST-2"])]) == 1
+    assert f"is closed: give {option}" in capsys.readouterr().err
+
+
+def test_closed_stderr_does_not_stop_prediction(runs, tmp_path, monkeypatch, capsys):
     (tmp_path / "in").write_text("film\n")
-    for stream, option in (("stdin", "--input FILE"), ("stdout", "--output FILE")):
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, stream, None)
-            assert main(["predict", str(runs["SST-2"])]) == 1
-        assert f"is closed: give {option}" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stderr", None)
-    code, output, _ = said_by(capsys, runs["SST-2"], "--input", tmp_path / "in")
+    code, output, _ = predict(capsys, runs["SST-2"], "--input", tmp_path / "in")
     assert (code, output.count("\n")) == (0, 1)
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("SST-2", b"a film\ta story\n", "line 1 has 2 columns, and the model takes one text"),
-    ("RTE", b"a\tb\n\nalone\n", "line 3 has 1 columns, and the model takes two texts"),
-    ("SST-2", b"good\nb\xff\n", "line 2: not UTF-8"),
-])  # fmt: skip
-def test_bad_input_ends_in_one_line_and_leaves_the_output(name, content, message, runs, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("SST-2", b"a film\ta story\n", "line 1 must be one text without tabs, got 2 columns"),
+        ("RTE", b"a\tb\n\nalone\n", "line 3 must be two texts separated by a tab, got 1 columns"),
+        ("SST-2", b"good\nb\xff\n", "line 2: not UTF-8"),
+    ],
+)
+def test_bad_line_is_reported_and_output_is_kept(name, content, message, runs, tmp_path, capsys):
     (tmp_path / "in").write_bytes(content)
     (tmp_path / "out").write_text("old")
-    code, said, errors = said_by(capsys, runs[name], "--input", tmp_path / "in", "--output", tmp_path / "out")
-    assert (code, said, errors.count("\n")) == (1, "", 1)
+
+    code, output, errors = predict(capsys, runs[name], "--input", tmp_path / "in", "--output", tmp_path / "out")
+
+    assert (code, output, errors.count("\n")) == (1, "", 1)
     assert errors.startswith("error: ")
     assert message in errors
     assert (tmp_path / "out").read_text() == "old"
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_data_without_a_tokenizer_and_tokenizers_that_do_not_fit(tmp_path, monkeypatch, glue):
+def test_missing_and_unsuitable_tokenizers_are_rejected(tmp_path, monkeypatch, glue):
     data = make_classification(tmp_path / "data")
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, "--max-update", 1)
     checkpoint = tmp_path / "run/checkpoint_last.pt"
-    with pytest.raises(InputError, match=r"run/tokenizer holds neither .* nor spm.model.*--tokenizer"):
+    with pytest.raises(InputError, match=r"run/tokenizer .*spm.model.*--tokenizer"):
         load(checkpoint)
     with pytest.raises(InputError, match="other symbols than the dictionary"):
         load(checkpoint, tokenizer=glue / "spm.model")
@@ -272,18 +329,26 @@ def test_data_without_a_tokenizer_and_tokenizers_that_do_not_fit(tmp_path, monke
         load(checkpoint, data=glue / "SST-2")
     with pytest.raises(InputError, match="no such checkpoint"):
         load(tmp_path / "nowhere.pt")
-    assert len(WORDS) == 60
-    assert issubclass(InputError, UserError)
+
+
+@pytest.fixture
+def predict_many_lines(runs, tmp_path):
+    """Return a command that predicts more lines than a pipe holds."""
+    (tmp_path / "in").write_text("film\n" * 12_000)
+    return [sys.executable, "-m", "lln_fairseq", "predict", runs["SST-2"], "--input", tmp_path / "in"]
 
 
 @pytest.mark.exhaustive
-def test_a_reader_that_goes_away_and_a_device_as_output(runs, tmp_path):
-    (tmp_path / "in").write_text("film\n" * 12_000)  # more than a pipe holds
-    command = [sys.executable, "-m", "lln_fairseq", "predict", runs["SST-2"], "--input", tmp_path / "in"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_closed_pipe_ends_in_one_line(predict_many_lines):
+    child = subprocess.Popen(predict_many_lines, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout.readline().count("\t") == 1
     child.stdout.close()
     assert child.stderr.read() == "error: [Errno 32] Broken pipe\n"
     assert child.wait() == 1
-    done = subprocess.run([*command, "--output", "/dev/null"], capture_output=True, text=True, check=True)
+
+
+@pytest.mark.exhaustive
+def test_device_can_be_output(predict_many_lines):
+    command = [*predict_many_lines, "--output", "/dev/null"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 
 from data_prep import lra
+from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import InputError
-from lln_fairseq.inference.text_model import load
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from tests.data_prep.test_lra import SOURCES
 from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, hydra_train, make_classification

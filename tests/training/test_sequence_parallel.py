@@ -154,8 +154,10 @@ def check_run(name, directory, shared, monkeypatch):
 
 def check_one_goes_on(directory, shared, monkeypatch):
     """One process evaluates what workers trained together, and goes on with it."""
-    model, task = evaluate.load(str(directory / "classified-1" / "checkpoint_last.pt"), str(directory / "sentences"))
-    scores = evaluate.score(task, evaluate.run(model, task, "valid"))
+    model, task = evaluate.load_finetuned_model(
+        str(directory / "classified-1" / "checkpoint_last.pt"), str(directory / "sentences")
+    )
+    scores = evaluate.compute_scores(task, evaluate.compute_outputs(model, task, "valid"))
     last = shared[0]["classified"][1][-1]
     assert 100 * scores["accuracy"] == pytest.approx(float(last["valid_accuracy"]), abs=0.01)
     assert scores["loss"] == pytest.approx(float(last["valid_loss"]), abs=1e-3)
