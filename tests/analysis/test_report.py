@@ -102,7 +102,7 @@ def test_bad_input_is_one_line(trained, tmp_path, monkeypatch, capsys):
           "--max-update", 1)  # fmt: skip
     for arguments, message in [
         ((broken, data), "cannot load .*broken.pt"),
-        ((ours, other), "is not a binarised data directory: .*dict.txt is missing"),
+        ((ours, other), "is not a binarized data directory: .*dict.txt is missing"),
         ((ours, data, "--batches", 0), "must be at least 1"),
         ((tmp_path / "stock" / "checkpoint_last.pt", data), "no attention of this package"),
         ((ours, data, "--json", tmp_path / "no" / "folder.json"), "no such directory: .*no"),

@@ -164,7 +164,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(tuned, tmp_path, monkeypat
         (tmp_path / "nowhere.pt", data, "no such checkpoint"),
         (tmp_path / "text.pt", data, "cannot load"),
         (tmp_path / "p" / "checkpoint_last.pt", data, "was not fine-tuned: .*lln_masked_lm"),
-        (checkpoint, tmp_path, "is not a binarised data directory"),
+        (checkpoint, tmp_path, "is not a binarized data directory"),
         (checkpoint, other, "the dictionary of .*other is not the one"),
         ((checkpoint, "--split", "nope"), data, "cannot load split 'nope'"),
         (("unread.pt", "--predict", tmp_path / "P" / "{split}.tsv"), data, "cannot write .*: no such directory: .*P$"),

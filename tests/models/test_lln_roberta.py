@@ -164,7 +164,7 @@ def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path):
     failed = run(sys.executable, "-m", "fairseq_cli.train", tmp_path, *TRAINING, *MASKED_LM, *LLN,
                  "--save-dir", tmp_path / "save")  # fmt: skip
     assert failed.returncode == 1
-    assert failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path} is not a binarised data directory: ")
+    assert failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path} is not a binarized data directory: ")
     assert "Traceback" not in failed.stderr
 
 
@@ -172,9 +172,9 @@ def test_bad_input_ends_in_one_line_and_an_exit_code(tmp_path):
     ("overrides", "message"),
     [
         (["attention=lln_dia"], "Could not find 'attention/lln_dia'.*lln_diag"),
-        (["task.data=nowhere"], "^error: nowhere is not a binarised data directory: nowhere/dict.txt is missing$"),
+        (["task.data=nowhere"], "^error: nowhere is not a binarized data directory: nowhere/dict.txt is missing$"),
         (["+model.lln_diag_blocksize=3"], "unknown option 'lln_diag_blocksize'; did you mean 'lln_diag_block_size'"),
-        (["run=gpu8"], "^error: 8 workers here, but this machine has \\d GPUs"),
+        (["run=gpu8"], "^error: 8 workers on this machine need a GPU each"),
     ],
 )
 def test_bad_input_of_hydra(overrides, message, corpus, tmp_path, monkeypatch, capsys):

@@ -207,5 +207,5 @@ def test_a_checkpoint_cannot_have_its_text_evaluated(run, tmp_path):
 
 def test_a_run_does_not_go_on_with_another_attention(run, corpus, tmp_path, monkeypatch):
     folder = shutil.copytree(run[0], tmp_path / "run")
-    with pytest.raises(InputError, match=r"model\._name = lln_transformer_lm, here it is transformer_lm"):
+    with pytest.raises(InputError, match=r"model\._name = lln_transformer_lm .* transformer_lm"):
         train(monkeypatch, tmp_path / "log", corpus, folder, *LM, "--max-update", 5, "--arch", "transformer_lm")
