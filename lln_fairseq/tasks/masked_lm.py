@@ -33,7 +33,7 @@ class LLNMaskedLMTask(TextTask, MaskedLMTask):
     def setup_task(cls, cfg: LLNMaskedLMConfig, **kwargs: Any) -> "LLNMaskedLMTask":
         """Set up the task.
 
-        Raises: InputError for damaged data, for mask_whole_words, which fails in fairseq, and for tokens_per_sample < 3.
+        Raises: InputError for damaged data, mask_whole_words, which fails in fairseq, and tokens_per_sample < 3.
         """
         if cfg.mask_whole_words:
             raise InputError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
