@@ -84,7 +84,11 @@ def test_second_job_equals_a_run_in_its_own_process(tmp_path, monkeypatch):
 )
 def test_each_job_has_its_own_directory(overrides, save_dirs, tmp_path, monkeypatch):
     configurations = []
-    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", configurations.append)
+
+    def main(cfg):
+        configurations.append(cfg)
+
+    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", main)
     monkeypatch.chdir(tmp_path)
 
     hydra_train(monkeypatch, "--multirun", "run=cpu", "task.data=x", *overrides)
