@@ -41,11 +41,7 @@ class ClassCounts:
         )
 
     def __add__(self, other: "ClassCounts") -> "ClassCounts":
-        return ClassCounts(
-            hits=self.hits + other.hits,
-            predicted=self.predicted + other.predicted,
-            actual=self.actual + other.actual,
-        )
+        return ClassCounts(self.hits + other.hits, self.predicted + other.predicted, self.actual + other.actual)
 
     @property
     def rows(self) -> int:

@@ -76,15 +76,12 @@ def _wrap(owner: Any, name: str, replacement: Callable) -> None:
 def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any:
     """Check the whole configuration, check that the run in save_dir is the requested one, and load its checkpoint.
 
+    `cfg` has fairseq's checkpoint options, `trainer.cfg` the whole configuration, which is changed in place.
     fairseq-train calls this once, when its trainer is complete and before its loop. If the run is complete, max_epoch
     is set to -1, so that the loop does nothing. fairseq ignores a missing --restore-file and changed settings, and it
     makes another update when a run is complete or has stopped early. Remove this patch once fairseq has a hook for the
     start of a training.
 
-    Args:
-        original: fairseq's function
-        cfg: the checkpoint options
-        trainer: fairseq's trainer
     Returns: the checkpoint's extra_state, or None for a new run, and the iterator over the batches.
     Raises: InputError for the first check that fails.
     """
@@ -172,11 +169,8 @@ def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callabl
     --bf16 on the command line implies a TPU. Remove this patch once fairseq checks these, and has a hook for the start
     of a worker.
 
-    Args:
-        run_worker: see `install`
-        original: fairseq's call_main
-        cfg: the whole configuration; common.tpu is set to False in place if --bf16 has set it without torch_xla
-        main: the main function of a fairseq program; the remaining arguments are passed on
+    For `run_worker`, see `install`. cfg.common.tpu is set to False in place if it is set with --bf16, and torch_xla is
+    not installed.
     """
     settings.check_configuration(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:

@@ -37,12 +37,8 @@ class LLNLanguageModelingTask(TextTask, LanguageModelingTask):
         """Load a split, and sort a training split by length, in an order that does not depend on the process.
 
         fairseq orders samples of the same length by a random order that depends on the first epoch of the process, so a
-        resumed run would have other batches.
+        resumed run would have other batches. A training split is one whose name begins with "train".
 
-        Args:
-            split: name of the split; a name that begins with "train" is sorted
-            epoch: number of the epoch, which selects one of several data directories
-            combine: True to append split1, split2, ...
         Raises: InputError if the files of the split are damaged or do not fit the dictionary.
         """
         self.checked_prefix(split, epoch, combine)

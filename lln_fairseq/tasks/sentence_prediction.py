@@ -89,11 +89,8 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return task
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
-        """Load a split, shuffled unless --no-shuffle is set, and return it.
+        """Load a split (with `combine`, split1, split2, ... too), shuffled unless --no-shuffle is set, and return it.
 
-        Args:
-            split: name of the split, such as "train"
-            combine: True to append split1, split2, ...
         Raises: InputError if the files are missing or damaged, or do not fit the dictionaries or each other.
         """
         self._check_files(split, combine)

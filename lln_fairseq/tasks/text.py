@@ -35,12 +35,9 @@ class TextTask(HookedTask):
     def checked_prefix(self, split: str, epoch: int, combine: bool) -> str:
         """Return the path of a split's files without suffix, after a check of these files.
 
-        With several data directories, each epoch uses the next one, and the first one again after the last.
+        With several data directories, each epoch (from 1) uses the next one, and the first one again after the last.
+        With `combine`, split1, split2, ... are checked too.
 
-        Args:
-            split: name of the split, such as "train"
-            epoch: number of the epoch, from 1
-            combine: True to check split1, split2, ... too
         Raises: InputError if the files are damaged or do not fit the dictionary.
         """
         directories = utils.split_paths(self.cfg.data)
@@ -59,12 +56,7 @@ class TextTask(HookedTask):
     ) -> Any:
         """Return an iterator over the batches of each epoch.
 
-        Args:
-            dataset: the data set to iterate over
-            max_tokens: maximum number of tokens per batch, padding included
-            max_sentences: maximum number of samples per batch
-            max_positions: maximum number of tokens per sample; None for no limit
-        Raises: InputError if a sample is longer than max_positions. fairseq would leave it out of the training.
+        Raises: InputError if a sample has more than max_positions tokens (None: no limit); fairseq would leave it out.
         """
         longest = int(np.max(dataset.sizes, initial=0))  # a masked data set has its sizes in a list of one array
         if max_positions is not None and longest > max_positions:

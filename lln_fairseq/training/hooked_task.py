@@ -39,11 +39,10 @@ class HookedTask(FairseqTask):
         self.padding_report = PaddingReport()
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model, and join the worker's sequence-parallel group if the model will be trained.
+        """Build a model from its options, and join the worker's sequence-parallel group.
 
-        Args:
-            cfg: the options of the model
-            from_checkpoint: True if the model is built only to load a checkpoint into it; no group is joined then
+        No group is joined with `from_checkpoint`, when the model is built only to load a checkpoint into it.
+
         Raises: InputError if sequences have to be split across workers, but the model does not support it.
         """
         model = super().build_model(cfg, from_checkpoint)
@@ -92,9 +91,6 @@ class HookedTask(FairseqTask):
 
         Args:
             sample: a batch; with sequence parallelism, the whole batch of the group
-            model: the model, wrapped by fairseq if there are several workers
-            criterion: the criterion that computes the loss
-            optimizer: fairseq's optimizer
             update_num: number of completed updates
             ignore_grad: True to multiply the loss by 0, for a dummy batch
         Returns: the loss, the sample size, and the logging output with the layer scalars.

@@ -14,12 +14,8 @@ from lln_fairseq.errors import InputError, TrainingError, first_line
 def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Call fairseq's Trainer.train_step, and explain a FloatingPointError that it raises.
 
-    fairseq's own message says neither where a NaN began nor what to try.
+    fairseq's own message says neither where a NaN began nor what to try. `original` is fairseq's function.
 
-    Args:
-        original: fairseq's Trainer.train_step
-        trainer: its instance; the remaining arguments are passed on
-    Returns: the result of fairseq's function.
     Raises: TrainingError with the module, the update and the last loss scales.
     """
     with _collect_warnings("fairseq.nan_detector") as warnings:

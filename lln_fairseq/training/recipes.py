@@ -14,11 +14,9 @@ if not CONFIGS.is_dir():
 
 
 def check_recipe(directory: Path, name: str | None) -> None:
-    """Raise UserError, with a list of the recipes in the directory, if no name is given or no recipe has it.
+    """Raise UserError with a list of the recipes in the directory if `name` is none of them.
 
-    Args:
-        directory: the directory of the recipes
-        name: the name of a recipe, with or without .yaml; None or "" if the command line has none
+    The name may end in .yaml. It is None or "" if the command line names no recipe.
     """
     recipes = sorted(path.stem for path in directory.glob("*.yaml"))
     known = f"(known: {' '.join(recipes) or 'none'})"

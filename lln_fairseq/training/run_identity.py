@@ -313,7 +313,7 @@ def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
     Each maximum is a list with one entry per entry of update_freq (per epoch), over all batches and workers, or
     NO_LIMIT. If sequences are limited, the maximum number of tokens of a single batch follows. Nothing is yielded if
-    the configuration does not contain all of these numbers.
+    update_freq, the number of workers or both limits are missing.
     """
     dataset = plain_options(config.get("dataset"))
     sequences = dataset.get("batch_size")

@@ -64,11 +64,9 @@ class SequenceParallelism:
             torch.manual_seed((torch.initial_seed() * SEED_FACTOR + rank) % 2**63)
 
     def cut_shard(self, sample: Any, padding: int) -> Any:
-        """Return this worker's shard of a batch, or the batch itself without a group.
+        """Return this worker's shard of a fairseq batch (see `cut_batch`), or the batch itself without a group.
 
-        Args:
-            sample: a fairseq batch, see `cut_batch`
-            padding: token id of the padding
+        `padding` is the token id of the padding.
         """
         if self.group is None:
             return sample

@@ -72,11 +72,8 @@ class LayerScalars:
     def observe(self, model: nn.Module, updates: int) -> Iterator[list[Tensor]]:
         """Yield a list to which every attention of the model that runs in the block appends its scalars (6,).
 
-        The list stays empty without --tensorboard-logdir and in updates that are not logged.
-
-        Args:
-            model: the model
-            updates: number of completed updates
+        The list stays empty without --tensorboard-logdir and in updates that are not logged. `updates` is the number of
+        completed updates.
         """
         self._updates = updates
         self.is_training = True

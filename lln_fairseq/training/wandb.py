@@ -21,12 +21,9 @@ def check_wandb(cfg: Any) -> None:
 def init_wandb(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwargs: Any) -> None:
     """Start a wandb run, or continue the current one.
 
-    fairseq would start another run in every epoch, and leave empty folders behind.
+    fairseq would start another run in every epoch, and leave empty folders behind. `original` is fairseq's
+    WandBProgressBarWrapper.__init__; if a run is active, it is not called, and only bar.wrapped_bar is set.
 
-    Args:
-        original: fairseq's WandBProgressBarWrapper.__init__
-        bar: its instance; only `wrapped_bar` is set if a run is active
-        wrapped_bar: the progress bar inside; the remaining arguments are passed on
     Raises: InputError if wandb cannot start, for example without a login or in a version that fairseq does not support.
     """
     if progress_bar.wandb.run is not None:
