@@ -76,11 +76,12 @@ def _wrap(owner: Any, name: str, replacement: Callable) -> None:
 def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any:
     """Check the whole configuration, check that the run in save_dir is the requested one, and load its checkpoint.
 
-    `cfg` has fairseq's checkpoint options, `trainer.cfg` the whole configuration, which is changed in place.
-    fairseq-train calls this once, when its trainer is complete and before its loop. If the run is complete, max_epoch
-    is set to -1, so that the loop does nothing. fairseq ignores a missing --restore-file and changed settings, and it
-    makes another update when a run is complete or has stopped early. Remove this patch once fairseq has a hook for the
-    start of a training.
+    fairseq-train calls this once, when its trainer is ready and before its loop. `cfg` has the checkpoint options. The
+    whole configuration, trainer.cfg, is changed in place: task.global_batch is split over devices and updates, and
+    max_epoch is set to -1 if the run is complete, so that the loop does nothing.
+
+    fairseq ignores a missing --restore-file and changed settings, and it makes another update when a run is complete or
+    has stopped early. Remove this patch once fairseq has a hook for the start of a training.
 
     Returns: the checkpoint's extra_state, or None for a new run, and the iterator over the batches.
     Raises: InputError for the first check that fails.
