@@ -1,1 +1,1 @@
-"""Patches of fairseq. Each has a comment on why it exists, and when it can be removed."""
+"""Patches of fairseq. Each says why it exists and when it can be removed."""
