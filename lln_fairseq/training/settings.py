@@ -91,7 +91,10 @@ def check_ranges(cfg: Any) -> None:
 
 
 def check_trainable(cfg: Any) -> None:
-    """Raise InputError for an option of fairseq that cannot be used in a training."""
+    """Raise InputError for an option of fairseq that cannot be used in a training, and for a mask_prob outside (0, 1).
+
+    A task without masks, whose mask_prob is missing or None, passes.
+    """
     for option, reason in NOT_TRAINABLE.items():
         group, key = option.split(".")
         if getattr(cfg.get(group), key, None):
@@ -104,7 +107,7 @@ def check_trainable(cfg: Any) -> None:
 def check_attention(cfg: Any) -> None:
     """Raise InputError if the configuration selects an attention for a model of fairseq, which would ignore it.
 
-    A recipe sets the option `attention` for every model.
+    A recipe sets the option `attention` for every model. Softmax, which fairseq's models have, and unknown names pass.
     """
     name = getattr(cfg.model, "_name", None)
     attention = getattr(cfg.model, "attention", STOCK_ATTENTION)
@@ -190,7 +193,10 @@ def check_restore_file(cfg: Any) -> None:
 
 
 def check_precision(cfg: Any) -> None:
-    """Raise InputError for two kinds of half precision, and for one that fairseq ignores or the device cannot do."""
+    """Raise InputError for two kinds of half precision, and for one that fairseq ignores or the device cannot do.
+
+    bf16 and memory-efficient or unflattened fp16 work without a GPU; amp and plain fp16 do not.
+    """
     common = cfg.common
     kinds = [kind for kind in ("fp16", "bf16", "amp") if common[kind]]
     if len(kinds) > 1:
