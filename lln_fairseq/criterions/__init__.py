@@ -1,4 +1,4 @@
-"""fairseq criterions: losses and the metrics that go with them."""
+"""The criterions that fairseq registers: losses, with the metrics that are logged during a training."""
 
 from lln_fairseq.criterions.sentence_prediction import LLNSentencePredictionCriterion
 

@@ -1,10 +1,7 @@
-"""GLUE's metrics from sums that workers can add up, or from all predictions where nothing less will do.
+"""The metrics of GLUE.
 
-Counts of a classification, vectors over the classes (for one row or for all of them, on any number of workers):
-
-    hits_k       rows of class k that were predicted as k
-    predicted_k  rows predicted as k
-    actual_k     rows of class k
+Accuracy, F1 and the Matthews correlation are computed from counts, which several workers can add up. Pearson's and
+Spearman's correlations need all predictions in one place.
 """
 
 from dataclasses import dataclass
@@ -15,60 +12,89 @@ from torch import Tensor
 
 
 @dataclass
-class Counts:
-    """Sums over rows, each a vector over the classes; add two to get those of both."""
+class ClassCounts:
+    """The counts that a classification is scored by, each a tensor (classes,). Add two to get those of all their rows.
+
+    hits[k]         number of rows of class k that were predicted as k
+    predicted[k]    number of rows that were predicted as k
+    actual[k]       number of rows of class k
+    """
 
     hits: Tensor
     predicted: Tensor
     actual: Tensor
 
     @classmethod
-    def of(cls, predictions: Tensor, targets: Tensor, num_classes: int) -> "Counts":
-        """Counts of class ids (rows,) and (rows,), without leaving their device."""
-        hits = targets[predictions == targets]
-        return cls(*(ids.bincount(minlength=num_classes) for ids in (hits, predictions, targets)))
+    def from_predictions(cls, predictions: Tensor, targets: Tensor, num_classes: int) -> "ClassCounts":
+        """Count the predictions of a batch or a data set, on its device.
 
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(self.hits + other.hits, self.predicted + other.predicted, self.actual + other.actual)
+        Args:
+            predictions: predicted class ids (rows,), int64
+            targets: actual class ids (rows,), int64
+            num_classes: number of classes; the ids are smaller
+        """
+        hits = targets[predictions == targets]
+        return cls(
+            hits=hits.bincount(minlength=num_classes),
+            predicted=predictions.bincount(minlength=num_classes),
+            actual=targets.bincount(minlength=num_classes),
+        )
+
+    def __add__(self, other: "ClassCounts") -> "ClassCounts":
+        return ClassCounts(self.hits + other.hits, self.predicted + other.predicted, self.actual + other.actual)
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return int(self.actual.sum())
 
     @property
     def accuracy(self) -> float:
-        """Share of the rows that were predicted right, in [0, 1]."""
+        """Fraction of the rows that were predicted right, in [0, 1]; 0 without rows."""
         return float(self.hits.sum()) / max(self.rows, 1)
 
     @property
     def majority(self) -> float:
-        """Share of the most frequent class: the accuracy of always guessing it."""
+        """Fraction of the rows that have the most frequent class: the accuracy of always predicting it."""
         return float(self.actual.max()) / max(self.rows, 1)
 
     @property
     def f1(self) -> float:
-        """F1 of class 1, 2 tp / (2 tp + fp + fn), in [0, 1]; 0 where class 1 neither occurs nor is predicted."""
+        """F1 of class 1, 2 tp / (2 tp + fp + fn), in [0, 1]; 0 if class 1 neither occurs nor is predicted."""
         total = float(self.predicted[1] + self.actual[1])
-        return 2 * float(self.hits[1]) / total if total else 0.0
+        if total == 0:
+            return 0.0
+        return 2 * float(self.hits[1]) / total
 
     @property
     def mcc(self) -> float:
-        """Matthews correlation, for any number of classes (Gorodkin's R_K), in [-1, 1]; 0 for a constant guess."""
-        hits, predicted, actual = (x.double() for x in (self.hits, self.predicted, self.actual))
+        """Matthews correlation for any number of classes (Gorodkin's R_K), in [-1, 1].
+
+        It is 0 if all rows have the same class, or are predicted as the same class.
+        """
+        hits = self.hits.double()
+        predicted = self.predicted.double()
+        actual = self.actual.double()
         rows = actual.sum()
         covariance = hits.sum() * rows - predicted @ actual
         spread = ((rows**2 - predicted @ predicted) * (rows**2 - actual @ actual)).sqrt()
-        return float(covariance / spread) if spread > 0 else 0.0
+        if spread > 0:
+            return float(covariance / spread)
+        return 0.0  # also if rounding makes the product negative, so that the root is NaN
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's correlation, in [-1, 1]; 0 where one of them is constant."""
-    x, y = (np.asarray(values, dtype=np.float64) for values in (x, y))
-    x, y = x - x.mean(), y - y.mean()
+    """Return Pearson's correlation of x (rows,) and y (rows,) in float64, in [-1, 1]; 0 if one of them is constant."""
+    x = np.asarray(x, dtype=np.float64)
+    y = np.asarray(y, dtype=np.float64)
+    x = x - x.mean()
+    y = y - y.mean()
     spread = np.sqrt((x @ x) * (y @ y))
-    return float(x @ y / spread) if spread > 0 else 0.0
+    if spread > 0:
+        return float(x @ y / spread)
+    return 0.0
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's correlation: Pearson's of the ranks, ties at their mean rank."""
+    """Return Spearman's correlation of x (rows,) and y (rows,): Pearson's of the ranks; ties get their mean rank."""
     return pearson(rankdata(x), rankdata(y))

@@ -1,1 +1,1 @@
-"""Patches of fairseq, each with its reason and with how to tell that it is no longer needed."""
+"""Patches of fairseq. Each says why it exists and when it can be removed."""

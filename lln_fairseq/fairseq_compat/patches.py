@@ -1,7 +1,8 @@
-"""Patch fairseq 0.12 in the places where it has no hook. `install` lists all patches; each says why it exists.
+"""Patch fairseq 0.12 in the places where it has no hook. `install` lists all patches.
 
-A patch can go when fairseq alone passes where its test shows fairseq's own failure first (most of these tests are in
-tests/fairseq_compat/test_fairseq_failures.py); its docstring says what fairseq would have to do.
+The docstring of each patch says why it exists, and what fairseq would have to do so that it can be removed. For each of
+them, a test shows fairseq's own failure next to the patched behavior; most of these tests are in
+tests/fairseq_compat/test_fairseq_failures.py. Once fairseq no longer fails there, the patch is no longer needed.
 """
 
 import functools
@@ -32,17 +33,18 @@ from lln_fairseq.errors import InputError, exit_with_one_line, first_line, in_sw
 from lln_fairseq.training import nan_report, settings, tensorboard, wandb
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.resume import reason_for_completion, restore_training_state
-from lln_fairseq.training.run_identity import check_same_run, load_own_checkpoint, run_origin
+from lln_fairseq.training.run_identity import check_same_run, load_run_checkpoint, run_origin
 from lln_fairseq.training.worker import lock_save_dir
 
 logger = logging.getLogger(__name__)
 
 
 def install(run_worker: Callable) -> None:
-    """Install the patches; again is harmless.
+    """Install all patches of fairseq. A second call does nothing.
 
     Args:
-        run_worker: run_worker(main, cfg, ...) runs in each worker of a training in place of fairseq's main(cfg, ...)
+        run_worker: function that replaces fairseq's main(cfg, ...) in each worker of a training; it is called as
+            run_worker(main, cfg, ...)
     """
     if hasattr(PathManager.copy, "__wrapped__"):
         return
@@ -53,68 +55,78 @@ def install(run_worker: Callable) -> None:
     _wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
     _wrap(Trainer, "load_checkpoint", _load_into_trainer)
     _wrap(Trainer, "train_step", nan_report.train_step)
-    _wrap(progress_bar.WandBProgressBarWrapper, "__init__", wandb.start)
+    _wrap(progress_bar.WandBProgressBarWrapper, "__init__", wandb.init_wandb)
     _wrap(distributed_utils, "all_gather_list", _all_gather_list)
     _wrap(distributed_utils, "call_main", functools.partial(_call_main, run_worker))
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge_with_parent)
     _wrap(sys, "excepthook", _excepthook)
 
 
-def _wrap(owner: Any, name: str, around: Callable) -> None:
-    """Replace a function by around(original, ...)."""
+def _wrap(owner: Any, name: str, replacement: Callable) -> None:
+    """Replace a function of a module or class by replacement(original, ...). `__wrapped__` keeps the original."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
+        return replacement(original, *args, **kwargs)
 
     setattr(owner, name, patched)
 
 
 def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any:
-    """Check the whole configuration and the run in the save_dir, then load its checkpoint.
+    """Check the whole configuration, check that the run in save_dir is the requested one, and load its checkpoint.
 
-    fairseq-train calls this first of all with a complete trainer. fairseq ignores a missing file and other settings for
-    the same run, and trains on when a run is complete or has stopped early. Remove it once fairseq has a hook for the
-    begin of a training.
+    fairseq-train calls this once, when its trainer is ready and before its loop. `cfg` has the checkpoint options. The
+    whole configuration, trainer.cfg, is changed in place: task.global_batch is split over devices and updates, and
+    max_epoch is set to -1 if the run is complete, so that the loop does nothing.
+
+    fairseq ignores a missing --restore-file and changed settings, and it makes another update when a run is complete or
+    has stopped early. Remove this patch once fairseq has a hook for the start of a training.
+
+    Returns: the checkpoint's extra_state, or None for a new run, and the iterator over the batches.
+    Raises: InputError for the first check that fails.
     """
     settings.split_global_batch(trainer.cfg)
-    settings.check(trainer.cfg)
+    settings.check_training(trainer.cfg)
     wandb.check_wandb(trainer.cfg)
-    own = load_own_checkpoint(cfg)
-    check_same_run(trainer.cfg, own)
+    run_state = load_run_checkpoint(cfg)
+    check_same_run(trainer.cfg, run_state)
     saves = trainer.is_data_parallel_master and not cfg.no_save
     if saves and isinstance(trainer.task, HookedTask):
-        trainer.task.run_origin = run_origin(trainer.cfg, own)
-    loaded = original(cfg, trainer, **kwargs)
+        trainer.task.run_origin = run_origin(trainer.cfg, run_state)
+    extra_state, iterator = original(cfg, trainer, **kwargs)
     if saves and getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]:
         save_tokenizer(trainer.task, cfg.save_dir)
-    state, batches = loaded
-    seconds = (state or {}).get("previous_training_time", 0)
-    if reason := reason_for_completion(trainer, seconds, batches.next_epoch_idx):
+    seconds = (extra_state or {}).get("previous_training_time", 0)
+    reason = reason_for_completion(trainer, seconds, iterator.next_epoch_idx)
+    if reason:
         logger.info(f"{cfg.save_dir} is complete: {reason}")
         trainer.cfg.optimization.max_epoch = -1
         if saves:
             saving.remove_superseded(cfg)
     else:
         tensorboard.write_configuration(trainer.cfg)
-    return loaded
+    return extra_state, iterator
 
 
 def _load_checkpoint_to_cpu(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Load a checkpoint without building what its configuration names: fairseq evaluates some of its options.
+    """Load a checkpoint without executing anything in it. `original` is not called.
 
-    Remove it once fairseq loads with weights_only and checks the types of a checkpoint's configuration.
+    fairseq unpickles any class, and evaluates some options of the checkpoint's configuration as Python. Remove this
+    patch once fairseq loads with weights_only and checks the types of that configuration.
     """
     return reading.load_checkpoint(*args, **kwargs)
 
 
 def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwargs: Any) -> Any:
-    """Check that a checkpoint is compatible, load it, and adapt the state that fairseq restores from it.
+    """Check that a checkpoint is compatible, load it, and adapt the state that fairseq restores from it afterwards.
 
-    fairseq answers what does not fit with pages about "the architectures". In the middle of an epoch it counts other
-    batches as if they were the same, and it does not resume --ema-update-freq exactly. Remove it
-    once it does.
+    fairseq reports an incompatible checkpoint in pages about "the architectures". In the middle of an epoch it counts
+    batches of another size as if they were the same, and it does not resume --ema-update-freq exactly. Remove this
+    patch once fairseq resumes both correctly.
+
+    Returns: the checkpoint's extra_state, or None if the file does not exist.
+    Raises: InputError if the checkpoint is damaged or does not fit the run.
     """
     saved_config = None
     if os.path.isfile(filename):
@@ -122,47 +134,67 @@ def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *arg
         check_compatibility(saved, trainer.get_model(), trainer.task, filename)
         saved_config = saved.get("cfg")
     try:
-        state = original(trainer, filename, *args, **kwargs)
+        extra_state = original(trainer, filename, *args, **kwargs)
     except Exception as error:
-        cause = error.__context__ if type(error) is Exception else error  # fairseq's own says that it "cannot load"
+        cause: BaseException | None = error
+        if type(error) is Exception:  # fairseq's "Cannot load model parameters ...", which hides the error before it
+            cause = error.__context__
         if isinstance(cause, InputError | OSError):
             raise cause from None
-        reason = (str(cause).splitlines() or [""])[:2][-1].strip(" \t.") or type(cause).__name__
         raise InputError(
-            f"{filename} does not fit this run: {reason}. Give the options that it was made with, or another "
-            "--save-dir (checkpoint.save_dir) if it is another run's"
+            f"{filename} does not fit this run: {_load_error_reason(cause)}. Use the options that it was trained with, "
+            "or another --save-dir (checkpoint.save_dir) if it belongs to another run"
         ) from error
-    if state:
-        restore_training_state(trainer, filename, saved_config, state)
-    return state
+    if extra_state:
+        restore_training_state(trainer, filename, saved_config, extra_state)
+    return extra_state
+
+
+def _load_error_reason(cause: BaseException | None) -> str:
+    """Return the second line of the error's message, the only line if there is one, or the name of its class.
+
+    The first line of torch's errors about parameters is only a heading.
+    """
+    lines = str(cause).splitlines()
+    if not lines:
+        return type(cause).__name__
+    line = lines[min(1, len(lines) - 1)]
+    return line.strip(" \t.") or type(cause).__name__
 
 
 @exit_with_one_line()
 def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Check the configuration, lock the save_dir, and run every worker in `run_worker`.
+    """Check the configuration, lock save_dir, and run fairseq's main through `run_worker` in every worker.
 
-    In fairseq more workers than devices and Ctrl-C end in a traceback, two trainings write into one directory, and
-    --bf16 on the command line means a TPU. Remove it once fairseq checks these, and has a hook for the begin
+    In fairseq, too many workers and Ctrl-C end in a traceback, two trainings can write into the same directory, and
+    --bf16 on the command line implies a TPU. Remove this patch once fairseq checks these, and has a hook for the start
     of a worker.
+
+    For `run_worker`, see `install`. cfg.common.tpu is set to False in place if it is set with --bf16, and torch_xla is
+    not installed.
     """
-    settings.check_command(cfg)
+    settings.check_configuration(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
     try:
         with lock_save_dir(cfg):
             return original(cfg, functools.partial(run_worker, main), *args, **kwargs)
-    except ProcessExitedException as error:  # the worker has reported why
+    except ProcessExitedException as error:  # the worker has printed its error
         if in_sweep():
             raise InputError(f"a worker ended with exit code {error.exit_code}, see above") from None
         raise SystemExit(error.exit_code) from None
 
 
 def _all_gather_list(original: Callable, data: Any, group: Any = None, **kwargs: Any) -> list[Any]:
-    """Gather a picklable object from every worker, also without a GPU: two workers could not validate a regression.
+    """Gather a picklable object from every worker, also with the backend gloo, without a GPU.
 
-    Remove it once fairseq's all_gather_list works on tensors in the memory of the CPU with gloo.
+    fairseq gathers through CUDA tensors, so several workers could not validate a regression on CPUs. Remove this patch
+    once fairseq's all_gather_list uses CPU tensors with gloo.
+
+    Returns: the objects of all workers, in the order of their ranks; with gloo, their tensors are on the CPU.
     """
-    group = distributed_utils.get_global_group() if group is None else group
+    if group is None:
+        group = distributed_utils.get_global_group()
     if dist.get_backend(group) != dist.Backend.GLOO:
         return original(data, group=group, **kwargs)
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -171,10 +203,10 @@ def _all_gather_list(original: Callable, data: Any, group: Any = None, **kwargs:
 
 
 def _merge_with_parent(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:
-    """Report an option that a dataclass does not know in one line.
+    """Merge options into a dataclass, and raise an InputError of one line for an unknown option or a wrong type.
 
-    fairseq checks Hydra's options against its dataclasses too late for Hydra to do so. Remove it once it composes with
-    them.
+    fairseq merges Hydra's options into its dataclasses after Hydra has composed them, too late for Hydra to report such
+    an error. Remove this patch once fairseq registers the dataclasses with Hydra.
     """
     try:
         return original(schema, *args, **kwargs)
@@ -188,10 +220,13 @@ def _merge_with_parent(original: Callable, schema: Any, *args: Any, **kwargs: An
 def _excepthook(
     original: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Print an InputError that nobody catches in one line. Remove it once fairseq-train does so."""
+    """Print an uncaught InputError in one line. Remove this patch once fairseq-train does so.
+
+    fairseq-train itself rejects --fp16 with --bf16, in a message about TPUs, which is replaced here.
+    """
     if issubclass(kind, InputError):
         print(f"error: {error}", file=sys.stderr)
-    elif kind is ValueError and str(error).startswith("Cannot combine --fp16 and --tpu"):  # which to it --bf16 means
-        print("error: --fp16 and --bf16 exclude each other: give one of them alone", file=sys.stderr)
+    elif kind is ValueError and str(error).startswith("Cannot combine --fp16 and --tpu"):
+        print("error: --fp16 and --bf16 exclude each other: set only one of them", file=sys.stderr)
     else:
         original(kind, error, traceback)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
 from lln_fairseq.checkpoints.config import stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from lln_fairseq.criterions.scores import Counts, pearson, spearman
+from lln_fairseq.criterions.scores import ClassCounts, pearson, spearman
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
 
@@ -122,7 +122,7 @@ def compute_scores(task: Any, outputs: SplitOutputs) -> dict[str, Any]:
         scores["pearson"] = pearson(predicted.numpy(), targets.numpy())
         scores["spearman"] = spearman(predicted.numpy(), targets.numpy())
         return scores
-    counts = Counts.of(logits.argmax(dim=-1), outputs.targets, task.cfg.num_classes)
+    counts = ClassCounts.from_predictions(logits.argmax(dim=-1), outputs.targets, task.cfg.num_classes)
     scores["accuracy"] = counts.accuracy
     scores["loss"] = F.cross_entropy(logits, outputs.targets).item() / math.log(2)
     scores["majority"] = counts.majority

@@ -1,4 +1,4 @@
-"""Language modelling, every token from those before it: fairseq's task without its silent failures."""
+"""Causal language modeling: fairseq's task, with errors where it would fail silently, and with an exact resume."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,29 +15,36 @@ from lln_fairseq.training.options import TrainingOptions
 
 @dataclass
 class LLNLanguageModelingConfig(TrainingOptions, LanguageModelingConfig):
-    """fairseq's options and ours."""
+    """fairseq's options and those of the hooks."""
 
 
 @register_task("lln_language_modeling", dataclass=LLNLanguageModelingConfig)
 class LLNLanguageModelingTask(TextTask, LanguageModelingTask):
-    fitting_advice = "with --sample-break-mode none or --shorten-method truncate"
+    """The task lln_language_modeling: every token is predicted from those before it."""
+
+    too_long_advice = "with --sample-break-mode none or --shorten-method truncate"
 
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> "LLNLanguageModelingTask":
-        """Set up the task. Raise InputError for unsound data, and for the way to cut text that fairseq cannot do."""
+        """Set up the task. Raise InputError for damaged data, and for sample_break_mode eos, which fairseq fails on."""
         if str(cfg.sample_break_mode) == "eos":
-            raise InputError("sample_break_mode eos does not work in fairseq's language_modeling: none or complete do")
+            raise InputError(
+                "sample_break_mode eos does not work in fairseq's language_modeling: use none or complete instead"
+            )
         return super().setup_task(cfg, **kwargs)
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
-        """fairseq draws batches anew in every process, by its first epoch: a run that goes on would have others.
+        """Load a split, and sort a training split by length, in an order that does not depend on the process.
 
-        Raises: InputError where the files of the split are damaged or do not fit the dictionary.
+        fairseq orders samples of the same length by a random order that depends on the first epoch of the process, so a
+        resumed run would have other batches. A training split is one whose name begins with "train".
+
+        Raises: InputError if the files of the split are damaged or do not fit the dictionary.
         """
         self.checked_prefix(split, epoch, combine)
         super().load_dataset(split, epoch=epoch, combine=combine, **kwargs)
         if split.startswith("train"):
             dataset = self.datasets[split]
             with data_utils.numpy_seed(self.cfg.seed):
-                order = np.random.permutation(len(dataset))
-            self.datasets[split] = SortDataset(dataset, sort_order=[order, dataset.sizes])
+                random_order = np.random.permutation(len(dataset))
+            self.datasets[split] = SortDataset(dataset, sort_order=[random_order, dataset.sizes])

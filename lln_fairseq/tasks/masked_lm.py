@@ -1,4 +1,4 @@
-"""Masked language modelling: fairseq's task without its silent failures."""
+"""Masked language modeling: fairseq's task, with errors where it would fail silently or lose text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,46 +16,66 @@ from lln_fairseq.training.options import TrainingOptions
 
 @dataclass
 class LLNMaskedLMConfig(TrainingOptions, MaskedLMConfig):
-    """fairseq's options and ours."""
+    """fairseq's options and those of the hooks."""
 
 
 @register_task("lln_masked_lm", dataclass=LLNMaskedLMConfig)
 class LLNMaskedLMTask(TextTask, MaskedLMTask):
-    """No sample is longer than tokens_per_sample and no token is lost, in every sample_break_mode (eos included, which
-    fairseq itself cannot do with numpy 2): a longer line continues in the next sample. shorten_method cuts it instead.
+    """The task lln_masked_lm: no sample has more than tokens_per_sample tokens, and no token of the text is lost.
+
+    In every sample_break_mode a line that is too long continues in the next sample, unless shorten_method truncates it.
+    The mode eos works too, unlike in fairseq with numpy 2.
     """
 
-    fitting_advice = "or raise --max-positions (model.max_positions)"
+    too_long_advice = "or raise --max-positions (model.max_positions)"
 
     @classmethod
     def setup_task(cls, cfg: LLNMaskedLMConfig, **kwargs: Any) -> "LLNMaskedLMTask":
-        """Set up the task. Raise InputError for unsound data and for options that fairseq has but cannot do."""
+        """Set up the task.
+
+        Raises: InputError for damaged data, mask_whole_words, which fails in fairseq, and tokens_per_sample < 3.
+        """
         if cfg.mask_whole_words:
             raise InputError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
-        if cfg.tokens_per_sample < 3:  # <s>, and a line of at least two tokens, see SplitLines
-            raise InputError(f"tokens_per_sample is {cfg.tokens_per_sample}, and must be at least 3")
+        if cfg.tokens_per_sample < 3:  # <s>, and a piece of a line, for which SplitLines needs two tokens
+            raise InputError(f"tokens_per_sample must be at least 3, got {cfg.tokens_per_sample}")
         return super().setup_task(cfg, **kwargs)
 
     def padding_advice(self) -> str:
-        """fairseq's batches are of like lengths already: what is wasted comes from few samples of many lengths."""
+        """Return the options that would reduce padding; "" with sample_break_mode none, which has almost no padding.
+
+        fairseq's batches already have samples of similar lengths. Padding remains if there are few samples of many
+        lengths.
+        """
         if str(self.cfg.sample_break_mode) == "none":
             return ""
         return (
-            "smaller batches (dataset.max_tokens or batch_size; update_freq makes up for it), and with none of it in "
-            "task.sample_break_mode=none, which fills every sample and cuts lines and documents"
+            "smaller batches (dataset.max_tokens or dataset.batch_size, with a larger optimization.update_freq), or "
+            "task.sample_break_mode=none, which fills every sample but cuts lines and documents"
         )
 
     def _load_dataset_split(self, split: str, epoch: int, combine: bool) -> BaseWrapperDataset:
-        """The samples of a split, each with <s> in front and at most tokens_per_sample long with it."""
-        cfg, dictionary, limit = self.cfg, self.source_dictionary, self.cfg.tokens_per_sample - 1
+        """Return the unmasked samples of a split, each with <s> in front. fairseq's load_dataset calls this.
+
+        Raises: InputError if the files of the split are missing or damaged.
+        """
+        cfg = self.cfg
+        dictionary = self.source_dictionary
+        limit = cfg.tokens_per_sample - 1  # leaves room for <s>
         prefix = self.checked_prefix(split, epoch, combine)
         lines = data_utils.load_indexed_dataset(prefix, dictionary, combine=combine)
         if lines is None:
             raise InputError(f"cannot load split '{split}': {prefix}.idx is missing")
         lines = maybe_shorten_dataset(lines, split, cfg.shorten_data_split_list, cfg.shorten_method, limit, cfg.seed)
-        lines = SplitLines(lines, limit)
+        samples: BaseWrapperDataset = SplitLines(lines, limit)
         mode = str(cfg.sample_break_mode)
-        if mode != "eos":  # lines as they are
-            pad, eos = dictionary.pad(), dictionary.eos()
-            lines = TokenBlockDataset(lines, lines.sizes, limit, pad=pad, eos=eos, break_mode=mode)
-        return PrependTokenDataset(lines, dictionary.bos())
+        if mode != "eos":  # in the mode eos, every line is a sample
+            samples = TokenBlockDataset(
+                samples,
+                samples.sizes,
+                limit,
+                pad=dictionary.pad(),
+                eos=dictionary.eos(),
+                break_mode=mode,
+            )
+        return PrependTokenDataset(samples, dictionary.bos())

@@ -1,4 +1,7 @@
-"""Classification and regression of sentences and pairs: fairseq's task without its silent failures."""
+"""Classification and regression of sentences and sentence pairs: fairseq's task, with errors where it fails silently.
+
+It can also keep the two inputs of a pair apart (two_towers), leave out </s> and group sentences by length.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,127 +24,159 @@ from lln_fairseq.training.hooked_task import HookedTask, require_files
 from lln_fairseq.training.options import TrainingOptions
 
 INPUTS = ("input0", "input1")
-POSITIONS = 512  # RoBERTa's
+DEFAULT_POSITIONS = 512  # RoBERTa's
 
 
 @dataclass
 class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
-    """fairseq's options and ours."""
+    """fairseq's options, those of the hooks, and three of this task."""
 
     max_positions: Optional[int] = field(
-        default=None, metadata={"help": f"max tokens per example; default: those of the checkpoint, or {POSITIONS}"}
+        default=None,
+        metadata={"help": f"max tokens per example; default: those of the checkpoint, or {DEFAULT_POSITIONS}"},
     )
     group_by_length: bool = field(
         default=False,
         metadata={
-            "help": "batches of sentences of like lengths: less padding to compute; default: fairseq's, by chance"
+            "help": "make batches of sentences of similar lengths, which reduces padding; default: random batches, as "
+            "in fairseq"
         },
     )
     two_towers: bool = field(
         default=False,
         metadata={
-            "help": "both inputs go through the encoder by themselves, and the head sees [a, b, a∘b, a-b] of their "
-            "vectors; default: one sequence of both"
+            "help": "encode both inputs separately, and classify [a, b, a∘b, a-b] of their vectors; default: encode "
+            "them as one sequence"
         },
     )
-    strip_eos: bool = field(default=False, metadata={"help": "leave out the </s> that ends each input"})
+    strip_eos: bool = field(default=False, metadata={"help": "leave out the </s> at the end of each input"})
     finetune_from_model: Optional[str] = II("checkpoint.finetune_from_model")
 
 
 @register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
 class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
+    """The task lln_sentence_prediction, on data with the folders input0, label and, for pairs, input1."""
+
     @classmethod
     def setup_task(cls, cfg: LLNSentencePredictionConfig, **kwargs: Any) -> "LLNSentencePredictionTask":
-        """Raises InputError for data without dictionaries, or with another number of labels than num_classes."""
+        """Set up the task, and set cfg.max_positions in place if it is None.
+
+        Raises: InputError if a dictionary is missing, damaged or differs between the inputs, if num_classes is not the
+            number of labels, or if init_token or separator_token is no token id.
+        """
         require_files(cfg.data, "input0/dict.txt")
         dictionaries = [Path(cfg.data, folder, "dict.txt") for folder in INPUTS]
         require_same_symbols(*(path for path in dictionaries if path.is_file()))
         if cfg.num_classes < 1:
-            raise InputError("the number of classes is missing: --num-classes (task.num_classes)")
+            raise InputError("the number of classes is missing: set --num-classes (task.num_classes)")
         if not cfg.regression_target:
             require_files(cfg.data, "label/dict.txt")
             read_symbols(Path(cfg.data, "label/dict.txt"))
         if cfg.max_positions is None:
-            cfg.max_positions = _positions_of_checkpoint(cfg) or POSITIONS
+            cfg.max_positions = _positions_of_checkpoint(cfg) or DEFAULT_POSITIONS
         with input_errors():
             task = super().setup_task(cfg, **kwargs)
+        largest_id = len(task.source_dictionary) - 1
         for option in ("init_token", "separator_token"):
             token = getattr(cfg, option)
-            largest = len(task.source_dictionary) - 1
-            if token is not None and not 0 <= token <= largest:
-                raise InputError(f"task.{option} is {token}, and must be in [0, {largest}]: the ids of {cfg.data}")
+            if token is not None and not 0 <= token <= largest_id:
+                raise InputError(f"task.{option} must be a token id of {cfg.data}, in [0, {largest_id}], got {token}")
         if not cfg.regression_target and len(task.labels) != cfg.num_classes:
             raise InputError(
-                f"num_classes is {cfg.num_classes}, but {cfg.data}/label/dict.txt has {len(task.labels)} labels: "
-                f"{', '.join(task.labels[:8])}"
+                f"task.num_classes must be the number of labels in {cfg.data}/label/dict.txt, {len(task.labels)} "
+                f"({', '.join(task.labels[:8])}), got {cfg.num_classes}"
             )
         return task
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
-        """Raises InputError where the files of the split are damaged, or do not fit the dictionaries or each other."""
-        self._check(split, combine)
+        """Load a split (with `combine`, split1, split2, ... too), shuffled unless --no-shuffle is set, and return it.
+
+        Raises: InputError if the files are missing or damaged, or do not fit the dictionaries or each other.
+        """
+        self._check_files(split, combine)
         if self.cfg.two_towers or self.cfg.strip_eos:
             dataset = self._load_inputs(split, combine)
         else:
             dataset = super().load_dataset(split, combine=combine, **kwargs)
         if self.cfg.group_by_length and isinstance(dataset, SortDataset):
-            dataset.sort_order += dataset.sizes  # the last key counts first; which batch comes when stays chance
+            # The last key is the primary one. The random key before it orders rows of the same length; fairseq shuffles
+            # the batches afterwards.
+            dataset.sort_order += dataset.sizes
         return dataset
 
     def _load_inputs(self, split: str, combine: bool) -> Any:
-        """Load what fairseq cannot, see data/sentence_inputs.py; shuffled as fairseq does."""
+        """Load a split with two separate inputs or without </s>, which fairseq cannot; see data/sentence_inputs.py.
+
+        The rows are shuffled as in fairseq, and the data set is stored in self.datasets.
+        """
         inputs = read_inputs(self, split, INPUTS, combine)
         if not inputs:
             raise InputError(f"cannot load split '{split}' of {self.cfg.data}: could not find dataset: input0")
         if self.cfg.two_towers and len(inputs) < 2:
-            raise InputError(f"two_towers needs pairs, and split '{split}' of {self.cfg.data} has no input1")
+            raise InputError(f"two_towers needs pairs, but split '{split}' of {self.cfg.data} has no input1")
         if len(inputs) == 2 and not self.cfg.two_towers:
-            raise InputError(f"{self.cfg.data} has pairs, and strip_eos takes them with two_towers alone")
+            raise InputError(f"strip_eos needs two_towers for the pairs of {self.cfg.data}")
         dataset = make_samples(self, inputs, read_labels(self, split, combine))
         if not self.cfg.no_shuffle:
             with data_utils.numpy_seed(self.cfg.seed):
-                shuffle = np.random.permutation(len(dataset))
-            dataset = SortDataset(dataset, sort_order=[shuffle])
+                random_order = np.random.permutation(len(dataset))
+            dataset = SortDataset(dataset, sort_order=[random_order])
         self.datasets[split] = dataset
         return dataset
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """The model is told that the task has two towers. Raises: InputError for one of fairseq's, which cannot."""
+        """Build the model, with the task's two_towers set in the model's options, in place.
+
+        Raises: InputError if two_towers is set for a model of fairseq, which does not support it.
+        """
         if self.cfg.two_towers or "two_towers" in cfg:
             with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
                 cfg.two_towers = self.cfg.two_towers
         model = super().build_model(cfg, from_checkpoint)
         if self.cfg.two_towers and not isinstance(model, LLNRobertaModel):
-            raise InputError("two_towers needs a model of ours: --arch lln_roberta_base (model._name)")
+            raise InputError("two_towers needs a model of this package: --arch lln_roberta_base (model._name)")
         return model
 
     def padding_advice(self) -> str:
-        return "" if self.cfg.group_by_length else "batches of like lengths: task.group_by_length=true"
+        """Return group_by_length for the padding report; "" if it is set already."""
+        if self.cfg.group_by_length:
+            return ""
+        return "batches of similar lengths: task.group_by_length=true"
 
-    def _check(self, split: str, combine: bool) -> None:
-        data, dictionary = Path(self.cfg.data), Path(self.cfg.data, "input0/dict.txt")
-        rows = {folder: check_lines(f"{data / folder / split}", dictionary, combine) for folder in INPUTS}
-        if not rows["input0"]:
-            return  # fairseq says that it is missing
-        if (data / "input1").is_dir() and rows["input1"] != rows["input0"]:
-            numbers = f"{rows['input0']} first and {rows['input1']} second sentences"
-            raise InputError(f"split '{split}' of {data} has {numbers}; prepare the data again")
+    def _check_files(self, split: str, combine: bool) -> None:
+        """Raise InputError if the inputs and labels of a split are damaged or have different numbers of rows.
+
+        A split whose name begins with "train" must have labels. A missing input0 is left to fairseq.
+        """
+        data = Path(self.cfg.data)
+        dictionary = data / "input0/dict.txt"
+        rows = check_lines(f"{data / 'input0' / split}", dictionary, combine)
+        second_rows = check_lines(f"{data / 'input1' / split}", dictionary, combine)
+        if not rows:
+            return
+        if (data / "input1").is_dir() and second_rows != rows:
+            raise InputError(
+                f"split '{split}' of {data} has {rows} first and {second_rows} second sentences; prepare the data again"
+            )
         if self.cfg.regression_target:
-            labelled = check_targets(data / f"label/{split}.label", rows["input0"], self.cfg.num_classes)
+            labels = check_targets(data / f"label/{split}.label", rows, self.cfg.num_classes)
         else:
-            labelled = check_labels(f"{data / 'label' / split}", self.cfg.num_classes, rows["input0"], combine)
-        if not labelled and split.startswith("train"):
+            labels = check_labels(f"{data / 'label' / split}", self.cfg.num_classes, rows, combine)
+        if not labels and split.startswith("train"):
             raise InputError(f"split '{split}' of {data} has no labels; prepare the data again")
 
     @property
     def labels(self) -> list[str]:
-        """See `label_names`."""
+        """The name of every class, in the order of the class numbers; empty for a regression."""
         return label_names(self)
 
 
 def _positions_of_checkpoint(cfg: Any) -> int | None:
+    """Return the number of positions of the checkpoint that the model is fine-tuned from, or None without one."""
     try:
         path = cfg.finetune_from_model
-    except InterpolationKeyError:  # a task that somebody builds by hand, without the other groups
+    except InterpolationKeyError:  # a task built in a program, without the checkpoint options that this refers to
         return None
-    return longest_sequence(path) if path else None
+    if not path:
+        return None
+    return longest_sequence(path)

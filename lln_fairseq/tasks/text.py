@@ -1,4 +1,4 @@
-"""The base of the tasks that cut running text into samples."""
+"""The base class of the tasks that cut running text into samples."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,19 @@ from lln_fairseq.training.hooked_task import HookedTask, require_files
 
 
 class TextTask(HookedTask):
-    """The first base of a task on running text, in front of one of fairseq's."""
+    """A mixin that checks the data and the samples of a task on running text.
 
-    fitting_advice = ""  # what helps besides a smaller tokens_per_sample where a sample is too long
+    List it as the first base class of a task and fairseq's own task as the second.
+    """
+
+    too_long_advice = ""  # what else a user can do if a sample is too long, besides a smaller tokens_per_sample
 
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> Any:
-        """Set up the task. Raise InputError for data without a sound dictionary."""
+        """Set up the task.
+
+        Raises: InputError if dict.txt is missing or damaged in a data directory, or differs between directories.
+        """
         directories = utils.split_paths(cfg.data)
         for directory in directories:
             require_files(directory, "dict.txt")
@@ -27,7 +33,13 @@ class TextTask(HookedTask):
             return super().setup_task(cfg, **kwargs)
 
     def checked_prefix(self, split: str, epoch: int, combine: bool) -> str:
-        """Return the path of a split's files in an epoch, without suffix. Raise InputError if they are damaged."""
+        """Return the path of a split's files without suffix, after a check of these files.
+
+        With several data directories, each epoch (from 1) uses the next one, and the first one again after the last.
+        With `combine`, split1, split2, ... are checked too.
+
+        Raises: InputError if the files are damaged or do not fit the dictionary.
+        """
         directories = utils.split_paths(self.cfg.data)
         directory = directories[(epoch - 1) % len(directories)]
         prefix = f"{directory}/{split}"
@@ -42,14 +54,14 @@ class TextTask(HookedTask):
         max_positions: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the batches of an epoch.
+        """Return an iterator over the batches of each epoch.
 
-        Raises: InputError for a sample that does not fit into the model; fairseq trains without it.
+        Raises: InputError if a sample has more than max_positions tokens (None: no limit); fairseq would leave it out.
         """
-        longest = int(np.max(dataset.sizes, initial=0))  # a list of one array where the samples are masked
+        longest = int(np.max(dataset.sizes, initial=0))  # a masked data set has its sizes in a list of one array
         if max_positions is not None and longest > max_positions:
             raise InputError(
-                f"a sample has {longest} tokens, but the model and --max-tokens take at most {max_positions}: set "
-                f"--tokens-per-sample (task.tokens_per_sample) to {max_positions} {self.fitting_advice}"
+                f"a sample has {longest} tokens, but the model and --max-tokens allow at most {max_positions}: set "
+                f"--tokens-per-sample (task.tokens_per_sample) to {max_positions} {self.too_long_advice}"
             )
         return super().get_batch_iterator(dataset, max_tokens, max_sentences, max_positions, **kwargs)

@@ -1,1 +1,1 @@
-"""What happens around the training loop of fairseq: resume, checks, logging, and the program `train`."""
+"""Everything around fairseq's training loop: hooks, resume, checks of the configuration, and the program `train`."""

@@ -1,22 +1,26 @@
-"""Follow the loss scale of an fp16 training."""
+"""Monitor the loss scale of an fp16 training."""
 
 from collections import deque
 from typing import Any
 
+# Attributes of fairseq's DynamicLossScaler that determine its next changes of the loss scale.
 SCALER_STATE = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
 
 
 class LossScaleMonitor:
-    """Count the updates that fp16 skips because of an overflow, and keep the last loss scales for error messages."""
+    """A counter of the updates that fp16 skips because of an overflow, with the last 8 loss scales for error messages.
+
+    Outside fp16 there is no scaler: `scaler` stays None and `overflows` 0.
+    """
 
     def __init__(self) -> None:
         self.scaler: Any = None
         self.overflows = 0
         self.recent_scales: deque[float] = deque(maxlen=8)
-        self._last_overflow = -1
+        self._last_overflow = -1  # the scaler's iteration
 
     def before_step(self, optimizer: Any) -> None:
-        """Count an overflow of the previous batch, and record the loss scale if it has changed."""
+        """Count an overflow of the previous update, and record the loss scale if it has changed."""
         self.scaler = find_scaler(optimizer)
         if self.scaler is None:
             return
@@ -27,13 +31,13 @@ class LossScaleMonitor:
             self.recent_scales.append(self.scaler.loss_scale)
 
     def scaler_state(self) -> dict[str, int]:
-        """Return where the scaler is in its window. fairseq saves only the loss scale. Empty without a scaler."""
+        """Return the scaler's counters for a checkpoint; fairseq saves only the loss scale. Empty without a scaler."""
         if self.scaler is None:
             return {}
         return {name: getattr(self.scaler, name) for name in SCALER_STATE}
 
     def restore_scaler(self, optimizer: Any, saved: dict[str, int]) -> None:
-        """Put the state that `scaler_state` returned into the optimizer's scaler, if both exist."""
+        """Restore the counters from `scaler_state`. Do nothing if the optimizer has no scaler or `saved` is empty."""
         scaler = find_scaler(optimizer)
         if scaler is None or not saved:
             return
@@ -43,6 +47,11 @@ class LossScaleMonitor:
 
 
 def find_scaler(optimizer: Any) -> Any:
-    """Return fairseq's DynamicLossScaler of an fp16 optimizer, else None: amp and bf16 have another one or none."""
+    """Return the DynamicLossScaler of fairseq's fp16 optimizer, or None.
+
+    It is None in float32 and with bf16, which scale no loss, and with amp, whose scaler is torch's.
+    """
     scaler = getattr(optimizer, "scaler", None)
-    return scaler if hasattr(scaler, "_last_overflow_iter") else None
+    if not hasattr(scaler, "_last_overflow_iter"):
+        return None
+    return scaler

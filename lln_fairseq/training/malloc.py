@@ -1,22 +1,30 @@
-"""Tune what the C library does with freed memory."""
+"""Tune how the C library reuses freed memory."""
 
 import ctypes
 import os
 import sys
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+# Option numbers of mallopt, from malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 
 
 def disable_malloc_trim() -> None:
-    """Let this process keep the memory that it frees, as on a GPU.
+    """Make glibc keep freed memory for this process instead of returning it to the system.
 
-    New pages under large tensors are otherwise a sixth of the time of a training step.
-    For programs that train or measure; call it once, before the work. glibc gives blocks of over 32 MB back to the
-    system as soon as they are freed. The price is memory: 3 % more at the peak where lengths stay, 17 % where they
-    vary, and none of it is given back. Where the C library is not glibc, or the environment tunes it by MALLOC_... or
-    GLIBC_TUNABLES, nothing changes.
+    glibc returns blocks of more than 32 MB as soon as they are freed. The new pages under the next large tensors then
+    take a sixth of the time of a training step on a CPU. Without the trim, peak memory is 3 % higher if sequence
+    lengths stay the same and 17 % higher if they vary, and no memory is returned before the process ends.
+
+    Programs that train or measure call this once, before they allocate large tensors. It does nothing on another
+    system than Linux, with another C library, or if an environment variable MALLOC_... or GLIBC_TUNABLES is set.
     """
-    if sys.platform.startswith("linux") and not any(name.startswith(("MALLOC_", "GLIBC_T")) for name in os.environ):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
+    if not sys.platform.startswith("linux"):
+        return
+    if any(name.startswith(("MALLOC_", "GLIBC_T")) for name in os.environ):
+        return
+    c_library = ctypes.CDLL(None)
+    if not hasattr(c_library, "mallopt"):
+        return
+    c_library.mallopt(M_MMAP_MAX, 0)
+    c_library.mallopt(M_TRIM_THRESHOLD, -1)

@@ -1,4 +1,4 @@
-"""Report where a NaN or an overflow began, and what to try, when a training cannot go on."""
+"""Explain a training that cannot continue because of a NaN or an overflow: where it began, and what to try."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -12,47 +12,70 @@ from lln_fairseq.errors import InputError, TrainingError, first_line
 
 
 def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Call fairseq's Trainer.train_step, and raise TrainingError that names the module, update and loss scales.
+    """Call fairseq's Trainer.train_step, and explain a FloatingPointError that it raises.
 
-    fairseq says neither where a NaN began nor what to try.
+    fairseq's own message says neither where a NaN began nor what to try. `original` is fairseq's function.
+
+    Raises: TrainingError with the module, the update and the last loss scales.
     """
-    with _warnings_of("fairseq.nan_detector") as found:
+    with _collect_warnings("fairseq.nan_detector") as warnings:
         try:
             return original(trainer, *args, **kwargs)
+        except InputError:  # also a FloatingPointError if it is a TrainingError, which needs no explanation
+            raise
         except FloatingPointError as error:
-            if isinstance(error, InputError):
-                raise
-            raise TrainingError(_explain(trainer, error, found)) from error
+            raise TrainingError(_explain(trainer, error, warnings)) from error
+
+
+class _MessageCollector(logging.Handler):
+    """A handler that appends the message of every warning or error to a list."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 @contextmanager
-def _warnings_of(name: str) -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler: Any = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
+def _collect_warnings(logger_name: str) -> Iterator[list[str]]:
+    """Yield a list that receives the warnings of a logger until the block ends."""
+    collector = _MessageCollector()
+    logger = logging.getLogger(logger_name)
+    logger.addHandler(collector)
     try:
-        yield messages
+        yield collector.messages
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(collector)
 
 
-def _explain(trainer: Trainer, error: FloatingPointError, found: list[str]) -> str:
-    monitor = getattr(trainer.task, "loss_scale", None)  # of our own tasks
-    scales = monitor.recent_scales if monitor else ()
-    history = f" Last loss scales: {', '.join(f'{scale:g}' for scale in scales)}." if scales else ""
-    instead = ", bf16 instead of fp16 (common.bf16=true common.fp16=false)" if trainer.cfg.common.fp16 else ""
+def _explain(trainer: Trainer, error: FloatingPointError, warnings: list[str]) -> str:
+    """Return the message of the TrainingError. `warnings` are those of fairseq's NanDetector."""
+    history = ""
+    monitor = getattr(trainer.task, "loss_scale", None)  # only tasks of this package have one
+    if monitor is not None and monitor.recent_scales:
+        scales = ", ".join(f"{scale:g}" for scale in monitor.recent_scales)
+        history = f" Last loss scales: {scales}."
+    precision = ""
+    if trainer.cfg.common.fp16:
+        precision = ", bf16 instead of fp16 (common.bf16=true common.fp16=false)"
     return (
-        f"update {trainer.get_num_updates() + 1}: {first_line(error)} {_origin(trainer, found)}{history} The state is "
-        f"in {trainer.cfg.checkpoint.save_dir}/crash.pt. Try, from the last good checkpoint: a lower learning rate or "
-        f"a longer warm-up, --clip-norm 1, a larger batch{instead}."
+        f"update {trainer.get_num_updates() + 1}: {first_line(error)} {_describe_origin(trainer, warnings)}{history} "
+        f"The state is saved in {trainer.cfg.checkpoint.save_dir}/crash.pt. Restart from the last good checkpoint and "
+        f"try a lower learning rate or a longer warm-up, --clip-norm 1, a larger batch{precision}."
     )
 
 
-def _origin(trainer: Trainer, found: list[str]) -> str:
-    """Return where a NaN was first seen. `found` has the warnings of fairseq's NanDetector, of its second try."""
-    if found:
-        return f"First seen: {found[0]}."
-    bad = [name for name, p in trainer.get_model().named_parameters() if not torch.isfinite(p).all()]
-    return f"Not finite: parameter {bad[0]}." if bad else "Every module's output is finite in a second try."
+def _describe_origin(trainer: Trainer, warnings: list[str]) -> str:
+    """Return a sentence that says where the NaN was first seen.
+
+    fairseq repeats the failed step with a NanDetector on every module; its first warning names the first bad output.
+    Without a warning, the first parameter with a NaN or infinite value is named.
+    """
+    if warnings:
+        return f"First seen: {warnings[0]}."
+    for name, parameter in trainer.get_model().named_parameters():
+        if not torch.isfinite(parameter).all():
+            return f"Not finite: parameter {name}."
+    return "When the step was repeated, the output of every module was finite."

@@ -1,4 +1,4 @@
-"""Options that all of our tasks have besides those of fairseq's."""
+"""The options that this package adds to every task."""
 
 from dataclasses import dataclass, field
 from typing import Optional
@@ -8,20 +8,20 @@ from omegaconf import II
 
 @dataclass
 class TrainingOptions:
-    """Options of the hooks, see hooked_task.py."""
+    """Options of the hooks in hooked_task.py. The last three are copies of fairseq's, which a task cannot see."""
 
     global_batch: Optional[int] = field(
         default=None,
         metadata={
-            "help": "sequences an update on all devices together; batch size (what fits on a device) is kept or "
-            "lowered and update freq set to match, and what cannot match is an error"
+            "help": "sequences per update, over all devices; the batch size (what fits on a device) is kept or "
+            "lowered and update freq is set to match; a combination that cannot match is an error"
         },
     )
     sequence_parallel_size: int = field(
         default=1,
         metadata={
-            "help": "neighbouring workers that share their sequences, each with a part of the tokens; for attentions "
-            "that can: see docs/sequence_parallel.md"
+            "help": "number of neighboring workers that split each sequence among them; not every attention "
+            "supports it, see docs/sequence_parallel.md"
         },
     )
     probe_interval: int = field(
@@ -31,7 +31,7 @@ class TrainingOptions:
             "TensorBoard: entropy, spectral gap, temperature, log-normal fit, residual; 0 = never"
         },
     )
-    probe_sequences: int = field(default=4, metadata={"help": "sequences in the probe's batch"})
+    probe_sequences: int = field(default=4, metadata={"help": "number of sequences in the probe's batch"})
     log_interval: int = II("common.log_interval")
     tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")
     no_save_optimizer_state: bool = II("checkpoint.no_save_optimizer_state")

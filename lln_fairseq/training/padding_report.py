@@ -1,4 +1,4 @@
-"""Report how much of what a training computes is padding: a batch is as long as its longest row."""
+"""Report how much of a training's computation is padding: every batch is as long as its longest row."""
 
 import logging
 from collections.abc import Sequence
@@ -8,60 +8,73 @@ import numpy as np
 
 from lln_fairseq.training.worker import is_first_worker
 
-WASTE = 0.05  # the share of padding above which the report gives advice
+ADVISED_PADDING = 0.05  # fraction of padding above which the report includes advice
 
 logger = logging.getLogger(__name__)
 
 
 class PaddingReport:
-    """Log the share of text once, when the batches of a training are made."""
+    """A report that is logged once per training, when its batches are first made."""
 
     def __init__(self) -> None:
         self._logged = False
 
     def log(self, dataset: Any, batches: Sequence[Sequence[int]], advice: str) -> None:
-        """Log the share of text in the batches, and the advice if much is padding.
+        """Log the fraction of text in the batches, with the advice if more than 5 % are padding.
+
+        Only the first call in the first worker logs anything.
 
         Args:
             dataset: the training data
-            batches: the rows of each batch
-            advice: options with which less padding is computed, or ""
+            batches: the row numbers of each batch
+            advice: the options that would reduce padding, or ""
         """
         if self._logged or not is_first_worker():
             return
         self._logged = True
-        share, tokens = share_of_text(row_lengths(dataset), batches)
-        line = f"padding: {share:.1%} of the {tokens} tokens that an epoch computes are text"
-        if 1 - share > WASTE and advice:
-            line += f"; less is wasted with {advice}"
+        fraction, computed = text_fraction(row_lengths(dataset), batches)
+        line = f"padding: {fraction:.1%} of the {computed} tokens that an epoch computes are text"
+        if 1 - fraction > ADVISED_PADDING and advice:
+            line += f"; to reduce padding, use {advice}"
         logger.info(line)
 
 
 def row_lengths(dataset: Any) -> list[np.ndarray]:
-    """Return the length of each row, one array for each input of the model."""
-    inner = dataset
-    while not hasattr(inner, "lengths") and hasattr(inner, "dataset"):
-        inner = inner.dataset
-    found = inner.lengths if hasattr(inner, "lengths") else dataset.sizes
-    if not isinstance(found, list):
-        found = [found]
-    return [np.asarray(lengths) for lengths in found]
+    """Return the lengths of the rows as a list of arrays (rows,), one array per input of the model.
+
+    The lengths are the attribute `lengths` of the data set, or of the first data set inside it that has one; without
+    any, the `sizes` of the data set itself.
+    """
+    innermost = dataset
+    while not hasattr(innermost, "lengths") and hasattr(innermost, "dataset"):
+        innermost = innermost.dataset
+    lengths = dataset.sizes
+    if hasattr(innermost, "lengths"):
+        lengths = innermost.lengths
+    if not isinstance(lengths, list):
+        lengths = [lengths]
+    return [np.asarray(array) for array in lengths]
 
 
-def share_of_text(lengths: Sequence[np.ndarray], batches: Sequence[Sequence[int]]) -> tuple[float, int]:
-    """Return the number of real tokens over the number of computed ones, in (0, 1], and the latter.
+def text_fraction(lengths: Sequence[np.ndarray], batches: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """Return the fraction of text among the computed tokens, and the number of computed tokens.
 
     Args:
-        lengths: the length of each row, one array for each input
-        batches: the rows of each batch
+        lengths: the lengths of the rows, one array (rows,) per input of the model
+        batches: the row numbers of each batch, at least one per batch
+    Returns: text tokens / computed tokens, in (0, 1], and the computed tokens, padding included, of all batches and
+        inputs; 1.0 and 0 if nothing is computed.
     """
-    real = 0
+    text = 0
     computed = 0
-    rows = np.fromiter(map(len, batches), dtype=np.int64, count=len(batches))
+    batch_sizes = np.fromiter(map(len, batches), dtype=np.int64, count=len(batches))
     order = np.concatenate([np.asarray(batch, dtype=np.int64) for batch in batches])
-    starts = np.cumsum(rows) - rows
-    for part in lengths:
-        ordered = part[order].astype(np.int64)
-        real += int(ordered.sum())
-        computed += int((np.maximum.reduceat(ordered, starts) * rows).sum())
-    return (real / computed if computed else 1.0), computed
+    starts = np.cumsum(batch_sizes) - batch_sizes
+    for input_lengths in lengths:
+        ordered = input_lengths[order].astype(np.int64)
+        longest = np.maximum.reduceat(ordered, starts)
+        text += int(ordered.sum())
+        computed += int((longest * batch_sizes).sum())
+    if computed == 0:
+        return 1.0, 0
+    return text / computed, computed

@@ -1,4 +1,7 @@
-"""Measure the attention of the model while it trains, on a fixed batch: --probe-interval, see analysis/probe.py."""
+"""Run the probe during a training (--probe-interval): it measures the attention matrices on a fixed batch.
+
+What is measured is in analysis/probe.py.
+"""
 
 import logging
 import os
@@ -13,59 +16,82 @@ from lln_fairseq.training.worker import is_first_worker
 
 logger = logging.getLogger(__name__)
 
-RUN = "probe"  # TensorBoard's run, a directory beside those of fairseq
+TENSORBOARD_RUN = "probe"  # directory below --tensorboard-logdir, next to fairseq's train, train_inner and valid
 
 
 class AttentionProbe:
-    """Run the probe in the first worker. The other workers wait for it at their next all-reduce."""
+    """A schedule that runs the probe in the first worker. The other workers wait for it at their next all-reduce.
+
+    Nothing runs with --probe-interval 0, the default.
+    """
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
-        self._probe: Any = None
-        self._probe_seconds = 0.0  # spent so far
-        self._start = 0.0
+        self._probe: Any = None  # built when it first runs
+        self._probe_seconds = 0.0  # total of this process
+        self._start = 0.0  # of the training in this process, by time.perf_counter
 
     def before_step(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
-        """Measure the untrained model, before the first update of a new run."""
+        """Measure the untrained model. Only the first call measures anything, and only if `updates` is 0.
+
+        Args:
+            model: the model, wrapped by fairseq if there are several workers
+            updates: number of completed updates, 0 unless the run is resumed
+            datasets: the loaded splits by name
+        Raises: InputError if the model has no attention of this package.
+        """
         if self._start == 0.0:
             self._start = time.perf_counter()
             if updates == 0:
                 self._run_probe(model, 0, datasets)
 
     def after_update(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
-        """Measure the model after `updates` updates, if that is a multiple of the interval."""
+        """Measure the model if the number of completed updates is a multiple of the interval.
+
+        The arguments are those of `before_step`.
+        """
         self._run_probe(model, updates, datasets)
 
     def _run_probe(self, model: Any, updates: int, datasets: Mapping[str, Any]) -> None:
+        """Measure the model, and log how long it took; do nothing if no measurement is due in this worker."""
         interval = self.cfg.probe_interval
         if not interval or updates % interval or not is_first_worker():
             return
-        while hasattr(model, "module"):  # what fairseq wraps around a model for several workers
+        while hasattr(model, "module"):  # fairseq's wrappers for several workers
             model = model.module
         if self._probe is None:
-            self._probe = self._make_probe(model, datasets)
+            self._probe = self._build_probe(model, datasets)
         seconds = self._probe(model, updates)
         self._probe_seconds += seconds
         message = f"probe at update {updates}: {seconds:.2f} s"
         if updates:
-            share = self._probe_seconds / (time.perf_counter() - self._start)
-            message += f"; probes took {share:.1%} of the training so far"
+            fraction = self._probe_seconds / (time.perf_counter() - self._start)
+            message += f"; probes took {fraction:.1%} of the training so far"
         logger.info(message)
 
-    def _make_probe(self, model: nn.Module, datasets: Mapping[str, Any]) -> Any:
-        """Raises: InputError for a model of fairseq's own."""
+    def _build_probe(self, model: nn.Module, datasets: Mapping[str, Any]) -> Any:
+        """Choose the fixed batch, and return the probe that measures it.
+
+        The batch comes from the first loaded split other than "train", or from "train" if there is no other one.
+
+        Raises: InputError if the model has no attention of this package.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         from lln_fairseq.analysis import probe  # imports scipy, which a training without probe does not need
 
         with input_errors():
             probe.encoder_layers(model)
-        # A validation set if one is loaded. fairseq masks it as in epoch 1 in every validation, so the batch is the
-        # same in every run with this data and seed, resumed or not.
-        split = next((name for name in datasets if name != "train"), "train")
+        split = "train"
+        for name in datasets:
+            if name != "train":
+                split = name
+                break
         dataset = datasets[split]
         if split != "train":
+            # fairseq masks a validation set as in epoch 1 in every validation. With the same masks here, the batch is
+            # the same in every run with this data and seed, whether the run was resumed or not.
             dataset.set_epoch(1)
         (batch,) = probe.spread_batches(dataset, 1, self.cfg.probe_sequences, model)
-        logger.info(f"the probe's batch: {len(batch['src_tokens'])} sequences of split '{split}'")
-        return probe.Probe(batch, SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, RUN)))
+        logger.info(f"the probe measures {len(batch['src_tokens'])} sequences of split '{split}'")
+        return probe.Probe(batch, SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, TENSORBOARD_RUN)))

@@ -1,17 +1,26 @@
-"""Find the recipes: configs/ beside the package in a checkout, configs/ inside it where a wheel is installed."""
+"""Find the recipes, the YAML files in configs/.
+
+configs/ is next to the package in a checkout, and inside the package in an installed wheel.
+"""
 
 from pathlib import Path
 
 from lln_fairseq.command import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
+CONFIGS = PACKAGE / "configs"
+if not CONFIGS.is_dir():
+    CONFIGS = PACKAGE.parent / "configs"
 
 
 def check_recipe(directory: Path, name: str | None) -> None:
-    """Raise UserError that lists the recipes of a directory, for a name that is none of them."""
-    known = f"(known: {' '.join(sorted(path.stem for path in directory.glob('*.yaml'))) or 'none'})"
+    """Raise UserError with a list of the recipes in the directory if `name` is none of them.
+
+    The name may end in .yaml. It is None or "" if the command line names no recipe.
+    """
+    recipes = sorted(path.stem for path in directory.glob("*.yaml"))
+    known = f"(known: {' '.join(recipes) or 'none'})"
     if not name:
-        raise UserError(f"which recipe of {directory}? --config-name NAME {known}")
+        raise UserError(f"no recipe given: choose one of {directory} with --config-name NAME {known}")
     if not Path(directory, name.removesuffix(".yaml") + ".yaml").is_file():
         raise UserError(f"no such recipe in {directory}: {name} {known}")

@@ -1,4 +1,8 @@
-"""Resume a run exactly: what a checkpoint needs besides what fairseq saves, and where in its epoch a run continues."""
+"""Resume a run exactly.
+
+This module saves and restores the state that fairseq leaves out of its checkpoints, computes the batch at which a run
+continues its epoch, and detects runs that are already complete.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,30 +18,33 @@ from lln_fairseq.checkpoints.config import plain_config, plain_options
 from lln_fairseq.errors import InputError, first_line
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 
-# Errors of the machine, which say nothing about the state of the optimizer.
+# Errors of a device or a connection, which do not mean that a checkpoint is damaged.
 MACHINE_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError, torch.distributed.DistError)
-ADVICE = "until the epoch ends, or --reset-dataloader (checkpoint.reset_dataloader=true), which begins with epoch 1"
+ADVICE = (
+    "until the epoch ends, or give --reset-dataloader (checkpoint.reset_dataloader=true), which starts again at epoch 1"
+)
 
 
 class ExactResume:
-    """Save and restore the state of a training that fairseq forgets.
+    """The state of a training that fairseq does not save. Its entries in a checkpoint are:
 
-    overflows    the number of updates that fp16 has skipped so far
-    patience     how many validations ago the best score was, for a training that stops early
-    scaler       where the loss scaler is in its window; fairseq saves only the loss scale
-    masters      the float32 parameters of --fp16 and --bf16; fairseq starts again from their 16-bit copies
+    overflows    number of updates that fp16 has skipped so far
+    patience     best score and number of validations since, for a training that stops early
+    scaler       counters of the loss scaler (fp16 only); fairseq saves only the loss scale
+    masters      float32 parameters of --fp16 and --bf16 (absent with --no-save-optimizer-state); fairseq would restore
+                 them from their 16-bit copies
     """
 
     def __init__(self, cfg: Any, loss_scale: LossScaleMonitor) -> None:
         self.cfg = cfg
         self.loss_scale = loss_scale
-        self._optimizer: Any = None  # fairseq shows it to a task only in train_step
-        self._pending: dict[str, Any] | None = None  # a checkpoint's state, until there is an optimizer to put it into
-        self._first_update = True  # of this process
+        self._optimizer: Any = None  # a task first sees it in train_step
+        self._pending: dict[str, Any] | None = None  # restored state that waits for the optimizer
+        self._is_first_update = True  # in this process
 
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        state: dict[str, Any] = {"overflows": self.loss_scale.overflows, "patience": patience()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint. The parameters are moved to the CPU, but not cloned if they are there."""
+        state: dict[str, Any] = {"overflows": self.loss_scale.overflows, "patience": patience_state()}
         scaler = self.loss_scale.scaler_state()
         if scaler:
             state["scaler"] = scaler
@@ -45,75 +52,86 @@ class ExactResume:
             state["masters"] = [master.detach().cpu() for master in float32_parameters(self._optimizer)]
         return state
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned: the optimizer's part of it before the first step."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from `state_dict`. The optimizer's part of it is restored by the next `before_step`."""
         self._pending = state
         self.loss_scale.overflows = state.get("overflows", 0)
         restore_patience(state.get("patience", {}))
 
     def before_step(self, optimizer: Any) -> None:
-        """Put the pending state into the optimizer."""
+        """Restore the scaler and the float32 parameters of the optimizer if a loaded state is pending.
+
+        Saved parameters of other shapes are ignored: they were flattened on another number of devices, and the
+        parameters that fairseq restored from the 16-bit copies stay.
+        """
         self._optimizer = optimizer
         if self._pending is None:
             return
         self.loss_scale.restore_scaler(optimizer, self._pending.get("scaler", {}))
         masters = float32_parameters(optimizer)
-        if masters:
-            saved = self._pending.get("masters", [])
-            # other shapes: flattened on another number of devices, where the 16-bit copies have to do
-            if [master.shape for master in masters] == [value.shape for value in saved]:
-                with torch.no_grad():
-                    for master, value in zip(masters, saved, strict=True):
-                        master.copy_(value)
+        saved = self._pending.get("masters", []) if masters else []
+        if [master.shape for master in masters] == [value.shape for value in saved]:
+            with torch.no_grad():
+                for master, value in zip(masters, saved, strict=True):
+                    master.copy_(value)
         self._pending = None
 
     @contextmanager
     def checked_first_update(self, optimizer: Any) -> Iterator[None]:
-        """Raise InputError if the first update of a resumed run shows that the optimizer's state cannot be used."""
-        restored = self._first_update and bool(optimizer.optimizer.state)
-        self._first_update = False
+        """Run an update of the parameters in the block. Blame the checkpoint if a resumed run's first update fails.
+
+        Raises: InputError if it fails with an error that a damaged state of the optimizer can cause. Errors of later
+            updates, of new runs, of the machine, and InputErrors are raised unchanged.
+        """
+        was_restored = self._is_first_update and bool(optimizer.optimizer.state)
+        self._is_first_update = False
         try:
             yield
         except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
-            if not restored or isinstance(error, (InputError, *MACHINE_ERRORS)) or "memory" in str(error):
+            if not was_restored or isinstance(error, (InputError, *MACHINE_ERRORS)) or "memory" in str(error):
                 raise
             raise InputError(
-                f"the checkpoint is damaged: its optimizer's state does not fit ({first_line(error)}); "
-                "--reset-optimizer (checkpoint.reset_optimizer=true) goes on without it"
+                f"the checkpoint is damaged: the state of its optimizer does not fit ({first_line(error)}); continue "
+                "without that state by --reset-optimizer (checkpoint.reset_optimizer=true)"
             ) from error
 
 
 def float32_parameters(optimizer: Any) -> list[Tensor]:
-    """Return the float32 parameters of --fp16 or --bf16: one tensor per device or one per parameter.
+    """Return the float32 parameters of --fp16 or --bf16: one flat tensor per device, or one tensor per parameter.
 
-    The list is empty in float32 and with --memory-efficient-fp16 and --memory-efficient-bf16.
+    The list is empty in float32, with --memory-efficient-fp16 and --memory-efficient-bf16, and without an optimizer
+    (None).
     """
     parameters = getattr(optimizer, "fp32_params", None)
     if parameters is None:
         return []
-    return list(parameters.values()) if isinstance(parameters, dict) else list(parameters)
+    if isinstance(parameters, dict):
+        return list(parameters.values())
+    return list(parameters)
 
 
 def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, state: dict[str, Any]) -> None:
-    """Check and adapt what fairseq restores from a checkpoint after this: the task's state, the position in the epoch.
+    """Check and adapt the state of the task and the position in the epoch, which fairseq restores after this call.
+
+    With --store-ema, also continue the trainer's count of updates since the last average. With --reset-dataloader and
+    for --finetune-from-model nothing else is changed, because fairseq restores neither.
 
     Args:
         trainer: fairseq's trainer, with the parameters of the checkpoint
-        filename: the checkpoint
-        saved_config: the configuration in it
-        state: its extra_state, which is changed
+        filename: path of the checkpoint
+        saved_config: the configuration in the checkpoint, or None
+        state: the checkpoint's extra_state; its task state and `train_iterator` are changed in place
+    Raises: InputError if the state of the task is damaged, or as `batch_offset`.
     """
-    if trainer.cfg.ema.store_ema:  # fairseq counts the updates since the last average from 0 again
+    if trainer.cfg.ema.store_ema:  # fairseq would start at 0 again
         trainer.ema.update_freq_counter = trainer.get_num_updates() % max(trainer.cfg.ema.ema_update_freq, 1)
     cfg = trainer.cfg.checkpoint
-    if cfg.reset_dataloader or filename == cfg.finetune_from_model:  # then fairseq restores neither
+    if cfg.reset_dataloader or filename == cfg.finetune_from_model:
         return
-    name = type(trainer.task).__name__
-    task_state = state.get(name, {})
-    if not isinstance(task_state, dict) or not all(
-        isinstance(task_state.get(key, kind()), kind) for key, kind in (("overflows", int), ("patience", dict))
-    ):
-        raise InputError(f"the checkpoint is damaged: its {name} holds no state of a task")
+    task_name = type(trainer.task).__name__
+    task_state = state.get(task_name, {})
+    if not _is_task_state(task_state):
+        raise InputError(f"the checkpoint is damaged: its {task_name} holds no state of a task")
     if cfg.reset_meters:
         task_state.pop("patience", None)
     position = state["train_iterator"]
@@ -124,59 +142,70 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
         position["iterations_in_epoch"] = batch_offset(filename, saved_config, done, trainer.cfg)
 
 
-def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
-    """Return how many batches of the epoch each worker has behind it when it resumes a checkpoint.
+def _is_task_state(state: Any) -> bool:
+    """Return True if `state` is a dictionary whose overflows and patience, where present, have the right types."""
+    if not isinstance(state, dict):
+        return False
+    return isinstance(state.get("overflows", 0), int) and isinstance(state.get("patience", {}), dict)
 
-    fairseq counts the batches that each worker has had: with batches of another size that number means other sequences,
-    some of which would come twice or not at all. The same batches on another number of workers are as many together.
+
+def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
+    """Return the number of batches of the current epoch that each worker skips when it resumes a checkpoint.
+
+    fairseq counts the batches that each worker has processed. With batches of another size, the same count would mean
+    other sequences, so some would be repeated or left out. If only the number of workers changes, the total number of
+    batches stays the same and is divided among the new workers.
 
     Args:
-        path: the checkpoint, for messages
-        saved_config: the configuration in it
-        done: the batches that each worker of the checkpoint's training had had
-        cfg: the configuration of this training
-    Raises: InputError in the middle of an epoch if the batches differ, or cannot be divided among the workers.
+        path: path of the checkpoint, for messages
+        saved_config: the configuration in the checkpoint; if it is None, `done` is returned unchanged
+        done: number of batches that each worker of the saved training had processed in the epoch
+        cfg: the configuration of the current training
+    Raises: InputError in the middle of an epoch (done > 0) if dataset.batch_size or dataset.max_tokens differs, or if
+        the number of workers differs and the processed batches cannot be divided among them.
     """
     if not done or not isinstance(saved_config, Mapping):
         return done
     config = plain_config(cfg)
-    saved_sizes = plain_options(saved_config.get("dataset"))
-    sizes = plain_options(config["dataset"])
+    saved_dataset = plain_options(saved_config.get("dataset"))
+    dataset = plain_options(config["dataset"])
     for key in ("batch_size", "max_tokens"):
-        if saved_sizes.get(key) != sizes[key]:
+        if saved_dataset.get(key) != dataset[key]:
             raise InputError(
-                f"{path} is of the middle of an epoch, with dataset.{key} = {saved_sizes.get(key)}, here it is "
-                f"{sizes[key]}: keep it {ADVICE}"
+                f"{path} was saved in the middle of an epoch with dataset.{key} = {saved_dataset.get(key)}, but this "
+                f"training has {dataset[key]}: keep the old value {ADVICE}"
             )
-    shards = data_shards(config)
-    saved_shards = data_shards(saved_config) or shards
-    if saved_shards != shards and (done * saved_shards % shards or sizes["grouped_shuffling"]):
+    shards = count_data_shards(config)
+    saved_shards = count_data_shards(saved_config) or shards
+    if saved_shards != shards and (done * saved_shards % shards or dataset["grouped_shuffling"]):
         raise InputError(
-            f"{path} is of the middle of an epoch, and {shards} workers cannot share what {saved_shards} have left of "
-            f"it: keep their number {ADVICE}"
+            f"{path} was saved in the middle of an epoch with {saved_shards} workers, and the rest of the epoch cannot "
+            f"be divided among {shards} workers: keep their number {ADVICE}"
         )
     return done * saved_shards // shards
 
 
-def data_shards(config: Mapping[str, Any]) -> int:
-    """Return the number of parts that an epoch is divided into: workers that share sequences get the same part.
+def count_data_shards(config: Mapping[str, Any]) -> int:
+    """Return the number of parts that an epoch is divided into, or 0 if the configuration does not contain it.
 
-    Returns: 0 if a configuration does not say it.
+    There is one part per worker; workers that split their sequences among them (--sequence-parallel-size) share one.
     """
     workers = plain_options(config.get("distributed_training")).get("distributed_world_size")
-    sharing = plain_options(config.get("task")).get("sequence_parallel_size") or 1
-    if not isinstance(workers, int) or not isinstance(sharing, int):
+    group_size = plain_options(config.get("task")).get("sequence_parallel_size") or 1
+    if not isinstance(workers, int) or not isinstance(group_size, int):
         return 0
-    return workers // max(sharing, 1)
+    return workers // max(group_size, 1)
 
 
 def reason_for_completion(trainer: Trainer, seconds: float, next_epoch: int) -> str:
-    """Return why a restored run has nothing left to train, or "" if it has.
+    """Return why a restored run is complete, or "" if it has updates left to do.
+
+    A run is complete if it has reached --max-update, --max-epoch or --stop-time-hours, or has stopped early.
 
     Args:
-        trainer: fairseq's trainer
-        seconds: the time of the run so far
-        next_epoch: the epoch that the run would continue with
+        trainer: fairseq's trainer, with the state of the checkpoint
+        seconds: training time of the run so far
+        next_epoch: the epoch in which the run would continue
     """
     cfg = trainer.cfg
     updates = trainer.get_num_updates()
@@ -187,30 +216,33 @@ def reason_for_completion(trainer: Trainer, seconds: float, next_epoch: int) -> 
         return f"{updates} updates in {limits.max_epoch} epochs"
     if updates and 0 < 3600 * limits.stop_time_hours < seconds:
         return f"{updates} updates in {limits.stop_time_hours:g} hours"
-    if 0 < cfg.checkpoint.patience <= patience().get("num_runs", 0):
+    if 0 < cfg.checkpoint.patience <= patience_state().get("num_runs", 0):
         return f"stopped early at update {updates}, without a better score in {cfg.checkpoint.patience} validations"
     return ""
 
 
-# fairseq keeps some of a run's state in attributes of its functions. It belongs to the process: a second training in
-# it, as in a sweep, would continue with the scores of the first. And it is gone with the process: a training that had
-# stopped early would train on when it is started again.
+# fairseq keeps some state of a run in attributes of its functions. These belong to the process, not to the run: a
+# second training in the same process, as in a sweep, would continue with the scores of the first one, and a training
+# that had stopped early would train on if it were started again in a new process.
 
-PATIENCE = ("best", "num_runs")  # attributes of fairseq's should_stop_early: the best score, validations since
+# Attributes of fairseq's should_stop_early: the best score, and the number of validations since.
+PATIENCE_ATTRIBUTES = ("best", "num_runs")
 
-_should_stop_early: Any = None
+_should_stop_early: Any = None  # fairseq's function, or None before the first training of this process
 
 
 def forget_previous_run(main: Callable) -> None:
-    """Delete what fairseq's functions keep of the run before this one, and close its TensorBoard files.
+    """Reset the state that fairseq keeps in this process from an earlier run, and close its TensorBoard files.
+
+    This must be called before every training: the functions on patience below use the should_stop_early that it finds.
 
     Args:
-        main: fairseq's; its module, which may be `__main__`, has what stops early
+        main: fairseq's `main`, which will run next; should_stop_early is looked up in its module
     """
     global _should_stop_early
     _should_stop_early = main.__globals__.get("should_stop_early")
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
-    for name in PATIENCE:
+    for name in PATIENCE_ATTRIBUTES:
         if hasattr(_should_stop_early, name):
             delattr(_should_stop_early, name)
     for writer in progress_bar._tensorboard_writers.values():
@@ -218,13 +250,17 @@ def forget_previous_run(main: Callable) -> None:
     progress_bar._tensorboard_writers.clear()
 
 
-def patience() -> dict[str, float]:
-    """Return the best score so far and the number of validations since; empty before the first one."""
-    return {name: getattr(_should_stop_early, name) for name in PATIENCE if hasattr(_should_stop_early, name)}
+def patience_state() -> dict[str, float]:
+    """Return the best score so far and the number of validations since; empty before the first validation."""
+    state = {}
+    for name in PATIENCE_ATTRIBUTES:
+        if hasattr(_should_stop_early, name):
+            state[name] = getattr(_should_stop_early, name)
+    return state
 
 
 def restore_patience(saved: dict[str, float]) -> None:
-    """Restore what `patience` returned."""
-    for name in PATIENCE:
+    """Restore the values from `patience_state`; missing ones stay unset."""
+    for name in PATIENCE_ATTRIBUTES:
         if _should_stop_early is not None and name in saved:
             setattr(_should_stop_early, name, saved[name])

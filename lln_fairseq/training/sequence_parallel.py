@@ -1,34 +1,41 @@
-"""--sequence-parallel-size: groups of neighbouring workers get the same batches, and each a part of their tokens."""
+"""Sequence parallelism (--sequence-parallel-size): the workers of a group get the same batches and split the tokens."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, require_attention
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.modules.token_shards import create_neighbor_group, cut_batch
 
-SHARING = (
-    "share a sequence over workers: leave out --sequence-parallel-size (task.sequence_parallel_size), or take "
-    "another attention"
+UNSUPPORTED = (
+    "cannot split a sequence across workers: leave out --sequence-parallel-size (task.sequence_parallel_size), or "
+    "choose another attention"
 )
-SEED_FACTOR = 1_000_003  # makes seeds that no other worker or update has
+SEED_FACTOR = 1_000_003  # keeps the seeds of different ranks and updates apart
 
 
-class SequenceSharing:
-    """Give this worker its part of every batch that its group shares.
+class SequenceParallelism:
+    """The sequence-parallel group of this worker, which gives it a shard of every batch.
 
-    Programs that evaluate a checkpoint, on any number of workers, take sequences as they are.
+    Without a group, every method leaves its input as it is. There is no group with --sequence-parallel-size 1, and none
+    in programs that only evaluate a checkpoint.
     """
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
-        self.group: Any = None  # the workers that this one shares its sequences with
-        self.multiple = 1  # the tokens of a part are a multiple of it
+        self.group: Any = None  # a process group of torch.distributed
+        self.multiple = 1  # a shard's number of tokens is a multiple of this
 
-    def join_group(self, model: Any) -> None:
-        """Join this worker's group, if there are groups. Raise InputError if the model cannot share its sequences."""
+    def join_group(self, model: nn.Module) -> None:
+        """Join the group of this worker. All workers must call this.
+
+        Do nothing with --sequence-parallel-size 1 or outside a distributed training.
+
+        Raises: InputError if the model does not support it, or the workers cannot be divided into such groups.
+        """
         size = self.cfg.sequence_parallel_size
         if size > 1 and dist.is_initialized():
             self.multiple = shard_multiple(model)
@@ -36,15 +43,19 @@ class SequenceSharing:
                 self.group = create_neighbor_group(size)
 
     def merge_data_shards(self, options: dict[str, Any]) -> None:
-        """Change the options of fairseq's get_batch_iterator such that a group gets the batches of one worker."""
+        """Give all workers of a group the batches of one worker.
+
+        Args:
+            options: keyword arguments of fairseq's get_batch_iterator; `num_shards` and `shard_id` are changed in place
+        """
         if self.group is not None and options.get("num_shards", 1) > 1:
             options["num_shards"] //= self.cfg.sequence_parallel_size
             options["shard_id"] //= self.cfg.sequence_parallel_size
 
     def seed_dropout(self) -> None:
-        """Seed every worker of a group differently.
+        """Change this worker's random seed, so that dropout differs between the shards of a sequence.
 
-        fairseq gives all workers the same seed, so that dropout would be the same in every part of a sequence.
+        fairseq gives every worker the same seed. The first worker of a group keeps it.
         """
         if self.group is None:
             return
@@ -52,35 +63,48 @@ class SequenceSharing:
         if rank > 0:
             torch.manual_seed((torch.initial_seed() * SEED_FACTOR + rank) % 2**63)
 
-    def own_part(self, sample: Any, padding: int) -> Any:
-        """Return this worker's part of a batch: all of it without a group."""
+    def cut_shard(self, sample: Any, padding: int) -> Any:
+        """Return this worker's shard of a fairseq batch (see `cut_batch`), or the batch itself without a group.
+
+        `padding` is the token id of the padding.
+        """
         if self.group is None:
             return sample
         return cut_batch(sample, self.group, self.multiple, padding)
 
 
 def shard_multiple(model: Any) -> int:
-    """Return the number of tokens that a worker's part must be a multiple of.
+    """Return the number that the tokens of a shard must be a multiple of: the largest that any attention needs.
 
-    Raises: InputError if the model cannot share its sequences.
+    Raises: InputError if the model cannot split its sequences across workers.
     """
     with input_errors():
-        require_attention(getattr(model.args, "attention", ""), f"cannot {SHARING}")
+        require_attention(getattr(model.args, "attention", ""), UNSUPPORTED)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if not attentions:
         raise InputError("--sequence-parallel-size needs a model of this package (--arch lln_roberta_...)")
     if getattr(model.args, "encoder_layerdrop", 0):
-        raise InputError("--sequence-parallel-size does not work with --encoder-layerdrop: workers would drop others")
+        raise InputError(
+            "--sequence-parallel-size does not work with --encoder-layerdrop: the workers of a sequence would drop "
+            "different layers"
+        )
     if getattr(model.args, "pooling", "first") != "first" or getattr(model.args, "two_towers", False):
         raise InputError(
-            "--sequence-parallel-size needs --pooling first, and one tower: the first token's worker has "
-            "what a classification sees"
+            "--sequence-parallel-size needs --pooling first and no --two-towers: only the first token is classified, "
+            "by the worker that holds it"
         )
     multiples = []
-    for module in attentions:
-        if module.shard_multiple is None:
-            name = next(name for name, entry in ATTENTION_REGISTRY.items() if type(module) is entry.cls)
-            options = module.extra_repr()
-            raise InputError(f"attention {name}{f' with {options}' if options else ''} cannot {SHARING}")
-        multiples.append(module.shard_multiple)
+    for attention in attentions:
+        if attention.shard_multiple is None:
+            raise InputError(f"attention {_describe_attention(attention)} {UNSUPPORTED}")
+        multiples.append(attention.shard_multiple)
     return max(multiples)
+
+
+def _describe_attention(attention: Attention) -> str:
+    """Return the registered name of a mechanism, with its options if it has any."""
+    name = next(name for name, entry in ATTENTION_REGISTRY.items() if type(attention) is entry.cls)
+    options = attention.extra_repr()
+    if not options:
+        return name
+    return f"{name} with {options}"

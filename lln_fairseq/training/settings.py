@@ -1,4 +1,4 @@
-"""Settings that contradict each other or the machine, found before the first update."""
+"""Check a configuration before the first update for settings that contradict each other or do not suit the machine."""
 
 import logging
 import math
@@ -18,8 +18,10 @@ from lln_fairseq.errors import InputError
 logger = logging.getLogger(__name__)
 
 PROBABILITY = (0, 1)
-SEEDS = (0, 2**32 - 1)  # of numpy
-RANGES = {  # of what fairseq takes as it is: it would train nothing, or end in a traceback hours later
+SEEDS = (0, 2**32 - 1)  # numpy's
+# The lowest and the highest value of options that fairseq does not check. With other values it would train nothing, or
+# fail with a traceback after hours.
+RANGES = {
     "common.log_interval": (1, math.inf),
     "common.seed": SEEDS,
     "dataset.batch_size": (1, math.inf),
@@ -43,171 +45,225 @@ RANGES = {  # of what fairseq takes as it is: it would train nothing, or end in 
     "task.random_token_prob": PROBABILITY,
 }
 
-NOT_TRAINABLE = {  # options with which fairseq ends in a traceback, or saves checkpoints that cannot be loaded
+# Options that make fairseq fail with a traceback, or save checkpoints that cannot be loaded.
+NOT_TRAINABLE = {
     "model.spectral_norm_classification_head": "its checkpoints cannot be loaded. Leave it out",
     "model.encoder_layers_to_keep": "its checkpoints would state all layers. Set model.encoder_layers instead",
     "model.decoder_layers_to_keep": "its checkpoints would state all layers. Set model.decoder_layers instead",
 }
-TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # by these fairseq sees that torchrun started it
+TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # fairseq recognizes torchrun by these variables
 
 
-def check_command(cfg: Any) -> None:
-    """Raises: InputError for the first contradiction that a fairseq configuration of any program shows by itself."""
-    for part in (check_ranges, check_sequence_parallel, check_devices):
-        part(cfg)
-    if cfg.model is not None:  # fairseq-validate and others do not train
+def check_configuration(cfg: Any) -> None:
+    """Raise InputError for the first wrong setting that can be seen without the files of a training.
+
+    Args:
+        cfg: the whole configuration of any fairseq program; its `model` is None in programs that do not train, and the
+            settings of a training are not checked then
+    """
+    check_ranges(cfg)
+    check_sequence_parallel(cfg)
+    check_devices(cfg)
+    if cfg.model is not None:
         check_precision(cfg)
         check_trainable(cfg)
 
 
-def check(cfg: Any) -> None:
-    """Raises: InputError for the first contradiction between a training's configuration and its files."""
-    for part in (check_attention, check_restore_file, check_probe):
-        part(cfg)
+def check_training(cfg: Any) -> None:
+    """Raise InputError for the first contradiction between a training's configuration and its files or model."""
+    check_attention(cfg)
+    check_restore_file(cfg)
+    check_probe(cfg)
 
 
 def check_ranges(cfg: Any) -> None:
-    """Numbers that cannot be meant, 0 for no limit aside."""
+    """Raise InputError for a number outside its range in RANGES. None and missing options are not checked."""
     for option, (lowest, highest) in RANGES.items():
         group, key = option.split(".")
-        given = getattr(cfg.get(group), key, None)
-        for number in given if isinstance(given, Sequence) else [given]:
-            if number is not None and not lowest <= number <= highest:
-                limit = f"at least {lowest}" if highest == math.inf else f"in [{lowest}, {highest}]"
-                raise InputError(f"{option} is {number}, and must be {limit}")
+        value = getattr(cfg.get(group), key, None)
+        numbers = value if isinstance(value, Sequence) else [value]
+        for number in numbers:
+            if number is None or lowest <= number <= highest:
+                continue
+            if highest == math.inf:
+                raise InputError(f"{option} must be at least {lowest}, got {number}")
+            raise InputError(f"{option} must be in [{lowest}, {highest}], got {number}")
 
 
 def check_trainable(cfg: Any) -> None:
-    """Raise InputError for an option of fairseq's that cannot be used in a training."""
+    """Raise InputError for an option of fairseq that cannot be used in a training, and for a mask_prob outside (0, 1).
+
+    A task without masks, whose mask_prob is missing or None, passes.
+    """
     for option, reason in NOT_TRAINABLE.items():
         group, key = option.split(".")
         if getattr(cfg.get(group), key, None):
             raise InputError(f"{option} does not work in a training: {reason}")
     mask_prob = getattr(cfg.task, "mask_prob", None)
     if mask_prob is not None and not 0 < mask_prob < 1:
-        raise InputError(f"task.mask_prob is {mask_prob}, and must be more than 0 and less than 1")
+        raise InputError(f"task.mask_prob must be more than 0 and less than 1, got {mask_prob}")
 
 
 def check_attention(cfg: Any) -> None:
-    """A recipe gives its attention to every model, and fairseq's own do not look at it."""
-    name, attention = getattr(cfg.model, "_name", None), getattr(cfg.model, "attention", STOCK_ATTENTION)
-    own = getattr(MODEL_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)), "__module__", "")
-    if own.startswith("fairseq.") and attention in MECHANISMS and attention != STOCK_ATTENTION:
-        ours = f"lln_{name}" if f"lln_{name}" in ARCH_MODEL_NAME_REGISTRY else "lln_roberta_base"
-        raise InputError(
-            f"model._name={name} is fairseq's own and has {STOCK_ATTENTION}, not {attention}: {ours} has --attention "
-            "(model.attention)"
-        )
+    """Raise InputError if the configuration selects an attention for a model of fairseq, which would ignore it.
+
+    A recipe sets the option `attention` for every model. Softmax, which fairseq's models have, and unknown names pass.
+    """
+    name = getattr(cfg.model, "_name", None)
+    attention = getattr(cfg.model, "attention", STOCK_ATTENTION)
+    model_class = MODEL_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name))
+    is_stock = getattr(model_class, "__module__", "").startswith("fairseq.")
+    if not is_stock or attention not in MECHANISMS or attention == STOCK_ATTENTION:
+        return
+    alternative = f"lln_{name}"
+    if alternative not in ARCH_MODEL_NAME_REGISTRY:
+        alternative = "lln_roberta_base"
+    raise InputError(
+        f"model._name={name} is fairseq's own model and supports only attention {STOCK_ATTENTION}, got {attention}: "
+        f"use model._name={alternative}, whose attention is set by --attention (model.attention)"
+    )
 
 
 def check_devices(cfg: Any) -> None:
-    """Refuses more workers than devices, and workers of torchrun that would each train alone.
+    """Raise InputError for more workers than GPUs, and for workers of torchrun that would train independently.
 
-    Workers that slurm or somebody by hand starts are not ours to count.
+    Nothing is checked if a distributed_init_method is set or under SLURM: the workers then run on machines that this
+    process does not know.
     """
-    distributed, devices = cfg.distributed_training, torch.cuda.device_count()
+    distributed = cfg.distributed_training
+    devices = torch.cuda.device_count()
     if distributed.distributed_init_method or "SLURM_JOB_ID" in os.environ:
         return
-    workers = here = distributed.distributed_world_size
+    workers = distributed.distributed_world_size
     option = "--distributed-world-size (distributed_training.distributed_world_size)"
-    limit = f"set {option} to at most {max(devices, 1)}"
     if all(name in os.environ for name in TORCHRUN):
         started = int(os.environ["WORLD_SIZE"])
         if started > workers == 1:
             raise InputError(
-                f"torchrun started {started} workers, and each would train alone: set {option} to {started}"
+                f"torchrun started {started} workers, but each would train independently: set {option} to {started}"
             )
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        limit = f"set torchrun's --nproc-per-node to at most {devices}" if devices else "start one without torchrun"
-    if workers > 1 and here > devices:
-        raise InputError(f"{here} workers here, but this machine has {devices} GPUs: {limit}")
+        local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if devices:
+            advice = f"set torchrun's --nproc-per-node to at most {devices}"
+        else:
+            advice = "start one worker without torchrun"
+    else:
+        local_workers = workers
+        advice = f"set {option} to at most {max(devices, 1)}"
+    if workers > 1 and local_workers > devices:
+        raise InputError(f"{local_workers} workers on this machine need a GPU each, but it has {devices}: {advice}")
 
 
 def check_sequence_parallel(cfg: Any) -> None:
-    """Workers that share sequences come in whole groups."""
+    """Raise InputError if the workers cannot be divided into groups of --sequence-parallel-size."""
     size = getattr(cfg.get("task"), "sequence_parallel_size", 1)
     workers = cfg.distributed_training.distributed_world_size
     if size < 1 or workers % size:
         raise InputError(
-            f"--sequence-parallel-size (task.sequence_parallel_size) is {size}, and must be a divisor of the number of "
-            f"workers, {workers} (--distributed-world-size)"
+            f"--sequence-parallel-size (task.sequence_parallel_size) must divide the number of workers, {workers} "
+            f"(--distributed-world-size), got {size}"
         )
 
 
 def check_restore_file(cfg: Any) -> None:
-    """fairseq trains from scratch if the file is missing, and again from it after every interruption."""
-    restore, save_dir = cfg.checkpoint.restore_file, cfg.checkpoint.save_dir
-    last, pretrained = os.path.join(save_dir, LAST), cfg.checkpoint.finetune_from_model
+    """Raise InputError if --finetune-from-model or --restore-file would not do what its user expects.
+
+    fairseq trains from scratch if the --restore-file is missing. If it is in another directory than save_dir, fairseq
+    loads it again whenever the training is restarted, and overwrites the progress of the run.
+    """
+    restore_file = cfg.checkpoint.restore_file
+    save_dir = cfg.checkpoint.save_dir
+    pretrained = cfg.checkpoint.finetune_from_model
+    last = os.path.join(save_dir, LAST)
     if pretrained and not os.path.isfile(last) and not PathManager.isfile(pretrained):
         raise InputError(f"--finetune-from-model {pretrained}: no such checkpoint")
-    if restore == LAST:
+    if restore_file == LAST:
         return
-    if not PathManager.isfile(restore):
-        raise InputError(f"--restore-file {restore}: no such file; to continue a run give its --save-dir alone")
-    elsewhere = os.path.dirname(os.path.abspath(restore)) != os.path.abspath(save_dir)
-    if elsewhere and os.path.isfile(last):
+    if not PathManager.isfile(restore_file):
         raise InputError(
-            f"{last} exists, and --restore-file {restore} would start again and replace it: give "
-            "--finetune-from-model instead, which continues from it, or another --save-dir"
+            f"--restore-file {restore_file}: no such file; to resume a run, give only its --save-dir "
+            "(checkpoint.save_dir)"
+        )
+    in_other_directory = os.path.dirname(os.path.abspath(restore_file)) != os.path.abspath(save_dir)
+    if in_other_directory and os.path.isfile(last):
+        raise InputError(
+            f"{last} exists, and a training from --restore-file {restore_file} would overwrite it: use "
+            "--finetune-from-model instead, which resumes from it, or another --save-dir"
         )
 
 
 def check_precision(cfg: Any) -> None:
-    """Half precision of two kinds, that fairseq would ignore, or that the device cannot do."""
+    """Raise InputError for two kinds of half precision, and for one that fairseq ignores or the device cannot do.
+
+    bf16 and memory-efficient or unflattened fp16 work without a GPU; amp and plain fp16 do not.
+    """
     common = cfg.common
-    if len(kinds := [kind for kind in ("fp16", "bf16", "amp") if common[kind]]) > 1:
-        raise InputError(f"{' and '.join(kinds)} exclude each other: set one of them alone (common.{kinds[0]}=false)")
+    kinds = [kind for kind in ("fp16", "bf16", "amp") if common[kind]]
+    if len(kinds) > 1:
+        raise InputError(f"{' and '.join(kinds)} exclude each other: set only one of them (common.{kinds[0]}=false)")
     for kind in ("fp16", "bf16"):
         if common[f"memory_efficient_{kind}"] and not common[kind]:
             raise InputError(f"memory_efficient_{kind} without {kind} trains in float32: set common.{kind}=true too")
-    on_cpu = common.cpu or not torch.cuda.is_available()
-    flat = not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
-    wanted = "amp" if common.amp else "fp16" if common.fp16 and flat else ""
-    if wanted and on_cpu:
+    if not common.cpu and torch.cuda.is_available():
+        return
+    # With flat gradients, fairseq allocates the float32 parameters of fp16 on the current GPU.
+    is_flat_fp16 = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    if common.amp:
+        raise InputError("amp needs a GPU, but there is none or --cpu is set: leave amp out (common.amp=false)")
+    if is_flat_fp16:
         raise InputError(
-            f"{wanted} needs a GPU, and there is none or --cpu is set: leave {wanted} out (common.{wanted}=false, or "
-            "run=cpu for fp16)"
+            "fp16 needs a GPU, but there is none or --cpu is set: leave fp16 out (common.fp16=false, or run=cpu)"
         )
 
 
 def check_probe(cfg: Any) -> None:
-    """A probe with nowhere to write, or of a model of which no worker has all parameters."""
+    """Raise InputError if --probe-interval is set, but the probe cannot run with the other settings."""
     if not getattr(cfg.task, "probe_interval", 0):
         return
-    if cfg.task.probe_interval < 0 or cfg.task.probe_sequences < 1:
-        raise InputError("task.probe_interval must be 0 (never) or more, and task.probe_sequences at least 1")
+    if cfg.task.probe_interval < 0:
+        raise InputError(f"task.probe_interval must be 0 (never) or more, got {cfg.task.probe_interval}")
+    if cfg.task.probe_sequences < 1:
+        raise InputError(f"task.probe_sequences must be at least 1, got {cfg.task.probe_sequences}")
     if not cfg.common.tensorboard_logdir:
-        raise InputError("--probe-interval writes to TensorBoard: give --tensorboard-logdir DIRECTORY too")
+        raise InputError("--probe-interval writes to TensorBoard: set --tensorboard-logdir DIRECTORY too")
     if cfg.distributed_training.ddp_backend == "fully_sharded":
         raise InputError("--probe-interval does not work with --ddp-backend fully_sharded, which splits the parameters")
 
 
 def split_global_batch(cfg: Any) -> None:
-    """Sets dataset.batch_size and optimization.update_freq such that one update sees task.global_batch sequences.
+    """Set dataset.batch_size and optimization.update_freq in place, so that an update sees task.global_batch sequences.
 
-    batch_size is then the number of sequences that fit on a device: it is kept, or lowered where the share of a device
-    is smaller, and update_freq follows. An update_freq that is given, other than 1, must give that product as it is.
+    Nothing changes if global_batch is not set. dataset.batch_size is the number of sequences that fit on a device: it
+    is kept, or lowered if a device's share of the global batch is smaller. If update_freq is [1] and the workers divide
+    the global batch, update_freq is computed; any other update_freq is kept and checked.
 
-    Raises: InputError where the global batch cannot be split in this way.
+    Raises: InputError if batch_size x update_freq x workers (groups of them, with sequence parallelism) is not the
+        global batch, or batch_size is not set.
     """
-    wanted = getattr(cfg.task, "global_batch", None)
-    if not wanted:
+    global_batch = getattr(cfg.task, "global_batch", None)
+    if not global_batch:
         return
-    size = cfg.dataset.batch_size
-    sharing = getattr(cfg.task, "sequence_parallel_size", 1)
-    workers = cfg.distributed_training.distributed_world_size // sharing
-    kind = "workers" if sharing == 1 else f"groups of {sharing} workers"
-    given = list(cfg.optimization.update_freq)
-    if size is not None and given == [1] and wanted % workers == 0:
-        share = wanted // workers
-        size = min(size, share)
-        given = [max(share // size, 1)]
-    for frequency in given:
-        if size is None or size * frequency * workers != wanted:
+    batch_size = cfg.dataset.batch_size
+    update_freq = list(cfg.optimization.update_freq)
+    group_size = getattr(cfg.task, "sequence_parallel_size", 1)
+    groups = cfg.distributed_training.distributed_world_size // group_size
+    unit = "workers" if group_size == 1 else f"groups of {group_size} workers"
+    if batch_size is not None and update_freq == [1] and global_batch % groups == 0:
+        share = global_batch // groups
+        batch_size = min(batch_size, share)
+        update_freq = [max(share // batch_size, 1)]
+    for frequency in update_freq:
+        product = "unknown"
+        if batch_size is not None:
+            product = batch_size * frequency * groups
+        if product != global_batch:
             raise InputError(
-                f"task.global_batch is {wanted} sequences an update, but dataset.batch_size {size} x "
-                f"optimization.update_freq {frequency} x {workers} {kind} is "
-                f"{'unknown' if size is None else size * frequency * workers}: change the split, or the recipe"
+                f"task.global_batch is {global_batch} sequences per update, but dataset.batch_size {batch_size} x "
+                f"optimization.update_freq {frequency} x {groups} {unit} is {product}: change one of them, or the "
+                "recipe"
             )
-    cfg.dataset.batch_size, cfg.optimization.update_freq = size, given
-    logger.info(f"{wanted} sequences an update = {size} a device x update_freq {given} x {workers} {kind}")
+    cfg.dataset.batch_size = batch_size
+    cfg.optimization.update_freq = update_freq
+    logger.info(
+        f"{global_batch} sequences per update = {batch_size} per device x update_freq {update_freq} x {groups} {unit}"
+    )

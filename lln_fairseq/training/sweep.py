@@ -1,6 +1,7 @@
-"""Give each job of a Hydra sweep (--multirun) its own directory, and run the others if one fails.
+"""Give each job of a Hydra sweep (--multirun) its own directory, and continue with the next job if one fails.
 
-See configs/hydra/callbacks/user_dir.yaml. Hydra itself would end with the first error's traceback.
+configs/hydra/callbacks/user_dir.yaml installs the callback. Hydra on its own would end the sweep with the traceback of
+the first error.
 """
 
 import math
@@ -21,28 +22,43 @@ SAVE_DIR = "checkpoint.save_dir"
 
 
 class Sweep(Callback):
-    """runs/pretrain_lln_diag becomes runs/pretrain_lln_diag/common.seed=1 and .../common.seed=2 for common.seed=1,2."""
+    """A Hydra callback that separates the jobs of a sweep.
+
+    For common.seed=1,2 the save_dir runs/pretrain_lln_diag becomes runs/pretrain_lln_diag/common.seed=1 in the first
+    job and runs/pretrain_lln_diag/common.seed=2 in the second.
+    """
 
     def __init__(self) -> None:
-        self.jobs = 0  # that have ended
-        self.failed: list[str] = []  # the directories of those that failed
+        self.jobs = 0  # number of jobs that have ended
+        self.failed: list[str] = []  # directories of the jobs that have failed
         self.process = os.getpid()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Add to save_dir whatever is swept and not yet a part of it, unless the command line gives a save_dir."""
+        """Append the swept options to save_dir, except those that it contains already.
+
+        save_dir stays as it is if the command line sets it.
+        """
         overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
-        swept = [given.key_or_group for given in overrides if given.is_sweep_override()]
+        if any(override.key_or_group == SAVE_DIR for override in overrides):
+            return
         unresolved: Any = OmegaConf.to_container(config, resolve=False)
         save_dir = unresolved["checkpoint"]["save_dir"]
-        parts = [f"{key}={_value(key, config)}" for key in swept if f".{key.rpartition('.')[2]}}}" not in save_dir]
-        if parts and SAVE_DIR not in (given.key_or_group for given in overrides):
+        parts = []
+        for override in overrides:
+            if not override.is_sweep_override():
+                continue
+            key = override.key_or_group
+            option = key.rpartition(".")[2]
+            if f".{option}}}" not in save_dir:  # an interpolation such as ${model.attention}
+                parts.append(f"{key}={_interpolation(key, config)}")
+        if parts:
             config.hydra.overrides.task.append(f"{SAVE_DIR}='{save_dir}/{','.join(parts)}'")
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Report at once what went wrong in a job, and let Hydra continue.
+        """Print the error of a failed job, with a traceback if it is a bug, and let Hydra start the next job.
 
-        To a sweeper that optimises, such a job is worth infinity, as in fairseq. The jobs of another launcher are in
-        other processes, which have a copy of this object: Hydra then reports their errors.
+        A failed job returns infinity, as in fairseq, for a sweeper that minimizes the returned value. A launcher that
+        starts processes gives each job a copy of this object; such jobs are left to Hydra, which reports their errors.
         """
         if config.hydra.mode != RunMode.MULTIRUN or os.getpid() != self.process:
             return
@@ -56,14 +72,20 @@ class Sweep(Callback):
         print(f"error: {directory}: {error}", file=sys.stderr)
         self.failed.append(directory)
         job_return.status = JobStatus.COMPLETED
-        job_return.return_value = math.inf  # which frees what the error refers to
+        job_return.return_value = math.inf  # releases the error, and with it the model that its frames refer to
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """End the program with exit code 1 and a list of the failed jobs, if there are any."""
         if self.failed:
             print(f"error: {len(self.failed)} of {self.jobs} jobs failed: {', '.join(self.failed)}", file=sys.stderr)
             raise SystemExit(1)
 
 
-def _value(key: str, config: DictConfig) -> str:
-    """Return the interpolation for the value in each job: the choice of a group (model=tiny), else the option's."""
-    return f"${{hydra:runtime.choices.{key}}}" if key in config.hydra.runtime.choices else f"${{{key}}}"
+def _interpolation(key: str, config: DictConfig) -> str:
+    """Return the Hydra interpolation that gives the value of a swept key in each job.
+
+    It is the choice if the key is a group of configurations, such as model in model=tiny, and else the option's value.
+    """
+    if key in config.hydra.runtime.choices:
+        return f"${{hydra:runtime.choices.{key}}}"
+    return f"${{{key}}}"

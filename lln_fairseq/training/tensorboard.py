@@ -1,10 +1,10 @@
-"""Write to TensorBoard what fairseq does not: scalars of every layer, and the settings of the run.
+"""Write to TensorBoard what fairseq does not write: scalars of every layer, and the configuration of the run.
 
-train_inner/inverse_loss_scale, train_inner/overflows          with fp16
-attention/{sigma_q, sigma_k, tau_sm, tau_lln, alpha, beta}/layer_NN
-the configuration as text, and what changes the result of a run for the HPARAMS tab
+    train_inner/inverse_loss_scale, train_inner/overflows          with fp16
+    attention/{sigma_q, sigma_k, tau_sm, tau_lln, alpha, beta}/layer_NN
+    the configuration as text, and the settings that change the result of a run for the HPARAMS tab
 
-Nothing is computed between log intervals.
+The layer scalars are computed only in the updates that are logged, so the others are not slowed down.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.run_identity import result_settings
 from lln_fairseq.training.worker import is_first_worker
 
-SCALARS = "layer_scalars"  # key of the logging output: a sum over batches
+SCALARS = "layer_scalars"  # key of the logging output: the scalars, summed over batches
 COUNT = "layer_scalars_count"  # key of the logging output: the number of batches in the sum
-RUN = "attention"  # fairseq keeps a directory for each of train_inner, train, valid; this is one more
+TENSORBOARD_RUN = "attention"  # directory next to fairseq's train_inner, train and valid
 
-# TensorBoard's "custom scalars": the panels of the paper, as regular expressions over the tags.
+# The panels of the paper's figures for TensorBoard's custom scalars; tags are selected by regular expressions.
 LAYOUT = {
     "paper": {
         "loss (figure 8a)": ["Multiline", ["^loss$"]],
@@ -43,7 +43,7 @@ LAYOUT = {
     }
 }
 
-# Settings that a run may change when it resumes, but that tell the jobs of a sweep apart.
+# Settings that may change when a run resumes, but that distinguish the jobs of a sweep in the HPARAMS tab.
 BUDGET = (
     "optimization.max_update",
     "optimization.max_epoch",
@@ -55,21 +55,26 @@ BUDGET = (
 
 
 class LayerScalars:
-    """Log the scalars of every layer's attention at the log interval, and the overflows of fp16 at every update.
+    """A hook that logs the scalars of every layer's attention at the log interval, and the overflows in every update.
 
-    Sums travel in the logging output, as fairseq's own do: right for gradient accumulation and several workers.
+    The scalars travel through fairseq's logging output as sums over batches, so they are right with gradient
+    accumulation and several workers.
     """
 
     def __init__(self, cfg: Any, loss_scale: LossScaleMonitor) -> None:
         self.cfg = cfg
         self.loss_scale = loss_scale
-        self.is_training = False
-        self._updates = 0  # before the current one
+        self.is_training = False  # False during a validation
+        self._updates = 0  # completed before the current update
         self._writer: Any = None
 
     @contextmanager
     def observe(self, model: nn.Module, updates: int) -> Iterator[list[Tensor]]:
-        """Collect the scalars of every layer while the model runs; an empty list between log intervals."""
+        """Yield a list to which every attention of the model that runs in the block appends its scalars (6,).
+
+        The list stays empty without --tensorboard-logdir and in updates that are not logged. `updates` is the number of
+        completed updates.
+        """
         self._updates = updates
         self.is_training = True
         if not self.cfg.tensorboard_logdir or (updates + 1) % self.cfg.log_interval:
@@ -79,13 +84,16 @@ class LayerScalars:
             yield layers
 
     def add_to(self, log: dict[str, Any], layers: list[Tensor]) -> dict[str, Any]:
-        """Return the logging output of a batch with the scalars that `observe` collected."""
-        if not layers:  # nothing was observed, or a model of fairseq's own
+        """Return the logging output of a batch with the scalars from `observe`; `log` itself if there are none."""
+        if not layers:
             return log
         return {**log, SCALARS: torch.stack(layers).double(), COUNT: 1}
 
     def log(self, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log what the batches of a training update collected."""
+        """Log the overflows, and write the mean scalars over all batches and workers if they were observed.
+
+        Only the first worker writes them. During a validation nothing is logged.
+        """
         if not self.is_training:
             return
         if self.loss_scale.scaler is not None:
@@ -98,10 +106,11 @@ class LayerScalars:
             self._write_layers((total / count).tolist(), self._updates + 1)
 
     def _write_layers(self, layers: list[list[float]], updates: int) -> None:
+        """Write the scalars of each layer, in the order of layer_scalars.NAMES. Leave out NaN and infinite values."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, RUN))
+            self._writer = SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, TENSORBOARD_RUN))
             self._writer.add_custom_scalars(LAYOUT)
         for number, values in enumerate(layers):
             for name, value in zip(layer_scalars.NAMES, values, strict=True):
@@ -111,16 +120,24 @@ class LayerScalars:
 
 
 def _inverse_loss_scale(meters: Any) -> float:
-    # fairseq logs the loss scale itself after everything else: only derived, later, it is that of the same update
+    """Return 1 / loss scale, or 0.0 before fairseq has logged a loss scale.
+
+    It has to be a derived metric: fairseq logs the loss scale of an update after all other metrics, and derived metrics
+    are computed later still.
+    """
     if "loss_scale" not in meters:
         return 0.0
     return 1 / meters["loss_scale"].val
 
 
 def write_configuration(cfg: Any) -> None:
-    """Write the configuration of a training that begins, if it logs to TensorBoard.
+    """Write the configuration of a training to TensorBoard as text and for the HPARAMS tab.
 
-    The HPARAMS tab finds the metrics by itself: the last value of each scalar below the run's directory.
+    Only the first worker writes it, and only with --tensorboard-logdir. The HPARAMS tab adds the metrics itself: the
+    last value of each scalar below the run's directory.
+
+    Args:
+        cfg: the whole configuration of the training
     """
     directory = cfg.common.tensorboard_logdir
     if not directory or not is_first_worker():
@@ -130,30 +147,42 @@ def write_configuration(cfg: Any) -> None:
 
     config = plain_config(cfg)
     for name, group in config.items():
-        if isinstance(group, argparse.Namespace):  # the options of a model without dataclass
+        if isinstance(group, argparse.Namespace):  # the options of a model without a dataclass
             config[name] = vars(group)
-    # torch's own definition of the experiment would show the settings and metrics of this run alone
-    _, start, _ = hparams(hparams_columns(config), {})
+    # `hparams` also returns a definition of the experiment, which would limit the tab to this run's settings and
+    # metrics. Without it, the tab shows those of all runs.
+    _, session_start, _ = hparams(hparams_columns(config), {})
     with SummaryWriter(directory) as writer:
         writer.add_text("configuration", "    " + OmegaConf.to_yaml(config).replace("\n", "\n    "))
-        writer.file_writer.add_summary(start)
+        writer.file_writer.add_summary(session_start)
 
 
 def hparams_columns(config: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return a number or text by setting, for the HPARAMS tab.
+    """Return the value of each setting for the HPARAMS tab, as a number or as text.
 
-    What is off or not given is left out: the tab shows an empty cell, or no column if no run has a value.
+    The settings are those that change the result of a run, the BUDGET, and the precision. A value that is None, False
+    or "" is left out: the tab shows an empty cell for it, or no column if no run has a value. A list of one element is
+    replaced by its element.
+
+    Args:
+        config: a whole configuration of dictionaries
     """
     settings = dict(result_settings(config))
     for key in BUDGET:
         group, name = key.split(".")
         settings[key] = config[group].get(name)
-    settings["precision"] = next((kind for kind in ("amp", "bf16", "fp16") if config["common"][kind]), "fp32")
+    settings["precision"] = "fp32"
+    for kind in ("fp16", "bf16", "amp"):
+        if config["common"][kind]:
+            settings["precision"] = kind
     columns: dict[str, float | str] = {}
     for key, value in settings.items():
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         if value is None or value is False or value == "":
             continue
-        columns[key] = value if type(value) in (int, float) else str(value)
+        if type(value) in (int, float):
+            columns[key] = value
+        else:
+            columns[key] = str(value)
     return columns

@@ -1,8 +1,8 @@
-"""fairseq-hydra-train with this package as its user directory and its recipes, wherever it is started.
+"""fairseq-hydra-train with this package as the user directory and its recipes, from any working directory.
 
     python -m lln_fairseq train --config-name pretrain run=gpu8
 
---config-dir DIRECTORY takes recipes of your own; all other options and overrides are Hydra's, see --hydra-help.
+Use --config-dir DIRECTORY for recipes of your own. All other options and overrides are Hydra's, see --hydra-help.
 """
 
 import os
@@ -14,9 +14,10 @@ from hydra._internal.utils import get_args_parser
 
 from lln_fairseq.training.recipes import CONFIGS, PACKAGE, check_recipe
 
-WITHOUT_RECIPE = ("config_path", "experimental_rerun", "hydra_help", "shell_completion")  # Hydra's options
+# Options of Hydra that work without a recipe.
+WITHOUT_RECIPE = ("config_path", "experimental_rerun", "hydra_help", "shell_completion")
 
-# How warnings begin that only the authors of fairseq can act on: fairseq uses Hydra and torch.cuda.amp as they were.
+# The beginnings of warnings about fairseq's use of old interfaces of Hydra and torch, which users cannot act on.
 DEPRECATIONS = (
     r"\s*The version_base parameter is not specified",
     r"\s*'[\w./-]+' is validated against ConfigStore schema",
@@ -25,27 +26,32 @@ DEPRECATIONS = (
 
 
 def main(argv: list[str]) -> None:
-    """Train with a recipe."""
-    sys.argv = ["lln-fairseq train", *with_recipe(argv)]  # where Hydra reads the command line
+    """Train with a recipe. `argv` is the command line after `train`."""
+    sys.argv = ["lln-fairseq train", *with_recipe(argv)]  # Hydra reads the command line there
     for message in DEPRECATIONS:
         warnings.filterwarnings("ignore", message)
-    # fairseq refuses a user directory that is another copy of a package that is imported
+    # The user directory must be the imported copy of the package: fairseq rejects any other copy.
     os.environ["LLN_USER_DIR"] = str(PACKAGE)
-    from fairseq_cli.hydra_train import cli_main  # which warns about Hydra: only once the recipe is known to exist
+    # The import emits warnings of Hydra, so it follows the check of the recipe and the filters.
+    from fairseq_cli.hydra_train import cli_main
 
     cli_main()
 
 
 def with_recipe(argv: list[str]) -> list[str]:
-    """Return the command line with the directory of our recipes, unless it has --config-dir.
+    """Return the command line with --config-dir, which is added in front if it is missing: this package's recipes.
 
-    fairseq registers its bare schema under whatever name it is given, so Hydra would accept an unknown recipe.
+    With --help and no recipe, print the help of this program and exit. The recipe is checked here because Hydra would
+    accept an unknown one: fairseq registers its bare configuration under any requested name.
+
     Raises: UserError if there is no recipe of the requested name.
     """
-    given = get_args_parser().parse_args(argv)
-    if given.help and not given.config_name:
+    args = get_args_parser().parse_args(argv)
+    if args.help and not args.config_name:
         print(__doc__)
         sys.exit()
-    if not any(getattr(given, option) for option in WITHOUT_RECIPE):
-        check_recipe(Path(given.config_dir or CONFIGS), given.config_name)
-    return argv if given.config_dir else ["--config-dir", str(CONFIGS), *argv]
+    if not any(getattr(args, option) for option in WITHOUT_RECIPE):
+        check_recipe(Path(args.config_dir or CONFIGS), args.config_name)
+    if args.config_dir:
+        return argv
+    return ["--config-dir", str(CONFIGS), *argv]

@@ -1,4 +1,4 @@
-"""Make fairseq's --wandb-project fail in one line if wandb cannot start, and give each training its own run."""
+"""Report problems of fairseq's --wandb-project in one line, and give each training its own wandb run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,16 +12,19 @@ LEAVE_OUT = "or leave --wandb-project (common.wandb_project) out"
 
 
 def check_wandb(cfg: Any) -> None:
-    """Raise InputError if the package is missing: fairseq would say so among other lines and log nothing."""
-    # without it, a folder wandb/ of earlier runs is imported as a package without content
+    """Raise InputError if --wandb-project is set but wandb is not installed. fairseq would only log a message."""
+    # Without the package, Python imports a folder wandb/ of earlier runs as an empty package.
     if cfg.common.wandb_project and not hasattr(progress_bar.wandb, "init"):
         raise InputError(f"--wandb-project needs a package that is not installed: pip install wandb, {LEAVE_OUT}")
 
 
-def start(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a run, or continue the current one: fairseq starts one at every epoch, and leaves empty folders behind.
+def init_wandb(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwargs: Any) -> None:
+    """Start a wandb run, or continue the current one.
 
-    Raises: InputError if wandb refuses: a version that does not fit fairseq, a missing login, ...
+    fairseq would start another run in every epoch, and leave empty folders behind. `original` is fairseq's
+    WandBProgressBarWrapper.__init__; if a run is active, it is not called, and only bar.wrapped_bar is set.
+
+    Raises: InputError if wandb cannot start, for example without a login or in a version that fairseq does not support.
     """
     if progress_bar.wandb.run is not None:
         bar.wrapped_bar = wrapped_bar
@@ -35,12 +38,15 @@ def start(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwargs: 
 
 
 @contextmanager
-def own_run() -> Iterator[None]:
-    """End the run that a training started: the next one in this process, as in a sweep, would continue it."""
+def finish_wandb_run() -> Iterator[None]:
+    """Finish the wandb run that the block started; a run that was active before the block stays active.
+
+    Otherwise the next training in this process, as in a sweep, would continue it.
+    """
     wandb = progress_bar.wandb
-    before = getattr(wandb, "run", None)
+    previous = getattr(wandb, "run", None)
     try:
         yield
     finally:
-        if getattr(wandb, "run", None) is not before:
+        if getattr(wandb, "run", None) is not previous:
             wandb.finish()

@@ -1,4 +1,4 @@
-"""Run fairseq's `main` in each worker of a training."""
+"""Run fairseq's `main` in each worker of a training, and lock the directory of the run."""
 
 import multiprocessing
 import queue
@@ -19,20 +19,24 @@ from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.errors import InputError, report_lost_workers
 from lln_fairseq.training import resume
 from lln_fairseq.training.malloc import disable_malloc_trim
-from lln_fairseq.training.wandb import own_run
+from lln_fairseq.training.wandb import finish_wandb_run
 
-LONGEST_BATCH = 10  # seconds; a loader process that was interrupted is missed after five
+LONGEST_BATCH = 10  # seconds to wait for a batch; a loader process that was interrupted is noticed after five
 
 
 def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
-    """Run main(cfg, ...). A spawned process ends with its parent, and with one line if a user's input is wrong."""
+    """Run main(cfg, ...), which is fairseq's, in a worker, and return its result.
+
+    A worker that was spawned ends when its parent process ends, and turns an InputError into one line on stderr and
+    exit code 1. In a process that was not spawned, the InputError is raised.
+    """
     parent: Any = multiprocessing.parent_process()
     if parent:
         command.exit_with_parent(parent.pid)
     disable_malloc_trim()
     resume.forget_previous_run(main)
     try:
-        with own_run(), report_lost_workers():
+        with finish_wandb_run(), report_lost_workers():
             return main(cfg, **kwargs)
     except InputError as error:
         if not parent:
@@ -44,30 +48,37 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
 
 
 def _end_prefetching() -> None:
-    """End the threads that make batches: at Python's own end torch's C++ code would abort the process."""
+    """End fairseq's threads that load batches ahead; wait up to LONGEST_BATCH seconds for each.
+
+    If one were still running when Python ends, torch's C++ code would abort the process.
+    """
     for thread in threading.enumerate():
         if isinstance(thread, BackgroundConsumer):
-            thread._max_len = 0  # its next batch is the last
+            thread._max_len = 0  # it ends after its next batch
             deadline = time.monotonic() + LONGEST_BATCH
             while thread.is_alive() and time.monotonic() < deadline:
-                with suppress(queue.Empty):  # it may wait for room in its queue
+                with suppress(queue.Empty):  # makes room, in case the thread waits because its queue is full
                     thread._queue.get(timeout=0.01)
 
 
 def is_first_worker() -> bool:
-    """Return True in the first worker of a training, and in a training without workers."""
+    """Return True in the first worker of a distributed training, and in a training that is not distributed."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @contextmanager
 def lock_save_dir(cfg: Any) -> Iterator[None]:
-    """Lock the save_dir of a fairseq configuration: two trainings would overwrite each other's checkpoints.
+    """Lock the save_dir of a training during the block: two trainings would overwrite each other's checkpoints.
 
-    The first of several workers locks it for all of them.
-    Raises: InputError if another training has the directory.
+    The directory is created if it is missing. Only the first of several workers locks it, for all of them. Nothing is
+    locked by programs that do not train and with --no-save.
+
+    Args:
+        cfg: the whole configuration of a fairseq program; its rank is inferred from the environment, in place
+    Raises: InputError if another training has locked the directory.
     """
-    distributed_utils.infer_init_method(cfg.distributed_training)  # the rank; call_main does it next
-    is_training = cfg.model is not None  # fairseq-validate and others only read
+    distributed_utils.infer_init_method(cfg.distributed_training)  # sets distributed_rank; call_main repeats it
+    is_training = cfg.model is not None
     if not is_training or cfg.checkpoint.no_save or cfg.distributed_training.distributed_rank != 0:
         yield
         return

@@ -1,17 +1,17 @@
-"""What fairseq alone gets wrong, and the same situation with ours: each test shows both.
+"""What fails in fairseq, next to the same situation with this package: each test shows both.
 
-These rows have their test elsewhere, also with the host's half:
+These failures of fairseq are shown in other files:
 
-    checkpoints of argparse-style models do not load      ../checkpoints/test_reading.py: test_without_our_list_...
-    the last rows of a split are dropped                  ../tasks/test_tasks.py: test_no_row_is_dropped
-    samples longer than tokens_per_sample                 ../tasks/test_tasks.py: test_the_host_makes_samples_...
-    word labels have no F1                                ../training/test_runs.py: test_word_labels_have_an_f1_too
-    a kill while checkpoint_last.pt is copied             ../training/test_runs.py: test_a_kill_while_a_...
-    --fp16 forgets its float32 parameters                 ../training/test_runs.py: test_the_host_alone_forgets_...
+    checkpoints of argparse-style models do not load      ../checkpoints/test_reading.py
+    the last rows of a split are dropped                  ../tasks/test_tasks.py: test_only_stock_fairseq_drops_rows
+    samples longer than tokens_per_sample                 ../tasks/test_tasks.py: test_only_stock_fairseq_makes_...
+    word labels have no F1                                ../training/test_runs.py: test_word_labels_have_an_f1
+    a kill while checkpoint_last.pt is copied             ../training/test_runs.py: test_kill_during_copy_...
+    --fp16 forgets its float32 parameters                 ../training/test_resume.py: test_stock_fairseq_forgets_...
 
-These need none: the primary YAML belongs at the root of --config-dir, a key that the YAML lacks needs a "+", and a
-group that is missing ends in a good message. That is how Hydra works; our YAML lists every key (test_configs.py), and
-the messages are under test in models/test_lln_roberta.py.
+No test shows the following, because Hydra is meant to work like this: the primary YAML belongs at the root of
+--config-dir, a key that the YAML lacks needs a "+", and a missing group ends in a good message. The YAML of this
+package lists every key (test_configs.py), and the messages are tested in models/test_lln_roberta.py.
 """
 
 import io
@@ -37,183 +37,218 @@ from lln_fairseq.checkpoints import reading
 from lln_fairseq.errors import InputError, TrainingError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.training import worker
-from tests.fairseq_runs import (
-    LLN,
-    MASKED_LM,
-    USER_DIR,
-    hydra_train,
-    make_corpus,
-    train,
-)
+from tests.fairseq_runs import LLN, MASKED_LM, USER_DIR, hydra_train, make_corpus, options, train
 
-HOST = (*USER_DIR, "--arch", "roberta", "--task", "masked_lm", "--required-batch-size-multiple", 1)
-FP16 = ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8, "--min-loss-scale", 0.5)
+STOCK = (*USER_DIR, *options("--arch roberta --task masked_lm --required-batch-size-multiple 1"))
+FP16 = options("--fp16 --memory-efficient-fp16 --fp16-init-scale 8 --min-loss-scale 0.5")
 
 
-def switch_off(monkeypatch, owner, name):
-    """The host's own function in the place of our patch of it."""
+def remove_patch(monkeypatch, owner, name):
+    """Put fairseq's own function back in the place of our patch."""
     monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
 
 
-def optimizer_of(run):
-    """Its name shows the precision; the parameters of a checkpoint are always float32."""
+def optimizer_name(run):
+    """Return the name of a checkpoint's optimizer, which shows the precision. Saved parameters are always float32."""
     return torch.load(run / "checkpoint_last.pt")["optimizer_history"][-1]["optimizer_name"]
 
 
-def test_the_second_worker_cannot_load_what_the_first_sends(corpus, tmp_path, monkeypatch):
+@pytest.fixture
+def restored_safe_globals():
+    """The classes that torch.load accepts are the same after a test as before."""
+    allowed = torch.serialization.get_safe_globals()
+    yield
+    torch.serialization.add_safe_globals(allowed)
+
+
+def test_second_worker_can_load_what_the_first_sends(corpus, tmp_path, monkeypatch, restored_safe_globals):
     train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", 1)
     state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "a" / "checkpoint_last.pt"))
-    sent = io.BytesIO()  # as fairseq.distributed.utils.broadcast_object does it
-    torch.save(distributed_utils._split_tensors_from_obj(state, []), sent)
-    allowed = torch.serialization.get_safe_globals()
+    message = io.BytesIO()  # what fairseq.distributed.utils.broadcast_object sends
+    torch.save(distributed_utils._split_tensors_from_obj(state, []), message)
+
     torch.serialization.clear_safe_globals()
-    try:
-        sent.seek(0)
-        with pytest.raises(pickle.UnpicklingError, match=r"_TensorPlaceholder|DictConfig"):
-            torch.load(sent)
-        reading.allow_fairseq_checkpoints()
-        sent.seek(0)
-        assert isinstance(torch.load(sent)["cfg"], DictConfig)
-    finally:
-        torch.serialization.add_safe_globals(allowed)
+    message.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match=r"_TensorPlaceholder|DictConfig"):
+        torch.load(message)
+    reading.allow_fairseq_checkpoints()
+    message.seek(0)
+    assert isinstance(torch.load(message)["cfg"], DictConfig)
 
 
-def test_a_restore_file_that_does_not_exist_is_ignored(corpus, tmp_path, monkeypatch):
-    missing = ("--restore-file", tmp_path / "nowhere.pt")
+def test_missing_restore_file_is_rejected(corpus, tmp_path, monkeypatch):
+    run_options = (*MASKED_LM, *LLN, "--restore-file", tmp_path / "nowhere.pt")
     with pytest.raises(InputError, match=r"nowhere\.pt: no such file"):
-        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *missing)
-    switch_off(monkeypatch, checkpoint_utils, "load_checkpoint")
-    log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *MASKED_LM, *LLN, *missing)
-    assert [row["num_updates"] for row in log["train"]][:3] == ["1", "2", "3"]  # from scratch, without a word
+        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options)
+
+    remove_patch(monkeypatch, checkpoint_utils, "load_checkpoint")
+    log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *run_options)
+    updates = [row["num_updates"] for row in log["train"]]
+    assert updates[:3] == ["1", "2", "3"]  # from scratch, without a message
 
 
 @pytest.mark.parametrize("precision", [(), FP16], ids=["gradients", "loss_scale"])
 @pytest.mark.parametrize(
     ("model", "error"),
     [
-        pytest.param(HOST, StopIteration, marks=pytest.mark.exhaustive, id="host"),
+        pytest.param(STOCK, StopIteration, marks=pytest.mark.exhaustive, id="stock"),
         pytest.param(LLN, TrainingError, id="ours"),
     ],
 )
-def test_nan_ends_in_a_bare_stop_iteration(precision, model, error, corpus, tmp_path, monkeypatch, half):
+def test_nan_is_explained(precision, model, error, corpus, tmp_path, monkeypatch, half):
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: linear(*args) * torch.nan)
     with pytest.raises(error) as caught:
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *model, *precision)
+    is_explained = error is TrainingError
     message = str(caught.value)
-    assert message.startswith("update 1: ") == (error is TrainingError)
-    assert ("NaN detected in output of encoder" in message) == (error is TrainingError)
+    assert message.startswith("update 1: ") == is_explained
+    assert ("NaN detected in output of encoder" in message) == is_explained
 
 
-def test_memory_efficient_fp16_alone_trains_in_float32(corpus, tmp_path, monkeypatch):
-    """fairseq-train sets fp16 too, Hydra hands the option over as it is."""
+def set_memory_efficient_fp16(monkeypatch, call_main):
+    """Set the option before call_main, like Hydra. On the command line, fairseq-train would set fp16 too."""
 
-    ours = distributed_utils.call_main
+    def set_and_call(cfg, main):
+        cfg.common.memory_efficient_fp16 = True
+        call_main(cfg, main)
 
-    def as_hydra_does(call_main):
-        def call(cfg, main):
-            cfg.common.memory_efficient_fp16 = True
-            call_main(cfg, main)
+    monkeypatch.setattr(distributed_utils, "call_main", set_and_call)
 
-        monkeypatch.setattr(distributed_utils, "call_main", call)
 
-    as_hydra_does(ours)
+def test_memory_efficient_fp16_needs_fp16(corpus, tmp_path, monkeypatch):
+    patched = distributed_utils.call_main
+    run_options = (*MASKED_LM, *LLN)
+    set_memory_efficient_fp16(monkeypatch, patched)
     with pytest.raises(InputError, match="memory_efficient_fp16 without fp16 trains in float32"):
-        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN)
-    as_hydra_does(ours.__wrapped__)
-    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *MASKED_LM, *LLN)
-    assert optimizer_of(tmp_path / "b") == "FairseqAdam"
-    train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "c", *MASKED_LM, *LLN, "--fp16")
-    assert optimizer_of(tmp_path / "c") == "MemoryEfficientFP16Optimizer"
+        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options)
+
+    set_memory_efficient_fp16(monkeypatch, patched.__wrapped__)
+    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *run_options)
+    assert optimizer_name(tmp_path / "b") == "FairseqAdam"
+    train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "c", *run_options, "--fp16")
+    assert optimizer_name(tmp_path / "c") == "MemoryEfficientFP16Optimizer"
 
 
-@pytest.mark.parametrize("updates", [3, 5])  # the end of an epoch, and not
-def test_a_complete_run_makes_one_more_update(updates, corpus, tmp_path, monkeypatch):
-    options = (corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", updates)
-    train(monkeypatch, tmp_path / "a.log", *options)
-    before = (tmp_path / "a" / "checkpoint_last.pt").read_bytes()
-    assert train(monkeypatch, tmp_path / "b.log", *options) == {"train": [], "valid": []}
-    assert (tmp_path / "a" / "checkpoint_last.pt").read_bytes() == before
-    switch_off(monkeypatch, checkpoint_utils, "load_checkpoint")
-    more = train(monkeypatch, tmp_path / "c.log", *options)["train"]
-    assert {row["num_updates"] for row in more} == {str(updates + 1)}
+@pytest.mark.parametrize("updates", [3, 5])  # the end of an epoch, and the middle of the next one
+def test_complete_run_makes_no_more_updates(updates, corpus, tmp_path, monkeypatch):
+    arguments = (corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", updates)
+    train(monkeypatch, tmp_path / "a.log", *arguments)
+    checkpoint = tmp_path / "a" / "checkpoint_last.pt"
+    before = checkpoint.read_bytes()
+    assert train(monkeypatch, tmp_path / "b.log", *arguments) == {"train": [], "valid": []}
+    assert checkpoint.read_bytes() == before
+
+    remove_patch(monkeypatch, checkpoint_utils, "load_checkpoint")
+    log = train(monkeypatch, tmp_path / "c.log", *arguments)
+    assert {row["num_updates"] for row in log["train"]} == {str(updates + 1)}
 
 
 @pytest.mark.parametrize(
-    ("model", "same"),
-    [pytest.param(HOST, False, marks=pytest.mark.exhaustive, id="host"), pytest.param(LLN, True, id="ours")],
+    ("model", "is_same"),
+    [pytest.param(STOCK, False, marks=pytest.mark.exhaustive, id="stock"), pytest.param(LLN, True, id="ours")],
 )
-def test_loader_processes_mask_the_same_tokens_in_every_epoch(model, same, corpus, tmp_path, monkeypatch):
-    options = (*MASKED_LM, *model, "--dropout", 0, "--attention-dropout", 0, "--max-update", 6, "--no-save")
-    logs = [train(monkeypatch, tmp_path / f"{workers}.log", corpus, tmp_path / "a", *options, "--num-workers", workers)
-            for workers in (0, 1)]  # fmt: skip
-    alone, others = ({row["num_updates"]: row["loss"] for row in log["train"]} for log in logs)
-    assert list(alone) == list("123456")
-    assert (alone == others) == same
+def test_loader_processes_mask_every_epoch_anew(model, is_same, corpus, tmp_path, monkeypatch):
+    """A loader process masks the same tokens as a training without loader processes, in the second epoch too."""
+    fixed = options("--dropout 0 --attention-dropout 0 --max-update 6 --no-save")
+    losses = []
+    for workers in (0, 1):
+        run_options = (*MASKED_LM, *model, *fixed, "--num-workers", workers)
+        log = train(monkeypatch, tmp_path / f"{workers}.log", corpus, tmp_path / "a", *run_options)
+        losses.append({row["num_updates"]: row["loss"] for row in log["train"]})
+    without_loader, with_loader = losses
+    assert list(without_loader) == ["1", "2", "3", "4", "5", "6"]
+    assert (without_loader == with_loader) == is_same
 
 
-def test_a_thread_that_makes_batches_outlives_the_training(tmp_path, monkeypatch):
-    """Python's end meets it in torch's C++ code: "terminate called without an active exception", exit code 134."""
+def prefetching_threads():
+    return [thread for thread in threading.enumerate() if isinstance(thread, BackgroundConsumer)]
 
-    def prefetching():
-        return [thread for thread in threading.enumerate() if isinstance(thread, BackgroundConsumer)]
 
+def test_prefetching_threads_end_with_training(tmp_path, monkeypatch):
+    """Otherwise they abort the process at its end: "terminate called without an active exception", exit code 134."""
     corpus = make_corpus(tmp_path / "corpus", sizes=(("train", 3000), ("valid", 11)))
-    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", 1)
-    assert not prefetching()
-    switch_off(monkeypatch, distributed_utils, "call_main")
-    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *MASKED_LM, *LLN, "--max-update", 1)
-    assert prefetching()
+    run_options = (*MASKED_LM, *LLN, "--max-update", 1)
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options)
+    assert not prefetching_threads()
+
+    remove_patch(monkeypatch, distributed_utils, "call_main")
+    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *run_options)
+    assert prefetching_threads()
     worker._end_prefetching()
 
 
-def test_bf16_on_the_command_line_means_a_tpu(corpus, tmp_path, monkeypatch):
-    log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--bf16")
+def test_bf16_on_command_line_needs_no_tpu(corpus, tmp_path, monkeypatch):
+    run_options = (*MASKED_LM, *LLN, "--bf16")
+    log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options)
     assert len(log["train"]) == 3
-    assert optimizer_of(tmp_path / "a") == "FP16Optimizer"  # the host's, with bfloat16 in it
-    switch_off(monkeypatch, distributed_utils, "call_main")
+    assert optimizer_name(tmp_path / "a") == "FP16Optimizer"  # fairseq's optimizer for fp16 and bf16
+
+    remove_patch(monkeypatch, distributed_utils, "call_main")
     with pytest.raises(AttributeError, match="xla_device"):
-        train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *MASKED_LM, *LLN, "--bf16")
+        train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *run_options)
 
 
-@pytest.mark.parametrize("chdir", ["null", "false"])
-def test_hydra_changes_the_directory(chdir, corpus, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", lambda cfg: seen.append((Path.cwd(), cfg)))
+@pytest.mark.parametrize(
+    ("overrides", "changes_directory"),
+    [(["hydra.job.chdir=null"], True), ([], False)],
+    ids=["hydra's default", "our recipe"],
+)
+def test_recipe_keeps_working_directory(overrides, changes_directory, tmp_path, monkeypatch):
+    calls = []
+
+    def main(cfg):
+        calls.append((Path.cwd(), cfg))
+
+    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", main)
     monkeypatch.chdir(tmp_path)
-    ours = ["hydra.job.chdir=null"] if chdir == "null" else []  # null: Hydra's own default
-    hydra_train(monkeypatch, "run=cpu", "model=tiny", "corpus=demo", *ours)
-    ((directory, cfg),) = seen
-    assert (directory == tmp_path) == (chdir == "false")
-    assert not os.path.isabs(cfg.task.data)  # which is then another directory
+    hydra_train(monkeypatch, "run=cpu", "model=tiny", "corpus=demo", *overrides)
+
+    ((directory, cfg),) = calls
+    assert (directory != tmp_path) == changes_directory
+    # In another working directory, these relative paths would name other directories.
+    assert not os.path.isabs(cfg.task.data)
     assert not os.path.isabs(cfg.checkpoint.save_dir)
 
 
-def test_whole_word_masking_is_broken(corpus):
-    options = {"data": str(corpus), "seed": 1, "mask_whole_words": True}
-    task = setup_task(OmegaConf.create({"_name": "masked_lm", **options}))
+def test_mask_whole_words_is_rejected(corpus):
+    task_options = {"data": str(corpus), "seed": 1, "mask_whole_words": True}
+    task = setup_task(OmegaConf.create({"_name": "masked_lm", **task_options}))
     with pytest.raises(AttributeError, match="no attribute 'args'"):
         task.load_dataset("valid")
-    with pytest.raises(InputError, match="mask_whole_words does not work in fairseq's masked_lm: leave it out"):
-        setup_task(OmegaConf.create({"_name": "lln_masked_lm", **options}))
+    with pytest.raises(InputError, match="mask_whole_words does not work in fairseq's masked_lm"):
+        setup_task(OmegaConf.create({"_name": "lln_masked_lm", **task_options}))
 
 
-@pytest.mark.parametrize("model", [RobertaModel, LLNRobertaModel])
-def test_a_model_asks_for_a_download_when_it_is_loaded(model, corpus, tmp_path, monkeypatch):
-    """The default of fairseq's from_pretrained is GPT-2's BPE from its host; ours reads what is on the disk."""
-    arch = ("--arch", "lln_roberta_tiny" if model is LLNRobertaModel else "roberta")
-    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *USER_DIR, *arch, "--max-update", 1)
-    cached_path, asked = file_utils.cached_path, []
+@pytest.fixture
+def requested_urls(monkeypatch):
+    """The URLs that a test has tried to download. There is no network during the test."""
+    cached_path = file_utils.cached_path
+    urls = []
 
-    def no_network(path, **kwargs):
+    def cached_path_without_network(path, **kwargs):
         if path.startswith("http"):
-            asked.append(path)
+            urls.append(path)
             raise ConnectionError(path)
         return cached_path(path, **kwargs)
 
-    monkeypatch.setattr(file_utils, "cached_path", no_network)
+    monkeypatch.setattr(file_utils, "cached_path", cached_path_without_network)
+    return urls
+
+
+@pytest.mark.parametrize(
+    ("model", "arch", "downloads"),
+    [(RobertaModel, "roberta", True), (LLNRobertaModel, "lln_roberta_tiny", False)],
+    ids=["stock", "ours"],
+)
+def test_from_pretrained_downloads_nothing(model, arch, downloads, corpus, tmp_path, monkeypatch, requested_urls):
+    """By default, fairseq's from_pretrained downloads the BPE of GPT-2."""
+    run_options = (*MASKED_LM, *USER_DIR, "--arch", arch, "--max-update", 1)
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *run_options)
+
     with suppress(ConnectionError):
         hub = model.from_pretrained(str(tmp_path / "a"), "checkpoint_last.pt", str(corpus))
-    assert bool(asked) == (model is RobertaModel)
-    if model is LLNRobertaModel:
+
+    assert bool(requested_urls) == downloads
+    if not downloads:
         assert hub.extract_features(torch.tensor([0, 5, 6, 2])).shape == (1, 4, 32)

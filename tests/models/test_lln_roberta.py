@@ -193,7 +193,7 @@ BAD_OVERRIDES = [
     (["attention=lln_dia"], "Could not find 'attention/lln_dia'.*lln_diag"),
     (["task.data=nowhere"], "^error: nowhere is not a .* data directory: nowhere/dict.txt is missing$"),
     (["+model.lln_diag_blocksize=3"], "unknown option 'lln_diag_blocksize'; did you mean 'lln_diag_block_size'"),
-    (["run=gpu8"], "^error: 8 workers.* this machine has \\d GPUs"),
+    (["run=gpu8"], "^error: 8 workers on this machine need a GPU each"),
 ]
 
 

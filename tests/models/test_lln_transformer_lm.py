@@ -230,5 +230,5 @@ def test_text_in_a_checkpoint_is_never_evaluated(run, tmp_path):
 
 def test_resume_rejects_another_architecture(run, corpus, tmp_path, monkeypatch):
     folder = shutil.copytree(run[0], tmp_path / "run")
-    with pytest.raises(InputError, match=r"model\._name = lln_transformer_lm, here it is transformer_lm"):
+    with pytest.raises(InputError, match=r"model\._name = lln_transformer_lm .* transformer_lm"):
         train(monkeypatch, tmp_path / "log", corpus, folder, *LM, "--max-update", 5, "--arch", "transformer_lm")

@@ -1,4 +1,4 @@
-"""What our tasks mend, each beside the host's own behaviour."""
+"""The samples and batches of the tasks, compared with those of fairseq's own tasks."""
 
 import pytest
 from fairseq.data import data_utils
@@ -7,6 +7,8 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.errors import InputError
 from tests.fairseq_runs import make_classification, make_corpus
+
+PAD = 1
 
 
 def make_task(name, data, **options):
@@ -21,7 +23,8 @@ def make_classifier(name, data, **options):
     return make_task(name, data, num_classes=2, regression_target=False, classification_head_name="head", **options)
 
 
-def batches(task, split):
+def load_batches(task, split):
+    """Return the batches of a split, of at most 8 samples, in the order in which they are made."""
     task.load_dataset(split)
     iterator = task.get_batch_iterator(
         task.dataset(split), max_sentences=8, max_positions=512, required_batch_size_multiple=8
@@ -29,89 +32,94 @@ def batches(task, split):
     return list(iterator.next_epoch_itr(shuffle=False))
 
 
-@pytest.mark.parametrize(("name", "scored"), [("lln_sentence_prediction", 61), ("sentence_prediction", 56)])
-def test_no_row_is_dropped(name, scored, tmp_path):
+@pytest.mark.parametrize(("name", "scored_rows"), [("lln_sentence_prediction", 61), ("sentence_prediction", 56)])
+def test_only_stock_fairseq_drops_rows(name, scored_rows, tmp_path):
     data = make_classification(tmp_path, sizes=(("valid", 61),))
-    assert sum(len(batch["target"]) for batch in batches(make_classifier(name, data), "valid")) == scored
+    batches = load_batches(make_classifier(name, data), "valid")
+    assert sum(len(batch["target"]) for batch in batches) == scored_rows
 
 
-def test_batches_of_like_lengths(tmp_path):
+def test_group_by_length_reduces_padding(tmp_path):
     data = make_classification(tmp_path, sizes=(("train", 160),))
-    padding, numbers = {}, {}
+    padding = {}
+    row_ids = {}
     for group in (False, True):
-        found = batches(make_classifier("lln_sentence_prediction", data, group_by_length=group), "train")
-        tokens = [batch["net_input"]["src_tokens"] for batch in found]
-        padding[group] = sum(int((x == 1).sum()) for x in tokens) / sum(x.numel() for x in tokens)
-        numbers[group] = [number for batch in found for number in batch["id"].tolist()]
-        assert all(len(x) == 8 for x in tokens)
+        task = make_classifier("lln_sentence_prediction", data, group_by_length=group)
+        batches = load_batches(task, "train")
+        assert all(len(batch["id"]) == 8 for batch in batches)
+        tokens = [batch["net_input"]["src_tokens"] for batch in batches]
+        padding[group] = sum(int((x == PAD).sum()) for x in tokens) / sum(x.numel() for x in tokens)
+        row_ids[group] = sorted(row for batch in batches for row in batch["id"].tolist())
     assert padding[True] < padding[False] / 3
-    assert sorted(numbers[True]) == sorted(numbers[False])
+    assert row_ids[True] == row_ids[False]
 
 
-def samples_of(task, split):
-    """The samples in the order of the data, without padding."""
+def load_samples(task, split):
+    """Return the samples of a split in the order of the data, as lists of token ids without padding."""
     samples = {}
-    for batch in batches(task, split):
-        for number, tokens in zip(batch["id"].tolist(), batch["net_input"]["src_tokens"], strict=True):
-            samples[number] = tokens[tokens != task.source_dictionary.pad()].tolist()
-    return [samples[number] for number in range(len(samples))]
+    for batch in load_batches(task, split):
+        for row, tokens in zip(batch["id"].tolist(), batch["net_input"]["src_tokens"], strict=True):
+            samples[row] = tokens[tokens != PAD].tolist()
+    return [samples[row] for row in range(len(samples))]
 
 
-def test_one_line_a_sample_and_the_tail_of_a_long_one_in_the_next(corpus):
-    masked_lm = make_masked_lm(corpus, "eos", skip_masking=True)
+def test_mode_eos_splits_long_lines(corpus):
+    task = make_masked_lm(corpus, "eos", skip_masking=True)
     expected = []
-    for line in data_utils.load_indexed_dataset(str(corpus / "valid"), masked_lm.source_dictionary):
+    for line in data_utils.load_indexed_dataset(str(corpus / "valid"), task.source_dictionary):
         pieces = [piece.tolist() for piece in line.split(31)]
-        if len(pieces) > 1 and len(pieces[-1]) == 1:  # never alone: complete_doc takes it for the end of a document
+        # complete_doc takes a line of a single token for the end of a document, so a piece has at least two.
+        if len(pieces) > 1 and len(pieces[-1]) == 1:
             pieces[-1].insert(0, pieces[-2].pop())
         expected += [[0, *piece] for piece in pieces]
     assert any(len(sample) == 32 for sample in expected)
-    assert samples_of(masked_lm, "valid") == expected
+    assert load_samples(task, "valid") == expected
 
 
 @pytest.mark.parametrize("mode", ["none", "complete", "complete_doc", "eos"])
 def test_no_token_is_lost_and_no_sample_is_too_long(mode, tmp_path):
     data = make_corpus(tmp_path, sizes=(("valid", 50),))
     task = make_masked_lm(data, mode, skip_masking=True)
-    samples = samples_of(task, "valid")
     lines = data_utils.load_indexed_dataset(str(data / "valid"), task.source_dictionary)
     assert max(lines.sizes) > 32
+
+    samples = load_samples(task, "valid")
+
     assert max(map(len, samples)) <= 32
-    assert [token for sample in samples for token in sample[1:]] == [token for line in lines for token in line.tolist()]
+    tokens_of_samples = [token for sample in samples for token in sample[1:]]
+    tokens_of_lines = [token for line in lines for token in line.tolist()]
+    assert tokens_of_samples == tokens_of_lines
 
 
-def test_the_host_makes_samples_that_are_too_long(tmp_path):
+@pytest.mark.parametrize(("name", "longest"), [("lln_masked_lm", 32), ("masked_lm", 33)])
+def test_only_stock_fairseq_makes_samples_longer_than_tokens_per_sample(name, longest, tmp_path):
     data = make_corpus(tmp_path, sizes=(("valid", 50),))
-    options = dict(tokens_per_sample=32, sample_break_mode="complete", shorten_method="truncate")
-    host = make_task("masked_lm", data, **options)
-    host.load_dataset("valid")
-    assert host.dataset("valid").sizes[0].max() == 33  # one more than the positions
-    ours = make_task("lln_masked_lm", data, **options)
-    ours.load_dataset("valid")
-    assert ours.dataset("valid").sizes[0].max() == 32
+    task = make_task(name, data, tokens_per_sample=32, sample_break_mode="complete", shorten_method="truncate")
+    task.load_dataset("valid")
+    assert task.dataset("valid").sizes[0].max() == longest
 
 
-def test_another_number_of_classes_than_labels_is_refused(tmp_path):
+def test_num_classes_must_match_labels(tmp_path):
     data = make_classification(tmp_path, sizes=(("valid", 5),))
-    with pytest.raises(InputError, match=r"num_classes is 3, but .*label/dict\.txt has 2 labels: 0, 1"):
+    with pytest.raises(InputError, match=r"num_classes must be .*label/dict\.txt, 2 \(0, 1\), got 3"):
         make_task("lln_sentence_prediction", data, num_classes=3, regression_target=False)
 
 
 @pytest.mark.parametrize("option", ["init_token", "separator_token"])
-def test_a_token_that_is_not_in_the_dictionary_is_refused(option, tmp_path):
+def test_token_option_must_be_in_dictionary(option, tmp_path):
     data = make_classification(tmp_path, sizes=(("valid", 5),))
-    with pytest.raises(InputError, match=rf"task\.{option} is 1000000000, and must be in \[0, 64\]"):
+    with pytest.raises(InputError, match=rf"task\.{option} must be .* in \[0, 64\], got 1000000000"):
         make_classifier("lln_sentence_prediction", data, **{option: 10**9})
 
 
-def test_a_missing_split_is_named(corpus):
-    for mode in ("eos", "none"):
-        with pytest.raises(InputError, match="cannot load split 'test'"):
-            make_masked_lm(corpus, mode).load_dataset("test")
+@pytest.mark.parametrize("mode", ["eos", "none"])
+def test_missing_split_is_named(mode, corpus):
+    with pytest.raises(InputError, match="cannot load split 'test'"):
+        make_masked_lm(corpus, mode).load_dataset("test")
 
 
-def test_a_directory_without_dictionaries_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"not a binarised data directory: .*dict\.txt is missing"):
+def test_missing_dictionary_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"not a binarized data directory: .*dict\.txt is missing"):
         make_masked_lm(tmp_path, "none")
-    with pytest.raises(InputError, match=r"not a binarised data directory: .*input0/dict\.txt is missing"):
+    with pytest.raises(InputError, match=r"not a binarized data directory: .*input0/dict\.txt is missing"):
         make_classifier("lln_sentence_prediction", tmp_path)

@@ -1,4 +1,4 @@
-"""What a user may get wrong ends in one line that says what to do, and leaves the checkpoints alone."""
+"""Wrong input of a user ends in one line that says what to do, and leaves the checkpoints as they are."""
 
 import errno
 import os
@@ -15,142 +15,170 @@ from hydra.core.global_hydra import GlobalHydra
 from lln_fairseq.errors import InputError, exit_with_one_line
 from lln_fairseq.training.settings import TORCHRUN, check_devices
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
+from tests.training.conftest import RUN_OPTIONS
 
 
-def test_another_optimizer_in_the_same_directory(corpus, tmp_path, monkeypatch):
-    common = (*MASKED_LM, *LLN, "--max-update")
-    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *common, 2)
-    before = (tmp_path / "a" / "checkpoint_last.pt").read_bytes()
+def test_resume_rejects_another_optimizer(run_copy, tmp_path, monkeypatch):
+    before = run_copy.checkpoint.read_bytes()
+    run_options = (*RUN_OPTIONS, "--max-update", 4, "--bf16")
     with pytest.raises(InputError, match=r"does not fit this run: Optimizer does not match.* or another --save-dir"):
-        train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *common, 4, "--bf16")
-    assert (tmp_path / "a" / "checkpoint_last.pt").read_bytes() == before
+        train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *run_options)
+    assert run_copy.checkpoint.read_bytes() == before
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "no such checkpoint"), (b"", "cannot load .*EOFError"),
-                                                  (b"export T=1\n", "cannot load ")])  # fmt: skip
-def test_a_directory_and_files_that_are_no_checkpoints(content, message, corpus, tmp_path, monkeypatch):
+def test_finetuning_rejects_a_directory(corpus, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="no such checkpoint"):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS, "--finetune-from-model", tmp_path)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "cannot load .*EOFError"), (b"export T=1\n", "cannot load ")])
+def test_finetuning_rejects_a_file_that_is_no_checkpoint(content, message, corpus, tmp_path, monkeypatch):
     path = tmp_path / "file"
-    path.mkdir() if content is None else path.write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(InputError, match=message):
-        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--finetune-from-model", path)
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS, "--finetune-from-model", path)
 
 
-def test_damaged_data(tmp_path, monkeypatch):
+def test_damaged_data_is_rejected(tmp_path, monkeypatch):
     data = make_corpus(tmp_path / "data")
     (data / "valid.idx").write_text("")
     with pytest.raises(InputError, match=r"cannot load split 'valid' .*doesn't match expected format"):
-        train(monkeypatch, tmp_path / "a.log", data, tmp_path / "a", *MASKED_LM, *LLN)
+        train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *RUN_OPTIONS)
 
 
-def test_a_directory_that_cannot_be_written(corpus, tmp_path, monkeypatch):
+def test_save_dir_that_cannot_be_written_is_rejected(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="dummy: Not a directory"):
-        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "file", *MASKED_LM, *LLN)
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "file", *RUN_OPTIONS)
 
 
-def torchrun(workers, here):
-    return dict.fromkeys(TORCHRUN, "0") | {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(here)}
+def torchrun_environment(workers, local_workers):
+    environment = dict.fromkeys(TORCHRUN, "0")
+    environment["WORLD_SIZE"] = str(workers)
+    environment["LOCAL_WORLD_SIZE"] = str(local_workers)
+    return environment
 
 
-WORKERS = [  # world size, environment, GPUs -> message, or None where it can work
-    ((1, {}, 0), None),
-    ((2, {}, 2), None),
-    ((3, {}, 2), "3 workers here, but this machine has 2 GPUs: set --distributed-world-size .* to at most 2"),
-    ((2, {}, 0), "2 workers here, but this machine has 0 GPUs: .* at most 1"),
-    ((16, {"SLURM_JOB_ID": "7"}, 8), None),
-    ((16, torchrun(16, 8), 8), None),
-    ((16, torchrun(16, 8), 4), "8 workers here, .* 4 GPUs: set torchrun's --nproc-per-node to at most 4"),
-    ((2, torchrun(2, 2), 0), "2 workers here, .* 0 GPUs: start one without torchrun"),
-    ((1, torchrun(2, 2), 2), "torchrun started 2 workers, and each would train alone: set .* to 2"),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), WORKERS)
-def test_more_workers_than_devices(given, message, monkeypatch):
-    size, environment, devices = given
+def check_devices_with(monkeypatch, workers, environment, gpus):
+    """Call check_devices with a number of workers, on a machine with these environment variables and GPUs."""
     for name in (*TORCHRUN, "LOCAL_WORLD_SIZE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    distributed = SimpleNamespace(distributed_world_size=size, distributed_init_method=None)
-    if message is None:
-        check_devices(SimpleNamespace(distributed_training=distributed))
-    else:
-        with pytest.raises(InputError, match=message):
-            check_devices(SimpleNamespace(distributed_training=distributed))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    distributed = SimpleNamespace(distributed_world_size=workers, distributed_init_method=None)
+    check_devices(SimpleNamespace(distributed_training=distributed))
 
 
-def test_a_directory_that_is_removed_meanwhile_is_named(corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("workers", "environment", "gpus"),
+    [
+        (1, {}, 0),
+        (2, {}, 2),
+        (16, {"SLURM_JOB_ID": "7"}, 8),
+        (16, torchrun_environment(16, 8), 8),
+    ],
+)
+def test_as_many_workers_as_gpus_are_accepted(workers, environment, gpus, monkeypatch):
+    check_devices_with(monkeypatch, workers, environment, gpus)
+
+
+@pytest.mark.parametrize(
+    ("workers", "environment", "gpus", "message"),
+    [
+        (3, {}, 2, "3 workers .* it has 2: set --distributed-world-size .* to at most 2"),
+        (2, {}, 0, "2 workers .* it has 0: .* at most 1"),
+        (16, torchrun_environment(16, 8), 4, "8 workers .* it has 4: set torchrun's --nproc-per-node to at most 4"),
+        (2, torchrun_environment(2, 2), 0, "2 workers .* it has 0: start one worker without torchrun"),
+        (1, torchrun_environment(2, 2), 2, "torchrun started 2 workers, but each .*: set .* to 2"),
+    ],
+)
+def test_more_workers_than_gpus_are_rejected(workers, environment, gpus, message, monkeypatch):
+    with pytest.raises(InputError, match=message):
+        check_devices_with(monkeypatch, workers, environment, gpus)
+
+
+def test_removed_save_dir_is_named(corpus, tmp_path, monkeypatch):
     save = torch.save
 
-    def removed(*args, **kwargs):
+    def remove_and_save(*args, **kwargs):
         shutil.rmtree(tmp_path / "a")
         save(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "save", removed)
-    with pytest.raises(InputError, match=r"cannot save .*: .*/a, or what was .* in it, was removed by another program"):
-        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--max-update", 2)
+    monkeypatch.setattr(torch, "save", remove_and_save)
+    with pytest.raises(InputError, match=r"cannot save .*: .*/a.* removed by another program"):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_ends_in_one_line_and_the_run_goes_on(number, code, corpus, tmp_path, monkeypatch, capfd):
-    step, interrupt = Trainer.train_step, [4]
+@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_ends_in_one_line_and_run_resumes(signal_number, code, corpus, tmp_path, monkeypatch, capfd):
+    run_options = (*MASKED_LM, *LLN, "--save-interval-updates", 2, "--max-update", 6)
+    train_step = Trainer.train_step
 
-    def train_step(self, *args, **kwargs):
-        if self.get_num_updates() in interrupt:
-            os.kill(os.getpid(), number)
-        return step(self, *args, **kwargs)
+    def interrupted_train_step(self, *args, **kwargs):
+        if self.get_num_updates() == 4:
+            os.kill(os.getpid(), signal_number)
+        return train_step(self, *args, **kwargs)
 
-    monkeypatch.setattr(Trainer, "train_step", train_step)
-    options = (*MASKED_LM, *LLN, "--save-interval-updates", 2, "--max-update", 6)
-    with pytest.raises(SystemExit) as ended:
-        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
-    assert ended.value.code == code
-    assert capfd.readouterr().err.endswith("interrupted; the same command goes on from the last checkpoint\n")
-    interrupt.clear()
-    log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *options)
-    assert next(row["num_updates"] for row in log["train"]) == "5"
+    with monkeypatch.context() as interruption:
+        interruption.setattr(Trainer, "train_step", interrupted_train_step)
+        with pytest.raises(SystemExit) as exit_info:
+            train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options)
+    assert exit_info.value.code == code
+    last_line = capfd.readouterr().err.splitlines()[-1]
+    assert last_line.startswith("interrupted; ")
+
+    log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *run_options)
+    assert log["train"][0]["num_updates"] == "5"
 
 
-def test_a_full_disk_stops_the_logs_first():
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # TensorBoard's, which names no file
+def test_full_disk_is_an_input_error_without_a_file_name():
+    full_disk = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as TensorBoard raises it
     with pytest.raises(InputError, match="cannot write the logs: No space left"), exit_with_one_line():
-        raise full
+        raise full_disk
+
+
+def test_error_of_the_system_keeps_its_class():
     with pytest.raises(ConnectionError), exit_with_one_line():
-        raise ConnectionError("not the user's")
+        raise ConnectionError("not the user's fault")
 
 
-def test_hydra_prints_an_input_error_alone(monkeypatch, capsys):
+def test_input_error_under_hydra_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(GlobalHydra.instance(), "is_initialized", lambda: True)
-    with pytest.raises(SystemExit) as ended, exit_with_one_line():
+    with pytest.raises(SystemExit) as exit_info, exit_with_one_line():
         raise InputError("this and that")
-    assert ended.value.code == 1
+    assert exit_info.value.code == 1
     assert capsys.readouterr().err == "error: this and that\n"
+
+
+def test_hydra_full_error_keeps_the_exception(monkeypatch):
+    monkeypatch.setattr(GlobalHydra.instance(), "is_initialized", lambda: True)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(InputError), exit_with_one_line():
         raise InputError("this and that")
 
 
-NUMBERS = [
-    (("--max-tokens", 0), r"dataset\.max_tokens is 0, and must be at least 1"),
-    (("--dropout", 2), r"model\.dropout is 2\.0, and must be in \[0, 1\]"),
-    (("--update-freq", 0), r"optimization\.update_freq is 0, and must be at least 1"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), NUMBERS, ids=[row[0][0] for row in NUMBERS])
-def test_numbers_that_cannot_be_meant(options, message, corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--max-tokens", 0, r"dataset\.max_tokens must be at least 1, got 0"),
+        ("--dropout", 2, r"model\.dropout must be in \[0, 1\], got 2\.0"),
+        ("--update-freq", 0, r"optimization\.update_freq must be at least 1, got 0"),
+    ],
+)
+def test_number_out_of_range_is_rejected(option, value, message, corpus, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=message):
-        train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *options)
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, option, value)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
 
 
-def test_two_kinds_of_half_precision(corpus, tmp_path, monkeypatch, capsys):
-    arguments = (monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN)
-    with pytest.raises(InputError, match="fp16 and amp exclude each other: set one of them alone"):
-        train(*arguments, "--amp", "--fp16")
-    with pytest.raises(ValueError, match="fp16") as refused:  # by fairseq-train itself
-        train(*arguments, "--bf16", "--fp16")
-    sys.excepthook(ValueError, refused.value, None)
-    assert capsys.readouterr().err == "error: --fp16 and --bf16 exclude each other: give one of them alone\n"
+def test_fp16_and_amp_exclude_each_other(corpus, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="fp16 and amp exclude each other"):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--amp", "--fp16")
+
+
+def test_fp16_and_bf16_exclude_each_other(corpus, tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="fp16") as exception_info:  # fairseq-train's own
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--bf16", "--fp16")
+    sys.excepthook(ValueError, exception_info.value, None)
+    assert capsys.readouterr().err == "error: --fp16 and --bf16 exclude each other: set only one of them\n"

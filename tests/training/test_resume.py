@@ -1,8 +1,10 @@
-"""A run goes on where it was in its epoch, or says why it cannot."""
+"""A resumed run continues exactly, a complete run trains no further, and what cannot be resumed is an error."""
 
+import logging
 import shutil
 
 import pytest
+import torch
 from fairseq.data import ListDataset
 from fairseq.data.iterators import EpochBatchIterator
 from omegaconf import OmegaConf
@@ -10,59 +12,204 @@ from omegaconf import OmegaConf
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.resume import batch_offset
-from tests.fairseq_runs import train
-from tests.training.conftest import COMMON
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, options, train
+from tests.helpers import with_representatives
+from tests.training.conftest import RUN_OPTIONS
 
-
-def test_other_batches_in_the_middle_of_an_epoch(begun, tmp_path, monkeypatch):
-    """They are taken at its begin, and by a run that is complete."""
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-    options = ("--batch-size", 4, "--update-freq", 2)
-    with pytest.raises(
-        InputError, match=r"middle of an epoch, with dataset\.batch_size = 8, here it is 4: keep it until"
-    ):
-        train(monkeypatch, tmp_path / "a.log", corpus, run, *COMMON, "--max-update", 4, *options)
-    train(monkeypatch, tmp_path / "b.log", corpus, run, *COMMON, "--max-update", 2, *options)  # is complete
-    train(monkeypatch, tmp_path / "c.log", corpus, run, *COMMON, "--max-epoch", 1, "--max-update", 99)
-    updates = load_checkpoint_lazily(str(run / "checkpoint_last.pt"))["optimizer_history"][-1]["num_updates"]
-    log = train(monkeypatch, tmp_path / "d.log", corpus, run, *COMMON, "--max-update", updates + 1, *options)
-    assert [row["num_updates"] for row in log["train"]][:1] == [str(updates + 1)]
-
-
-POSITIONS = [  # batches that each of the workers has had, workers, workers from now on -> batches of each of these
-    ((16, 1, 8), 2),
-    ((3, 8, 2), 12),
-    ((0, 1, 8), 0),
-    ((10, 1, 8), None),
+PRECISIONS = [
+    (),
+    ("--fp16", "--memory-efficient-fp16", "--fp16-init-scale", 8),
+    ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 8),
+    ("--bf16",),
+    ("--bf16", "--fp16-no-flatten-grads", "--optimizer", "nag"),
+    ("--store-ema", "--ema-fp32", "--ema-update-freq", 2, "--ema-decay", 0.9),
 ]
 
 
-@pytest.mark.parametrize(("given", "expected"), POSITIONS)
-def test_the_position_in_an_epoch_on_other_workers(given, expected):
-    def configuration(workers):
-        return {"dataset": {"batch_size": 8, "max_tokens": None, "grouped_shuffling": False}, "task": {},
-                "distributed_training": {"distributed_world_size": workers}}  # fmt: skip
-
-    done, before, now = given
-    saved, here = configuration(before), OmegaConf.create(configuration(now))
-    if expected is None:
-        with pytest.raises(InputError, match=r"8 workers cannot share what 1 have left of it: keep their number until"):
-            batch_offset("a.pt", saved, done, here)
-    else:
-        assert batch_offset("a.pt", saved, done, here) == expected
+def assert_same_tensors(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
 
 
-def batches_behind(shards, done, total=24):
-    """Of a fairseq iterator on several workers that goes on `done` batches after the begin of epoch 2."""
-    data, batches, left = ListDataset(range(total)), [[row] for row in range(total)], []
-    for shard in range(shards):
-        sharing = {"num_shards": shards, "shard_id": shard, "persistent_workers": False}
-        iterator = EpochBatchIterator(data, list, batches, seed=5, epoch=2, **sharing)
+@pytest.mark.parametrize(
+    "precision",
+    with_representatives(PRECISIONS, (), *PRECISIONS[2:4], PRECISIONS[-1]),
+    ids=lambda precision: " ".join(map(str, precision)),
+)
+def test_interrupted_run_resumes_exactly(precision, corpus, tmp_path, monkeypatch, half):
+    run_options = (*MASKED_LM, *LLN, *precision, "--fp16-scale-window", 3)
+
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "whole", *run_options, "--max-update", 10)
+    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "resumed", *run_options, "--max-update", 5)
+    train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "resumed", *run_options, "--max-update", 10)
+
+    whole = torch.load(tmp_path / "whole" / "checkpoint_last.pt")
+    resumed = torch.load(tmp_path / "resumed" / "checkpoint_last.pt")
+    assert_same_tensors(resumed["model"], whole["model"])
+    whole_average = whole["extra_state"].get("ema_fp32_params", {})
+    resumed_average = resumed["extra_state"].get("ema_fp32_params", {})
+    assert_same_tensors(resumed_average, whole_average)
+    assert resumed["last_optimizer_state"].get("loss_scale") == whole["last_optimizer_state"].get("loss_scale")
+
+
+@pytest.mark.exhaustive
+def test_stock_fairseq_forgets_float32_parameters_of_fp16(corpus, tmp_path, monkeypatch, half):
+    stock = options("--fp16 --fp16-no-flatten-grads --fp16-init-scale 8 --task masked_lm")
+    run_options = (*MASKED_LM, *LLN, *stock, "--required-batch-size-multiple", 1)
+
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "whole", *run_options, "--max-update", 10)
+    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "resumed", *run_options, "--max-update", 5)
+    train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "resumed", *run_options, "--max-update", 10)
+
+    whole = torch.load(tmp_path / "whole" / "checkpoint_last.pt")["model"]
+    resumed = torch.load(tmp_path / "resumed" / "checkpoint_last.pt")["model"]
+    assert any(not torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_patience_survives_interruption(corpus, tmp_path, monkeypatch):
+    run_options = (*MASKED_LM, *LLN, "--lr", 0, "--patience", 3, "--validate-interval-updates", 1)
+
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options, "--max-update", 2)
+    log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *run_options, "--max-update", 9)
+
+    assert sorted({row["num_updates"] for row in log["train"]}) == ["3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        (
+            ("--lr", 0, "--patience", 2, "--validate-interval-updates", 1),
+            "stopped early at update 3, without a better score in 2 validations",
+        ),
+        (("--max-epoch", 1), "3 updates in 1 epochs"),
+        (("--stop-time-hours", 1e-7), "1 updates in 1e-07 hours"),
+    ],
+    ids=["patience", "epochs", "time"],
+)
+def test_complete_run_trains_no_further(limit, reason, corpus, tmp_path, monkeypatch, caplog):
+    run_options = (*MASKED_LM, *LLN, "--max-update", 9, *limit)
+    log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options)
+    if "--patience" in limit:
+        assert len(log["train"]) == 3  # the first score, and two that are no better
+    checkpoint = tmp_path / "a" / "checkpoint_last.pt"
+    before = checkpoint.read_bytes()
+
+    with caplog.at_level(logging.INFO):
+        second_log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *run_options)
+
+    assert second_log["train"] == []
+    assert f"a is complete: {reason}" in caplog.text
+    assert checkpoint.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("extra", "kept"),
+    [
+        # One checkpoint too many remains if the training was killed before it removed the oldest.
+        (("checkpoint_1_0.pt",), ()),
+        # Two too many come from a run that was configured to keep more.
+        (("checkpoint_1_0.pt", "checkpoint_2_0.pt"), ("checkpoint_1_0.pt", "checkpoint_2_0.pt")),
+    ],
+    ids=["one", "two"],
+)
+def test_complete_run_removes_superseded_checkpoint(extra, kept, corpus, tmp_path, monkeypatch):
+    run = tmp_path / "a"
+    limits = options("--max-update 3 --save-interval-updates 1 --keep-interval-updates 2")
+    run_options = (*MASKED_LM, *LLN, *limits)
+    train(monkeypatch, tmp_path / "a.log", corpus, run, *run_options)
+    before = {path.name: path.read_bytes() for path in run.glob("*.pt")}
+    for name in (*extra, "checkpoint_other.pt"):
+        shutil.copy(run / "checkpoint_1_2.pt", run / name)
+
+    train(monkeypatch, tmp_path / "b.log", corpus, run, *run_options)
+
+    after = {path.name: path.read_bytes() for path in run.glob("*.pt")}
+    assert set(after) == {*before, *kept, "checkpoint_other.pt"}
+    for name, content in before.items():
+        assert after[name] == content, name
+
+
+def test_restore_file_does_not_overwrite_existing_run(corpus, task_data, tmp_path, monkeypatch):
+    train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "p", *MASKED_LM, *LLN, "--max-positions", 64)
+    resets = options("--reset-optimizer --reset-dataloader --reset-meters --reset-lr-scheduler")
+    run_options = (*CLASSIFICATION, *LLN, "--restore-file", tmp_path / "p" / "checkpoint_last.pt", *resets)
+    train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *run_options)
+
+    with pytest.raises(InputError, match="would overwrite it: use --finetune-from-model"):
+        train(monkeypatch, tmp_path / "b.log", task_data, tmp_path / "a", *run_options)
+
+
+OTHER_BATCHES = ("--batch-size", 4, "--update-freq", 2)
+
+
+def test_other_batches_in_middle_of_epoch_are_rejected(run_copy, tmp_path, monkeypatch):
+    run_options = (*RUN_OPTIONS, "--max-update", 4, *OTHER_BATCHES)
+    with pytest.raises(InputError, match=r"middle of an epoch with dataset\.batch_size = 8, .* has 4: keep .* until"):
+        train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *run_options)
+
+
+def test_complete_run_accepts_other_batches(run_copy, tmp_path, monkeypatch):
+    log = train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, *OTHER_BATCHES)
+    assert log["train"] == []
+
+
+def test_other_batches_at_start_of_epoch_are_accepted(run_copy, tmp_path, monkeypatch):
+    corpus, run = run_copy
+    train(monkeypatch, tmp_path / "a.log", corpus, run, *RUN_OPTIONS, "--max-epoch", 1, "--max-update", 99)
+    state = load_checkpoint_lazily(str(run_copy.checkpoint))
+    next_update = state["optimizer_history"][-1]["num_updates"] + 1
+
+    log = train(monkeypatch, tmp_path / "b.log", corpus, run, *RUN_OPTIONS, "--max-update", next_update, *OTHER_BATCHES)
+
+    assert log["train"][0]["num_updates"] == str(next_update)
+
+
+def configuration(workers):
+    return {
+        "dataset": {"batch_size": 8, "max_tokens": None, "grouped_shuffling": False},
+        "task": {},
+        "distributed_training": {"distributed_world_size": workers},
+    }
+
+
+@pytest.mark.parametrize(
+    ("done", "saved_workers", "workers", "expected"),
+    [
+        (16, 1, 8, 2),
+        (3, 8, 2, 12),
+        (0, 1, 8, 0),
+    ],
+)
+def test_batch_offset_with_other_workers(done, saved_workers, workers, expected):
+    assert (
+        batch_offset("a.pt", configuration(saved_workers), done, OmegaConf.create(configuration(workers))) == expected
+    )
+
+
+def test_batch_offset_rejects_indivisible_batches():
+    with pytest.raises(InputError, match=r"with 1 workers, .* divided among 8 workers: keep their number until"):
+        batch_offset("a.pt", configuration(1), 10, OmegaConf.create(configuration(8)))
+
+
+def processed_batches(workers, done, total=24):
+    """Return the batches of an epoch that no worker sees if each of them skips the first `done` of its batches."""
+    dataset = ListDataset(range(total))
+    batches = [[row] for row in range(total)]
+    remaining = set()
+    for worker in range(workers):
+        iterator = EpochBatchIterator(
+            dataset, list, batches, seed=5, epoch=2, num_shards=workers, shard_id=worker, persistent_workers=False
+        )
         iterator.load_state_dict({"epoch": 2, "iterations_in_epoch": done, "shuffle": True, "version": 2})
-        left += [batch[0] for batch in iterator.next_epoch_itr()]
-    return set(range(total)) - set(left)
+        remaining.update(batch[0] for batch in iterator.next_epoch_itr())
+    return set(range(total)) - remaining
 
 
-def test_as_many_batches_on_other_workers_are_the_same():
-    assert batches_behind(8, 2) == batches_behind(2, 8) == batches_behind(1, 16)
-    assert batches_behind(8, 2) != batches_behind(2, 2)  # what fairseq took
+def test_same_total_offset_means_same_batches():
+    assert processed_batches(8, done=2) == processed_batches(2, done=8) == processed_batches(1, done=16)
+
+
+def test_stock_fairseq_offset_means_other_batches():
+    assert processed_batches(8, done=2) != processed_batches(2, done=2)

@@ -1,4 +1,4 @@
-"""A run goes on with what it began with: other settings that change its result are named."""
+"""A run resumes only with the settings, the data and the initial model that it was started with."""
 
 import shutil
 
@@ -10,215 +10,266 @@ from omegaconf import OmegaConf
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily, plugin_state
 from lln_fairseq.errors import InputError
 from lln_fairseq.training import run_identity
-from lln_fairseq.training.run_identity import differences
-from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, hydra_train, make_classification, sentences, train
-from tests.training.conftest import COMMON
+from lln_fairseq.training.run_identity import changed_settings
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    binarize,
+    hydra_train,
+    make_classification,
+    options,
+    sentences,
+    train,
+)
+from tests.training.conftest import RUN_OPTIONS
 
 CHANGES = [
-    (("--seed", 4), r"common\.seed = 3, here it is 4"),
-    (("--attention", "lln"), r"model\.attention = lln_diag, here it is lln"),
-    (("--lln-diag-block-size", 16, "--dropout", 0.3), r"model\.dropout = 0\.1, here it is 0\.3"),
-    (("--lln-diag-alpha", 2.0, "--lln-diag-beta", 2.0), r"model\.lln_diag_alpha = None, here it is 2\.0"),
-    (("--mask-prob", 0.3), r"task\.mask_prob = 0\.15, here it is 0\.3"),
-    (("--adam-eps", 1e-6), r"optimizer\.adam_eps = 1e-08, here it is 1e-06"),
-    (("--update-freq", 2), r"sequences an update = \[8\], here it is \[16\]"),
-    (("--max-tokens", 500), r"tokens an update = as many as there are, here it is \[500\]"),
-    (("--train-subset", "valid"), r"dataset\.train_subset = train, here it is valid"),
-    (("--best-checkpoint-metric", "ppl"), r"checkpoint\.best_checkpoint_metric = loss, here it is ppl"),
-    (("--seed", 4, "--reset-meters"), r"common\.seed = 3, here it is 4"),
+    (("--seed", 4), r"common\.seed = 3 .* now 4"),
+    (("--attention", "lln"), r"model\.attention = lln_diag .* now lln"),
+    (("--lln-diag-block-size", 16, "--dropout", 0.3), r"model\.dropout = 0\.1 .* now 0\.3"),
+    (("--lln-diag-alpha", 2.0, "--lln-diag-beta", 2.0), r"model\.lln_diag_alpha = None .* now 2\.0"),
+    (("--mask-prob", 0.3), r"task\.mask_prob = 0\.15 .* now 0\.3"),
+    (("--adam-eps", 1e-6), r"optimizer\.adam_eps = 1e-08 .* now 1e-06"),
+    (("--update-freq", 2), r"sequences an update = \[8\] .* now \[16\]"),
+    (("--max-tokens", 500), r"tokens an update = unlimited .* now \[500\]"),
+    (("--train-subset", "valid"), r"dataset\.train_subset = train .* now valid"),
+    (("--best-checkpoint-metric", "ppl"), r"checkpoint\.best_checkpoint_metric = loss .* now ppl"),
+    (("--seed", 4, "--reset-meters"), r"common\.seed = 3 .* now 4"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), CHANGES, ids=[str(change[0][0]) for change in CHANGES])
-def test_what_changes_the_result_is_named(options, message, begun, tmp_path, monkeypatch):
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-    before = (run / "checkpoint_last.pt").read_bytes()
-    with pytest.raises(InputError, match=f"holds another run: .*{message}.*or another --save-dir"):
-        train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 4, *options)
-    assert (run / "checkpoint_last.pt").read_bytes() == before
+@pytest.mark.parametrize(("changes", "message"), CHANGES, ids=[str(changes[0]) for changes, _ in CHANGES])
+def test_resume_rejects_changed_settings(changes, message, run_copy, tmp_path, monkeypatch):
+    before = run_copy.checkpoint.read_bytes()
+    run_options = (*RUN_OPTIONS, "--max-update", 4, *changes)
+    with pytest.raises(InputError, match=f"holds another run: .*{message}.*or choose another --save-dir"):
+        train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *run_options)
+    assert run_copy.checkpoint.read_bytes() == before
 
 
-def test_a_checkpoint_beside_the_last_is_of_the_same_run(begun, tmp_path, monkeypatch):
-    """fairseq takes every --restore-file but the default as it is, and not from the --save-dir."""
-    shutil.copytree(begun[1], tmp_path / "run")
+@pytest.mark.parametrize("path", ["run/checkpoint_best.pt", "{tmp_path}/run/../run/checkpoint_last.pt"])
+def test_restore_file_in_save_dir_is_the_same_run(path, run_copy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for options in (
-        ("--restore-file", "run/checkpoint_best.pt"),
-        ("--restore-file", tmp_path / "run/../run/checkpoint_last.pt"),
-    ):
-        with pytest.raises(InputError, match=r"run holds another run: common\.seed = 3, here it is 4"):
-            train(monkeypatch, tmp_path / "log", begun[0], "run", *COMMON, "--max-update", 4, *options, "--seed", 4)
+    changes = ("--max-update", 4, "--seed", 4, "--restore-file", path.format(tmp_path=tmp_path))
+    with pytest.raises(InputError, match=r"run holds another run: common\.seed = 3 .* now 4"):
+        train(monkeypatch, tmp_path / "log", run_copy.corpus, "run", *RUN_OPTIONS, *changes)
 
 
-def test_another_metric_begins_with_other_scores(begun, tmp_path, monkeypatch):
-    """Of a training that stops early too, whose patience has a score of its own."""
-    run = shutil.copytree(begun[1], tmp_path / "run")
-    state = torch.load(run / "checkpoint_last.pt")
+def test_reset_meters_forgets_scores_of_other_metric(run_copy, tmp_path, monkeypatch):
+    state = torch.load(run_copy.checkpoint)
     state["extra_state"]["LLNMaskedLMTask"]["patience"] = {"best": -1.0, "num_runs": 1}
-    torch.save(state, run / "checkpoint_last.pt")
-    options = ("--max-update", 4, "--patience", 2, "--best-checkpoint-metric", "ppl", "--reset-meters")
-    log = train(monkeypatch, tmp_path / "log", begun[0], run, *COMMON, *options)
+    torch.save(state, run_copy.checkpoint)
+    changes = options("--max-update 4 --patience 2 --best-checkpoint-metric ppl --reset-meters")
+
+    log = train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, *changes)
+
     assert log["train"][-1]["num_updates"] == "4"
-    extra = torch.load(run / "checkpoint_last.pt")["extra_state"]
-    assert extra["best"] == extra["LLNMaskedLMTask"]["patience"]["best"] == extra["val_loss"]
+    extra_state = torch.load(run_copy.checkpoint)["extra_state"]
+    patience = extra_state["LLNMaskedLMTask"]["patience"]
+    assert extra_state["best"] == patience["best"] == extra_state["val_loss"]
 
 
-def settings_of(tokens, size, frequency=1, workers=1):
-    return OmegaConf.create({
-        "dataset": {"max_tokens": tokens, "batch_size": size}, "optimization": {"update_freq": [frequency]},
-        "distributed_training": {"distributed_world_size": workers},
-    })  # fmt: skip
+def batch_settings(max_tokens, batch_size, update_freq=1, workers=1):
+    return OmegaConf.create(
+        {
+            "dataset": {"max_tokens": max_tokens, "batch_size": batch_size},
+            "optimization": {"update_freq": [update_freq]},
+            "distributed_training": {"distributed_world_size": workers},
+        }
+    )
 
 
-SPLITS = [  # of (4400 tokens, 32 sequences, 1 batch an update, 1 worker)
-    ((4400, 4, 1, 8), []),
-    ((2200, 16, 2), []),
-    ((1100, 32), ["tokens an update", "dataset.max_tokens"]),
-    ((4400, 16), ["sequences an update"]),
-    ((None, 32), ["tokens an update", "dataset.max_tokens"]),
-    ((4400, None), ["sequences an update"]),
-]
+@pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        (batch_settings(4400, 4, workers=8), []),
+        (batch_settings(2200, 16, update_freq=2), []),
+        (batch_settings(1100, 32), ["tokens an update", "dataset.max_tokens"]),
+        (batch_settings(4400, 16), ["sequences an update"]),
+        (batch_settings(None, 32), ["tokens an update", "dataset.max_tokens"]),
+        (batch_settings(4400, None), ["sequences an update"]),
+    ],
+)
+def test_update_size_limited_by_sequences_and_tokens(settings, changed):
+    saved = OmegaConf.to_container(batch_settings(4400, 32))
+    assert [change.split(" = ")[0] for change in changed_settings(saved, settings)] == changed
 
 
-@pytest.mark.parametrize(("split", "expected"), SPLITS)
-def test_the_size_of_an_update_where_tokens_are_counted_too(split, expected):
-    saved = OmegaConf.to_container(settings_of(4400, 32))
-    assert [text.split(" = ")[0] for text in differences(saved, settings_of(*split))] == expected
+def test_update_size_limited_by_tokens():
+    saved = OmegaConf.to_container(batch_settings(4400, None, workers=8))
+    assert changed_settings(saved, batch_settings(4400, None, update_freq=8)) == []
+    change = "tokens an update = [35200] in the checkpoint, now [4400]"
+    assert changed_settings(saved, batch_settings(4400, None)) == [change]
 
 
-def test_the_size_of_an_update_where_tokens_alone_are_counted():
-    saved = OmegaConf.to_container(settings_of(4400, None, workers=8))
-    assert not differences(saved, settings_of(4400, None, 8))
-    found = ["tokens an update = [35200], here it is [4400]"]
-    assert differences(saved, settings_of(4400, None)) == found
+STOCK_MODEL = {"model": {"_name": "roberta_base", "dropout": 0.1}}
+# A recipe sets the attention of every model, and fairseq's own models ignore it.
+STOCK_MODEL_OF_RECIPE = {"model": {"_name": "roberta_base", "dropout": 0.1, "attention": "lln_diag"}}
 
 
-def test_a_run_of_fairseqs_own_roberta_is_one_of_softmax():
-    stock = {"model": {"_name": "roberta_base", "dropout": 0.1}}
-    ours = {"model": {"_name": "lln_roberta_base", "attention": "lln_diag", "dropout": 0.1}}
-    assert differences(stock, OmegaConf.create(ours)) == ["model.attention = softmax, here it is lln_diag"]
-    assert differences(ours, OmegaConf.create(stock)) == ["model.attention = lln_diag, here it is softmax"]
-    stock["model"]["attention"] = "lln_diag"  # of a recipe, which that model does not look at
-    assert differences(stock, OmegaConf.create(ours)) == ["model.attention = softmax, here it is lln_diag"]
-    ours["model"]["attention"] = "softmax"
-    assert not differences(stock, OmegaConf.create(ours))
+@pytest.mark.parametrize("stock", [STOCK_MODEL, STOCK_MODEL_OF_RECIPE])
+def test_stock_roberta_has_softmax_attention(stock):
+    lln_diag = {"model": {"_name": "lln_roberta_base", "attention": "lln_diag", "dropout": 0.1}}
+    softmax = {"model": {"_name": "lln_roberta_base", "attention": "softmax", "dropout": 0.1}}
+    (to_lln_diag,) = changed_settings(stock, OmegaConf.create(lln_diag))
+    (from_lln_diag,) = changed_settings(lln_diag, OmegaConf.create(stock))
+    assert to_lln_diag == "model.attention = softmax in the checkpoint, now lln_diag"
+    assert from_lln_diag == "model.attention = lln_diag in the checkpoint, now softmax"
+    assert changed_settings(stock, OmegaConf.create(softmax)) == []
 
 
-def test_what_does_not_change_the_result_goes_on(begun, tmp_path, monkeypatch):
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-    options = ("--max-update", 4, "--log-interval", 2, "--checkpoint-activations", "--num-workers", 1,
-               "--tensorboard-logdir", tmp_path / "tb", "--linformer-projected-length", 7)  # fmt: skip
-    log = train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, *options)
+def test_resume_accepts_changes_without_effect_on_the_result(run_copy, tmp_path, monkeypatch):
+    harmless = options("--max-update 4 --log-interval 2 --checkpoint-activations --num-workers 1")
+    other_attention = ("--linformer-projected-length", 7)
+    run_options = (*RUN_OPTIONS, *harmless, *other_attention, "--tensorboard-logdir", tmp_path / "tb")
+    log = train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *run_options)
     assert log["train"][-1]["num_updates"] == "4"
 
 
-WITHOUT_DATACLASS = [("--optimizer", name) for name in ("sgd", "adafactor")]
-WITHOUT_DATACLASS.append(("--arch", "roberta_base"))
+@pytest.mark.parametrize(
+    "class_option",
+    [("--optimizer", "sgd"), ("--optimizer", "adafactor"), ("--arch", "roberta_base")],
+    ids=" ".join,
+)
+def test_classes_without_dataclass_are_compared_too(class_option, started_run, tmp_path, monkeypatch):
+    corpus = started_run.corpus
+    run_options = (*RUN_OPTIONS, *class_option)
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options, "--max-update", 1)
+    run = shutil.move(tmp_path / "a", tmp_path / "b")
 
-
-@pytest.mark.parametrize("options", WITHOUT_DATACLASS, ids=" ".join)
-def test_classes_without_a_dataclass_resume_after_harmless_changes(options, begun, tmp_path, monkeypatch):
-    train(monkeypatch, tmp_path / "a.log", begun[0], tmp_path / "a", *COMMON, *options, "--max-update", 1)
-    shutil.move(tmp_path / "a", tmp_path / "b")
-    harmless = ("--max-update", 2, "--log-interval", 2, "--num-workers", 1, "--patience", 5)
-    log = train(monkeypatch, tmp_path / "b.log", begun[0], tmp_path / "b", *COMMON, *options, *harmless)
+    harmless = options("--max-update 2 --log-interval 2 --num-workers 1 --patience 5")
+    log = train(monkeypatch, tmp_path / "b.log", corpus, run, *run_options, *harmless)
     assert log["train"][-1]["num_updates"] == "2"
-    others = ("--max-update", 3, "--dropout", 0.3, "--weight-decay", 0.2)
-    with pytest.raises(InputError, match=r"model\.dropout = 0\.1, .* optimizer\.weight_decay = 0\.0, "):
-        train(monkeypatch, tmp_path / "c.log", begun[0], tmp_path / "b", *COMMON, *options, *others)
+
+    changes = ("--max-update", 3, "--dropout", 0.3, "--weight-decay", 0.2)
+    with pytest.raises(InputError, match=r"model\.dropout = 0\.1 .* optimizer\.weight_decay = 0\.0 "):
+        train(monkeypatch, tmp_path / "c.log", corpus, run, *run_options, *changes)
 
 
-def test_a_model_of_fairseqs_own_that_is_given_an_attention(begun, tmp_path, monkeypatch, capfd):
+def test_stock_model_rejects_an_attention(started_run, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    options = ("model=tiny", "corpus=demo", "run=cpu", f"task.data={begun[0]}", "lr_scheduler.warmup_updates=1",
-               "model._name=roberta_base", "model.encoder_layers=1", "checkpoint.save_dir=run", "hydra.run.dir=job",
-               "task.global_batch=8", "dataset.batch_size=8", "dataset.num_workers=0")  # fmt: skip
+    overrides = options("""
+        model=tiny corpus=demo run=cpu lr_scheduler.warmup_updates=1 model._name=roberta_base model.encoder_layers=1
+        checkpoint.save_dir=run hydra.run.dir=job task.global_batch=8 dataset.batch_size=8 dataset.num_workers=0
+    """)
     with pytest.raises(SystemExit):
-        hydra_train(monkeypatch, *options)
-    said = capfd.readouterr().err
-    assert "error: model._name=roberta_base is fairseq's own and has softmax, not lln_diag: lln_roberta_base" in said
+        hydra_train(monkeypatch, *overrides, f"task.data={started_run.corpus}")
+    message = "error: model._name=roberta_base is fairseq's own model and supports only attention softmax, got lln_diag"
+    assert message in capfd.readouterr().err
 
 
-def test_a_reset_begins_something_new(begun, tmp_path, monkeypatch):
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-    options = ("--max-update", 4, "--lr", 0.01, "--reset-optimizer")
-    assert train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, *options)["train"][-1]["lr"] == "0.01"
+def test_reset_optimizer_accepts_changed_settings(run_copy, tmp_path, monkeypatch):
+    changes = ("--max-update", 4, "--lr", 0.01, "--reset-optimizer")
+    log = train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, *changes)
+    assert log["train"][-1]["lr"] == "0.01"
 
 
-def test_other_data_of_the_same_dictionary(begun, tmp_path, monkeypatch):
-    run, other = shutil.copytree(begun[1], tmp_path / "run"), shutil.copytree(begun[0], tmp_path / "other")
-    binarize(sentences(60, seed=9), other / "dict.txt", other / "train")
+def test_resume_rejects_other_data_with_same_dictionary(run_copy, tmp_path, monkeypatch):
+    other_corpus = shutil.copytree(run_copy.corpus, tmp_path / "other")
+    binarize(sentences(60, seed=9), other_corpus / "dict.txt", other_corpus / "train")
     with pytest.raises(InputError, match="holds another run: other training data"):
-        train(monkeypatch, tmp_path / "a.log", other, run, *COMMON, "--max-update", 4)
-    moved = shutil.copytree(begun[0], tmp_path / "moved")  # the same data elsewhere
-    log = train(monkeypatch, tmp_path / "b.log", moved, run, *COMMON, "--max-update", 3)
-    assert next(row["num_updates"] for row in log["train"]) == "3"
+        train(monkeypatch, tmp_path / "log", other_corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 4)
 
 
-def test_the_ends_and_the_middle_of_large_data_count(tmp_path, monkeypatch):
+def test_resume_accepts_moved_data(run_copy, tmp_path, monkeypatch):
+    moved_corpus = shutil.copytree(run_copy.corpus, tmp_path / "moved")
+    log = train(monkeypatch, tmp_path / "log", moved_corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 3)
+    assert log["train"][0]["num_updates"] == "3"
+
+
+def test_resume_rejects_exchanged_labels(tmp_path, monkeypatch):
+    data = make_classification(tmp_path / "a")
+    exchanged = make_classification(tmp_path / "b", class_of=lambda row, line: "w1 " not in line)
+    run_options = (*CLASSIFICATION, *LLN, "--max-update")
+    train(monkeypatch, tmp_path / "a.log", data, tmp_path / "run", *run_options, 1)
+    with pytest.raises(InputError, match="holds another run: other training data"):
+        train(monkeypatch, tmp_path / "b.log", exchanged, tmp_path / "run", *run_options, 2)
+
+
+def test_hash_of_large_data_covers_size_ends_and_middle(tmp_path, monkeypatch):
     monkeypatch.setattr(run_identity, "WHOLE_FILE", 1000)
     monkeypatch.setattr(run_identity, "CHUNK", 10)
-    content = np.zeros(2000, np.uint8)
+    first_of_middle_chunk = (1990 * 31) // 63
     hashes = set()
-    for change in (None, 0, 1999, (1990 * 31) // 63):
-        content[:] = 0
-        if change is not None:
-            content[change] = 1
+    for changed_byte in (None, 0, 1999, first_of_middle_chunk):
+        content = np.zeros(2000, np.uint8)
+        if changed_byte is not None:
+            content[changed_byte] = 1
         content.tofile(tmp_path / "train.bin")
         hashes.add(run_identity.data_hash([str(tmp_path)]))
-    content[:1999].tofile(tmp_path / "train.bin")
-    assert len(hashes | {run_identity.data_hash([str(tmp_path)])}) == 5
+    np.zeros(1999, np.uint8).tofile(tmp_path / "train.bin")
+    hashes.add(run_identity.data_hash([str(tmp_path)]))
+    assert len(hashes) == 5
 
 
-def test_labels_that_were_exchanged(tmp_path, monkeypatch):
-    a = make_classification(tmp_path / "a")
-    b = make_classification(tmp_path / "b", class_of=lambda row, line: "w1 " not in line)
-    options = (*CLASSIFICATION, *LLN, "--max-update")
-    train(monkeypatch, tmp_path / "a.log", a, tmp_path / "run", *options, 1)
-    with pytest.raises(InputError, match="holds another run: other training data"):
-        train(monkeypatch, tmp_path / "b.log", b, tmp_path / "run", *options, 2)
-
-
-def test_checkpoints_of_before_are_not_compared_by_what_they_lack(begun, tmp_path, monkeypatch):
-    corpus, run = begun[0], shutil.copytree(begun[1], tmp_path / "run")
-    state = torch.load(run / "checkpoint_last.pt")
+def test_checkpoint_without_hashes_resumes(run_copy, tmp_path, monkeypatch):
+    """Checkpoints of the first releases have no hashes, or another one of the data."""
+    state = torch.load(run_copy.checkpoint)
     record = state["extra_state"][PLUGIN_STATE]
-    assert (record.pop("start"), len(record.pop("content"))) == ("", 64)
+    assert record.pop("start") == ""
+    assert len(record.pop("content")) == 64
     record["data"] = "a hash of the lengths"
-    torch.save(state, run / "checkpoint_last.pt")
-    log = train(monkeypatch, tmp_path / "log", corpus, run, *COMMON, "--max-update", 3)
+    torch.save(state, run_copy.checkpoint)
+
+    log = train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 3)
+
     assert log["train"][-1]["num_updates"] == "3"
-    assert "start" not in torch.load(run / "checkpoint_last.pt")["extra_state"][PLUGIN_STATE]
+    assert "start" not in torch.load(run_copy.checkpoint)["extra_state"][PLUGIN_STATE]
 
 
-def test_another_model_to_start_from(begun, tmp_path, monkeypatch):
-    """By its content: not by its path, and a file that is gone says nothing."""
-    corpus, scratch = begun
-    a, b, moved = (tmp_path / f"{name}.pt" for name in ("a", "b", "moved"))
-    shutil.copy(scratch / "checkpoint_last.pt", a)
-    state = torch.load(a)
-    state["model"]["encoder.lm_head.bias"] += 1
-    torch.save(state, b)
-    shutil.copy(a, moved)
+class InitialModels:
+    """Two initial models, a.pt and b.pt, and trainings that start from one of them."""
 
-    def go_on(updates, run, *options):
-        train(monkeypatch, tmp_path / f"{updates}.log", corpus, run, *COMMON, "--max-update", updates, *options)
+    def __init__(self, started_run, folder, monkeypatch):
+        self.corpus = started_run.corpus
+        self.folder = folder
+        self.monkeypatch = monkeypatch
+        self.a = shutil.copy(started_run.checkpoint, folder / "a.pt")
+        self.b = folder / "b.pt"
+        state = torch.load(self.a)
+        state["model"]["encoder.lm_head.bias"] += 1
+        torch.save(state, self.b)
+
+    def train(self, run, updates, *extra_options):
+        """Train or resume a run, and return the hash of the initial model in its checkpoint."""
+        run_options = (*RUN_OPTIONS, "--max-update", updates, *extra_options)
+        train(self.monkeypatch, self.folder / f"{updates}.log", self.corpus, run, *run_options)
         return plugin_state(load_checkpoint_lazily(str(run / "checkpoint_last.pt")))["start"]
 
-    def refused(run, *options):
-        with pytest.raises(InputError, match="holds another run: another model to start from"):
-            go_on(9, run, *options)
+    def assert_rejected(self, run, *extra_options):
+        with pytest.raises(InputError, match="holds another run: another initial model"):
+            self.train(run, 9, *extra_options)
 
-    run = tmp_path / "run"
-    begin = go_on(1, run, "--finetune-from-model", a)
-    refused(run, "--finetune-from-model", b)
-    refused(run)
-    refused(shutil.copytree(scratch, tmp_path / "scratch"), "--finetune-from-model", a)
-    assert go_on(2, run, "--finetune-from-model", moved) == begin
-    shutil.copy(b, a)
-    refused(run, "--finetune-from-model", a)
-    a.unlink()
-    assert go_on(3, run, "--finetune-from-model", a) == begin
-    elsewhere = tmp_path / "elsewhere"
-    assert go_on(2, elsewhere, "--restore-file", moved, "--reset-optimizer") == begin
-    assert go_on(3, elsewhere) == go_on(4, elsewhere, "--finetune-from-model", moved) == begin
+
+@pytest.fixture
+def initial_models(started_run, tmp_path, monkeypatch):
+    return InitialModels(started_run, tmp_path, monkeypatch)
+
+
+def test_resume_compares_content_of_initial_model(initial_models, tmp_path):
+    run = tmp_path / "finetuned"
+    model = initial_models.a
+    start = initial_models.train(run, 1, "--finetune-from-model", model)
+    initial_models.assert_rejected(run, "--finetune-from-model", initial_models.b)
+    initial_models.assert_rejected(run)
+
+    moved = shutil.copy(model, tmp_path / "moved.pt")
+    assert initial_models.train(run, 2, "--finetune-from-model", moved) == start
+
+    shutil.copy(initial_models.b, model)
+    initial_models.assert_rejected(run, "--finetune-from-model", model)
+    model.unlink()  # a missing file cannot be compared
+    assert initial_models.train(run, 3, "--finetune-from-model", model) == start
+
+
+def test_run_from_scratch_rejects_initial_model(initial_models, run_copy):
+    initial_models.assert_rejected(run_copy.save_dir, "--finetune-from-model", initial_models.a)
+
+
+def test_run_from_restore_file_resumes_with_and_without_initial_model(initial_models, tmp_path):
+    run = tmp_path / "restored"
+    model = initial_models.a
+    start = initial_models.train(run, 2, "--restore-file", model, "--reset-optimizer")
+    assert start == run_identity.file_hash(model)
+    assert initial_models.train(run, 3) == start
+    assert initial_models.train(run, 4, "--finetune-from-model", model) == start

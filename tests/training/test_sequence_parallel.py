@@ -1,6 +1,6 @@
-"""Trainings in which workers share sequences: what one worker computes, on four.
+"""Trainings in which four workers split their sequences compute the same as one worker.
 
-The four workers do several trainings, one after the other, in the same processes.
+The same four processes run several trainings, one after the other, because starting processes takes most of the time.
 """
 
 import os
@@ -25,7 +25,7 @@ from lln_fairseq.errors import InputError
 from lln_fairseq.inference import evaluate
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.modules.token_shards import shard_bounds
-from lln_fairseq.training.sequence_parallel import SequenceSharing, shard_multiple
+from lln_fairseq.training.sequence_parallel import SequenceParallelism, shard_multiple
 from lln_fairseq.training.settings import split_global_batch
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -34,6 +34,7 @@ from tests.fairseq_runs import (
     USER_DIR,
     make_classification,
     make_corpus,
+    options,
     train,
 )
 from tests.helpers import with_representatives
@@ -41,65 +42,68 @@ from tests.workers import free_port, run_workers
 
 ROOT = Path(__file__).parents[2]
 WORKERS = 4
-PLAIN = ("--arch", "lln_roberta_tiny", "--dropout", 0, "--attention-dropout", 0, "--batch-size", 4)
-LEARNED = ("--lln-diag-gain", "learned", "--lln-diag-mix", "ratio")
-PROBED = ("--probe-interval", 2)
+SMALL_MODEL = options("--arch lln_roberta_tiny --dropout 0 --attention-dropout 0 --batch-size 4")
+DISTRIBUTED = options("--distributed-no-spawn --distributed-backend gloo --ddp-backend legacy_ddp")
+LEARNED = options("--lln-diag-gain learned --lln-diag-mix ratio --sample-break-mode eos --clip-norm 0.5")
+SCORED = options("--criterion lln_sentence_prediction --probe-interval 2")
 SCORES = {"valid_loss", "valid_accuracy", "valid_f1", "valid_mcc"}
-# name: (kind of data, options, workers that share a sequence)
+# For each run: its data, its options, and the number of workers that share a sequence.
 RUNS = {
-    "masked": ("corpus", (*MASKED_LM, *PLAIN, "--max-update", 20), 2),
-    "padded": ("corpus", (*MASKED_LM, *PLAIN, *LEARNED, "--sample-break-mode", "eos", "--clip-norm", 0.5), 4),
-    "blocks": ("corpus", (*MASKED_LM, *PLAIN, "--attention", "block_diag"), 4),
-    "lln": ("corpus", (*MASKED_LM, *PLAIN, "--attention", "lln", "--checkpoint-activations"), 2),
-    "classified": ("sentences", (*CLASSIFICATION, "--criterion", "lln_sentence_prediction", *PLAIN, *PROBED), 2),
-    "fairseq's": ("sentences", (*CLASSIFICATION, *PLAIN, "--attention", "lln"), 4),
+    "masked": ("corpus", (*MASKED_LM, *SMALL_MODEL, "--max-update", 20), 2),
+    "padded": ("corpus", (*MASKED_LM, *SMALL_MODEL, *LEARNED), 4),
+    "blocks": ("corpus", (*MASKED_LM, *SMALL_MODEL, "--attention", "block_diag"), 4),
+    "lln": ("corpus", (*MASKED_LM, *SMALL_MODEL, "--attention", "lln", "--checkpoint-activations"), 2),
+    "classified": ("sentences", (*CLASSIFICATION, *SMALL_MODEL, *SCORED), 2),
+    "fairseq's": ("sentences", (*CLASSIFICATION, *SMALL_MODEL, "--attention", "lln"), 4),
 }
+GROUPS = [("masked", "padded", "classified"), ("blocks", "lln", "fairseq's")]  # each is trained by the same processes
 
-GROUPS = [("masked", "padded", "classified"), ("blocks", "lln", "fairseq's")]  # each trained by the same four workers
 
-
-class Recorded:
-    """What fairseq logs of every update, before it is rounded; `with Recorded() as rows`."""
+class RecordedMetrics:
+    """A context that records the metrics of every update before fairseq rounds them, as a list of dictionaries."""
 
     def __enter__(self):
-        self.original, rows = metrics.log_scalar, []
+        self.log_scalar = metrics.log_scalar
+        rows = []
 
-        def log(key, value, *args, **kw):
-            if key == "gnorm":  # the first of an update; a validation has none, and comes after all of an update
+        def record_and_log(key, value, *args, **kwargs):
+            if key == "gnorm":  # the first metric of an update; a validation follows an update and has none
                 rows.append({})
             if rows:
                 rows[-1].setdefault(key, float(value))
-            self.original(key, value, *args, **kw)
+            self.log_scalar(key, value, *args, **kwargs)
 
-        metrics.log_scalar = log
+        metrics.log_scalar = record_and_log
         return rows
 
-    def __exit__(self, *_):
-        metrics.log_scalar = self.original
+    def __exit__(self, *exc_info):
+        metrics.log_scalar = self.log_scalar
 
 
-def options_of(name, directory, frequency):
-    kind, options, _ = RUNS[name]
-    return (directory / kind, directory / f"{name}-{frequency}", *USER_DIR, *options, "--update-freq", frequency,
-            "--tensorboard-logdir", directory / f"{name}-{frequency}" / "tb")  # fmt: skip
+def run_arguments(name, directory, update_freq):
+    """Return the data directory, the save_dir and the options of a run."""
+    data, run_options, _ = RUNS[name]
+    save_dir = directory / f"{name}-{update_freq}"
+    tensorboard = ("--tensorboard-logdir", save_dir / "tb")
+    return directory / data, save_dir, *USER_DIR, *run_options, "--update-freq", update_freq, *tensorboard
 
 
-def train_all(rank, names, directory, port):
-    """Some of the runs, by one of four workers."""
-    found = {}
+def train_runs(rank, names, directory, port):
+    """Train some of the runs as one of four workers. Return the metrics of each: of its updates and its validations."""
+    results = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name in names:
-            size = RUNS[name][2]
-            shared = ("--distributed-world-size", WORKERS, "--distributed-rank", rank, "--distributed-init-method",
-                      f"tcp://127.0.0.1:{port}", "--distributed-no-spawn", "--distributed-backend", "gloo",
-                      "--ddp-backend", "legacy_ddp", "--sequence-parallel-size", size)  # fmt: skip
-            # fewer groups see several batches for an update
-            data, save_dir, *options = options_of(name, directory, size // 2)
-            with Recorded() as rows:
-                log = train(monkeypatch, directory / f"log-{name}-{rank}", data, save_dir, *options, *shared)
-            found[name] = rows, log["valid"]
+            group_size = RUNS[name][2]
+            address = ("--distributed-init-method", f"tcp://127.0.0.1:{port}", "--distributed-rank", rank)
+            workers = ("--distributed-world-size", WORKERS, "--sequence-parallel-size", group_size)
+            # One group of four workers sees two batches per update, two groups of two see one batch each.
+            data, save_dir, *run_options = run_arguments(name, directory, update_freq=group_size // 2)
+            log_file = directory / f"log-{name}-{rank}"
+            with RecordedMetrics() as updates:
+                log = train(monkeypatch, log_file, data, save_dir, *run_options, *workers, *address, *DISTRIBUTED)
+            results[name] = updates, log["valid"]
             _tensorboard_writers.clear()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -111,162 +115,205 @@ def directory(tmp_path_factory):
 
 
 @pytest.mark.parametrize("names", with_representatives(GROUPS, GROUPS[0]), ids=" ".join)
-def test_workers_that_share_sequences_train_as_one_does(names, directory, monkeypatch):
-    shared = run_workers(WORKERS, train_all, names, directory, free_port())
+def test_workers_that_split_sequences_train_like_one(names, directory, monkeypatch):
+    results = run_workers(WORKERS, train_runs, names, directory, free_port())
     for name in names:
-        check_run(name, directory, shared, monkeypatch)
+        check_run(name, directory, [result[name] for result in results], monkeypatch)
+    if "classified" in names:
+        check_evaluation(directory, last_scores=results[0]["classified"][1][-1])
     if "masked" in names:
-        check_one_goes_on(directory, shared, monkeypatch)
+        check_resume(directory, monkeypatch)
 
 
-def check_run(name, directory, shared, monkeypatch):
-    """The same figures, parameters and curves as one worker's."""
-    data, save_dir, *options = options_of(name, directory, 2)
-    save_dir = save_dir.with_name(f"{name}-alone")
+def check_run(name, directory, results, monkeypatch):
+    """Check that one worker logs the same metrics and curves, and trains the same parameters."""
+    data, save_dir, *run_options = run_arguments(name, directory, update_freq=2)
+    save_dir = save_dir.with_name(f"{name}-single")
+    tensorboard = ("--tensorboard-logdir", save_dir / "tb")
     _tensorboard_writers.clear()
-    with Recorded() as alone:
-        log = train(
-            monkeypatch, directory / f"log-{name}", data, save_dir, *options, "--tensorboard-logdir", save_dir / "tb"
-        )
-    assert len(alone) == (20 if name == "masked" else 3)
-    for rows, _ in (found[name] for found in shared):
-        assert [row.keys() for row in rows] == [row.keys() for row in alone]
-        for key in ("loss", "gnorm", "wpb", "bsz", *(["accuracy"] if "accuracy" in alone[0] else [])):
-            assert [row[key] for row in rows] == pytest.approx([row[key] for row in alone], rel=1e-5), key
-    for ours, theirs in zip(shared[0][name][1], log["valid"], strict=True):
-        for key in SCORES & theirs.keys():
-            assert float(ours[key]) == pytest.approx(float(theirs[key]), abs=1.1e-3), key
+    with RecordedMetrics() as expected_updates:
+        log = train(monkeypatch, directory / f"log-{name}", data, save_dir, *run_options, *tensorboard)
+    assert len(expected_updates) == (20 if name == "masked" else 3)
 
-    together = directory / f"{name}-{RUNS[name][2] // 2}"
-    ours, theirs = (
-        torch.load(path / "checkpoint_last.pt", weights_only=False)["model"] for path in (together, save_dir)
-    )
-    assert ours.keys() == theirs.keys()
-    for key in ours:
-        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-4, msg=key)
-    ours, theirs = (read_curves(path / "tb") for path in (together, save_dir))
-    assert ours.keys() == theirs.keys()
-    found = [tag for tag in theirs if tag.startswith(("attention/", "probe/")) and tag != "probe/seconds"]
-    assert len(found) >= 6
-    for tag in found:
-        assert ours[tag].values == pytest.approx(theirs[tag].values, rel=1e-4, nan_ok=True), tag
+    for updates, _ in results:
+        assert [update.keys() for update in updates] == [update.keys() for update in expected_updates]
+        for key in ("loss", "gnorm", "wpb", "bsz", "accuracy"):
+            if key in expected_updates[0]:
+                expected = [update[key] for update in expected_updates]
+                assert [update[key] for update in updates] == pytest.approx(expected, rel=1e-5), key
+    for scores, expected_scores in zip(results[0][1], log["valid"], strict=True):
+        for key in SCORES & expected_scores.keys():
+            assert float(scores[key]) == pytest.approx(float(expected_scores[key]), abs=1.1e-3), key
+
+    shared_dir = directory / f"{name}-{RUNS[name][2] // 2}"
+    check_same_model(shared_dir, save_dir)
+    check_same_curves(shared_dir, save_dir)
 
 
-def check_one_goes_on(directory, shared, monkeypatch):
-    """One process evaluates what workers trained together, and goes on with it."""
-    model, task = evaluate.load_finetuned_model(
-        str(directory / "classified-1" / "checkpoint_last.pt"), str(directory / "sentences")
-    )
-    scores = evaluate.compute_scores(task, evaluate.compute_outputs(model, task, "valid"))
-    last = shared[0]["classified"][1][-1]
-    assert 100 * scores["accuracy"] == pytest.approx(float(last["valid_accuracy"]), abs=0.01)
-    assert scores["loss"] == pytest.approx(float(last["valid_loss"]), abs=1e-3)
-    data, _, *options = options_of("masked", directory, 2)
-    with Recorded() as rows:
-        train(monkeypatch, directory / "log-again", data, directory / "masked-1", *options, "--max-update", 22,
-              "--tensorboard-logdir", directory / "again")  # fmt: skip
-    assert len(rows) == 2
+def check_same_model(directory, expected_directory):
+    model = torch.load(directory / "checkpoint_last.pt", weights_only=False)["model"]
+    expected_model = torch.load(expected_directory / "checkpoint_last.pt", weights_only=False)["model"]
+    assert model.keys() == expected_model.keys()
+    for key in model:
+        torch.testing.assert_close(model[key], expected_model[key], rtol=0, atol=1e-4, msg=key)
+
+
+def check_same_curves(directory, expected_directory):
+    curves = read_curves(directory / "tb")
+    expected_curves = read_curves(expected_directory / "tb")
+    assert curves.keys() == expected_curves.keys()
+    tags = [tag for tag in curves if tag.startswith(("attention/", "probe/")) and tag != "probe/seconds"]
+    assert len(tags) >= 6
+    for tag in tags:
+        assert curves[tag].values == pytest.approx(expected_curves[tag].values, rel=1e-4, nan_ok=True), tag
+
+
+def check_evaluation(directory, last_scores):
+    """Check that one process gives the scores of the last validation to a checkpoint of four workers."""
+    checkpoint = directory / "classified-1" / "checkpoint_last.pt"
+    model, task = evaluate.load(str(checkpoint), str(directory / "sentences"))
+    scores = evaluate.score(task, evaluate.run(model, task, "valid"))
+    assert 100 * scores["accuracy"] == pytest.approx(float(last_scores["valid_accuracy"]), abs=0.01)
+    assert scores["loss"] == pytest.approx(float(last_scores["valid_loss"]), abs=1e-3)
+
+
+def check_resume(directory, monkeypatch):
+    """Check that one process resumes a run of four workers."""
+    data, _, *run_options = run_arguments("masked", directory, update_freq=2)
+    resume_options = ("--max-update", 22, "--tensorboard-logdir", directory / "resumed")
+    with RecordedMetrics() as updates:
+        train(monkeypatch, directory / "log-resumed", data, directory / "masked-1", *run_options, *resume_options)
+    assert len(updates) == 2
 
 
 @pytest.mark.parametrize(
     ("tokens", "workers", "multiple", "lengths"),
-    [(128, 2, 64, [64, 64]), (130, 2, 64, [64, 66]), (97, 4, 1, [25, 24, 24, 24]), (100, 4, 64, [64, 0, 0, 36]),
-     (41, 4, 16, [16, 0, 16, 9]), (5, 3, 16, [0, 0, 5]), (3, 4, 1, [1, 1, 1, 0]), (0, 2, 16, [0, 0])],
-)  # fmt: skip
-def test_parts_are_whole_blocks_but_for_the_last(tokens, workers, multiple, lengths):
-    parts = shard_bounds(tokens, workers, multiple)
-    assert [end - start for start, end in parts] == lengths
-    assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
+    [
+        (128, 2, 64, [64, 64]),
+        (130, 2, 64, [64, 66]),
+        (97, 4, 1, [25, 24, 24, 24]),
+        (100, 4, 64, [64, 0, 0, 36]),
+        (41, 4, 16, [16, 0, 16, 9]),
+        (5, 3, 16, [0, 0, 5]),
+        (3, 4, 1, [1, 1, 1, 0]),
+        (0, 2, 16, [0, 0]),
+    ],
+)
+def test_shards_are_whole_blocks_except_for_the_last(tokens, workers, multiple, lengths):
+    shards = shard_bounds(tokens, workers, multiple)
+    assert [end - start for start, end in shards] == lengths
+    assert [start for start, _ in shards] == [0, *(end for _, end in shards[:-1])]
 
 
-def test_dropout_is_another_in_every_part(monkeypatch):
-    def drawn(rank):
-        """In two batches of an update."""
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
-        sharing = SequenceSharing(cfg=None)
-        sharing.group = "a group"
-        torch.manual_seed(5)
-        found = []
-        for _ in range(2):
-            sharing.seed_dropout()
-            found.append(torch.rand(2).tolist())
-        return found
-
-    found = [drawn(rank) for rank in range(3)]
-    assert found == [drawn(rank) for rank in range(3)]
-    assert len({str(values) for worker in found for values in worker}) == 6
+def random_numbers_of_two_batches(rank, monkeypatch):
+    """Return the random numbers that a worker draws after `seed_dropout` in two batches of an update."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+    parallelism = SequenceParallelism(cfg=None)
+    parallelism.group = "a group"
     torch.manual_seed(5)
-    assert found[0] == torch.rand(2, 2).tolist()  # as without groups
+    numbers = []
+    for _ in range(2):
+        parallelism.seed_dropout()
+        numbers.append(torch.rand(2).tolist())
+    return numbers
 
 
-def model_of(*options):
-    arguments = [str(ROOT), "--arch", "lln_roberta_tiny", *map(str, options)]
-    parser = get_training_parser()
-    args = parse_args_and_arch(parser, [*arguments, *map(str, MASKED_LM), *map(str, TRAINING)])
-    dictionary = Dictionary()
-    task = SimpleNamespace(source_dictionary=dictionary, max_positions=lambda: 64)
+def test_dropout_differs_between_workers_and_batches(monkeypatch):
+    numbers = [random_numbers_of_two_batches(rank, monkeypatch) for rank in range(3)]
+    assert len({str(batch) for worker in numbers for batch in worker}) == 6
+    assert numbers == [random_numbers_of_two_batches(rank, monkeypatch) for rank in range(3)]
+    torch.manual_seed(5)
+    assert numbers[0] == torch.rand(2, 2).tolist()  # the first worker draws the same as without groups
+
+
+def build_model(*model_options):
+    arguments = [ROOT, "--arch", "lln_roberta_tiny", *model_options, *MASKED_LM, *TRAINING]
+    args = parse_args_and_arch(get_training_parser(), [str(argument) for argument in arguments])
+    task = SimpleNamespace(source_dictionary=Dictionary(), max_positions=lambda: 64)
     return LLNRobertaModel.build_model(convert_namespace_to_omegaconf(args).model, task)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [(("--attention", "softmax"), "attention softmax cannot share a sequence over workers"),
-     (("--attention", "performer"), "attention performer with .* cannot share a sequence over workers"),
-     (("--lln-diag-mix", "joint"), "attention lln_diag with .*mix=joint cannot share a sequence over workers"),
-     (("--encoder-layerdrop", 0.2), "does not work with --encoder-layerdrop")],
-)  # fmt: skip
-def test_models_that_cannot_are_refused_by_name(options, message):
+    ("model_options", "message"),
+    [
+        (("--attention", "softmax"), "attention softmax cannot split a sequence across workers"),
+        (("--attention", "performer"), "attention performer with .* cannot split a sequence across workers"),
+        (("--lln-diag-mix", "joint"), "attention lln_diag with .*mix=joint cannot split a sequence across workers"),
+        (("--encoder-layerdrop", 0.2), "does not work with --encoder-layerdrop"),
+    ],
+)
+def test_unsupported_model_is_rejected_by_name(model_options, message):
     with pytest.raises(InputError, match=message) as error:
-        shard_multiple(model_of(*options))
+        shard_multiple(build_model(*model_options))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("size", [0, 2])
-def test_workers_must_come_in_whole_groups(size, directory, monkeypatch):
-    data, _, *options = options_of("masked", directory, 1)
-    with pytest.raises(InputError, match=f"is {size}, and must be a divisor of the number of workers, 1 "):
-        train(monkeypatch, directory / "log-refused", data, directory / "refused", *options,
-              "--sequence-parallel-size", size)  # fmt: skip
+def test_group_size_must_divide_number_of_workers(size, directory, monkeypatch):
+    data, _, *run_options = run_arguments("masked", directory, update_freq=1)
+    with pytest.raises(InputError, match=f"must divide the number of workers, 1 .* got {size}"):
+        train(
+            monkeypatch,
+            directory / "log-rejected",
+            data,
+            directory / "rejected",
+            *run_options,
+            "--sequence-parallel-size",
+            size,
+        )
 
 
-@pytest.mark.parametrize(("wanted", "given", "size", "frequency"), [(32, 4, 4, 4), (4, 4, 2, 1), (6, 4, 3, 1)])
-def test_a_global_batch_is_split_over_groups(wanted, given, size, frequency):
-    """Of four workers, two a sequence."""
-    cfg = OmegaConf.create({
-        "task": {"global_batch": wanted, "sequence_parallel_size": 2}, "dataset": {"batch_size": given},
-        "distributed_training": {"distributed_world_size": 4}, "optimization": {"update_freq": [1]},
-    })  # fmt: skip
+@pytest.mark.parametrize(
+    ("global_batch", "device_batch", "expected_batch", "update_freq"), [(32, 4, 4, 4), (4, 4, 2, 1), (6, 4, 3, 1)]
+)
+def test_global_batch_is_split_over_groups(global_batch, device_batch, expected_batch, update_freq):
+    cfg = OmegaConf.create(
+        {
+            "task": {"global_batch": global_batch, "sequence_parallel_size": 2},
+            "dataset": {"batch_size": device_batch},
+            "distributed_training": {"distributed_world_size": 4},
+            "optimization": {"update_freq": [1]},
+        }
+    )
     split_global_batch(cfg)
-    assert (cfg.dataset.batch_size, cfg.optimization.update_freq) == (size, [frequency])
+    assert cfg.dataset.batch_size == expected_batch
+    assert cfg.optimization.update_freq == [update_freq]
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_is_killed_ends_the_others_in_one_line(directory):
+def test_killed_worker_ends_the_other_in_one_line(directory):
     program = "import lln_fairseq; lln_fairseq.register(); from fairseq_cli.train import cli_main; cli_main()"
-    data, _, *options = options_of("masked", directory, 1)
-    address = f"tcp://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-c", program, data, *TRAINING, *options, "--max-update", 10**6, "--save-dir",
-               directory / "killed", "--distributed-world-size", 2, "--distributed-init-method", address,
-               "--distributed-no-spawn", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp",
-               "--sequence-parallel-size", 2, "--disable-validation", "--no-save", "--distributed-rank"]  # fmt: skip
-    workers = [
-        subprocess.Popen([*map(str, command), str(rank)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(2)
-    ]  # fmt: skip
+    data, _, *run_options = run_arguments("masked", directory, update_freq=1)
+    endless = ("--max-update", 10**6, "--disable-validation", "--no-save", "--save-dir", directory / "killed")
+    address = ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
+    group = (*DISTRIBUTED, *address, "--distributed-world-size", 2, "--sequence-parallel-size", 2)
+    command = [sys.executable, "-c", program, data, *TRAINING, *run_options, *endless, *group, "--distributed-rank"]
+    workers = []
+    for rank in (0, 1):
+        workers.append(
+            subprocess.Popen(
+                [*map(str, command), str(rank)],
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
     try:
         for line in workers[0].stdout:
             if "train_inner" in line:
                 break
         begin = time.monotonic()
         workers[1].kill()
-        said = workers[0].communicate(timeout=60)[0]
+        output = workers[0].communicate(timeout=60)[0]
     finally:
         for worker in workers:
             worker.kill()
+
     assert time.monotonic() - begin < 30
     assert workers[0].returncode == 1
-    assert "Traceback" not in said
-    (last,) = [line for line in said.splitlines() if "error: " in line]
-    assert re.fullmatch(r"(\[rank0\]: )?error: another worker of this training has ended .* by peer\)", last), said[
-        -2000:
-    ]
+    assert "Traceback" not in output
+    (error,) = [line for line in output.splitlines() if "error: " in line]
+    expected = r"(\[rank0\]: )?error: another worker of this training has ended .* by peer\)"
+    assert re.fullmatch(expected, error), output[-2000:]

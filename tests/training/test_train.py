@@ -1,4 +1,4 @@
-"""python -m lln_fairseq train finds its recipes, and says which there are."""
+"""python -m lln_fairseq train finds its recipes, and lists them if the requested one does not exist."""
 
 import pytest
 
@@ -10,35 +10,42 @@ RECIPES = "finetune language_model lra pretrain"
 
 
 @pytest.mark.parametrize("name", ["pretrain", "finetune", "pretrain.yaml"])
-def test_our_recipes_are_found(name):
-    given = ["--config-name", name, "run=cpu"]
-    assert with_recipe(given) == ["--config-dir", str(CONFIGS), *given]
+def test_config_dir_defaults_to_package_recipes(name):
+    arguments = ["--config-name", name, "run=cpu"]
+    assert with_recipe(arguments) == ["--config-dir", str(CONFIGS), *arguments]
 
 
-def test_a_directory_of_the_users_own(tmp_path):
+def test_config_dir_of_user_is_kept(tmp_path):
     (tmp_path / "mine.yaml").touch()
-    given = ["--config-dir", str(tmp_path), "--config-name", "mine"]
-    assert with_recipe(given) == given
+    arguments = ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    assert with_recipe(arguments) == arguments
+
+
+def test_package_recipe_is_not_found_in_config_dir_of_user(tmp_path):
+    (tmp_path / "mine.yaml").touch()
     with pytest.raises(UserError, match=rf"no such recipe in {tmp_path}: pretrain \(known: mine\)"):
         with_recipe(["--config-dir", str(tmp_path), "--config-name", "pretrain"])
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
-        ([], rf"which recipe of {CONFIGS}\? --config-name NAME \(known: {RECIPES}\)"),
+        ([], rf"no recipe given: choose one of {CONFIGS} with --config-name NAME \(known: {RECIPES}\)"),
         (["-cn", "pretrian"], rf"no such recipe in {CONFIGS}: pretrian \(known: {RECIPES}\)"),
     ],
 )
-def test_a_missing_or_unknown_recipe_is_said_in_one_line(given, said):
-    with pytest.raises(UserError, match=said) as error:
-        with_recipe(given)
+def test_missing_or_unknown_recipe_is_an_error_of_one_line(arguments, message):
+    with pytest.raises(UserError, match=message) as error:
+        with_recipe(arguments)
     assert "\n" not in str(error.value)
 
 
-def test_what_needs_no_recipe(capsys):
+def test_hydra_help_needs_no_recipe():
     with_recipe(["--hydra-help"])
-    with pytest.raises(SystemExit) as ended:
+
+
+def test_help_prints_usage_and_exits(capsys):
+    with pytest.raises(SystemExit) as exit_info:
         with_recipe(["--help"])
-    assert not ended.value.code
+    assert not exit_info.value.code
     assert "python -m lln_fairseq train --config-name pretrain" in capsys.readouterr().out

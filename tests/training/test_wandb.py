@@ -1,4 +1,4 @@
-"""--wandb-project: one line where it cannot work, a run of its own for each training."""
+"""--wandb-project gives each training its own wandb run, and ends in one line if wandb cannot start."""
 
 from types import ModuleType, SimpleNamespace
 
@@ -6,16 +6,18 @@ import pytest
 from fairseq.logging import progress_bar
 
 from lln_fairseq.errors import InputError
-from tests.fairseq_runs import LLN, MASKED_LM, train
+from tests.fairseq_runs import train
+from tests.training.conftest import RUN_OPTIONS
 
 
-class Wandb:
-    """As much of wandb as fairseq uses: a run is the process's until it is finished."""
+class FakeWandb:
+    """The part of wandb that fairseq uses. A run belongs to the process until it is finished."""
 
     __version__ = "0.0"
 
     def __init__(self):
-        self.run, self.runs = None, []
+        self.run = None
+        self.runs = []
         self.config = SimpleNamespace(update=lambda config: self.run["config"].append(config))
 
     def init(self, project, reinit, name):
@@ -31,21 +33,22 @@ class Wandb:
 
 
 @pytest.fixture
-def follow(corpus, tmp_path, monkeypatch):
-    """follow(wandb, name) trains with that module in wandb's place."""
+def train_with_wandb(corpus, tmp_path, monkeypatch):
+    """Return a function that trains in the directory `name`, with a module in the place of wandb."""
 
     def run(wandb, name="a"):
         monkeypatch.setattr(progress_bar, "wandb", wandb)
-        train(monkeypatch, tmp_path / f"{name}.log", corpus, tmp_path / name, *MASKED_LM, *LLN, "--wandb-project", "x",
-              "--max-update", 2)  # fmt: skip
+        run_options = (*RUN_OPTIONS, "--wandb-project", "x")
+        train(monkeypatch, tmp_path / f"{name}.log", corpus, tmp_path / name, *run_options)
 
     return run
 
 
-def test_trainings_of_one_process_have_a_run_each(follow):
-    wandb = Wandb()
-    follow(wandb, "a")
-    follow(wandb, "b")
+def test_trainings_of_one_process_have_separate_runs(train_with_wandb):
+    wandb = FakeWandb()
+    train_with_wandb(wandb, "a")
+    train_with_wandb(wandb, "b")
+
     assert [run["name"] for run in wandb.runs] == ["a", "b"]
     assert wandb.run is None
     for run in wandb.runs:
@@ -53,25 +56,25 @@ def test_trainings_of_one_process_have_a_run_each(follow):
         assert run["config"]
 
 
-def test_a_run_of_the_callers_goes_on(follow):
-    wandb = Wandb()
+def test_run_that_was_active_before_stays_active(train_with_wandb):
+    wandb = FakeWandb()
     wandb.init("x", False, "mine")
-    follow(wandb)
+    train_with_wandb(wandb)
     assert wandb.run["name"] == "mine"
 
 
-@pytest.mark.parametrize("wandb", [None, ModuleType("wandb")])  # the second: a folder of that name
-def test_a_missing_package(wandb, follow):
+@pytest.mark.parametrize("wandb", [None, ModuleType("wandb")], ids=["not installed", "folder of that name"])
+def test_missing_package_is_an_error(wandb, train_with_wandb):
     with pytest.raises(InputError, match=r"^--wandb-project needs a package that is not installed: pip install wandb"):
-        follow(wandb)
+        train_with_wandb(wandb)
 
 
-def test_what_wandb_refuses_is_one_line(follow):
-    wandb = Wandb()
+def test_error_of_wandb_is_one_line(train_with_wandb):
+    wandb = FakeWandb()
 
-    def refuse(**options):
+    def fail(**kwargs):
         raise TypeError("init() got an unexpected keyword argument 'reinit'\nand more")
 
-    wandb.init = refuse
+    wandb.init = fail
     with pytest.raises(InputError, match=r"^wandb 0\.0 does not start: .* argument 'reinit'\. Try WANDB_MODE=offline"):
-        follow(wandb)
+        train_with_wandb(wandb)
