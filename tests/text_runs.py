@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from data_prep import glue
-from data_prep.glue_tasks import GLUE_TASKS, read_rows
+from data_prep.glue_tasks import GLUE_TASKS, read_glue_rows
 from lln_fairseq.data.text import read_lines
 from lln_fairseq.data.tokenizers import train_sentencepiece
 
@@ -55,7 +55,7 @@ def sentencepiece(folder: Path) -> Path:
 def make_glue(folder: Path, *names: str, tokenizer: Path | None = None) -> Path:
     """Binarised tasks in folder/NAME, by names of HEADERS."""
     tokenizer = tokenizer or sentencepiece(folder)
-    glue.build_all(folder, str(tokenizer), names, source(folder / "raw"), workers=1)
+    glue.build_glue_tasks(folder, str(tokenizer), names, source(folder / "raw"), workers=1)
     return folder
 
 
@@ -63,5 +63,5 @@ def texts_of(folder: Path, name: str, split: str = "dev") -> list[tuple[str, ...
     """The texts of a task's file, row by row, as data_prep reads them."""
     path = folder / "raw" / name / f"{split}.tsv"
     with path.open("rb") as stream:
-        rows = read_rows(read_lines(stream, str(path)), str(path), GLUE_TASKS[name], split.replace("dev", "valid"))
+        rows = read_glue_rows(read_lines(stream, str(path)), str(path), GLUE_TASKS[name], split.replace("dev", "valid"))
     return list(zip(*rows.inputs, strict=True))
