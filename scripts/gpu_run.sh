@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
-# Runs the GPU checks of scripts/benchmarks/gpu.py. PYTHON=... selects a Python with torch, triton, pytest and
-# pytest-xdist.
-#   scripts/gpu_run.sh kernels attention --minutes 10       runs some steps; without arguments it runs all of them
-#   scripts/gpu_run.sh --rehearse                           runs tiny sizes on a CPU
-#   scripts/gpu_run.sh --pack carry                         copies the checkout, the data and the wheels of this Python
-#                                                           to the folder carry, for a machine without network and
-#                                                           fairseq; run `cd carry && scripts/gpu_run.sh` there
+# Runs scripts/benchmarks/gpu.py with the Python that has torch, triton, pytest and pytest-xdist (PYTHON=...).
+#   scripts/gpu_run.sh kernels attention --minutes 10       some steps; all of them without arguments
+#   scripts/gpu_run.sh --rehearse                           tiny sizes on a CPU
+#   scripts/gpu_run.sh --pack carry                         makes a folder for a machine without network and fairseq:
+#   cd carry && scripts/gpu_run.sh                          it brings both the data and the wheels of this Python
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -x "$root/.venv/bin/python" ] && [ -z "${VIRTUAL_ENV:-}" ] && PATH="$root/.venv/bin:$PATH"
@@ -13,8 +11,8 @@ python="${PYTHON:-python3}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 if [ "${1:-}" = --pack ]; then
-    folder="${2:?--pack needs a folder: scripts/gpu_run.sh --pack FOLDER}"
-    mkdir "$folder" # fails if the folder exists
+    folder="${2:?which folder? scripts/gpu_run.sh --pack FOLDER}"
+    mkdir "$folder" # which must not exist
     (cd "$root" && git ls-files -z | tar --null --files-from - --create) | tar --extract --directory "$folder"
     cp --parents -r data-bin/wikitext-103 data-bin/glue/SST-2 "$folder"
     "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" --constraint "$root/requirements.txt" \
@@ -29,6 +27,6 @@ if [ -d "$root/wheels" ]; then
         "$python" -m pip install --quiet --no-index --no-deps --target "$packages.part" "$root"/wheels/*.whl
         mv "$packages.part" "$packages"
     fi
-    export PYTHONPATH="$PYTHONPATH:$packages" # last, so that packages of the machine have precedence
+    export PYTHONPATH="$PYTHONPATH:$packages" # after what the machine has
 fi
 exec "$python" -m scripts.benchmarks.gpu "$@"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lln_fairseq.linearize import linearize
-from scripts.compare_attentions import configuration
+from scripts.compare_attentions import compose_config
 from scripts.experiments import from_pretrained
 from scripts.experiments.bag_of_words import bag_of_words
 from scripts.experiments.steps import Steps
@@ -49,7 +49,7 @@ def test_every_command_is_understood(updates, seed, tmp_path, monkeypatch, capsy
     said = capsys.readouterr().out
     assert "cosine 0.9" in said
     assert said.count("87.5") == 6
-    tuned = {name: configuration("finetune", command[6:]) for name, command in commands.items() if "fine-tune" in name}
+    tuned = {name: compose_config("finetune", command[6:]) for name, command in commands.items() if "fine-tune" in name}
     assert [config.model.attention for config in tuned.values()] == ["softmax", "lln_diag", "lln_diag"]
     assert all(name.endswith("_seed2") == (seed == 2) for name in tuned)
     for config in tuned.values():

@@ -38,10 +38,10 @@ def test_benchmarks_and_trainings_take_their_arguments(commands, tmp_path):
     arguments = {name: command[3:] for name, command in commands(tmp_path).items()}
     attention.parse(arguments["attention"])
     model.parse(arguments["model"])
-    args = compare_attentions.parse(arguments["training"])
+    args = compare_attentions.parse_arguments(arguments["training"])
     overrides = compare_attentions.Overrides(args)
-    pretraining = compare_attentions.configuration("pretrain", overrides.of_pretraining("lln", 1))
-    finetuning = compare_attentions.configuration("finetune", overrides.of_finetuning("lln", 1, "sst2", args.data))
+    pretraining = compare_attentions.compose_config("pretrain", overrides.for_pretraining("lln", 1))
+    finetuning = compare_attentions.compose_config("finetune", overrides.for_finetuning("lln", 1, "sst2", args.data))
     assert (pretraining.optimization.max_update, finetuning.optimization.max_update) in [(200000, 1500), (2, 2)]
 
 
