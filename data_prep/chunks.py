@@ -52,7 +52,8 @@ def draw_rows(
 ) -> list[DrawnRow]:
     """Draw rows until `rows` of them have different symbols, and return these in the order of their first occurrence.
 
-    The result depends on `chunk_size`, but not on `workers`.
+    The result depends on `chunk_size`, but not on `workers`. The function does not end if there are fewer than `rows`
+    different rows.
 
     Args:
         draw: draws one row. It must be a function at the top level of a module, so that it can be pickled.

@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tokenizer",
         help="tokenizer of a pre-trained model, in a form that data_prep.glue accepts (default: train one)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="build again what is in the output directory")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
     return run_command(partial(_build_and_report, parser.parse_args(argv)))
 
 

@@ -144,7 +144,10 @@ def _stripped_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_listops(source: Path, rows: RowsBySplit) -> None:
-    """Read ListOps and check that every target is the value of its list; add the rows to `rows` in place."""
+    """Read ListOps and add the rows to `rows` in place.
+
+    Raises DataError for a malformed row, or a row whose target is not the value of its list.
+    """
     for name, stream in walk(source, file_filter("listops")):
         split = _FAIRSEQ_SPLITS[name.removesuffix(".tsv").rpartition("_")[2]]
         for number, line in _stripped_lines(stream, name):
@@ -162,7 +165,10 @@ def _read_listops(source: Path, rows: RowsBySplit) -> None:
 
 
 def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
-    """Read IMDb's reviews, sorted by class and file name; add the rows to `rows` in place, those of test twice."""
+    """Read IMDb's reviews, sorted by class and file name, and add them to `rows` in place.
+
+    The reviews of test are added to valid, too. Raises DataError for an empty file.
+    """
     texts: dict[str, list[tuple[str, bytes]]] = {"train": [], "test": []}
     for name, stream in walk(source, file_filter("text")):
         split, label, file = name.split("/")[-3:]
@@ -176,7 +182,7 @@ def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
 
 
 def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
-    """Read pairs of papers and add them to `rows` in place."""
+    """Read pairs of papers and add them to `rows` in place. Raises DataError for a malformed line."""
     labels = {b"0": "0", b"0.0": "0", b"1": "1", b"1.0": "1"}
     for name, stream in walk(source, file_filter("retrieval")):
         split = _FAIRSEQ_SPLITS[name.split(".")[-2]]
@@ -188,7 +194,11 @@ def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
 
 
 def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) -> None:
-    """Read Pathfinder's pictures, shuffle them with the seed, split them, and add them to `rows` in place."""
+    """Read Pathfinder's pictures, shuffle them with the seed, split them, and add them to `rows` in place.
+
+    Empty pictures are left out; their number is stored with the train split. Raises DataError for a malformed line of
+    the metadata, an unreadable picture, or a picture that the metadata lists but the source does not have.
+    """
     pictures: dict[str, bytes] = {}
     labels: list[tuple[str, str]] = []  # name of the picture, label
     empty = 0
@@ -301,6 +311,9 @@ def add_rows_to_splits(
 def read_stand_in_rows(name: str, wheel: Path | None, length: int, seed: int) -> RowsBySplit:
     """Return the rows of a stand-in: posts of 20 newsgroups as bytes, or scikit-learn's digits.
 
+    Posts keep their published splits; posts without text are left out and counted. Of every ten digits, the first is in
+    valid, the second in test, and the others are in train.
+
     Args:
         name: a key of STAND_INS.
         wheel: the wheel with the posts; None for the digits.
@@ -343,9 +356,10 @@ def _pair_posts(posts: list[tuple[str, bytes]], generator: random.Random) -> Ite
         label = number % 2
         partner_group = group
         if label == 0:
-            # The list has the newsgroup itself if there is no other one.
-            remaining_groups = sorted(texts_by_group.keys() - {group}) or [group]
-            partner_group = remaining_groups[int(generator.random() * len(remaining_groups))]
+            other_groups = sorted(texts_by_group.keys() - {group})
+            if not other_groups:
+                other_groups = [group]
+            partner_group = other_groups[int(generator.random() * len(other_groups))]
         partners = texts_by_group[partner_group]
         yield str(label), text, partners[int(generator.random() * len(partners))]
 

@@ -342,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="build again what is in the output directory")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
     return run_command(partial(_build_and_report, parser.parse_args(argv)))
 
 

@@ -133,7 +133,7 @@ class Comparison:
         """Make the demo data if needed and run everything, `jobs` runs at a time.
 
         Returns:
-            The error message of every run that failed. The other runs continue after a failure.
+            The error message of every run that failed. It is also printed at once, and the other runs continue.
         """
         if self._needs_demo_data():
             prepare_demo_data(self.args.data, self.args.archive)

@@ -64,7 +64,7 @@ def read_benchmark(file: Path) -> str:
     try:
         return benchmark_text(json.loads(file.read_text()))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not what scripts.benchmarks.lra writes: {error!r}") from error
+        raise UserError(f"{file} is not a result file of scripts.benchmarks.lra: {error!r}") from error
 
 
 def benchmark_text(content: Mapping[str, Any]) -> str:

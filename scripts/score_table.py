@@ -148,7 +148,7 @@ def read_accuracy(file: Path) -> float:
     try:
         return 100 * json.loads(file.read_text())["accuracy"]
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{file} is not what lln-fairseq evaluate writes: {error!r}") from error
+        raise UserError(f"{file} is not a result file of lln-fairseq evaluate: {error!r}") from error
 
 
 def _accuracy_cells(row: TableRow, tasks: list[str]) -> list[str]:

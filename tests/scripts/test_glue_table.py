@@ -46,4 +46,4 @@ def test_invalid_result_file_is_reported(content, tmp_path, capsys):
 
     assert main([str(tmp_path)]) == 1
 
-    assert capsys.readouterr().err.startswith(f"error: {file} is not what lln-fairseq evaluate writes: ")
+    assert capsys.readouterr().err.startswith(f"error: {file} is not a result file of lln-fairseq evaluate: ")
