@@ -267,7 +267,8 @@ def _extend_line(generator: random.Random, line: Line, occupied: int) -> bool:
         occupied: the bits of the occupied pixels, without those of the last dash of the line.
 
     Returns:
-        False if there is no room or DASH_TRIES draws collide. The line is then unchanged.
+        False if the next bend leaves the picture, if all steps are blocked by occupied pixels, or if DASH_TRIES draws
+        collide. The line is then unchanged.
     """
     last = line.dashes[-1]
     bend = _move_point(last.bend, last.direction, DASH_LENGTH + 2 * DASH_GAP)
