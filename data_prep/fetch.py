@@ -1,7 +1,7 @@
-"""Fetch published files into the cache, for example to copy it to a machine without internet.
+"""Fetch published files into the cache, for example to copy the cache to a machine without internet access.
 
-python -m data_prep.fetch                     lists the files, and which of them are in the cache
-python -m data_prep.fetch MNLI.zip dict.txt   fetches these
+python -m data_prep.fetch                     lists the published files and says which of them are cached
+python -m data_prep.fetch MNLI.zip dict.txt   fetches the files MNLI.zip and dict.txt
 """
 
 import argparse
@@ -17,16 +17,18 @@ from .command import run_command
 
 
 def list_files() -> None:
-    """Print the published files, and which of them are in the cache."""
+    """Print the name and the SHA-256 of every published file, and whether it is in the cache."""
     cache = cache_directory()
     print_status(f"cache: {cache}")
     for name, file in FILES.items():
-        state = "cached " if (cache / name).is_file() else "missing"
+        state = "missing"
+        if (cache / name).is_file():
+            state = "cached "
         print_status(f"{state} {name:26} {file.sha256}")
 
 
 def fetch_files(names: Sequence[str]) -> None:
-    """Download these files into the cache and print their paths."""
+    """Download the files with these names (keys of FILES) into the cache, and print the path of each."""
     for name in names:
         print_status(str(fetch_file(FILES[name])))
 
@@ -36,12 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.fetch", description="Fetch published files into the cache ($LLN_DATA_CACHE)."
     )
-    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}; without any: list them")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help=f"files to fetch, from {', '.join(FILES)}; without a name, list the files",
+    )
     names = parser.parse_args(argv).files
-    unknown = [name for name in names if name not in FILES]
-    if unknown:
-        parser.error(f"unknown file {unknown[0]}")
-    return run_command(partial(fetch_files, names) if names else list_files)
+    for name in names:
+        if name not in FILES:
+            parser.error(f"unknown file {name}")
+    if names:
+        return run_command(partial(fetch_files, names))
+    return run_command(list_files)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the programs share about a folder of fairseq's datasets: its files, and the labels of classification."""
+"""Name the files of a folder of fairseq data sets, and write the labels of a classification task."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,23 +12,33 @@ from lln_fairseq.data.tokenizers import dictionary_text
 from lln_fairseq.data.vocabulary import DICTIONARY
 
 
-def folder_files(folder: str, splits: Iterable[str]) -> list[str]:
-    """Return the files of a folder, dict.txt first, relative to where the folder is."""
-    names = [f"{folder}/{DICTIONARY}"]
+def split_files(folder: str, splits: Iterable[str]) -> list[str]:
+    """Return the paths FOLDER/SPLIT.bin and FOLDER/SPLIT.idx of every split, in fairseq's order of both."""
+    paths = []
     for split in splits:
-        names += [str(file) for file in dataset_files(Path(folder, split))]
-    return names
+        paths += [str(path) for path in dataset_files(Path(folder, split))]
+    return paths
+
+
+def folder_files(folder: str, splits: Iterable[str]) -> list[str]:
+    """Return the paths of FOLDER/dict.txt and of the data set files of every split."""
+    return [f"{folder}/{DICTIONARY}", *split_files(folder, splits)]
 
 
 def write_labels(
     folder: Path, classes: Sequence[str], labels: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, int]]:
-    """Write dict.txt, with the counts of train, and the labels of every split; return the counts read back by split.
+    """Write dict.txt and the labels of every split in fairseq's binary format.
+
+    dict.txt lists the classes in the given order, each with its number of rows in the train split.
 
     Args:
-        folder: where the files go.
-        classes: the label of class k is classes[k].
-        labels: the labels of each split.
+        folder: the folder to write to.
+        classes: the name of every class; class k of the model is classes[k].
+        labels: for each split the name of the class of every row. It must contain the split "train".
+
+    Returns:
+        For each split the counts of the written data set, read back from it (DatasetCounts.record).
     """
     dictionary = dictionary_text(classes, Counter(labels["train"]))
     write_bytes(folder / DICTIONARY, dictionary.encode())

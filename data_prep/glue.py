@@ -1,16 +1,16 @@
-"""GLUE, from the published archives to data for fairseq's sentence_prediction task.
+"""Build GLUE tasks for fairseq's sentence_prediction task from the published archives.
 
     python -m data_prep.glue --out data-bin/glue --tokenizer data-bin/wikitext-103 --tasks MNLI QNLI QQP SST-2
 
-The tokenizer has no default: it must be that of pre-training, so name the pre-training data (or see docs/data.md).
-Files come from the published archives, which are fetched, or from --source: a directory or an archive in GLUE's
-layout (TASK/train.tsv, ...), or a directory that holds the published archives.
+The tokenizer has no default because it must be that of pre-training: name the pre-training data (or see docs/data.md).
+The published archives are downloaded, unless --source names a directory or an archive in GLUE's layout
+(TASK/train.tsv, ...) or a directory with the published archives.
 
-    OUT/TASK/{input0,input1}/                 dict.txt and {train,valid,test}.{bin,idx}; MNLI: valid1, test1 too
-    OUT/TASK/label/                           dict.txt in the order of GLUE_TASKS and the labels but of test;
-                                              STS-B: {train,valid}.label, score / 5 line by line
+    OUT/TASK/{input0,input1}/                 dict.txt and {train,valid,test}.{bin,idx}; for MNLI also valid1, test1
+    OUT/TASK/label/                           dict.txt in the order of GLUE_TASKS, and the labels of all splits except
+                                              test; for STS-B {train,valid}.label with a scaled score per line
     OUT/TASK/encoder.json, vocab.bpe or spm.model
-    OUT/TASK/manifest.json                    last file written: settings, sources, tokenizer, counts, checksums
+    OUT/TASK/manifest.json                    written last: settings, sources, tokenizer, counts, checksums
 """
 
 import argparse
@@ -34,70 +34,102 @@ from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
 from .command import run_command
 from .folders import folder_files, write_labels
-from .glue_tasks import GLUE_TASKS, GlueTask, Rows, read_rows, split_cells
+from .glue_tasks import GLUE_TASKS, GlueRows, GlueTask, read_glue_rows, split_cells
 
-FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
-BROKEN_LISTED = 20  # line numbers of rows left out that the manifest lists
-MRPC_TRAIN, MRPC_TEST, MRPC_DEV_IDS = "msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"
+FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
+MAX_LISTED_LINES = 20  # line numbers of broken rows in the manifest
+MRPC_TRAIN = "msr_paraphrase_train.txt"
+MRPC_TEST = "msr_paraphrase_test.txt"
+MRPC_DEV_IDS = "mrpc_dev_ids.tsv"
 
 
-class Source:
-    """The files of one task in a tree: GLUE's layout, or MRPC as Microsoft publishes it with GLUE's list of dev ids."""
+class GlueSource:
+    """The files of one task, in GLUE's layout, or for MRPC also as Microsoft publishes it with GLUE's list of dev ids.
+
+    Creating it raises DataError if a file other than a test set is missing.
+    """
 
     def __init__(self, tree: FileTree, task: GlueTask) -> None:
-        self.tree, self.task = tree, task
-        self.as_published = task.name == "MRPC" and None not in (tree.find(MRPC_TRAIN), tree.find(MRPC_DEV_IDS))
-        names = dict(task.files)
-        if self.as_published:
+        self.tree = tree
+        self.task = task
+        # Microsoft's MRPC: the rows of valid are in the training file.
+        self.is_microsoft_mrpc = (
+            task.name == "MRPC" and tree.find(MRPC_TRAIN) is not None and tree.find(MRPC_DEV_IDS) is not None
+        )
+        names = task.files
+        if self.is_microsoft_mrpc:
             names = {"train": MRPC_TRAIN, "test": MRPC_TEST, "dev ids": MRPC_DEV_IDS}
-        found = {split: tree.find(name, folder=task.name, excluded_folders=GLUE_TASKS) for split, name in names.items()}
+        self.members: dict[str, str] = {}
         for split, name in names.items():
-            if found[split] is None and not split.startswith("test"):
+            member = tree.find(name, folder=task.name, excluded_folders=GLUE_TASKS)
+            if member is not None:
+                self.members[split] = member
+            elif not split.startswith("test"):
                 raise DataError(f"{tree.where} has no {task.name}/{name}")
-        self.members = {split: member for split, member in found.items() if member is not None}
 
     @property
     def splits(self) -> list[str]:
-        """The splits that are there, fairseq's names. Test sets may be missing."""
-        return [split for split in self.task.files if split in self.members or (self.as_published and split == "valid")]
+        """fairseq's names of the available splits, in the order of the task. Test sets may be missing."""
+        available = set(self.members)
+        if self.is_microsoft_mrpc:
+            available.add("valid")
+        return [split for split in self.task.files if split in available]
 
     def checksums(self) -> dict[str, str]:
-        """sha256 of the archive or of the task's files."""
+        """Return the SHA-256 of the archive or, in a directory, of each file of the task, by name."""
         return self.tree.checksums(list(self.members.values()))
 
-    def rows(self, split: str) -> Rows:
-        """The rows of one split; DataError with file and line for what is wrong in it."""
-        member = self.members["train" if self.as_published and split == "valid" else split]
+    def read_rows(self, split: str) -> GlueRows:
+        """Read the rows of a split. Raises DataError, with file and line, for a malformed file."""
+        keep = None
+        file_split = split
+        if self.is_microsoft_mrpc and split != "test":
+            keep = self._mrpc_filter(split)
+            file_split = "train"
+        member = self.members[file_split]
         name = f"{self.tree.where}: {member}"
-        keep = self._mrpc_rows(split) if self.as_published and split != "test" else None
         content = io.BytesIO(self.tree.read(member))
-        return read_rows(read_lines(content, name), name, self.task, split, keep)
+        return read_glue_rows(read_lines(content, name), name, self.task, split, keep)
 
-    def _mrpc_rows(self, split: str) -> Callable[[list[str]], bool]:
-        """Which rows of Microsoft's training file GLUE counts to `split`: its dev set is a list of pairs of ids."""
+    def _mrpc_filter(self, split: str) -> Callable[[list[str]], bool]:
+        """Return a predicate for the rows of Microsoft's training file that GLUE counts to "train" or to "valid".
+
+        GLUE defines its dev set as a list of pairs of sentence ids.
+        """
         with self.tree.open(self.members["dev ids"]) as stream:
-            ids = {tuple(cells) for _, cells in split_cells(read_lines(stream, MRPC_DEV_IDS))}
-        return lambda cells: (tuple(cells[1:3]) in ids) == (split == "valid")
+            dev_ids = {tuple(cells) for _, cells in split_cells(read_lines(stream, MRPC_DEV_IDS))}
+
+        def belongs_to_split(cells: list[str]) -> bool:
+            is_dev = tuple(cells[1:3]) in dev_ids
+            return is_dev == (split == "valid")
+
+        return belongs_to_split
 
 
-def result_files(
-    task: GlueTask, splits: Sequence[str], vocabulary: Vocabulary, labelled: Sequence[str] | None = None
+def glue_result_files(
+    task: GlueTask, splits: Sequence[str], vocabulary: Vocabulary, labeled_splits: Sequence[str] | None = None
 ) -> list[str]:
-    """Every file of the result relative to OUT/TASK, the manifest excepted. `labelled`: splits (all but test sets)."""
-    if labelled is None:
-        labelled = [split for split in splits if not split.startswith("test")]
+    """Return the path of every result file relative to OUT/TASK, except manifest.json.
+
+    Args:
+        task: the task.
+        splits: all splits of the task.
+        vocabulary: the vocabulary, whose tokenizer files belong to the result.
+        labeled_splits: the splits with labels; by default all whose name does not start with "test".
+    """
+    if labeled_splits is None:
+        labeled_splits = [split for split in splits if not split.startswith("test")]
     names = list(vocabulary.tokenizer.files)
-    folders = {f"input{i}": splits for i in range(len(task.inputs))}
+    if not task.labels:
+        names += [f"label/{split}.label" for split in labeled_splits]
+    for i in range(len(task.inputs)):
+        names += folder_files(f"input{i}", splits)
     if task.labels:
-        folders["label"] = labelled
-    else:
-        names += [f"label/{split}.label" for split in labelled]
-    for folder, present in folders.items():
-        names += folder_files(folder, present)
+        names += folder_files("label", labeled_splits)
     return names
 
 
-def build(
+def build_glue_task(
     out: Path,
     task: GlueTask,
     vocabulary: Vocabulary,
@@ -105,68 +137,90 @@ def build(
     encoder: ParallelEncoder | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Build one task in `out` and return its manifest; a finished one with the same settings is kept.
+    """Build one task in `out` and return its manifest. A finished directory with the same settings is kept.
 
-    `source`: archive or directory instead of the published files; `encoder`: one of this vocabulary, to share its
-    processes between tasks. Raises DataError.
+    Args:
+        out: the output directory, which is created.
+        task: the task.
+        vocabulary: the tokenizer and its dictionary.
+        source: archive or directory; None downloads the published files if they are needed.
+        encoder: an encoder with this vocabulary, so that tasks can share its processes; None encodes in one process.
+        overwrite: build again even if the directory holds a result.
+
+    Raises:
+        DataError: if the source cannot be used, or the directory cannot be used or holds other data.
     """
-    given = None  # nothing is fetched for a result that turns out to be finished
+    given_source = None
     published = True
     if source is not None:
         tree, published = fetch_tree(task.published, source)
-        given = Source(tree, task)
-    if given is None or published:
-        sources = {file.name: file.sha256 for file in task.published}
+        given_source = GlueSource(tree, task)
+    if given_source is None or published:
+        # Nothing is downloaded here, because the result may turn out to be finished.
+        checksums = {file.name: file.sha256 for file in task.published}
         splits = list(task.files)
     else:
-        sources = given.checksums()
-        splits = given.splits
+        checksums = given_source.checksums()
+        splits = given_source.splits
     settings = {
         "program": "data_prep.glue",
         "format": FORMAT,
         "task": task.name,
         "labels": list(task.labels),
-        "source": sources,
+        "source": checksums,
         "tokenizer": vocabulary.identity,
     }
 
-    def read() -> dict[str, Rows]:
-        found = given or Source(fetch_tree(task.published, None)[0], task)
-        print_status(f"{task.name}: reading {found.tree.where}")
-        return {split: found.rows(split) for split in splits}
+    def read() -> dict[str, GlueRows]:
+        glue_source = given_source
+        if glue_source is None:
+            tree, _ = fetch_tree(task.published, None)
+            glue_source = GlueSource(tree, task)
+        print_status(f"{task.name}: reading {glue_source.tree.where}")
+        return {split: glue_source.read_rows(split) for split in splits}
 
-    def write(rows: dict[str, Rows]) -> dict[str, Any]:
-        datasets = write_result(out, task, rows, encoder or ParallelEncoder(vocabulary, 1))
+    def write(rows: dict[str, GlueRows]) -> dict[str, Any]:
+        datasets = write_glue_task(out, task, rows, encoder or ParallelEncoder(vocabulary, 1))
+        sources = []
+        for name, sha256 in checksums.items():
+            sources.append({"name": name, "sha256": sha256, "published": published})
         return {
-            "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
+            "sources": sources,
             "tokenizer": vocabulary.record(folder="input0/"),
             "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
-            "counts": {split: row_counts(task, rows[split]) for split in splits},
+            "counts": {split: count_glue_rows(task, rows[split]) for split in splits},
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
 
-    files = result_files(task, splits, vocabulary)
+    files = glue_result_files(task, splits, vocabulary)
     return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
-def row_counts(task: GlueTask, rows: Rows) -> dict[str, Any]:
-    """What a manifest says of the rows of a split."""
+def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
+    """Return the entry of a split in the manifest: its rows, broken rows, empty inputs, and the rows of each class.
+
+    The line numbers of broken rows are present only if there are any, the classes only for labeled splits.
+    """
     counts: dict[str, Any] = {"rows": len(rows), "broken": len(rows.broken), "empty_inputs": rows.empty}
     if rows.broken:
-        counts["broken_lines"] = rows.broken[:BROKEN_LISTED]
+        counts["broken_lines"] = rows.broken[:MAX_LISTED_LINES]
     if rows.labels is not None and task.labels:
-        found = Counter(rows.labels)
-        counts["labels"] = {label: found[label] for label in task.labels}
+        label_counts = Counter(rows.labels)
+        counts["labels"] = {label: label_counts[label] for label in task.labels}
     return counts
 
 
-def write_result(
-    out: Path, task: GlueTask, rows: dict[str, Rows], encoder: ParallelEncoder
+def write_glue_task(
+    out: Path, task: GlueTask, rows: dict[str, GlueRows], encoder: ParallelEncoder
 ) -> dict[str, dict[str, Any]]:
-    """Write every file of the result but the manifest; return the counts read back by folder and split.
+    """Write every result file except the manifest.
 
-    Raises DataError where a dataset does not have as many samples as its file has rows.
+    Returns:
+        The counts of each data set, read back from it, by folder and split. A regression has no entry "label".
+
+    Raises:
+        DataError: if the number of samples of a data set is not the number of rows.
     """
     vocabulary = encoder.vocabulary
     for name, data in vocabulary.tokenizer.files.items():
@@ -181,15 +235,15 @@ def write_result(
             counts = binarize(blocks, vocabulary.size, out / folder / split, len(split_rows))
             datasets[folder][split] = counts.record()
     labels = {split: split_rows.labels for split, split_rows in rows.items() if split_rows.labels is not None}
-    if not task.labels:
+    if task.labels:
+        datasets["label"] = write_labels(out / "label", task.labels, labels)
+    else:
         for split, scores in labels.items():
             write_bytes(out / f"label/{split}.label", "".join(f"{score}\n" for score in scores).encode())
-        return datasets
-    datasets["label"] = write_labels(out / "label", task.labels, labels)
     return datasets
 
 
-def build_all(
+def build_glue_tasks(
     out: Path,
     tokenizer: str,
     tasks: Sequence[str],
@@ -197,31 +251,50 @@ def build_all(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Build `tasks` (names of GLUE_TASKS) in OUT/TASK each; return their manifests. Raises DataError."""
+    """Build the named tasks of GLUE_TASKS, each in OUT/TASK, and return their manifests by name.
+
+    Args:
+        out: the directory that holds a folder per task.
+        tokenizer: the tokenizer, in a form that load_vocabulary accepts.
+        tasks: keys of GLUE_TASKS.
+        source: archive or directory; None downloads the published files.
+        workers: number of processes; None uses all cores.
+        overwrite: build again even if a directory holds a result.
+
+    Raises:
+        DataError: like build_glue_task. The tasks before the failing one are finished.
+    """
     vocabulary = load_vocabulary(tokenizer)
+    manifests = {}
     with ParallelEncoder(vocabulary, workers) as encoder:
-        manifests = {}
         for name in tasks:
-            manifests[name] = build(out / name, GLUE_TASKS[name], vocabulary, source, encoder, overwrite)
-            print_status(summary(GLUE_TASKS[name], manifests[name]))
-        return manifests
+            task = GLUE_TASKS[name]
+            manifests[name] = build_glue_task(out / name, task, vocabulary, source, encoder, overwrite)
+            print_status(summarize_glue_task(task, manifests[name]))
+    return manifests
 
 
-def summary(task: GlueTask, content: dict[str, Any]) -> str:
-    """The manifest's counts as lines for the terminal."""
+def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
+    """Return the counts of a manifest as text, one line per split, with a last line for splits without a file."""
     lines = []
     for split, counts in content["counts"].items():
-        number, published = counts["rows"], task.rows[split]
-        line = f"{task.name} {split}: {number} rows" + ("" if number == published else f" (published: {published})")
-        lines.append(line + "".join(f", {count} {label}" for label, count in counts.get("labels", {}).items()))
+        line = f"{task.name} {split}: {counts['rows']} rows"
+        if counts["rows"] != task.rows[split]:
+            line += f" (published: {task.rows[split]})"
+        for label, count in counts.get("labels", {}).items():
+            line += f", {count} {label}"
         if counts["broken"]:
-            first = ", ".join(map(str, counts["broken_lines"][:5]))
-            lines[-1] += f"; LEFT OUT {counts['broken']} broken rows, first at line {first}"
-        unknown = sum(d[split]["unknown"] for folder, d in content["datasets"].items() if folder != "label")
+            first_lines = ", ".join(map(str, counts["broken_lines"][:5]))
+            line += f"; LEFT OUT {counts['broken']} broken rows, first at line {first_lines}"
+        unknown = 0
+        for folder, datasets in content["datasets"].items():
+            if folder != "label":
+                unknown += datasets[split]["unknown"]
         if unknown:
-            lines[-1] += f"; {unknown} tokens the tokenizer does not know"
+            line += f"; {unknown} tokens are unknown to the tokenizer"
         if counts["empty_inputs"]:
-            lines[-1] += f"; {counts['empty_inputs']} rows with an empty input"
+            line += f"; {counts['empty_inputs']} rows with an empty input"
+        lines.append(line)
     missing = [split for split in task.files if split not in content["counts"]]
     if missing:
         lines.append(f"{task.name}: the source has no {', '.join(missing)}")
@@ -229,18 +302,23 @@ def summary(task: GlueTask, content: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.glue", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("data-bin/glue"), help="OUT of OUT/TASK (%(default)s)")
     parser.add_argument(
-        "--tokenizer", required=True, help="the pre-training data's directory, gpt2, or a directory with a tokenizer"
+        "--out", type=Path, default=Path("data-bin/glue"), help="directory of the folders TASK (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"
     )
     parser.add_argument("--tasks", nargs="+", choices=GLUE_TASKS, default=["MNLI", "QNLI", "QQP", "SST-2"])
-    parser.add_argument("--source", type=Path, help="directory or archive instead of the published archives")
-    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
-    a = parser.parse_args(argv)
-    return run_command(partial(build_all, a.out, a.tokenizer, a.tasks, a.source, a.workers, a.overwrite))
+    parser.add_argument("--source", type=Path, help="directory or archive to read instead of the published archives")
+    parser.add_argument(
+        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
+    args = parser.parse_args(argv)
+    build = partial(build_glue_tasks, args.out, args.tokenizer, args.tasks, args.source, args.workers, args.overwrite)
+    return run_command(build)
 
 
 if __name__ == "__main__":

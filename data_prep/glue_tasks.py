@@ -1,6 +1,6 @@
-"""The GLUE tasks as one table, and the reader of their files.
+"""List the GLUE tasks, and read the rows of their files.
 
-The order of `labels` is the order of label/dict.txt: class k of a model is labels[k], whatever the labels' frequency.
+The order of `labels` is the order of label/dict.txt: class k of a model is labels[k], whatever its frequency.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,14 +10,26 @@ from lln_fairseq.data.published_files import FILES, Published
 from lln_fairseq.data.reporting import DataError
 
 _FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
-MAX_SCORE = 5.0  # STS-B; divided by it the targets lie in [0, 1], as in fairseq's recipe
+MAX_SCORE = 5.0  # of STS-B; targets are scores divided by it, in [0, 1] as in fairseq's recipe
 
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One task. `inputs` and `label` are columns of the files, `rows` the published number by split.
+    """One task.
 
-    `labels` empty: regression, one target. `meaning` says in words what the labels are where they are digits.
+    Attributes:
+        name: name of the task and of its folder.
+        inputs: the columns with the input texts.
+        labels: the labels in the order of the classes; empty for a regression, which has a single target.
+        metric: the metric of the task, in words.
+        rows: the published number of rows of each split.
+        published: the files to download if --source is not given.
+        label: the column with the label or the score.
+        meaning: descriptions of the classes where the labels are digits, otherwise empty.
+        files: the name of the file of each split, by fairseq's name of the split.
+        header: the columns of splits whose files have no header line.
+        skip_broken: True if labeled rows with a wrong number of columns are left out and counted. They are an error
+            otherwise.
     """
 
     name: str
@@ -28,13 +40,13 @@ class GlueTask:
     published: tuple[Published, ...]
     label: str = "label"
     meaning: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=_FILES.copy)  # by the name that fairseq gives the split
-    header: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # columns of the splits whose file names none
-    skip_broken: bool = False  # labelled rows with too few or too many columns: left out and counted, else an error
+    files: Mapping[str, str] = field(default_factory=_FILES.copy)
+    header: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skip_broken: bool = False
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the classification head."""
+        """The number of outputs of the classification head, 1 for a regression."""
         return len(self.labels) or 1
 
 
@@ -77,7 +89,7 @@ GLUE_TASKS = {
             metric="accuracy, F1 of class 1",
             rows={"train": 363846, "valid": 40430, "test": 390965},
             published=(FILES["QQP-clean.zip"],),
-            skip_broken=True,  # older copies of the file have rows that a line break inside a question has torn
+            skip_broken=True,  # in older copies a line break inside a question splits a row
         ),
         GlueTask(
             "SST-2",
@@ -132,87 +144,116 @@ GLUE_TASKS = {
 
 
 @dataclass
-class Rows:
-    """The rows of one split: texts by input, labels (None for a test set), and what was noticed."""
+class GlueRows:
+    """The rows of one split.
+
+    Attributes:
+        inputs: for each input the text of every row.
+        labels: the label of every row, for a regression the scaled score as text; None for a test set.
+        broken: the line numbers of the rows that were left out because they have a wrong number of columns.
+        empty: the number of rows with an empty input. They are kept.
+    """
 
     inputs: tuple[list[str], ...]
     labels: list[str] | None
-    broken: list[int] = field(default_factory=list)  # numbers of the lines that were left out
-    empty: int = 0  # rows with an empty input; they are kept
+    broken: list[int] = field(default_factory=list)
+    empty: int = 0
 
     def __len__(self) -> int:
         return len(self.inputs[0])
 
 
 def split_cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Number and cells of each line, the empty lines at the end of the file left out.
+    """Yield the number of each line, counted from 1, and its cells; empty lines at the end of the file are left out.
 
-    A tab is the one thing that parts cells: quotes are text like any other. (A CSV reader that honours quotes joins
-    the lines between one stray quote and the next, silently.)
+    Only tabs separate cells. Quotes are ordinary characters, because a CSV reader that interprets them silently joins
+    the lines between one stray quote and the next.
     """
-    blank: list[int] = []
+    empty_lines: list[int] = []
     for number, line in enumerate(lines, start=1):
         if not line:
-            blank.append(number)
+            empty_lines.append(number)
             continue
-        yield from ((empty, [""]) for empty in blank)
-        blank.clear()
+        for empty_line in empty_lines:
+            yield empty_line, [""]
+        empty_lines.clear()
         yield number, line.split("\t")
 
 
-def read_rows(
+def read_glue_rows(
     lines: Iterable[str],
     name: str,
     task: GlueTask,
     split: str,
     keep: Callable[[list[str]], bool] | None = None,
-) -> Rows:
-    """The rows of the file `name`, or those of them that `keep` says (by their cells).
+) -> GlueRows:
+    """Read the rows of one split. Texts and labels are stripped, as in fairseq's recipe.
 
-    Inputs are stripped, as in fairseq's recipe; test sets have no labels.
+    Args:
+        lines: the lines of the file without line breaks, the header included.
+        name: the name of the file, for error messages.
+        task: the task of the file.
+        split: fairseq's name of the split; a name that starts with "test" means that labels are not read.
+        keep: returns True for the cells of a row that belongs to the split; None keeps all rows.
 
-    Raises DataError with file and line for a missing column, a row with another number of columns, an unknown label;
-    and for a file without rows.
+    Raises:
+        DataError: if a column is missing, a row has a wrong number of columns (unless the task skips such rows), a
+            label is unknown, or there are no rows. The message names the file and the line.
     """
-    cells = split_cells(lines)
-    header = task.header.get(split) or next(cells, (0, ()))[1]
+    numbered_cells = split_cells(lines)
+    header = task.header.get(split)
+    if header is None:
+        _, header_cells = next(numbered_cells, (0, []))
+        header = tuple(header_cells)
     if not header:
         raise DataError(f"{name} is empty")
-    labelled = not split.startswith("test")
-    wanted = (*task.inputs, task.label) if labelled else task.inputs
-    missing = [column for column in wanted if column not in header]
-    if missing:
-        raise DataError(f"{name}, line 1: no column {missing[0]!r} among {', '.join(header)[:200]}")
-    columns = [list(header).index(column) for column in wanted]
-    rows = Rows(tuple([] for _ in task.inputs), [] if labelled else None)
-    for number, row in cells:
-        if len(row) != len(header):
-            if not (task.skip_broken and labelled):
-                raise DataError(f"{name}, line {number}: {len(row)} columns, expected {len(header)}")
+    has_labels = not split.startswith("test")
+    column_names = task.inputs
+    if has_labels:
+        column_names = (*task.inputs, task.label)
+    for column in column_names:
+        if column not in header:
+            raise DataError(f"{name}, line 1: no column {column!r} among {', '.join(header)[:200]}")
+    columns = [header.index(column) for column in column_names]
+
+    texts: list[list[str]] = [[] for _ in task.inputs]
+    rows = GlueRows(tuple(texts), labels=None)
+    if has_labels:
+        rows.labels = []
+    for number, cells in numbered_cells:
+        if len(cells) != len(header):
+            if not (task.skip_broken and has_labels):
+                raise DataError(f"{name}, line {number}: expected {len(header)} columns, got {len(cells)}")
             rows.broken.append(number)
             continue
-        if keep is not None and not keep(row):
+        if keep is not None and not keep(cells):
             continue
-        values = [row[column].strip() for column in columns]
+        values = [cells[column].strip() for column in columns]
         if rows.labels is not None:
-            rows.labels.append(_checked_label(values.pop(), task, f"{name}, line {number}"))
-        for texts, value in zip(rows.inputs, values, strict=True):
-            texts.append(value)
-        rows.empty += not all(values)
+            label = values.pop()
+            rows.labels.append(_checked_label(label, task, f"{name}, line {number}"))
+        for column_texts, text in zip(texts, values, strict=True):
+            column_texts.append(text)
+        if not all(values):
+            rows.empty += 1
     if not len(rows):
         raise DataError(f"{name} has no rows")
     return rows
 
 
-def _checked_label(label: str, task: GlueTask, where: str) -> str:
+def _checked_label(label: str, task: GlueTask, location: str) -> str:
+    """Return the label of a classification, or the score of a regression divided by MAX_SCORE, as text.
+
+    Raises DataError, with the file and the line in `location`, for an unknown label or an invalid score.
+    """
     if task.labels:
         if label not in task.labels:
-            raise DataError(f"{where}: the label {label!r} is none of {', '.join(task.labels)}")
+            raise DataError(f"{location}: the label must be one of {', '.join(task.labels)}, got {label!r}")
         return label
     try:
         score = float(label)
     except ValueError as error:
-        raise DataError(f"{where}: the score {label!r} is not a number") from error
+        raise DataError(f"{location}: the score must be a number, got {label!r}") from error
     if not 0 <= score <= MAX_SCORE:
-        raise DataError(f"{where}: the score {label} is not in [0, {MAX_SCORE:g}]")
+        raise DataError(f"{location}: the score must be in [0, {MAX_SCORE:g}], got {label}")
     return f"{score / MAX_SCORE:.6g}"

@@ -1,106 +1,142 @@
-"""ListOps as the Long Range Arena draws it (arXiv 2011.04006, 2.2.1): nested lists of digits, and what they amount to.
+"""Draw, read and evaluate rows of ListOps: nested lists of digits, whose class is the digit that they evaluate to.
 
     [SM 3 [MAX 1 9 ] [MED 4 4 7 ] ]   ->   6
 
-An argument is a list with probability 1/4, at most 10 deep, else a digit; a list has 2 to 10 arguments. A row counts
-one for each digit and two for each list, its operator and its bracket, and rows of more than 500 and fewer than 2,000
+Rows are drawn as in the Long Range Arena (arXiv 2011.04006, section 2.2.1). An argument is a list with probability
+1/4, at most 10 levels deep, and a digit otherwise. A list has 2 to 10 arguments. The length of a row counts one for
+each digit and two for each list, its operator and its closing bracket. Rows longer than 500 and shorter than 2,000
 are kept.
 """
 
 import random
 from collections.abc import Callable, Sequence
 
-from .chunks import Drawn, below
+from .chunks import DrawnRow, random_below
+
+
+def _median(values: list[int]) -> int:
+    """Return the median; for an even number of values, the mean of the middle two, rounded down."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) // 2
+
+
+def _sum_modulo_10(values: list[int]) -> int:
+    return sum(values) % 10
+
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "MIN": min,
     "MAX": max,
-    "MED": lambda values: _median(values),
-    "SM": lambda values: sum(values) % 10,
+    "MED": _median,
+    "SM": _sum_modulo_10,
 }
 DIGITS = tuple("0123456789")
-CLOSE = "]"
-DEPTH, ARGUMENTS, LIST_SHARE = 10, 10, 0.25
-SHORTEST, LONGEST = 501, 1999
+CLOSING_BRACKET = "]"
+MAX_DEPTH = 10
+MAX_ARGUMENTS = 10
+LIST_PROBABILITY = 0.25
+MIN_LENGTH = 501
+MAX_LENGTH = 1999
 
-# The two ways to read a row. `skyformer` is what that code base (and with it the paper) trained on: its tokenizer keeps
-# letters and digits alone, so that the closing brackets are lost and no model can know where a list ends.
+# The symbols of the two ways to read a row. "skyformer" is what that code base, and so the paper, trained on: its
+# tokenizer keeps only letters and digits, so the closing brackets are lost and no model can know where a list ends.
 READINGS = {
-    "fixed": (*(f"[{name}" for name in OPERATORS), CLOSE, *DIGITS),
+    "fixed": (*(f"[{name}" for name in OPERATORS), CLOSING_BRACKET, *DIGITS),
     "skyformer": (*OPERATORS, *DIGITS),
 }
-SYMBOLS = READINGS["fixed"]  # a row is a byte for each symbol, its place in here
-_NAMES = list(OPERATORS)
-_CLOSE, _ZERO = SYMBOLS.index(CLOSE), SYMBOLS.index("0")
+SYMBOLS = READINGS["fixed"]  # each byte of a drawn or parsed row is an index into this tuple
+_OPERATOR_NAMES = list(OPERATORS)  # in the order of SYMBOLS, where the operators come first
+_CLOSE_ID = SYMBOLS.index(CLOSING_BRACKET)
+_ZERO_ID = SYMBOLS.index("0")
 
 
-def _median(values: list[int]) -> int:
-    """The median, of an even number of values the mean of the two in the middle, rounded down."""
-    values, half = sorted(values), len(values) // 2
-    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) // 2
+class _RowTooLongError(Exception):
+    """A row that is being drawn has exceeded MAX_LENGTH."""
 
 
-class _TooLong(Exception):
-    pass
-
-
-def draw(generator: random.Random) -> Drawn:
-    """A row of allowed length."""
+def draw_listops_row(generator: random.Random) -> DrawnRow:
+    """Draw rows until one has an allowed length, and return it."""
     while True:
         symbols = bytearray()
         try:
-            value = _argument(generator, 1, symbols)
-        except _TooLong:
+            value = _draw_argument(generator, 1, symbols)
+        except _RowTooLongError:
             continue
-        if len(symbols) >= SHORTEST:
-            return Drawn(bytes(symbols), value)
+        if len(symbols) >= MIN_LENGTH:
+            return DrawnRow(bytes(symbols), value)
 
 
-def _argument(generator: random.Random, depth: int, symbols: bytearray) -> int:
-    """Appends a digit or a list to `symbols`; returns its value. Raises _TooLong, so no time goes into such rows."""
-    if depth >= DEPTH or generator.random() > LIST_SHARE:
-        digit = below(generator, 10)
-        symbols.append(_ZERO + digit)
+def _draw_argument(generator: random.Random, depth: int, symbols: bytearray) -> int:
+    """Draw a digit or a list, append it to `symbols` in place, and return its value.
+
+    Raises _RowTooLongError as soon as the row is too long, so that no time is spent on the rest of it.
+    """
+    if depth >= MAX_DEPTH or generator.random() > LIST_PROBABILITY:
+        digit = random_below(generator, 10)
+        symbols.append(_ZERO_ID + digit)
         return digit
-    if len(symbols) > LONGEST:
-        raise _TooLong
-    arguments, operator = 2 + below(generator, ARGUMENTS - 1), below(generator, len(_NAMES))
+    if len(symbols) > MAX_LENGTH:
+        raise _RowTooLongError
+    num_arguments = 2 + random_below(generator, MAX_ARGUMENTS - 1)
+    operator = random_below(generator, len(_OPERATOR_NAMES))
     symbols.append(operator)
-    values = [_argument(generator, depth + 1, symbols) for _ in range(arguments)]
-    symbols.append(_CLOSE)
-    if len(symbols) > LONGEST:
-        raise _TooLong
-    return OPERATORS[_NAMES[operator]](values)
+    values = [_draw_argument(generator, depth + 1, symbols) for _ in range(num_arguments)]
+    symbols.append(_CLOSE_ID)
+    if len(symbols) > MAX_LENGTH:
+        raise _RowTooLongError
+    return OPERATORS[_OPERATOR_NAMES[operator]](values)
 
 
-def parse(source: str) -> bytes:
-    """The symbols of a row of the published files, whose round brackets mean nothing. Raises ValueError, KeyError."""
-    numbers = {symbol: number for number, symbol in enumerate(SYMBOLS)}
-    return bytes(numbers[word] for word in source.split() if word not in "()")
+def parse_listops_row(source: str) -> bytes:
+    """Return a row of the published files as indices into SYMBOLS. The round brackets in these files are ignored.
+
+    Raises:
+        KeyError: if a word is not a symbol.
+    """
+    symbol_ids = {symbol: number for number, symbol in enumerate(SYMBOLS)}
+    return bytes(symbol_ids[word] for word in source.split() if word not in "()")
 
 
-def evaluate(symbols: Sequence[int]) -> int:
-    """What a row amounts to. Raises ValueError where the brackets do not fit."""
+def evaluate_listops_row(symbols: Sequence[int]) -> int:
+    """Return the digit that a row evaluates to.
+
+    Args:
+        symbols: indices into SYMBOLS.
+
+    Raises:
+        ValueError: if a closing bracket closes no list or an empty list, or if the row is not a single list or digit.
+    """
+    # The first entry is not a list of the row: it collects the value of the whole row.
     open_lists: list[tuple[str, list[int]]] = [("", [])]
     for symbol in symbols:
-        if symbol < len(_NAMES):
-            open_lists.append((_NAMES[symbol], []))
+        if symbol < len(_OPERATOR_NAMES):
+            open_lists.append((_OPERATOR_NAMES[symbol], []))
             continue
-        value = symbol - _ZERO
-        if symbol == _CLOSE:
-            name, values = open_lists.pop()
-            if not open_lists or not values:
-                raise ValueError("a bracket that closes nothing")
-            value = OPERATORS[name](values)
+        if symbol == _CLOSE_ID:
+            operator, arguments = open_lists.pop()
+            if not open_lists or not arguments:
+                raise ValueError("a closing bracket without a list to close")
+            value = OPERATORS[operator](arguments)
+        else:
+            value = symbol - _ZERO_ID
         open_lists[-1][1].append(value)
     if len(open_lists) != 1 or len(open_lists[0][1]) != 1:
-        raise ValueError("not one list or digit")
+        raise ValueError("not a single list or digit")
     return open_lists[0][1][0]
 
 
-def read_as(symbols: bytes, reading: str) -> bytes:
-    """The row with the symbols of a reading, numbers of READINGS[reading]."""
+def convert_to_reading(row: bytes, reading: str) -> bytes:
+    """Convert a row from indices into SYMBOLS to indices into READINGS[reading].
+
+    The reading "fixed" returns the row unchanged; "skyformer" drops the closing brackets.
+    """
     if reading == "fixed":
-        return symbols
-    places = [READINGS[reading].index(symbol.removeprefix("[")) if symbol != CLOSE else 0 for symbol in SYMBOLS]
-    return symbols.translate(bytes(places) + bytes(256 - len(places)), bytes([_CLOSE]))
+        return row
+    new_ids = bytearray(256)  # a translation table for all bytes; a row uses only the first few
+    for old_id, symbol in enumerate(SYMBOLS):
+        if symbol != CLOSING_BRACKET:
+            new_ids[old_id] = READINGS[reading].index(symbol.removeprefix("["))
+    return row.translate(bytes(new_ids), bytes([_CLOSE_ID]))

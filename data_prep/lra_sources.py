@@ -1,10 +1,13 @@
-"""The rows of the Long Range Arena's tasks, from the published files and from what stands in for them.
+"""Read the rows of the Long Range Arena's tasks from the published files or from their stand-ins.
 
-listops     basic_{train,val,test}.tsv, of LRA's release
-text        aclImdb/{train,test}/{neg,pos}/*.txt; test is valid as well, as in LRA
-retrieval   new_aan_pairs.{train,eval,test}.tsv, of LRA's release
-pathfinder  pathfinder32/curv_contour_length_14/{metadata,imgs}, of LRA's release
-image       {data_batch_1,...,test_batch}.bin of CIFAR-10's binary version, in grey; the last tenth of train is valid
+The published files of each task are:
+
+listops     basic_{train,val,test}.tsv of LRA's release
+text        aclImdb/{train,test}/{neg,pos}/*.txt; the test split is also the valid split, as in LRA
+retrieval   new_aan_pairs.{train,eval,test}.tsv of LRA's release
+pathfinder  pathfinder32/curv_contour_length_14/{metadata,imgs} of LRA's release
+image       {data_batch_1,...,test_batch}.bin of CIFAR-10's binary version, converted to gray; the last tenth of the
+            training data is the valid split
 """
 
 import hashlib
@@ -26,29 +29,36 @@ from lln_fairseq.data.text import SPLITS, read_raw_lines
 
 from . import listops, newsgroups
 from .lra_tasks import STAND_INS, LraTask
-from .pathfinder import SIDE
+from .pathfinder import IMAGE_SIZE
 
-CIFAR_ROW = 1 + 3 * SIDE * SIDE  # bytes
-FILES = {  # what of a source belongs to a task
+CIFAR_ROW_BYTES = 1 + 3 * IMAGE_SIZE * IMAGE_SIZE  # the class, then the pixels in red, green and blue
+FILE_PATTERNS = {
     "listops": r"(^|/)basic_(train|val|test)\.tsv$",
     "text": r"(^|/)(train|test)/(neg|pos)/\d+_\d+\.txt$",
     "retrieval": r"(^|/)new_aan_pairs\.(train|eval|test)\.tsv$",
     "pathfinder": r"(^|[^\d/]32/)curv_contour_length_14/(metadata/[^/]+\.npy|imgs/.+\.png)$",
     "image": r"(^|/)(data_batch_[1-5]|test_batch)\.bin$",
 }
-EXPECTED = {  # the same in words
+FILE_DESCRIPTIONS = {  # FILE_PATTERNS in words, for error messages
     "listops": "basic_train.tsv, basic_val.tsv, basic_test.tsv",
     "text": "train/neg/*.txt, train/pos/*.txt, test/neg/*.txt, test/pos/*.txt",
     "retrieval": "new_aan_pairs.train.tsv, new_aan_pairs.eval.tsv, new_aan_pairs.test.tsv",
     "pathfinder": "pathfinder32/curv_contour_length_14 with metadata/ and imgs/",
     "image": "data_batch_1.bin to data_batch_5.bin and test_batch.bin, CIFAR-10's binary version",
 }
-_SPLIT_OF = {"train": "train", "val": "valid", "eval": "valid", "test": "test"}
+# fairseq's name of a split by its name in the names of LRA's files
+_FAIRSEQ_SPLITS = {"train": "train", "val": "valid", "eval": "valid", "test": "test"}
 
 
 @dataclass
 class LraRows:
-    """The rows of a split: the numbers of their symbols by input, their classes, and how many were left out empty."""
+    """The rows of one split.
+
+    Attributes:
+        inputs: for each input one byte string per row; a byte is an index into the symbols of the task.
+        labels: the name of the class of each row.
+        empty: number of rows that were left out because an input was empty.
+    """
 
     inputs: tuple[list[bytes], ...]
     labels: list[str] = field(default_factory=list)
@@ -58,80 +68,124 @@ class LraRows:
         return len(self.labels)
 
     def add(self, label: str, *inputs: bytes) -> None:
+        """Append a row."""
         self.labels.append(label)
         for column, content in zip(self.inputs, inputs, strict=True):
             column.append(content)
 
 
-Rows = dict[str, LraRows]
+RowsBySplit = dict[str, LraRows]
 
 
-def wanted(task: str) -> Callable[[str], bool]:
-    """Which files of a source belong to a task."""
-    pattern = re.compile(FILES[task])
+def no_rows(num_inputs: int) -> RowsBySplit:
+    """Return the splits train, valid and test without any rows."""
+    rows: RowsBySplit = {}
+    for split in SPLITS:
+        columns: list[list[bytes]] = [[] for _ in range(num_inputs)]
+        rows[split] = LraRows(tuple(columns))
+    return rows
+
+
+def file_filter(task: str) -> Callable[[str], bool]:
+    """Return a predicate that is True for the names of the files that belong to a task."""
+    pattern = re.compile(FILE_PATTERNS[task])
     return lambda name: pattern.search(name) is not None
 
 
 def source_checksum(source: Path, task: str) -> str:
-    """Return the sha256 of an archive, or one over the names and contents of a task's files in a directory."""
+    """Return the SHA-256 of an archive, or one over the names and contents of a task's files in a directory.
+
+    The name of the directory itself has no influence.
+    """
     if not source.is_dir():
         return sha256_of(source)
     digest = hashlib.sha256()
-    for name, path in list_matching_files(source, wanted(task)):
+    for name, path in list_matching_files(source, file_filter(task)):
         digest.update(f"{name.partition('/')[2]} {sha256_of(path)}\n".encode())
     return digest.hexdigest()
 
 
-def read_source(task: LraTask, source: Path, length: int, seed: int) -> Rows:
-    """The rows of the published files of a task. Raises DataError, with file and line, for what is wrong in them."""
-    rows = {split: LraRows(tuple([] for _ in range(task.inputs))) for split in SPLITS}
+def read_published_rows(task: LraTask, source: Path, length: int, seed: int) -> RowsBySplit:
+    """Read the rows of a task from its published files.
+
+    Args:
+        task: a task of LRA_TASKS.
+        source: an archive or a directory.
+        length: bytes per text to keep.
+        seed: seed of the order of Pathfinder's pictures, which decides their splits.
+
+    Raises:
+        DataError: if the archive is damaged, a file is malformed (with file and line), or a split has no rows.
+    """
+    rows = no_rows(task.inputs)
     with damage_as_data_error(str(source)):
-        READERS[task.name](task, source, length, seed, rows)
+        if task.name == "listops":
+            _read_listops(source, rows)
+        elif task.name == "text":
+            _read_reviews(source, length, rows)
+        elif task.name == "retrieval":
+            _read_retrieval(source, length, rows)
+        elif task.name == "pathfinder":
+            _read_pathfinder(task, source, seed, rows)
+        else:
+            _read_images(task, source, rows)
     missing = [split for split in SPLITS if not len(rows[split])]
     if missing:
-        raise DataError(f"{source} has no rows of {task.name}'s {', '.join(missing)}: expected {EXPECTED[task.name]}")
+        raise DataError(
+            f"{source} has no rows for {', '.join(missing)} of {task.name}: expected {FILE_DESCRIPTIONS[task.name]}"
+        )
     return rows
 
 
 def _stripped_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of each line, counted from 1, and the line without its line break, LF or CRLF."""
     for number, line in read_raw_lines(stream, name):
         yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
 
-def _read_listops(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
-    for name, stream in read_matching_files(source, wanted(task.name)):
-        split = _SPLIT_OF[name.removesuffix(".tsv").rpartition("_")[2]]
+def _read_listops(source: Path, rows: RowsBySplit) -> None:
+    """Read ListOps and add the rows to `rows` in place.
+
+    Raises DataError for a malformed row, or a row whose target is not the value of its list.
+    """
+    for name, stream in read_matching_files(source, file_filter("listops")):
+        split = _FAIRSEQ_SPLITS[name.removesuffix(".tsv").rpartition("_")[2]]
         for number, line in _stripped_lines(stream, name):
             if number == 1 and line == b"Source\tTarget":
                 continue
             text, _, target = line.decode(errors="replace").partition("\t")
             try:
-                symbols = listops.parse(text)
-                value = str(listops.evaluate(symbols))
+                symbols = listops.parse_listops_row(text)
+                value = str(listops.evaluate_listops_row(symbols))
             except (KeyError, ValueError) as error:
                 raise DataError(f"{source}: {name}, line {number}: not a row of ListOps ({error})") from error
             if target != value:
-                raise DataError(f"{source}: {name}, line {number}: the target is {target!r:.40}, expected {value}")
+                raise DataError(f"{source}: {name}, line {number}: the target must be {value}, got {target!r:.40}")
             rows[split].add(target, symbols)
 
 
-def _read_text(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
-    found: dict[str, list[tuple[str, bytes]]] = {"train": [], "test": []}
-    for name, stream in read_matching_files(source, wanted(task.name)):
+def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
+    """Read IMDb's reviews, sorted by class and file name, and add them to `rows` in place.
+
+    The reviews of test are added to valid, too. Raises DataError for an empty file.
+    """
+    texts: dict[str, list[tuple[str, bytes]]] = {"train": [], "test": []}
+    for name, stream in read_matching_files(source, file_filter("text")):
         split, label, file = name.split("/")[-3:]
         text = stream.read(length)
         if not text:
             raise DataError(f"{source}: {name} is empty")
-        found[split].append((f"{label}/{file}", text))
-    for split in SPLITS:
-        for name, text in sorted(found["train" if split == "train" else "test"]):
+        texts[split].append((f"{label}/{file}", text))
+    for split, published_split in (("train", "train"), ("valid", "test"), ("test", "test")):
+        for name, text in sorted(texts[published_split]):
             rows[split].add(name.partition("/")[0], text)
 
 
-def _read_retrieval(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
+def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
+    """Read pairs of papers and add them to `rows` in place. Raises DataError for a malformed line."""
     labels = {b"0": "0", b"0.0": "0", b"1": "1", b"1.0": "1"}
-    for name, stream in read_matching_files(source, wanted(task.name)):
-        split = _SPLIT_OF[name.split(".")[-2]]
+    for name, stream in read_matching_files(source, file_filter("retrieval")):
+        split = _FAIRSEQ_SPLITS[name.split(".")[-2]]
         for number, line in _stripped_lines(stream, name):
             cells = line.split(b"\t")
             if len(cells) != 5 or cells[0] not in labels or not all(cells[3:]):
@@ -139,119 +193,183 @@ def _read_retrieval(task: LraTask, source: Path, length: int, seed: int, rows: R
             rows[split].add(labels[cells[0]], cells[3][:length], cells[4][:length])
 
 
-def _read_pathfinder(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
+def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) -> None:
+    """Read Pathfinder's pictures, shuffle them with the seed, split them, and add them to `rows` in place.
+
+    Empty pictures are left out; their number is stored with the train split. Raises DataError for a malformed line of
+    the metadata, an unreadable picture, or a picture that the metadata lists but the source does not have.
+    """
     pictures: dict[str, bytes] = {}
-    labels: list[tuple[str, str]] = []
+    labels: list[tuple[str, str]] = []  # name of the picture, label
     empty = 0
-    for name, stream in read_matching_files(source, wanted(task.name)):
-        where = f"{source}: {name}"
-        inner = name.partition("curv_contour_length_14/")[2]
-        if inner.endswith(".npy"):  # which is text
+    for name, stream in read_matching_files(source, file_filter("pathfinder")):
+        path = f"{source}: {name}"
+        inner_name = name.partition("curv_contour_length_14/")[2]
+        if inner_name.endswith(".npy"):  # in spite of its name this is a text file
             for number, line in _stripped_lines(stream, name):
                 cells = line.decode(errors="replace").split(" ")
                 if len(cells) < 4 or cells[3] not in task.labels:
-                    raise DataError(f"{where}, line {number}: expected a folder, a file, a number and a label")
+                    raise DataError(f"{path}, line {number}: expected a folder, a file, a number and a label")
                 labels.append((f"{cells[0]}/{cells[1]}", cells[3]))
-        elif content := stream.read(1 << 20):
-            pictures[inner] = read_png(content, where)
+            continue
+        content = stream.read(1 << 20)
+        if content:
+            pictures[inner_name] = read_png(content, path)
         else:
-            empty += 1  # the release has such pictures, and every code base leaves them out
-            pictures[inner] = b""
+            empty += 1  # the release has some empty pictures, and every code base leaves them out
+            pictures[inner_name] = b""
     labels.sort()
-    missing = next((name for name, _ in labels if name not in pictures), None)
-    if missing:
-        raise DataError(f"{source} has no {missing}, which its metadata lists")
-    found = [(label, pictures[name]) for name, label in labels if pictures[name]]
-    random.Random(f"{seed} pathfinder order").shuffle(found)
-    split_rows(found, task.shares, rows)
+    labeled_pictures = []
+    for name, label in labels:
+        if name not in pictures:
+            raise DataError(f"{source} has no {name}, which its metadata lists")
+        if pictures[name]:
+            labeled_pictures.append((label, pictures[name]))
+    random.Random(f"{seed} pathfinder order").shuffle(labeled_pictures)
+    add_rows_to_splits(labeled_pictures, task.shares, rows)
     rows["train"].empty = empty
 
 
-def read_png(content: bytes, where: str) -> bytes:
-    """Return the SIDE² pixels of a grey picture of 8 bits, row by row. Raises DataError for any other."""
+def read_png(content: bytes, name: str) -> bytes:
+    """Return the IMAGE_SIZE² pixels of an 8-bit gray PNG picture, row by row.
+
+    Args:
+        content: the content of the file.
+        name: the name of the file, for error messages.
+
+    Raises:
+        DataError: if the picture cannot be read, or has another size or color mode.
+    """
     try:
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-            if image.mode != "L" or image.size != (SIDE, SIDE):
+            if image.mode != "L" or image.size != (IMAGE_SIZE, IMAGE_SIZE):
                 raise DataError(
-                    f"{where}: {image.size} pixels, mode {image.mode}; expected {SIDE} x {SIDE} in 8-bit grey"
+                    f"{name}: the picture must have {IMAGE_SIZE} x {IMAGE_SIZE} pixels in 8-bit gray (mode L), "
+                    f"got {image.size[0]} x {image.size[1]} pixels in mode {image.mode}"
                 )
             return image.tobytes()
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{where} is not a readable PNG picture: {error}") from error
+        raise DataError(f"{name} is not a readable PNG picture: {error}") from error
 
 
-def _read_image(task: LraTask, source: Path, length: int, seed: int, rows: Rows) -> None:
+def _read_images(task: LraTask, source: Path, rows: RowsBySplit) -> None:
+    """Read CIFAR-10 in gray and add it to `rows` in place; the last tenth of the training data becomes valid."""
     batches = {}
-    for name, stream in read_matching_files(source, wanted(task.name)):
+    for name, stream in read_matching_files(source, file_filter("image")):
         content = np.frombuffer(stream.read(), dtype=np.uint8)
-        if not len(content) or len(content) % CIFAR_ROW or content[::CIFAR_ROW].max() >= len(task.labels):
-            raise DataError(f"{source}: {name} does not hold pictures of {SIDE} x {SIDE} pixels in three colours")
-        batches[name.rpartition("/")[2]] = content.reshape(-1, CIFAR_ROW)
-    found: dict[str, list[tuple[str, bytes]]] = {"train": [], "test": []}
+        is_damaged = not len(content) or len(content) % CIFAR_ROW_BYTES
+        if is_damaged or content[::CIFAR_ROW_BYTES].max() >= len(task.labels):
+            raise DataError(
+                f"{source}: {name} does not hold pictures of {IMAGE_SIZE} x {IMAGE_SIZE} pixels in three colors"
+            )
+        batches[name.rpartition("/")[2]] = content.reshape(-1, CIFAR_ROW_BYTES)
+    training_pictures = []
     for name in sorted(batches):
-        pictures = found["test" if name == "test_batch.bin" else "train"]
-        for row, pixels in zip(batches[name], grey(batches[name][:, 1:]), strict=True):
-            pictures.append((task.labels[row[0]], pixels.tobytes()))
-    split_rows(found["train"], (0.9, 0.1), rows)
-    rows["test"] = LraRows(([],))
-    for label, picture in found["test"]:
-        rows["test"].add(label, picture)
+        for row, pixels in zip(batches[name], to_gray(batches[name][:, 1:]), strict=True):
+            label = task.labels[row[0]]
+            if name == "test_batch.bin":
+                rows["test"].add(label, pixels.tobytes())
+            else:
+                training_pictures.append((label, pixels.tobytes()))
+    add_rows_to_splits(training_pictures, (0.9, 0.1), rows)
 
 
-def grey(colours: np.ndarray) -> np.ndarray:
-    """(n, 3 SIDE²) -> (n, SIDE²): 0.2989 r + 0.587 g + 0.114 b, rounded as TensorFlow does, in whole numbers."""
-    red, green, blue = colours.reshape(len(colours), 3, -1).astype(np.int64).transpose(1, 0, 2)
+def to_gray(colors: np.ndarray) -> np.ndarray:
+    """Convert pictures to gray: 0.2989 red + 0.587 green + 0.114 blue, rounded like TensorFlow, in integers.
+
+    Args:
+        colors: uint8 array of shape (pictures, 3 IMAGE_SIZE²), the three colors one after the other.
+
+    Returns:
+        A uint8 array of shape (pictures, IMAGE_SIZE²).
+    """
+    red, green, blue = colors.reshape(len(colors), 3, -1).astype(np.int64).transpose(1, 0, 2)
     return ((2989 * red + 5870 * green + 1140 * blue) * 511 // 5_100_000).astype(np.uint8)
 
 
-READERS: dict[str, Callable[[LraTask, Path, int, int, Rows], None]] = {
-    "listops": _read_listops,
-    "text": _read_text,
-    "retrieval": _read_retrieval,
-    "pathfinder": _read_pathfinder,
-    "image": _read_image,
-}
+def add_rows_to_splits(
+    labeled_rows: Sequence[tuple[str, bytes]], shares: tuple[float, float], rows: RowsBySplit
+) -> None:
+    """Add rows to `rows` in place, in order: the first part to train, the next to valid, the remaining to test.
+
+    Args:
+        labeled_rows: label and symbols of each row.
+        shares: the fractions that go to train and to valid. If they sum to 1, test gets no rows.
+        rows: the splits to extend.
+    """
+    train_end = round(len(labeled_rows) * shares[0])
+    valid_end = round(len(labeled_rows) * (shares[0] + shares[1]))
+    for number, (label, symbols) in enumerate(labeled_rows):
+        if number < train_end:
+            rows["train"].add(label, symbols)
+        elif number < valid_end:
+            rows["valid"].add(label, symbols)
+        else:
+            rows["test"].add(label, symbols)
 
 
-def split_rows(found: Sequence[tuple[str, bytes]], shares: tuple[float, float], rows: Rows) -> None:
-    """Adds (label, symbols) to train, valid and test, one after the other."""
-    ends = [round(len(found) * shares[0]), round(len(found) * (shares[0] + shares[1]))]
-    for number, (label, content) in enumerate(found):
-        rows[SPLITS[sum(number >= end for end in ends)]].add(label, content)
+def read_stand_in_rows(name: str, wheel: Path | None, length: int, seed: int) -> RowsBySplit:
+    """Return the rows of a stand-in: posts of 20 newsgroups as bytes, or scikit-learn's digits.
 
+    Posts keep their published splits; posts without text are left out and counted. Of every ten digits, the first is in
+    valid, the second in test, and the others are in train.
 
-def read_stand_in(name: str, wheel: Path | None, length: int, seed: int) -> Rows:
-    """Return the rows that stand in for those of a task: posts of 20 newsgroups as bytes, or scikit-learn's digits."""
+    Args:
+        name: a key of STAND_INS.
+        wheel: the wheel with the posts; None for the digits.
+        length: bytes per post to keep.
+        seed: seed of the choice of pairs for the task "retrieval".
+    """
     task = STAND_INS[name]
-    rows = {split: LraRows(tuple([] for _ in range(task.inputs))) for split in SPLITS}
+    rows = no_rows(task.inputs)
     if wheel is None:
-        for number, (label, pixels) in enumerate(_digits()):
-            rows[{0: "valid", 1: "test"}.get(number % 10, "train")].add(label, pixels)
+        for number, (label, pixels) in enumerate(_read_digits()):
+            if number % 10 == 0:
+                rows["valid"].add(label, pixels)
+            elif number % 10 == 1:
+                rows["test"].add(label, pixels)
+            else:
+                rows["train"].add(label, pixels)
         return rows
     for split, posts in newsgroups.read_posts(wheel).items():
-        kept = [(label, text.encode()[:length]) for label, text in posts if text]
-        rows[split].empty = len(posts) - len(kept)
-        for label, *texts in _pairs(kept, random.Random(f"{seed} {split}")) if task.inputs == 2 else kept:
-            rows[split].add(label, *texts)
+        nonempty_posts = [(label, text.encode()[:length]) for label, text in posts if text]
+        rows[split].empty = len(posts) - len(nonempty_posts)
+        if task.inputs == 2:
+            for label, first, second in _pair_posts(nonempty_posts, random.Random(f"{seed} {split}")):
+                rows[split].add(label, first, second)
+        else:
+            for label, text in nonempty_posts:
+                rows[split].add(label, text)
     return rows
 
 
-def _pairs(posts: list[tuple[str, bytes]], generator: random.Random) -> Iterator[tuple[str, bytes, bytes]]:
-    """A pair for every post: by turns with one of its newsgroup (label 1) and of another (label 0)."""
-    by_label: dict[str, list[bytes]] = {}
-    for label, text in posts:
-        by_label.setdefault(label, []).append(text)
-    for number, (label, text) in enumerate(posts):
-        others = sorted(by_label.keys() - {label}) or [label]
-        group = by_label[label if number % 2 else others[int(generator.random() * len(others))]]
-        yield str(number % 2), text, group[int(generator.random() * len(group))]
+def _pair_posts(posts: list[tuple[str, bytes]], generator: random.Random) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield a label and a pair of posts for every post.
+
+    Odd rows have a post of the same newsgroup, which may be the post itself, and label 1. Even rows have a post of
+    another newsgroup, or of the same if there is only one, and label 0.
+    """
+    texts_by_group: dict[str, list[bytes]] = {}
+    for group, text in posts:
+        texts_by_group.setdefault(group, []).append(text)
+    for number, (group, text) in enumerate(posts):
+        label = number % 2
+        partner_group = group
+        if label == 0:
+            other_groups = sorted(texts_by_group.keys() - {group})
+            if not other_groups:
+                other_groups = [group]
+            partner_group = other_groups[int(generator.random() * len(other_groups))]
+        partners = texts_by_group[partner_group]
+        yield str(label), text, partners[int(generator.random() * len(partners))]
 
 
-def _digits() -> Iterator[tuple[str, bytes]]:
-    """(digit, SIDE² pixels): pictures of 8 x 8 pixels from 0 to 16, made as big as CIFAR's."""
+def _read_digits() -> Iterator[tuple[str, bytes]]:
+    """Yield the class and the IMAGE_SIZE² pixels of scikit-learn's digits, enlarged from 8 x 8 pixels of 0 to 16."""
     from sklearn.datasets import load_digits
 
-    data = load_digits()
-    for image, label in zip(data.images, data.target, strict=True):
+    digits = load_digits()
+    for image, label in zip(digits.images, digits.target, strict=True):
         pixels = (image.astype(np.int64) * 255 // 16).astype(np.uint8)
-        yield str(label), pixels.repeat(SIDE // 8, axis=0).repeat(SIDE // 8, axis=1).tobytes()
+        scale = IMAGE_SIZE // 8
+        yield str(label), pixels.repeat(scale, axis=0).repeat(scale, axis=1).tobytes()

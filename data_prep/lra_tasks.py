@@ -1,4 +1,4 @@
-"""The tasks of the Long Range Arena and what takes the place of their texts and pictures where these cannot be had."""
+"""List the tasks of the Long Range Arena, and the stand-ins for tasks whose texts or pictures are not available."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from .listops import DIGITS
 from .newsgroups import TASK as NEWSGROUPS
 
 BYTES = tuple(map(str, range(256)))
-TEXT_LENGTH = 4000  # bytes of a text that the recipe keeps
+TEXT_LENGTH = 4000  # bytes per text that the recipe keeps
 STAND_IN = "stand-in"
 
 
@@ -16,8 +16,17 @@ STAND_IN = "stand-in"
 class LraTask:
     """One task.
 
-    `published`: what is fetched without --source; where there is nothing, `drawn` says whether rows are drawn at random
-    and how many.
+    Attributes:
+        name: name of the task and of its folder.
+        labels: names of the classes in the files; class k is labels[k].
+        symbols: the symbols of the rows; a byte b of a row stands for symbols[b].
+        inputs: number of inputs per row, 1 or 2.
+        meaning: descriptions of the classes; empty if the labels describe themselves.
+        published: files that are downloaded if --source is not given; empty if the task is drawn or needs --source.
+        drawn: default number of rows of a task that is drawn at random, 0 for other tasks.
+        shares: the fractions of train and valid in data that is not split yet; the rest is test.
+        is_text: True if the rows are texts, which are truncated to --length bytes.
+        instead: for a stand-in, what it is and what it replaces.
     """
 
     name: str
@@ -27,9 +36,9 @@ class LraTask:
     meaning: tuple[str, ...] = ()
     published: tuple[Published, ...] = ()
     drawn: int = 0
-    shares: tuple[float, float] = (0.8, 0.1)  # of train and valid among rows that are not split yet
-    is_text: bool = False  # and is cut
-    instead: str = ""  # what a stand-in is, and of what
+    shares: tuple[float, float] = (0.8, 0.1)
+    is_text: bool = False
+    instead: str = ""
 
 
 LRA_TASKS = {
@@ -54,7 +63,12 @@ LRA_TASKS = {
             meaning=("no citation", "citation"),
             is_text=True,
         ),
-        LraTask("pathfinder", labels=("0", "1"), meaning=("apart", "joined"), drawn=200_000),
+        LraTask(
+            "pathfinder",
+            labels=("0", "1"),
+            meaning=("apart", "joined"),
+            drawn=200_000,
+        ),
         LraTask(
             "image",
             labels=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
@@ -63,25 +77,27 @@ LRA_TASKS = {
     )
 }
 
+# Stand-ins, by the name of the task that they replace.
 STAND_INS = {
-    task.name.removesuffix(f"-{STAND_IN}"): task
-    for task in (
-        LraTask(
-            f"text-{STAND_IN}",
-            labels=NEWSGROUPS.labels,
-            instead="20 newsgroups as bytes, not IMDb's reviews",
-            published=NEWSGROUPS.published,
-            is_text=True,
-        ),
-        LraTask(
-            f"retrieval-{STAND_IN}",
-            labels=("0", "1"),
-            inputs=2,
-            meaning=("other newsgroups", "one newsgroup"),
-            instead="pairs of posts of 20 newsgroups as bytes, not of papers",
-            published=NEWSGROUPS.published,
-            is_text=True,
-        ),
-        LraTask(f"image-{STAND_IN}", labels=DIGITS, instead="scikit-learn's digits, 8 x 8 made 32 x 32, not CIFAR-10"),
-    )
+    "text": LraTask(
+        f"text-{STAND_IN}",
+        labels=NEWSGROUPS.labels,
+        instead="20 newsgroups as bytes, not IMDb's reviews",
+        published=NEWSGROUPS.published,
+        is_text=True,
+    ),
+    "retrieval": LraTask(
+        f"retrieval-{STAND_IN}",
+        labels=("0", "1"),
+        inputs=2,
+        meaning=("other newsgroups", "one newsgroup"),
+        instead="pairs of posts of 20 newsgroups as bytes, not of papers",
+        published=NEWSGROUPS.published,
+        is_text=True,
+    ),
+    "image": LraTask(
+        f"image-{STAND_IN}",
+        labels=DIGITS,
+        instead="scikit-learn's digits, 8 x 8 made 32 x 32, not CIFAR-10",
+    ),
 }

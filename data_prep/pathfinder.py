@@ -1,13 +1,16 @@
-"""Pathfinder-32 as the Long Range Arena draws it (arXiv 2011.04006, 2.2.5): do the two discs lie on one dashed line?
+"""Draw pictures of Pathfinder-32, whose class says whether the two discs lie on the same dashed line.
 
-    label 1: a disc at either end of one of two long lines; label 0: a disc at one end of each; short lines distract.
+    label 1: one of two long lines has a disc at both ends; label 0: each of them has a disc at one end. Short lines
+    distract.
 
-The lines are those of Linsley et al. 2018 (arXiv 1805.08315), of dashes that go on in about the same direction, with
-the parameters of LRA's hardest set (14 dashes). Drawn anew and not copied: the published pictures come out of image
-libraries that round in their own way. All arithmetic here gives the same bits on every machine.
+The task is that of the Long Range Arena (arXiv 2011.04006, section 2.2.5). The lines are those of Linsley et al. 2018
+(arXiv 1805.08315): each dash continues roughly in the direction of the previous one. The parameters are those of LRA's
+hardest set, which has 14 dashes. The pictures are drawn anew instead of reproducing the published ones, which come
+from image libraries with their own rounding. All arithmetic in this module gives the same bits on every machine.
 
-What is taken is kept as the bits of one integer, a bit for each pixel of a board, row by row, that is wider than the
-picture, so that a shape is moved by shifting and never wraps round.
+The occupied pixels are the bits of one integer. It has a bit for each pixel, row by row, of a board that is larger than
+the picture on every side. A shape is moved by shifting its bits, and the margin of the board prevents that it wraps
+around into another row.
 """
 
 import math
@@ -17,28 +20,42 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .chunks import Drawn, below
+from .chunks import DrawnRow, random_below
 
-SIDE = 32  # pixels
-PADDING, MARGIN, LENGTH, THICKNESS = 1, 1, 2, 0.5  # of the picture, between dashes, of a dash; pixels
-DASHES, SEED_DISTANCE = 14, 7  # of the long lines; pixels between their first dashes
-SHORT_LINES, SHORT_DASHES = 5, 4
-RADIUS = 1.5  # of a disc, pixels
-LONG_CONTRAST, SHORT_CONTRAST = 1.5, 2.0
-TRIES, SHORT_TRIES = 3, 5  # of a dash, of a short line
-SUBPIXELS = 4  # on each side of a pixel
-FULL, HALF = 0.9, 0.5  # of a pixel: what a dash must find free, what it takes from others
+IMAGE_SIZE = 32  # pixels
+PADDING = 1  # pixels at the border of the picture that no dash may cover
+DASH_GAP = 1  # pixels between the dashes of a line, and around a dash
+DASH_LENGTH = 2  # pixels
+DASH_THICKNESS = 0.5  # pixels
+LONG_DASHES = 14  # dashes of a long line
+SEED_DISTANCE = 7  # pixels between the first dashes of the two long lines
+SHORT_LINES = 5  # at most; a short line that does not fit is left out
+SHORT_DASHES = 4  # dashes of a short line
+DISC_RADIUS = 1.5  # pixels
+LONG_CONTRAST = 1.5
+SHORT_CONTRAST = 2.0
+DASH_TRIES = 3  # attempts to add a dash to a line
+SHORT_LINE_TRIES = 5  # attempts to draw a short line
+SUBPIXELS = 4  # samples per pixel in each dimension
+COLLISION_COVERAGE = 0.9  # a pixel that a new dash covers by more than this must be free
+OCCUPIED_COVERAGE = 0.5  # a pixel that a dash covers by more than this is occupied for other lines
 
-_AROUND = 8  # columns and rows of the board on each side of the picture
-_WIDTH = SIDE + 2 * _AROUND
-_REACH = 6  # pixels from the end of a dash to the farthest that the gap before it takes
+_BOARD_MARGIN = 8  # rows and columns of the board on each side of the picture
+_BOARD_SIZE = IMAGE_SIZE + 2 * _BOARD_MARGIN
+_REACH = 6  # the occupied pixels of a dash, with the gap before it, are at most this far from its head
 
 Point = tuple[int, int]  # row and column of a pixel
-Direction = tuple[float, float]  # of length 1
+Direction = tuple[float, float]  # change of row and column, a vector of length 1
 
 
 class Dash(NamedTuple):
-    """`head`: the end away from the line's origin. `direction`: towards it. `bend`: where it joins the one before."""
+    """One dash of a line.
+
+    Attributes:
+        head: the end that is farther from the origin of the line.
+        direction: the direction that points to the head.
+        bend: the point in the gap before the dash, where the line changes its direction.
+    """
 
     head: Point
     direction: Direction
@@ -46,18 +63,19 @@ class Dash(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A dashed line, its origin being the end of the first dash that has no neighbour."""
+    """A dashed line. Its origin is the free end of the first dash."""
 
     origin: Point
     dashes: list[Dash]
 
     @property
     def ends(self) -> tuple[Point, Point]:
+        """The two ends of the line: its origin, and the head of its last dash."""
         return self.origin, self.dashes[-1].head
 
 
 class Scene(NamedTuple):
-    """What is in a picture: two long lines, the short ones, and where the discs are."""
+    """The content of a picture: two long lines, at most SHORT_LINES short ones, the places of the discs, the label."""
 
     long: list[Line]
     short: list[Line]
@@ -65,187 +83,272 @@ class Scene(NamedTuple):
     label: int
 
 
-# Rounded, since the last digits of a cosine differ between machines.
-DEGREES = [(round(math.sin(math.radians(d)), 9), round(math.cos(math.radians(d)), 9)) for d in range(360)]
-# The pixels at LENGTH + MARGIN from a point, and the directions in which they lie.
-STEPS = [
-    (y, x) for y in range(-4, 5) for x in range(-4, 5) if math.floor(math.sqrt(y * y + x * x) + 0.5) == LENGTH + MARGIN
-]
+def _direction_of_degree(degree: int) -> Direction:
+    """Return the direction of an angle, rounded because the last digits of a cosine differ between machines."""
+    angle = math.radians(degree)
+    return round(math.sin(angle), 9), round(math.cos(angle), 9)
+
+
+def _step_offsets() -> list[Point]:
+    """Return the offsets whose rounded length is DASH_LENGTH + DASH_GAP, row by row."""
+    offsets = []
+    for y in range(-4, 5):
+        for x in range(-4, 5):
+            if math.floor(math.sqrt(y * y + x * x) + 0.5) == DASH_LENGTH + DASH_GAP:
+                offsets.append((y, x))
+    return offsets
+
+
+DIRECTIONS = [_direction_of_degree(degree) for degree in range(360)]
+# The offsets from a bend to the possible heads of the next dash, and the directions of these offsets.
+STEPS = _step_offsets()
 STEP_DIRECTIONS = [(y / math.sqrt(y * y + x * x), x / math.sqrt(y * y + x * x)) for y, x in STEPS]
 
 
-def draw(generator: random.Random) -> Drawn:
-    """A picture, its pixels row by row, and its label."""
+def draw_pathfinder_row(generator: random.Random) -> DrawnRow:
+    """Draw a picture, and return its IMAGE_SIZE² pixels row by row and its label."""
     scene = draw_scene(generator)
-    return Drawn(picture(scene).tobytes(), scene.label)
+    return DrawnRow(render_scene(scene).tobytes(), scene.label)
 
 
 def draw_scene(generator: random.Random) -> Scene:
-    """Lines that keep clear of each other, and the discs."""
-    found = None
-    while found is None:
-        found = _two_lines(generator)
-    long, taken = found
+    """Draw a scene: two long lines, short lines that keep clear of all others, and the discs."""
+    long_lines = None
+    while long_lines is None:
+        long_lines = _draw_long_lines(generator)
+    long, occupied = long_lines
     short: list[Line] = []
     for _ in range(SHORT_LINES):
-        for _ in range(SHORT_TRIES):
-            if line := _short_line(generator, taken):
-                short.append(line[0])
-                taken = line[1]
+        for _ in range(SHORT_LINE_TRIES):
+            short_line = _draw_short_line(generator, occupied)
+            if short_line is not None:
+                line, occupied = short_line
+                short.append(line)
                 break
-    first, label = below(generator, 2), below(generator, 2)
-    discs = long[first].origin, long[first if label else 1 - first].ends[1]
+    first = random_below(generator, 2)
+    label = random_below(generator, 2)
+    second = 1 - first
+    if label:
+        second = first
+    discs = (long[first].origin, long[second].ends[1])
     return Scene(long, short, discs, label)
 
 
-def picture(scene: Scene) -> np.ndarray:
-    """(SIDE, SIDE) uint8."""
-    image = np.zeros((SIDE + 2 * _AROUND,) * 2)
+def render_scene(scene: Scene) -> np.ndarray:
+    """Return the picture of a scene, an array of shape (IMAGE_SIZE, IMAGE_SIZE) and dtype uint8."""
+    image = np.zeros((_BOARD_SIZE, _BOARD_SIZE))
     for lines, contrast in ((scene.long, LONG_CONTRAST), (scene.short, SHORT_CONTRAST)):
         for line in lines:
             for dash in line.dashes:
-                _stamp(image, dash.head, contrast * _coverage(dash.direction, LENGTH, THICKNESS / 2))
+                _stamp(image, dash.head, contrast * _coverage(dash.direction, DASH_LENGTH, DASH_THICKNESS / 2))
     for disc in scene.discs:
-        _stamp(image, disc, _coverage((0.0, 0.0), 0.0, RADIUS))
-    inside = image[_AROUND:-_AROUND, _AROUND:-_AROUND]
+        _stamp(image, disc, _coverage((0.0, 0.0), 0.0, DISC_RADIUS))
+    inside = image[_BOARD_MARGIN:-_BOARD_MARGIN, _BOARD_MARGIN:-_BOARD_MARGIN]
     return np.floor(255 * np.minimum(inside, 1) + 0.5).astype(np.uint8)
 
 
-def _stamp(image: np.ndarray, centre: Point, shape: np.ndarray) -> None:
-    y, x = (c + _AROUND - _REACH for c in centre)
-    part = image[y : y + len(shape), x : x + len(shape)]
+def _stamp(image: np.ndarray, center: Point, shape: np.ndarray) -> None:
+    """Draw a shape into the image in place; where both have a value, the larger one stays.
+
+    Args:
+        image: the board, of shape (_BOARD_SIZE, _BOARD_SIZE).
+        center: the pixel of the picture where the middle of the shape goes.
+        shape: a square of 2 _REACH + 1 pixels.
+    """
+    top = center[0] + _BOARD_MARGIN - _REACH
+    left = center[1] + _BOARD_MARGIN - _REACH
+    part = image[top : top + len(shape), left : left + len(shape)]
     np.maximum(part, shape, out=part)
 
 
 @cache
 def _coverage(direction: Direction, length: float, radius: float) -> np.ndarray:
-    """How much of each of (2 _REACH + 1)² pixels lies within `radius` of a stroke, in [0, 1]. It begins in the centre
-    of the middle pixel and goes against `direction`."""
+    """Return the fraction of each pixel that lies within `radius` of a stroke.
+
+    The stroke starts at the center of the middle pixel and runs `length` pixels against `direction`.
+
+    Returns:
+        Fractions in [0, 1], of shape (2 _REACH + 1, 2 _REACH + 1). The array is cached and must not be changed.
+    """
     pixels = 2 * _REACH + 1
     places = (np.arange(pixels * SUBPIXELS) + 0.5) / SUBPIXELS - pixels / 2
-    y, x = places[:, None], places[None, :]
+    y = places[:, None]
+    x = places[None, :]
     along = np.clip(-(y * direction[0] + x * direction[1]), 0, length)
     distance = (y + along * direction[0]) ** 2 + (x + along * direction[1]) ** 2
     inside = (distance <= radius**2 + 1e-6).reshape(pixels, SUBPIXELS, pixels, SUBPIXELS)
     return inside.mean(axis=(1, 3))
 
 
-def _bit(y: int, x: int) -> int:
-    return 1 << ((y + _AROUND) * _WIDTH + x + _AROUND)
+def _pixel_bit(y: int, x: int) -> int:
+    """Return the bit of a pixel of the picture, whose coordinates may lie in the margin of the board."""
+    return 1 << ((y + _BOARD_MARGIN) * _BOARD_SIZE + x + _BOARD_MARGIN)
 
 
-BORDER = sum(
-    _bit(y, x)
-    for y in range(-_AROUND, SIDE + _AROUND)
-    for x in range(-_AROUND, SIDE + _AROUND)
-    if not (PADDING <= y < SIDE - PADDING and PADDING <= x < SIDE - PADDING)
-)
+def _border_bits() -> int:
+    """Return the bits of the margin of the board and of the padding of the picture."""
+    first = PADDING
+    last = IMAGE_SIZE - PADDING - 1
+    bits = 0
+    for y in range(-_BOARD_MARGIN, IMAGE_SIZE + _BOARD_MARGIN):
+        for x in range(-_BOARD_MARGIN, IMAGE_SIZE + _BOARD_MARGIN):
+            if not (first <= y <= last and first <= x <= last):
+                bits |= _pixel_bit(y, x)
+    return bits
+
+
+BORDER = _border_bits()
 
 
 @cache
-def _room(direction: Direction, length: float, least: float) -> int:
-    """The pixels that a stroke with its margin covers by more than `least`; it begins in the picture's first pixel."""
-    covered = _coverage(direction, length, THICKNESS / 2 + MARGIN)
-    return sum(_bit(int(y) - _REACH, int(x) - _REACH) for y, x in np.argwhere(covered > least))
+def _stroke_bits(direction: Direction, length: float, min_coverage: float) -> int:
+    """Return the bits of the pixels that a stroke, widened by the gap, covers by more than `min_coverage`.
+
+    The stroke starts at the first pixel of the picture and runs `length` pixels against `direction`.
+    """
+    coverage = _coverage(direction, length, DASH_THICKNESS / 2 + DASH_GAP)
+    return sum(_pixel_bit(int(y) - _REACH, int(x) - _REACH) for y, x in np.argwhere(coverage > min_coverage))
 
 
-def _at(shape: int, point: Point) -> int:
-    shift = point[0] * _WIDTH + point[1]
-    return shape << shift if shift >= 0 else shape >> -shift
+def _move_bits(bits: int, point: Point) -> int:
+    """Return the bits of a shape moved from the first pixel of the picture to `point`."""
+    shift = point[0] * _BOARD_SIZE + point[1]
+    if shift >= 0:
+        return bits << shift
+    return bits >> -shift
 
 
-def _crosses(taken: int, dash: Dash) -> bool:
-    return bool(taken & _at(_room(dash.direction, LENGTH, FULL), dash.head))
+def _collides(occupied: int, dash: Dash) -> bool:
+    """Return True if a dash would cover occupied pixels."""
+    covered = _move_bits(_stroke_bits(dash.direction, DASH_LENGTH, COLLISION_COVERAGE), dash.head)
+    return bool(occupied & covered)
 
 
-def _space(dash: Dash) -> int:
-    """What a dash and the gap before it take."""
-    return _at(_room(dash.direction, LENGTH + 2 * MARGIN, HALF), dash.head)
+def _occupied_by(dash: Dash) -> int:
+    """Return the bits of the pixels that a dash and the gap before it occupy."""
+    return _move_bits(_stroke_bits(dash.direction, DASH_LENGTH + 2 * DASH_GAP, OCCUPIED_COVERAGE), dash.head)
 
 
-def _move(point: Point, direction: Direction, distance: float) -> Point:
-    y, x = (math.floor(p + distance * d + 0.5) for p, d in zip(point, direction, strict=True))
+def _move_point(point: Point, direction: Direction, distance: float) -> Point:
+    """Return the pixel at a distance from a point, rounded."""
+    y = math.floor(point[0] + distance * direction[0] + 0.5)
+    x = math.floor(point[1] + distance * direction[1] + 0.5)
     return y, x
 
 
 def _is_inside(point: Point) -> bool:
-    return 0 <= point[0] < SIDE and 0 <= point[1] < SIDE
+    return 0 <= point[0] < IMAGE_SIZE and 0 <= point[1] < IMAGE_SIZE
 
 
-def _seed(origin: Point, direction: Direction) -> Line | None:
-    """A line of one dash; None where it leaves the picture."""
-    head, bend = _move(origin, direction, LENGTH), _move(origin, direction, -MARGIN)
-    return Line(origin, [Dash(head, direction, bend)]) if _is_inside(head) and _is_inside(bend) else None
+def _start_line(origin: Point, direction: Direction) -> Line | None:
+    """Return a line with one dash, or None if the dash or its bend leaves the picture."""
+    head = _move_point(origin, direction, DASH_LENGTH)
+    bend = _move_point(origin, direction, -DASH_GAP)
+    if _is_inside(head) and _is_inside(bend):
+        return Line(origin, [Dash(head, direction, bend)])
+    return None
 
 
 @cache
-def _weights(direction: Direction) -> list[float]:
-    """For every step how well it goes on in this direction: the squared cosine of the angle, 0 beyond a right one."""
+def _step_weights(direction: Direction) -> list[float]:
+    """Return the unnormalized probability of every step after a dash with this direction.
+
+    It is the squared cosine of the angle between both, and 0 for angles of more than 90 degrees.
+    """
     return [max(0.0, direction[0] * y + direction[1] * x) ** 2 for y, x in STEP_DIRECTIONS]
 
 
-def _extend(generator: random.Random, line: Line, taken: int) -> bool:
-    """Appends a dash. False where there is no room. `taken` does not hold the line's last dash."""
+def _extend_line(generator: random.Random, line: Line, occupied: int) -> bool:
+    """Append a dash to the line in place.
+
+    Args:
+        generator: the source of random numbers.
+        line: the line to extend.
+        occupied: the bits of the occupied pixels, without those of the last dash of the line.
+
+    Returns:
+        False if the next bend leaves the picture, if all steps are blocked by occupied pixels, or if DASH_TRIES draws
+        collide. The line is then unchanged.
+    """
     last = line.dashes[-1]
-    bend = _move(last.bend, last.direction, LENGTH + 2 * MARGIN)
-    near = taken | taken << 1 | taken >> 1 | taken << _WIDTH | taken >> _WIDTH
-    heads = [(bend[0] + y, bend[1] + x) for y, x in STEPS]
+    bend = _move_point(last.bend, last.direction, DASH_LENGTH + 2 * DASH_GAP)
     if not _is_inside(bend):
         return False
-    weights = [
-        0.0 if near & _bit(*head) else weight for head, weight in zip(heads, _weights(last.direction), strict=True)
-    ]
+    near_occupied = occupied | occupied << 1 | occupied >> 1 | occupied << _BOARD_SIZE | occupied >> _BOARD_SIZE
+    heads = [(bend[0] + y, bend[1] + x) for y, x in STEPS]
+    weights = []
+    for head, weight in zip(heads, _step_weights(last.direction), strict=True):
+        if near_occupied & _pixel_bit(*head):
+            weights.append(0.0)
+        else:
+            weights.append(weight)
     total = sum(weights)
     if total < 1e-4:
         return False
-    for _ in range(TRIES):
-        number = _choose(weights, generator.random() * total)
-        dash = Dash(heads[number], STEP_DIRECTIONS[number], bend)
-        if not _crosses(taken, dash):
+    for _ in range(DASH_TRIES):
+        step = _choose_index(weights, generator.random() * total)
+        dash = Dash(heads[step], STEP_DIRECTIONS[step], bend)
+        if not _collides(occupied, dash):
             line.dashes.append(dash)
             return True
     return False
 
 
-def _choose(weights: list[float], place: float) -> int:
-    """The number of the weight in which `place` falls when they lie side by side."""
+def _choose_index(weights: list[float], position: float) -> int:
+    """Return the index of the interval that contains `position` if intervals of these lengths follow each other.
+
+    Past the end, which rounding makes possible, it is the last interval with a positive length.
+    """
     chosen = 0
-    for number, weight in enumerate(weights):
+    for index, weight in enumerate(weights):
         if weight:
-            chosen, place = number, place - weight
-            if place < 0:
+            chosen = index
+            position -= weight
+            if position < 0:
                 break
     return chosen
 
 
-def _two_lines(generator: random.Random) -> tuple[list[Line], int] | None:
-    """Two long lines that begin SEED_DISTANCE apart, and what they take; None where they do not fit."""
-    centre = 2 * SEED_DISTANCE
-    free = SIDE - 2 * centre
-    origin = centre + below(generator, free), centre + below(generator, free)
-    other = _move(origin, DEGREES[below(generator, 360)], SEED_DISTANCE)
-    lines = [_seed(point, DEGREES[below(generator, 360)]) for point in (origin, other)]
-    found = [line for line in lines if line is not None]
-    if len(found) < 2:
+def _draw_long_lines(generator: random.Random) -> tuple[list[Line], int] | None:
+    """Draw two long lines whose first dashes are SEED_DISTANCE apart.
+
+    Returns:
+        The lines and the bits of the pixels that they and the border occupy, or None if they do not fit.
+    """
+    margin = 2 * SEED_DISTANCE
+    free = IMAGE_SIZE - 2 * margin
+    first_row = margin + random_below(generator, free)
+    first_column = margin + random_below(generator, free)
+    first_origin = (first_row, first_column)
+    second_origin = _move_point(first_origin, DIRECTIONS[random_below(generator, 360)], SEED_DISTANCE)
+    first = _start_line(first_origin, DIRECTIONS[random_below(generator, 360)])
+    second = _start_line(second_origin, DIRECTIONS[random_below(generator, 360)])
+    if first is None or second is None:
         return None
-    taken = BORDER
-    for _ in range(DASHES - 1):
-        for line, rival in (found, found[::-1]):
-            if not _extend(generator, line, taken | _space(rival.dashes[-1])):
+    occupied = BORDER
+    for _ in range(LONG_DASHES - 1):
+        for line, opposite in ((first, second), (second, first)):
+            if not _extend_line(generator, line, occupied | _occupied_by(opposite.dashes[-1])):
                 return None
-            taken |= _space(line.dashes[-2])
-    for line in found:
-        taken |= _space(line.dashes[-1])
-    return found, taken
+            occupied |= _occupied_by(line.dashes[-2])
+    for line in (first, second):
+        occupied |= _occupied_by(line.dashes[-1])
+    return [first, second], occupied
 
 
-def _short_line(generator: random.Random, taken: int) -> tuple[Line, int] | None:
-    """A line between the others, and what is taken with it; None where it does not fit."""
-    line = _seed((below(generator, SIDE), below(generator, SIDE)), DEGREES[below(generator, 360)])
-    if line is None or _crosses(taken, line.dashes[0]):
+def _draw_short_line(generator: random.Random, occupied: int) -> tuple[Line, int] | None:
+    """Draw a short line on free pixels.
+
+    Returns:
+        The line and the bits of the occupied pixels with those of the line, or None if it does not fit.
+    """
+    row = random_below(generator, IMAGE_SIZE)
+    column = random_below(generator, IMAGE_SIZE)
+    line = _start_line((row, column), DIRECTIONS[random_below(generator, 360)])
+    if line is None or _collides(occupied, line.dashes[0]):
         return None
     for _ in range(SHORT_DASHES - 1):
-        if not _extend(generator, line, taken):
+        if not _extend_line(generator, line, occupied):
             return None
-        taken |= _space(line.dashes[-2])
-    return line, taken | _space(line.dashes[-1])
+        occupied |= _occupied_by(line.dashes[-2])
+    return line, occupied | _occupied_by(line.dashes[-1])

@@ -1,11 +1,12 @@
-"""Train a SentencePiece model that keeps every text.
+"""Train a SentencePiece model that encodes every text without loss.
 
-python -m data_prep.train_tokenizer --text FILE --out DIR      other programs use it with `--tokenizer DIR`
+python -m data_prep.train_tokenizer --text FILE --out DIR      then pass `--tokenizer DIR` to the other programs
 """
 
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from lln_fairseq.data.files import write_bytes
@@ -17,31 +18,51 @@ from lln_fairseq.data.tokenizers import VOCAB_SIZE, train_on_corpus
 from .command import run_command
 
 
-def _train_command(text: Sequence[Path], out: Path, vocab_size: int, model_type: str) -> None:
-    def lines() -> Iterable[str]:
-        for path in text:
-            with path.open("rb") as stream:
-                yield from map(str.strip, read_lines(stream, str(path)))
+def read_stripped_lines(paths: Sequence[Path]) -> Iterable[str]:
+    """Yield the lines of all files, without white space at both ends."""
+    for path in paths:
+        with path.open("rb") as stream:
+            yield from map(str.strip, read_lines(stream, str(path)))
 
+
+def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type: str) -> None:
+    """Train a SentencePiece model on text files and write OUT/spm.model and OUT/spm.vocab.
+
+    spm.model is written last, so a directory that contains it is complete.
+
+    Args:
+        text: UTF-8 files with one sentence or paragraph per line.
+        out: the output directory, which is created.
+        vocab_size: number of pieces.
+        model_type: "bpe" or "unigram".
+
+    Raises:
+        DataError: if spm.model exists, the directory cannot be used, or the model cannot be trained on the text.
+    """
     with output_directory(out):
         if (out / "spm.model").exists():
-            raise DataError(f"{out / 'spm.model'} is there already; remove it or choose another directory")
-        tokenizer = train_on_corpus(lines(), vocab_size, model_type)
+            raise DataError(f"{out / 'spm.model'} exists already; remove it or choose another directory")
+        tokenizer = train_on_corpus(read_stripped_lines(text), vocab_size, model_type)
         write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
         write_bytes(out / "spm.model", tokenizer.files["spm.model"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(
-        prog="python -m data_prep.train_tokenizer", description="Train a SentencePiece model that keeps every text."
+        prog="python -m data_prep.train_tokenizer",
+        description="Train a SentencePiece model that encodes every text without loss.",
     )
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 files, one sentence or line a line")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", required=True, help="UTF-8 files with one sentence or paragraph per line"
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory for spm.model and spm.vocab")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="pieces (%(default)s)")
-    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(%(default)s)")
-    a = parser.parse_args(argv)
-    return run_command(lambda: _train_command(a.text, a.out, a.vocab_size, a.model_type))
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="number of pieces (default: %(default)s)")
+    parser.add_argument(
+        "--model-type", choices=("bpe", "unigram"), default="bpe", help="kind of model (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    return run_command(partial(train_tokenizer, args.text, args.out, args.vocab_size, args.model_type))
 
 
 if __name__ == "__main__":

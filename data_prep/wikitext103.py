@@ -1,16 +1,16 @@
-"""WikiText-103 (or text files like it), from the published archive to data for fairseq's masked_lm task.
+"""Build WikiText-103, or text files in its format, for fairseq's masked_lm task from the published archive.
 
     python -m data_prep.wikitext103 --out data-bin/wikitext-103 --tokenizer gpt2
 
-Reads wiki.train.raw, wiki.valid.raw and wiki.test.raw (each may be .xz or .gz) from the published zip, which is
-fetched, or from --source: that file, another archive, or a directory. As in fairseq's recipe every line is stripped
-and becomes one sample; headings and blank lines stay (a blank line is a sample of </s> alone, the end of a document
-to --sample-break-mode complete_doc: of a section, with --articles of an article). Text is read, encoded and written
-as a stream.
+The program reads wiki.train.raw, wiki.valid.raw and wiki.test.raw (each may be .xz or .gz) from the published zip
+archive, which is downloaded, or from --source: that archive, another one, or a directory. As in fairseq's recipe, every
+line is stripped and becomes one sample, headings and blank lines included. A blank line is a sample that consists only
+of </s>, and --sample-break-mode complete_doc takes it for the end of a document: the end of a section, or with
+--articles of an article. Text is read, encoded and written as a stream.
 
     OUT/dict.txt, {train,valid,test}.{bin,idx}    for --task masked_lm
-    OUT/encoder.json, vocab.bpe or spm.model      the tokenizer; `--tokenizer OUT` gives other data the same
-    OUT/manifest.json                             last file written: settings, sources, tokenizer, counts, checksums
+    OUT/encoder.json, vocab.bpe or spm.model      the tokenizer; `--tokenizer OUT` selects it for other data
+    OUT/manifest.json                             written last: settings, sources, tokenizer, counts, checksums
 """
 
 import argparse
@@ -18,13 +18,14 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import FileTree
-from lln_fairseq.data.binary_format import binarize, dataset_files
+from lln_fairseq.data.binary_format import binarize
 from lln_fairseq.data.download import fetch_tree
 from lln_fairseq.data.encode import ParallelEncoder, usable_cores
 from lln_fairseq.data.files import write_bytes
@@ -35,20 +36,30 @@ from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_senten
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
 
 from .command import run_command
+from .folders import split_files
 
-FORMAT = 1  # raise it when the same settings give another result: old directories are then refused, not mixed
+FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 MB = 10**6
-TRAINED = {"sentencepiece": "bpe", "sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
+# The values of --tokenizer that train a SentencePiece model, and its kind.
+TRAINED_TOKENIZERS = {"sentencepiece": "bpe", "sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
 
-TITLE = re.compile(r"= (?!=).*(?<!=) =")  # sections have several of them
+ARTICLE_TITLE = re.compile(r"= (?!=).*(?<!=) =")  # headings of sections have more than one = on each side
 ARCHIVE = FILES["wikitext-103-raw-v1.zip"]
 
 
-class Corpus:
-    """The three files of text; `train_bytes` limits how much of train is used, `articles`: see article_lines."""
+class WikiTextCorpus:
+    """The text files of the three splits. Creating it raises DataError if one of them is missing.
+
+    Args:
+        tree: the archive or directory.
+        train_bytes: how many bytes of the train split to use; None uses all of it.
+        articles: True separates articles by blank lines, but not the sections of an article (see article_lines).
+    """
 
     def __init__(self, tree: FileTree, train_bytes: int | None = None, articles: bool = False) -> None:
-        self.tree, self.train_bytes, self.articles = tree, train_bytes, articles
+        self.tree = tree
+        self.train_bytes = train_bytes
+        self.articles = articles
         self.members: dict[str, str] = {}
         for split in SPLITS:
             member = tree.find(f"wiki.{split}.raw")
@@ -57,52 +68,109 @@ class Corpus:
             self.members[split] = member
 
     def lines(self, split: str) -> Generator[str, None, None]:
-        """The stripped lines, as a stream. Raises DataError for a line that is not UTF-8."""
+        """Yield the stripped lines as a stream. Raises DataError for a line that is not UTF-8."""
         member = self.members[split]
+        limit = None
+        if split == "train":
+            limit = self.train_bytes
         with self.tree.open(member) as stream:
-            limit = self.train_bytes if split == "train" else None
             lines = (line.strip() for line in read_lines(stream, f"{self.tree.where}: {member}", limit))
-            yield from article_lines(lines) if self.articles else lines
+            if self.articles:
+                yield from article_lines(lines)
+            else:
+                yield from lines
 
     def count_lines(self, split: str) -> int:
-        """Number of lines; reads them all, so what is wrong shows before anything is built."""
+        """Return the number of lines.
+
+        This reads the whole file, so that bad input is detected before anything is built.
+
+        Raises:
+            DataError: if a line is not UTF-8, or all lines are blank.
+        """
+        count = 0
+        has_text = False
         with closing(self.lines(split)) as lines:
-            number, text = 0, False
             for line in lines:
-                number += 1
-                text = text or bool(line)
-        if not text:
-            limited = " within --limit-mb" if split == "train" and self.train_bytes else ""
-            raise DataError(f"{self.tree.where}: {self.members[split]} has no text{limited}")
-        return number
+                count += 1
+                if line:
+                    has_text = True
+        if not has_text:
+            message = f"{self.tree.where}: {self.members[split]} has no text"
+            if split == "train" and self.train_bytes:
+                message += " within --limit-mb"
+            raise DataError(message)
+        return count
 
 
 def article_lines(lines: Iterable[str]) -> Iterator[str]:
-    """The lines with a blank one before each article's title alone; the files have them around every heading."""
-    is_after_blank = True
+    """Yield the lines with one blank line before the title of each article and no other blank lines.
+
+    A title counts only if it follows a blank line or starts the file. The files have blank lines around every heading.
+    """
+    follows_blank_line = True
     for line in lines:
-        if is_after_blank and TITLE.fullmatch(line):
+        if follows_blank_line and ARTICLE_TITLE.fullmatch(line):
             yield ""
         if line:
             yield line
-        is_after_blank = not line
+        follows_blank_line = not line
 
 
-def result_files(kind: str) -> list[str]:
-    """Every file of the result relative to OUT, the manifest excepted."""
-    names = [*TOKENIZER_FILES[kind], DICTIONARY]
-    return names + [str(file) for split in SPLITS for file in dataset_files(Path(split))]
+def wikitext_result_files(tokenizer_kind: str) -> list[str]:
+    """Return the path of every result file relative to OUT, except manifest.json.
+
+    Args:
+        tokenizer_kind: a key of TOKENIZER_FILES.
+    """
+    names = [*TOKENIZER_FILES[tokenizer_kind], DICTIONARY]
+    return names + split_files("", SPLITS)
 
 
-def train_vocabulary(out: Path, corpus: Corpus, tokenizer: str, vocab_size: int, keep: bool) -> Vocabulary:
-    """A SentencePiece model trained on the train text; with `keep`, that of an unfinished run where there is one."""
-    if keep and (out / "spm.model").is_file():
-        return new_vocabulary(load_sentencepiece(out / "spm.model"))
+def train_vocabulary(corpus: WikiTextCorpus, tokenizer: str, vocab_size: int) -> Vocabulary:
+    """Train a SentencePiece model with `vocab_size` pieces on the train text; `tokenizer` is in TRAINED_TOKENIZERS."""
     with closing(corpus.lines("train")) as lines:
-        return new_vocabulary(train_on_corpus(lines, vocab_size, TRAINED[tokenizer]))
+        return new_vocabulary(train_on_corpus(lines, vocab_size, TRAINED_TOKENIZERS[tokenizer]))
 
 
-def build(
+@dataclass(frozen=True)
+class WikiTextSource:
+    """The requested source: its tree, None for the published archive that is not downloaded yet; and its checksums."""
+
+    tree: FileTree | None
+    is_published: bool
+    checksums: dict[str, str]
+
+    def open(self) -> FileTree:
+        """Return the tree, after downloading the published archive if necessary."""
+        if self.tree is not None:
+            return self.tree
+        tree, _ = fetch_tree([ARCHIVE], None)
+        return tree
+
+    def record(self) -> list[dict[str, Any]]:
+        """Return the entry "sources" of the manifest."""
+        entries = []
+        for name, sha256 in self.checksums.items():
+            entries.append({"name": name, "sha256": sha256, "published": self.is_published})
+        return entries
+
+
+def find_source(path: Path | None) -> WikiTextSource:
+    """Return the source at `path`, or the published archive if it is None; nothing is downloaded.
+
+    Raises DataError if the source cannot be read or lacks a file.
+    """
+    checksums = {ARCHIVE.name: ARCHIVE.sha256}
+    if path is None:
+        return WikiTextSource(None, True, checksums)
+    tree, is_published = fetch_tree([ARCHIVE], path)
+    if not is_published:
+        checksums = tree.checksums(list(WikiTextCorpus(tree).members.values()))
+    return WikiTextSource(tree, is_published, checksums)
+
+
+def build_wikitext(
     out: Path,
     tokenizer: str,
     source: Path | None = None,
@@ -112,112 +180,170 @@ def build(
     overwrite: bool = False,
     articles: bool = False,
 ) -> dict[str, Any]:
-    """Build the data set in `out` and return its manifest; a finished one with the same settings is kept.
+    """Build the data set in `out` and return its manifest. A finished directory with the same settings is kept.
 
-    `tokenizer`: "sentencepiece-bpe" or "sentencepiece-unigram" (trained here, `vocab_size` pieces), or what
-    vocabulary.load_vocabulary takes. `source`: archive or directory instead of the published archive. `limit_mb`:
-    use the first so many 10^6 bytes of train. `workers`: processes, default all cores. `articles`: blank lines part
-    articles, and not sections too. Raises DataError.
+    Args:
+        out: the output directory, which is created.
+        tokenizer: a key of TRAINED_TOKENIZERS, to train a SentencePiece model on the train text (an interrupted build
+            with the same settings keeps its model), or what load_vocabulary accepts.
+        source: archive or directory; None downloads the published archive if it is needed.
+        vocab_size: number of pieces of a trained tokenizer. It is ignored for other tokenizers.
+        limit_mb: use only the first `limit_mb` * 10^6 bytes of the train text; None uses all of it.
+        workers: number of processes; None uses all cores.
+        overwrite: build again even if the directory holds a result.
+        articles: True separates articles by blank lines, but not the sections of an article.
+
+    Raises:
+        DataError: if limit_mb is not positive, the source or the tokenizer cannot be used, or the directory cannot be
+            used or holds other data.
     """
     if limit_mb is not None and limit_mb <= 0:
-        raise DataError(f"--limit-mb {limit_mb}: expected more than 0")
-    given = None if tokenizer in TRAINED else load_vocabulary(tokenizer)
-    tree = None  # nothing is fetched for a result that turns out to be finished
-    published = True
-    if source is not None:
-        tree, published = fetch_tree([ARCHIVE], source)
-    sources = {ARCHIVE.name: ARCHIVE.sha256}
-    if tree is not None and not published:
-        sources = tree.checksums(list(Corpus(tree).members.values()))
-    settings = {
+        raise DataError(f"--limit-mb must be more than 0, got {limit_mb}")
+    given_vocabulary = None
+    tokenizer_setting: Any = {"train": TRAINED_TOKENIZERS.get(tokenizer), "vocab_size": vocab_size}
+    tokenizer_kind = "sentencepiece"
+    if tokenizer not in TRAINED_TOKENIZERS:
+        given_vocabulary = load_vocabulary(tokenizer)
+        tokenizer_setting = given_vocabulary.identity
+        tokenizer_kind = given_vocabulary.tokenizer.kind
+    wikitext_source = find_source(source)
+    settings: dict[str, Any] = {
         "program": "data_prep.wikitext103",
         "format": FORMAT,
-        "source": sources,
+        "source": wikitext_source.checksums,
         "limit_mb": limit_mb,
-        "tokenizer": given.identity if given else {"train": TRAINED[tokenizer], "vocab_size": vocab_size},
-        **({"articles": True} if articles else {}),
+        "tokenizer": tokenizer_setting,
     }
+    if articles:
+        settings["articles"] = True
 
-    def read() -> tuple[Corpus, dict[str, int], Vocabulary]:
-        found = tree or fetch_tree([ARCHIVE], None)[0]
-        corpus = Corpus(found, int(limit_mb * MB) if limit_mb else None, articles)
-        print_status(f"reading {found.where}")
-        lines = {split: corpus.count_lines(split) for split in SPLITS}
-        resume = not overwrite and manifest.is_under_way(out)
-        vocabulary = given or train_vocabulary(out, corpus, tokenizer, vocab_size, keep=resume)
-        return corpus, lines, vocabulary
+    def read() -> tuple[WikiTextCorpus, dict[str, int], Vocabulary]:
+        train_bytes = None
+        if limit_mb is not None:
+            train_bytes = int(limit_mb * MB)
+        corpus = WikiTextCorpus(wikitext_source.open(), train_bytes, articles)
+        print_status(f"reading {corpus.tree.where}")
+        line_counts = {split: corpus.count_lines(split) for split in SPLITS}
+        if given_vocabulary is not None:
+            return corpus, line_counts, given_vocabulary
+        model = out / "spm.model"
+        if not overwrite and manifest.is_under_way(out) and model.is_file():
+            return corpus, line_counts, new_vocabulary(load_sentencepiece(model))
+        return corpus, line_counts, train_vocabulary(corpus, tokenizer, vocab_size)
 
-    def write(data: tuple[Corpus, dict[str, int], Vocabulary]) -> dict[str, Any]:
-        corpus, lines, vocabulary = data
-        datasets = write_result(out, corpus, vocabulary, lines, workers, counted=given is None)
+    def write(data: tuple[WikiTextCorpus, dict[str, int], Vocabulary]) -> dict[str, Any]:
+        corpus, line_counts, vocabulary = data
+        count_symbols = given_vocabulary is None
+        datasets = write_wikitext(out, corpus, vocabulary, line_counts, workers, count_symbols)
         return {
-            "sources": [{"name": n, "sha256": s, "published": published} for n, s in sources.items()],
+            "sources": wikitext_source.record(),
             "tokenizer": vocabulary.record(),
-            "counts": lines,
+            "counts": line_counts,
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
 
-    files = result_files(given.tokenizer.kind if given else "sentencepiece")
-    return manifest.build_directory(out, settings, files, read, write, overwrite)
+    return manifest.build_directory(out, settings, wikitext_result_files(tokenizer_kind), read, write, overwrite)
 
 
-def write_result(
-    out: Path, corpus: Corpus, vocabulary: Vocabulary, lines: dict[str, int], workers: int | None, counted: bool
+def write_wikitext(
+    out: Path,
+    corpus: WikiTextCorpus,
+    vocabulary: Vocabulary,
+    line_counts: dict[str, int],
+    workers: int | None,
+    count_symbols: bool,
 ) -> dict[str, dict[str, int]]:
-    """Write tokenizer, datasets and dict.txt; return the counts read back by split.
+    """Write the tokenizer, the data sets and dict.txt, in this order.
 
-    With `counted` dict.txt gets the counts of the train text; a dictionary that the user gave is kept to the byte.
+    Args:
+        out: the output directory.
+        corpus: the text.
+        vocabulary: the tokenizer and its dictionary.
+        line_counts: the number of lines of each split.
+        workers: number of processes; None uses all cores.
+        count_symbols: True writes the symbol counts of the train text to dict.txt; False writes the dictionary of
+            `vocabulary` unchanged.
+
+    Returns:
+        The counts of each data set, read back from it, by split.
     """
     for name, data in vocabulary.tokenizer.files.items():
         write_bytes(out / name, data)
     datasets = {}
     with ParallelEncoder(vocabulary, workers) as encoder:
         for split in SPLITS:
-            print_status(f"encoding {split}: {lines[split]} lines")
-            blocks = partial(_blocks, encoder, corpus, split, lines[split])
-            datasets[split] = binarize(blocks, vocabulary.size, out / split, lines[split])
-    if counted:
+            print_status(f"encoding {split}: {line_counts[split]} lines")
+            blocks = partial(_encoded_blocks, encoder, corpus, split, line_counts[split])
+            datasets[split] = binarize(blocks, vocabulary.size, out / split, line_counts[split])
+    if count_symbols:
         vocabulary = vocabulary.with_counts(datasets["train"].by_id)
     write_bytes(out / DICTIONARY, vocabulary.dictionary.encode())
     return {split: counts.record() for split, counts in datasets.items()}
 
 
-def _blocks(encoder: ParallelEncoder, corpus: Corpus, split: str, total: int) -> Iterator[Any]:
+def _encoded_blocks(encoder: ParallelEncoder, corpus: WikiTextCorpus, split: str, num_lines: int) -> Iterator[Any]:
+    """Yield the encoded blocks of a split and show a progress bar of its lines."""
     from tqdm import tqdm
 
     with closing(corpus.lines(split)) as lines:
-        yield from encoder.blocks(tqdm(lines, desc=split, total=total, unit=" lines", leave=False, disable=None))
+        yield from encoder.blocks(tqdm(lines, desc=split, total=num_lines, unit=" lines", leave=False, disable=None))
 
 
-def summary(content: dict[str, Any]) -> str:
-    """The manifest's counts as lines for the terminal."""
-    return "\n".join(
-        f"{split:5}  {d['samples']} lines, {d['tokens']} tokens, {d['unknown']} unknown, longest {d['longest']}"
-        for split, d in content["datasets"].items()
+def summarize_wikitext(content: dict[str, Any]) -> str:
+    """Return the counts of a manifest as text, one line per split."""
+    lines = []
+    for split, counts in content["datasets"].items():
+        lines.append(
+            f"{split:5}  {counts['samples']} lines, {counts['tokens']} tokens, {counts['unknown']} unknown, "
+            f"longest {counts['longest']}"
+        )
+    return "\n".join(lines)
+
+
+def _build_and_report(args: argparse.Namespace) -> None:
+    content = build_wikitext(
+        args.out,
+        args.tokenizer,
+        args.source,
+        args.vocab_size,
+        args.limit_mb,
+        args.workers,
+        args.overwrite,
+        args.articles,
     )
+    print_status(summarize_wikitext(content))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C)."""
+    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.wikitext103", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("data-bin/wikitext-103"), help="directory (%(default)s)")
-    parser.add_argument("--source", type=Path, help=f"local {ARCHIVE.name}, another archive or a directory")
+    parser.add_argument(
+        "--out", type=Path, default=Path("data-bin/wikitext-103"), help="output directory (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--source", type=Path, help=f"local copy of {ARCHIVE.name}, another archive, or a directory (default: download)"
+    )
     parser.add_argument(
         "--tokenizer",
         default="gpt2",
-        help="gpt2 (default); sentencepiece-bpe or sentencepiece-unigram: trained on the text; or the directory of "
-        "other data, of a tokenizer, or a SentencePiece model",
+        help="gpt2 (default); sentencepiece-bpe or sentencepiece-unigram, which is trained on the text; or a "
+        "SentencePiece model, or the directory of a tokenizer or of other data",
     )
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="pieces of a trained one (%(default)s)")
-    parser.add_argument("--articles", action="store_true", help="blank lines between whole articles alone, which "
-                        "--sample-break-mode complete_doc then keeps together")  # fmt: skip
-    parser.add_argument("--limit-mb", type=float, help="use only the first so many MB of train, for trials")
-    parser.add_argument("--workers", type=int, default=usable_cores(), help="processes (default: cores, %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="build anew what is in the output directory")
-    a = parser.parse_args(argv)
-    arguments = (a.out, a.tokenizer, a.source, a.vocab_size, a.limit_mb, a.workers, a.overwrite, a.articles)
-    return run_command(lambda: print_status(summary(build(*arguments))))
+    parser.add_argument(
+        "--vocab-size", type=int, default=VOCAB_SIZE, help="number of pieces of a trained tokenizer (%(default)s)"
+    )
+    parser.add_argument(
+        "--articles",
+        action="store_true",
+        help="write blank lines only between articles, so that --sample-break-mode complete_doc keeps them together",
+    )
+    parser.add_argument("--limit-mb", type=float, help="use only the first LIMIT_MB MB of the train text, for trials")
+    parser.add_argument(
+        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
+    return run_command(partial(_build_and_report, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Regenerates the tables of moment matching in lln_fairseq/ops, or compares them with a fresh simulation.
+"""Regenerate the tables of moment matching in lln_fairseq/ops, or compare them with a fresh simulation.
 
     python -m scripts.calibrate_moment_matching            # simulate, compare, write the tables
-    python -m scripts.calibrate_moment_matching --check    # simulate and compare only; exit code 1 if a table is off
+    python -m scripts.calibrate_moment_matching --check    # simulate and compare; exit code 1 if a table deviates
 
-Of each table and head dimension it prints the largest difference of log s or log σ̃² from the shipped one.
+For each table and head dimension the program prints the largest difference of log s or log σ̃² from the shipped table.
 """
 
 import argparse
@@ -18,60 +18,90 @@ from lln_fairseq.command import run_main
 from lln_fairseq.ops.moment_matching import TABLES_FILES, simulate_table
 from scripts.terminal import program_parser
 
-HEAD_DIMS = (16, 32, 64, 128)
-DIGITS = 5  # of log s and log σ̃² in the file
+HEAD_DIMS: tuple[int, ...] = (16, 32, 64, 128)
+DIGITS = 5  # decimals of log s and log σ̃² in the file
 
-# Tokens and heads of a simulation, and the difference from the shipped tables that it may have. The shipped ones are of
-# the full size: what differs then is rounding, by version of torch and number of threads. The fast ones have sampling
-# error, and entropies depend more on the number of tokens.
-FULL = {"tokens": 1024, "heads": 48}, 1e-4
-FAST = {"calibrated": ({"tokens": 256, "heads": 8}, 0.05), "entropy": ({"tokens": 512, "heads": 8}, 0.05)}
+# Tokens and heads of a simulation, and the largest accepted difference from the shipped tables. The shipped tables have
+# the full size, so a full simulation differs only by rounding, which depends on the version of torch and the number of
+# threads. The fast ones have sampling errors, and entropies depend more on the number of tokens.
+FULL_SIZE = {"tokens": 1024, "heads": 48}
+FULL_TOLERANCE = 1e-4
+FAST_SIZES = {"calibrated": {"tokens": 256, "heads": 8}, "entropy": {"tokens": 512, "heads": 8}}
+FAST_TOLERANCE = 0.05
 
 Table = list[list[float]]
 
 
-def deviation(table: Table, shipped: Table) -> float:
-    """The largest difference of log s or log σ̃²; infinite for tables of different lengths."""
-    if [len(x) for x in table] != [len(x) for x in shipped]:
+def max_deviation(table: Table, shipped: Table) -> float:
+    """Return the largest difference of log s or log σ̃², or infinity if the tables have different lengths."""
+    if [len(column) for column in table] != [len(column) for column in shipped]:
         return math.inf
-    return (torch.tensor(table, dtype=torch.float64) - torch.tensor(shipped, dtype=torch.float64)).abs().max().item()
+    difference = torch.tensor(table, dtype=torch.float64) - torch.tensor(shipped, dtype=torch.float64)
+    return difference.abs().max().item()
 
 
-def write(tables: dict[int, Table], path: Path) -> None:
-    """One line for each head dimension."""
-    lines = (f' "{dim}": {json.dumps(table)}' for dim, table in tables.items())
+def write_tables(tables: dict[int, Table], path: Path) -> None:
+    """Write the tables as JSON, with one line per head dimension."""
+    lines = [f' "{dim}": {json.dumps(table)}' for dim, table in tables.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = program_parser("python -m scripts.calibrate_moment_matching", __doc__)
-    parser.add_argument("--check", action="store_true", help="compare with the shipped tables, write nothing")
-    parser.add_argument("--fast", action="store_true", help="check a small simulation of D = 32")
-    args = parser.parse_args(argv)
-    right = [check(constants, path, args) for constants, path in TABLES_FILES.items()]
-    return 1 if (args.check or args.fast) and not all(right) else 0
+def calibrate_tables(constants: str, path: Path, fast: bool, write: bool) -> bool:
+    """Simulate the tables of one kind, print how much they deviate from the shipped ones, and optionally write them.
 
+    Args:
+        constants: "calibrated" or "entropy", what the tables match.
+        path: the file of the shipped tables.
+        fast: True simulates a small sample of D = 32 instead of all head dimensions in full size.
+        write: True replaces the file.
 
-def check(constants: str, path: Path, args: argparse.Namespace) -> bool:
-    """Simulates the tables of one kind, compares them with the shipped ones and, unless told not to, writes them."""
-    dims = (32,) if args.fast else HEAD_DIMS
-    size, tolerance = FAST[constants] if args.fast else FULL
+    Returns:
+        True if every simulated table agrees with the shipped one.
+    """
+    head_dims = HEAD_DIMS
+    size = FULL_SIZE
+    tolerance = FULL_TOLERANCE
+    if fast:
+        head_dims = (32,)
+        size = FAST_SIZES[constants]
+        tolerance = FAST_TOLERANCE
     shipped = json.loads(path.read_text())
-    tables = {}
-    right = True
-    for dim in dims:
-        simulated = simulate_table(dim, **size, constants=constants)
-        tables[dim] = [[round(value, DIGITS) for value in column] for column in simulated]
-        difference = deviation(tables[dim], shipped[str(dim)])
-        right &= difference <= tolerance
+    tables: dict[int, Table] = {}
+    agrees = True
+    for dim in head_dims:
+        table = []
+        for column in simulate_table(dim, **size, constants=constants):
+            table.append([round(value, DIGITS) for value in column])
+        tables[dim] = table
+        difference = max_deviation(table, shipped[str(dim)])
+        if not difference <= tolerance:
+            agrees = False
         print(
             f"{constants}, D = {dim}: at most {difference:.1e} from the shipped table, {tolerance:g} allowed",
             flush=True,
         )
-    if not (args.check or args.fast):
-        write(tables, path)
+    if write:
+        write_tables(tables, path)
         print(f"written: {path}")
-    return right
+    return agrees
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Process all tables; return 1 if --check or --fast found a deviation, 0 otherwise."""
+    only_check = args.check or args.fast
+    all_agree = True
+    for constants, path in TABLES_FILES.items():
+        agrees = calibrate_tables(constants, path, fast=args.fast, write=not only_check)
+        all_agree = all_agree and agrees
+    return 1 if only_check and not all_agree else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = program_parser("python -m scripts.calibrate_moment_matching", __doc__)
+    parser.add_argument("--check", action="store_true", help="compare with the shipped tables, write nothing")
+    parser.add_argument("--fast", action="store_true", help="check with a small simulation of D = 32, write nothing")
+    return calibrate(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

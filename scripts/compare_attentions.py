@@ -1,16 +1,16 @@
-"""Pre-trains and fine-tunes attentions on the same data and budget, with several seeds: one table and one plot.
+"""Pre-train and fine-tune attentions on the same data with the same budget and several seeds; make a table and a plot.
 
     scripts/compare_attentions.sh --attentions softmax,lln_diag,nystrom --seeds 1 2 --jobs 2
     scripts/compare_attentions.sh --attentions softmax,lln_diag corpus=wikitext103 glue=sst2,qnli model=base run=gpu1
     scripts/compare_attentions.sh --attentions lln_diag,lln_diag:mix=joint,lln_diag:mix=joint,constants=entropy
 
-Hydra overrides go to pre-training and fine-tuning alike, after `pretrain:` or `finetune:` to one of them, as in
-pretrain:dataset.batch_size=32. corpus= names the pre-training data, glue= one or several tasks. Without them the demo
-data is made and used, with model=nano. What is finished is not done again, and what was interrupted goes on.
+Hydra overrides apply to pre-training and fine-tuning; the prefix `pretrain:` or `finetune:` limits an override to one
+of them, as in pretrain:dataset.batch_size=32. corpus= names the pre-training data, glue= one or more tasks. The
+default is the demo data, which is made if necessary, and model=nano. Finished runs are not repeated, and interrupted
+runs resume.
 """
 
 import argparse
-import itertools
 import json
 import os
 import queue
@@ -18,6 +18,7 @@ import re
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.recipes import CONFIGS
-from scripts.compare_report import draw, read_rows, run_folder, table
+from scripts.compare_report import comparison_table, plot_comparison, read_results, run_folder
 from scripts.experiments.settings import format_override
 from scripts.experiments.steps import StepFailed, Steps, evaluation_command, prepare_demo_data, training_command
 from scripts.terminal import at_least_one, program_parser
@@ -42,19 +43,27 @@ DEFAULT_ATTENTIONS = "softmax,lln,lln_diag,elu,performer,nystrom"
 
 
 class Overrides:
-    """Hydra overrides by stage; the tasks of glue= and the defaults of what is not given are taken out of them."""
+    """The Hydra overrides of pre-training and fine-tuning, the corpus and the tasks, from the command line.
+
+    Attributes:
+        corpus: the corpus of corpus=, by default the demo.
+        tasks: the tasks of glue=, by default the demo's.
+        pretrain: overrides of every pre-training.
+        finetune: overrides of every fine-tuning.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        given = list(args.overrides)
-        for default in ("model=nano", f"run={'gpu1' if torch.cuda.is_available() else 'cpu'}"):
-            if not any(override.startswith(default.split("=")[0] + "=") for override in given):
-                given.append(default)
-        self.pretrain, self.finetune, self.corpus, self.tasks = [], [], DEMO, [DEMO]
-        for override in given:
-            stage, _, rest = override.partition(":")
+        self.corpus = DEMO
+        self.tasks = [DEMO]
+        self.pretrain: list[str] = []
+        self.finetune: list[str] = []
+        for override in self._with_defaults(args.overrides):
+            stage, _, stage_override = override.partition(":")
             group, _, value = override.partition("=")
-            if stage in ("pretrain", "finetune"):
-                getattr(self, stage).append(rest)
+            if stage == "pretrain":
+                self.pretrain.append(stage_override)
+            elif stage == "finetune":
+                self.finetune.append(stage_override)
             elif group == "corpus":
                 self.corpus = value
             elif group == "glue":
@@ -62,166 +71,238 @@ class Overrides:
             else:
                 self.pretrain.append(override)
                 self.finetune.append(override)
-        self._budget(args)
-
-    def _budget(self, args: argparse.Namespace) -> None:
         if args.updates:
             self.pretrain.append(f"optimization.max_update={args.updates}")
         if args.finetune_updates:
-            updates = args.finetune_updates
-            self.finetune += [f"optimization.max_update={updates}", f"lr_scheduler.total_num_update={updates}"]
+            self.finetune.append(f"optimization.max_update={args.finetune_updates}")
+            self.finetune.append(f"lr_scheduler.total_num_update={args.finetune_updates}")
         if self.corpus == DEMO:
             self.pretrain.insert(0, format_override("task.data", f"{args.data}/lm"))
 
-    def of_pretraining(self, row: str, seed: int) -> list[str]:
-        return [f"corpus={self.corpus}", *of_attention(row), f"common.seed={seed}", *self.pretrain]
+    @staticmethod
+    def _with_defaults(overrides: list[str]) -> list[str]:
+        """Return the overrides with model= and run=, if they are missing, at the end."""
+        groups = {override.partition("=")[0] for override in overrides}
+        completed = list(overrides)
+        if "model" not in groups:
+            completed.append("model=nano")
+        if "run" not in groups:
+            completed.append("run=gpu1" if torch.cuda.is_available() else "run=cpu")
+        return completed
 
-    def of_finetuning(self, row: str, seed: int, task: str, data: str) -> list[str]:
-        demo = [format_override("task.data", f"{data}/sentiment")] if task == DEMO else []
-        return [f"glue={task}", *of_attention(row), f"common.seed={seed}", *demo, *self.finetune]
+    def for_pretraining(self, attention: str, seed: int) -> list[str]:
+        """Return all overrides of one pre-training; `attention` is an attention spec."""
+        return [f"corpus={self.corpus}", *attention_overrides(attention), f"common.seed={seed}", *self.pretrain]
+
+    def for_finetuning(self, attention: str, seed: int, task: str, data: str) -> list[str]:
+        """Return all overrides of one fine-tuning; `data` is the directory of the demo data."""
+        overrides = [f"glue={task}", *attention_overrides(attention), f"common.seed={seed}"]
+        if task == DEMO:
+            overrides.append(format_override("task.data", f"{data}/sentiment"))
+        return overrides + self.finetune
 
 
-def of_attention(row: str) -> list[str]:
-    """Hydra's overrides for a row as parse_attention_spec reads it."""
-    name, options = parse_attention_spec(row)
-    return [f"attention={name}", *(f"model.{name}_{key}={json.dumps(value)}" for key, value in options.items())]
+def attention_overrides(attention: str) -> list[str]:
+    """Return the Hydra overrides for an attention spec such as "lln_diag:mix=joint"."""
+    name, options = parse_attention_spec(attention)
+    overrides = [f"attention={name}"]
+    for key, value in options.items():
+        overrides.append(f"model.{name}_{key}={json.dumps(value)}")
+    return overrides
 
 
 class Comparison:
+    """All runs of a comparison. Creating it composes the recipes, so that wrong overrides are reported at once."""
+
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.out, self.overrides = args, args.out, Overrides(args)
-        self.pretraining = configuration("pretrain", self.overrides.of_pretraining(args.attentions[0], 1))
-        self.tasks = {task: self._task(task) for task in self.overrides.tasks}
+        self.args = args
+        self.out = args.out
+        self.overrides = Overrides(args)
+        attention = args.attentions[0]
+        self.pretraining = compose_config("pretrain", self.overrides.for_pretraining(attention, 1))
+        self.tasks: dict[str, Any] = {}  # the composed recipe of every task
+        for task in self.overrides.tasks:
+            overrides = self.overrides.for_finetuning(attention, 1, task, args.data)
+            self.tasks[task] = compose_config("finetune", overrides)
         self.steps = Steps(self.out)
-        self.slots: queue.Queue[int] = queue.Queue()
+        self.free_slots: queue.Queue[int] = queue.Queue()  # numbers of the jobs that may start
         for slot in range(args.jobs):
-            self.slots.put(slot)
+            self.free_slots.put(slot)
 
-    def _task(self, task: str) -> Any:
-        return configuration("finetune", self.overrides.of_finetuning(self.args.attentions[0], 1, task, self.args.data))
+    def run_all(self) -> list[str]:
+        """Make the demo data if needed and run everything, `jobs` runs at a time.
 
-    def one(self, attention: str, seed: int) -> None:
-        """Pre-training, then fine-tuning and evaluation on every task. Raises: StepFailed."""
-        slot = self.slots.get()
-        try:
-            self._train(attention, seed, environment(slot, self.args.jobs))
-        finally:
-            self.slots.put(slot)
-
-    def _train(self, attention: str, seed: int, variables: dict[str, str]) -> None:
-        name, folder = f"{attention}, seed {seed}", run_folder(self.out, attention, seed)
-        command = training_command("pretrain", folder, *self.overrides.of_pretraining(attention, seed))
-        self.steps.run(f"pre-train {name}", command, self.pretraining.optimization.max_update, variables)
-        for task, config in self.tasks.items():
-            tuned = folder / "glue" / task
-            overrides = self.overrides.of_finetuning(attention, seed, task, self.args.data)
-            start = format_override("checkpoint.finetune_from_model", folder / "checkpoint_best.pt")
-            command = training_command("finetune", tuned, start, *overrides)
-            updates = config.optimization.get("max_update") or config.lr_scheduler.total_num_update
-            self.steps.run(f"fine-tune {name} on {task}", command, updates, variables)
-            command = evaluation_command(tuned, labelled_splits(Path(config.task.data)))
-            self.steps.run(f"evaluate {name} on {task}", command, environment=variables)
-
-    def all(self) -> list[str]:
-        """Trains everything; returns what went wrong, a line or two for each run that failed."""
-        if any(str(config.task.data).startswith(self.args.data) for config in (self.pretraining, *self.tasks.values())):
+        Returns:
+            The error message of every run that failed. It is also printed at once, and the other runs continue.
+        """
+        if self._needs_demo_data():
             prepare_demo_data(self.args.data, self.args.archive)
-        failures, runs = [], itertools.product(self.args.seeds, self.args.attentions)
+        failures = []
         with ThreadPoolExecutor(self.args.jobs) as pool:
-            futures = [pool.submit(self.one, attention, seed) for seed, attention in runs]
+            futures = []
+            for seed in self.args.seeds:
+                for attention in self.args.attentions:
+                    futures.append(pool.submit(self.run_attention, attention, seed))
             try:
                 for future in as_completed(futures):
-                    if isinstance(error := future.exception(), StepFailed):
+                    try:
+                        future.result()
+                    except StepFailed as error:
                         failures.append(str(error))
                         print(f"error: {error}", file=sys.stderr)
-                    else:
-                        future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self.steps.stop()
                 raise
         return failures
 
+    def _needs_demo_data(self) -> bool:
+        """Return True if any recipe reads from the directory of the demo data."""
+        configs = [self.pretraining, *self.tasks.values()]
+        return any(str(config.task.data).startswith(self.args.data) for config in configs)
+
+    def run_attention(self, attention: str, seed: int) -> None:
+        """Pre-train an attention with one seed, then fine-tune and evaluate it on every task.
+
+        Finished steps are skipped. Raises StepFailed if a step fails.
+        """
+        slot = self.free_slots.get()
+        try:
+            self._run_steps(attention, seed, job_environment(slot, self.args.jobs))
+        finally:
+            self.free_slots.put(slot)
+
+    def _run_steps(self, attention: str, seed: int, variables: dict[str, str]) -> None:
+        name = f"{attention}, seed {seed}"
+        folder = run_folder(self.out, attention, seed)
+        pretraining = training_command("pretrain", folder, *self.overrides.for_pretraining(attention, seed))
+        self.steps.run(f"pre-train {name}", pretraining, self.pretraining.optimization.max_update, variables)
+        for task, config in self.tasks.items():
+            task_folder = folder / "glue" / task
+            overrides = self.overrides.for_finetuning(attention, seed, task, self.args.data)
+            checkpoint = format_override("checkpoint.finetune_from_model", folder / "checkpoint_best.pt")
+            finetuning = training_command("finetune", task_folder, checkpoint, *overrides)
+            updates = config.optimization.get("max_update") or config.lr_scheduler.total_num_update
+            self.steps.run(f"fine-tune {name} on {task}", finetuning, updates, variables)
+            evaluate = evaluation_command(task_folder, labeled_splits(Path(config.task.data)))
+            self.steps.run(f"evaluate {name} on {task}", evaluate, environment=variables)
+
     def report(self) -> None:
+        """Write OUT/comparison.txt and OUT/comparison.png from the finished runs, and print the table."""
         metrics = {task: config.checkpoint.best_checkpoint_metric for task, config in self.tasks.items()}
-        rows = read_rows(self.out, self.args.attentions, self.args.seeds, metrics)
-        text = table(rows, self.args.seeds)
-        (self.out / "comparison.txt").write_text(text + "\n")
-        print(f"\n{text}\n\nplot: {draw(self.out / 'comparison.png', rows)}")
+        results = read_results(self.out, self.args.attentions, self.args.seeds, metrics)
+        table = comparison_table(results, self.args.seeds)
+        (self.out / "comparison.txt").write_text(table + "\n")
+        plot = plot_comparison(self.out / "comparison.png", results)
+        print(f"\n{table}\n\nplot: {plot}")
 
 
-def configuration(stage: str, overrides: list[str]) -> Any:
-    """What Hydra makes of a stage's YAML and overrides. Raises: InputError for overrides that it does not know."""
-    lln_fairseq.register()  # before all that imports fairseq, which would talk
+def compose_config(recipe: str, overrides: list[str]) -> Any:
+    """Compose a recipe of configs/ with Hydra, as fairseq's command line does.
+
+    Args:
+        recipe: the name of the recipe, such as "pretrain".
+        overrides: Hydra overrides.
+
+    Raises:
+        InputError: if Hydra rejects an override.
+    """
+    lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     from fairseq.dataclass.initialize import hydra_init
 
-    hydra_init(stage)  # the schema that fairseq checks against
+    hydra_init(recipe)  # registers the schema that fairseq checks against
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about 1.1: what fairseq's command line composes with
+            warnings.simplefilter("ignore")  # Hydra warns about version_base 1.1, which fairseq's command line uses
             with initialize_config_dir(str(CONFIGS), version_base="1.1"):
-                return compose(stage, overrides)
+                return compose(recipe, overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(" ".join(str(error).split("\n\n")[0].split())) from None
+        first_paragraph = str(error).split("\n\n")[0]
+        raise InputError(" ".join(first_paragraph.split())) from None
 
 
-def environment(slot: int, jobs: int) -> dict[str, str]:
-    """Each of several runs at a time has its share of the cores, and its own GPU where there is more than one."""
+def job_environment(slot: int, jobs: int) -> dict[str, str]:
+    """Return the environment variables of one of several concurrent jobs.
+
+    Each job gets its share of the CPU cores, unless OMP_NUM_THREADS is set, and a single GPU if there are several. A
+    single job gets no variables, so it may use the whole machine.
+    """
     if jobs == 1:
         return {}
-    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // jobs))}
-    if (count := torch.cuda.device_count()) > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % count]
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads)}
+    num_gpus = torch.cuda.device_count()
+    if num_gpus > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % num_gpus]
     return variables
 
 
-def labelled_splits(data: Path) -> list[str]:
-    """GLUE's test sets have no labels; the demo's has. Labels are binarised, scores of a regression are text."""
-    files = {path.name for path in (data / "label").glob("*")}
-    return [split for split in ("valid", "valid1", "test") if {f"{split}.idx", f"{split}.label"} & files]
+def labeled_splits(data: Path) -> list[str]:
+    """Return those of the splits valid, valid1 and test that have labels. GLUE's test sets have none.
+
+    Labels of a classification are binarized (SPLIT.idx), scores of a regression are text (SPLIT.label).
+    """
+    label_files = {path.name for path in (data / "label").glob("*")}
+    return [split for split in ("valid", "valid1", "test") if label_files & {f"{split}.idx", f"{split}.label"}]
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; the Hydra overrides are in `overrides`. Attentions and seeds are listed once each."""
     parser = program_parser("scripts/compare_attentions.sh", __doc__)
-    parser.add_argument("--attentions", default=DEFAULT_ATTENTIONS, metavar="NAME[:OPTION=VALUE,...],...",
-                        help="default: %(default)s")  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="default: 1 2")
-    parser.add_argument("--updates", type=at_least_one, help="of a pre-training (default: those of the corpus)")
-    parser.add_argument("--finetune-updates", type=at_least_one, help="of a fine-tuning (default: those of the task)")
     parser.add_argument(
-        "--jobs", type=at_least_one, default=1, help="runs at a time; small models on a CPU: one for each core"
+        "--attentions",
+        default=DEFAULT_ATTENTIONS,
+        metavar="NAME[:OPTION=VALUE,...],...",
+        help="attentions to compare, the first of which is the baseline (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="default: %(default)s")
-    parser.add_argument("--data", default="data-bin/demo", help="where the demo data is or will be (%(default)s)")
-    parser.add_argument("--archive", help="the demo's source archive, for machines without a network")
-    args, rest = parser.parse_known_args(argv)
-    if unknown := [word for word in rest if word.startswith("-") or "=" not in word]:
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="seeds of every attention (default: 1 2)")
+    parser.add_argument("--updates", type=at_least_one, help="updates of a pre-training (default: the corpus decides)")
+    parser.add_argument(
+        "--finetune-updates", type=at_least_one, help="updates of a fine-tuning (default: the task decides)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=at_least_one,
+        default=1,
+        help="number of concurrent runs (default: 1); for small models on a CPU, use the number of cores",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/compare"), help="output directory (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data", default="data-bin/demo", help="directory of the demo data, made if needed (default: %(default)s)"
+    )
+    parser.add_argument("--archive", help="source archive of the demo data, for machines without internet access")
+    args, overrides = parser.parse_known_args(argv)
+    unknown = [word for word in overrides if word.startswith("-") or "=" not in word]
+    if unknown:
         parser.error(f"neither an option nor a Hydra override: {' '.join(unknown)}")
-    # A name or a seed that is given twice is one run.
-    rows = re.split(r",(?!\w+=)", args.attentions)  # a comma before an option belongs to the row
-    args.attentions = list(dict.fromkeys(rows))
+    args.overrides = overrides
+    # A comma before OPTION= separates options of an attention, any other comma separates attentions.
+    attentions = re.split(r",(?!\w+=)", args.attentions)
+    args.attentions = list(dict.fromkeys(attentions))
     args.seeds = list(dict.fromkeys(args.seeds))
-    args.overrides = rest
-    for row in args.attentions:
+    for attention in args.attentions:
         try:
-            check_attention_spec(row)
+            check_attention_spec(attention)
         except ValueError as error:
             parser.error(str(error))
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    return run_main(lambda: compare(args), "\ninterrupted; the same command goes on from here")
-
-
-def compare(args: argparse.Namespace) -> int:
-    """The exit code: 1 where a run failed, else 0."""
+def compare_attentions(args: argparse.Namespace) -> int:
+    """Run and report a comparison; return the exit code, 1 if a run failed and 0 otherwise."""
     comparison = Comparison(args)
-    failures = comparison.all()
+    failures = comparison.run_all()
     comparison.report()
     return 1 if failures else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = parse_arguments(argv)
+    return run_main(partial(compare_attentions, args), "\ninterrupted; run the same command again to continue")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Table, JSON and plot of scripts/compare_attentions.py, from what its runs wrote."""
+"""Make the table and the plot of scripts/compare_attentions.py from the files that its runs wrote."""
 
 import json
 import re
@@ -18,119 +18,198 @@ from scripts.terminal import aligned
 
 
 @dataclass
-class Row:
-    """One attention; a value for every seed that has come so far."""
+class AttentionResults:
+    """The results of one attention, with values for the seeds that have finished so far.
+
+    Attributes:
+        attention: the attention spec.
+        train: training loss of the pre-training in bits per masked token, by seed.
+        valid: validation loss of the pre-training, by seed.
+        scores: fine-tuning scores in per cent, by column (such as "sst2 valid") and seed.
+        majority: the accuracy in per cent of always predicting the most frequent class, by column.
+    """
 
     attention: str
-    train: dict[int, Curve] = field(default_factory=dict)  # loss of pre-training in bits a masked token, by seed
+    train: dict[int, Curve] = field(default_factory=dict)
     valid: dict[int, Curve] = field(default_factory=dict)
-    scores: dict[str, dict[int, float]] = field(default_factory=dict)  # "sst2 valid": {seed: per cent}
-    majority: dict[str, float] = field(default_factory=dict)  # what always guessing the same class would reach
+    scores: dict[str, dict[int, float]] = field(default_factory=dict)
+    majority: dict[str, float] = field(default_factory=dict)
 
     @property
-    def last(self) -> list[float]:
+    def last_losses(self) -> list[float]:
+        """The last validation loss of every seed."""
         return [curve.values[-1] for curve in self.valid.values()]
 
-    def above(self, other: "Row") -> list[float]:
-        """How much higher its last valid loss is, by seed: with a seed both saw the same text in the same order.
+    def losses_above(self, baseline: "AttentionResults") -> list[float]:
+        """Return the last validation loss minus that of the baseline, for every seed that both have.
 
-        So this is seen where the seeds themselves lie further apart.
+        Runs with the same seed see the same text in the same order, so this shows differences that are smaller than
+        those between seeds. Seeds whose last validations are at different updates are left out.
         """
-        pairs = [(curve, other.valid[seed]) for seed, curve in self.valid.items() if seed in other.valid]
-        return [ours.values[-1] - theirs.values[-1] for ours, theirs in pairs if ours.steps[-1] == theirs.steps[-1]]
+        differences = []
+        for seed, curve in self.valid.items():
+            baseline_curve = baseline.valid.get(seed)
+            if baseline_curve is not None and curve.steps[-1] == baseline_curve.steps[-1]:
+                differences.append(curve.values[-1] - baseline_curve.values[-1])
+        return differences
 
 
-def run_folder(out: Path, row: str, seed: int) -> Path:
-    """Where a row's runs of one seed are: its name with nothing that Hydra or a shell takes for its own."""
-    return out / re.sub(r"\W+", "-", row) / f"seed{seed}"
+def run_folder(out: Path, attention: str, seed: int) -> Path:
+    """Return the directory of the runs of an attention with a seed, without characters special to Hydra or a shell."""
+    return out / re.sub(r"\W+", "-", attention) / f"seed{seed}"
 
 
-def read_rows(out: Path, attentions: Sequence[str], seeds: Sequence[int], metrics: dict[str, str]) -> list[Row]:
-    """A row for every attention. `metrics`: the score that counts, by task."""
-    rows = [Row(attention) for attention in attentions]
-    for row in rows:
+def read_results(
+    out: Path, attentions: Sequence[str], seeds: Sequence[int], metrics: dict[str, str]
+) -> list[AttentionResults]:
+    """Read the results of every attention below `out`; missing runs are left out.
+
+    Args:
+        out: the directory of the comparison.
+        attentions: attention specs.
+        seeds: the seeds to read.
+        metrics: the metric to report, by task. An underscore joins metrics whose mean is reported.
+    """
+    results = []
+    for attention in attentions:
+        result = AttentionResults(attention)
         for seed in seeds:
-            folder = run_folder(out, row.attention, seed)
+            folder = run_folder(out, attention, seed)
             curves = read_curves(folder / "tensorboard")
-            for tag, curve_of in (("train_inner/loss", row.train), ("valid/loss", row.valid)):
-                if tag in curves:
-                    curve_of[seed] = curves[tag]
+            if "train_inner/loss" in curves:
+                result.train[seed] = curves["train_inner/loss"]
+            if "valid/loss" in curves:
+                result.valid[seed] = curves["valid/loss"]
             for task, metric in metrics.items():
                 for file in sorted((folder / "glue" / task).glob("*.json"), reverse=True):  # valid before test
-                    score, column = json.loads(file.read_text()), f"{task} {file.stem}"
-                    value = _score(score, metric)
-                    row.scores.setdefault(column, {})[seed] = 100 * value
+                    score = json.loads(file.read_text())
+                    column = f"{task} {file.stem}"
+                    # fairseq's name pearson_spearman stands for the mean of both.
+                    value = statistics.fmean(score[name] for name in metric.split("_"))
+                    result.scores.setdefault(column, {})[seed] = 100 * value
                     if metric == "accuracy":
-                        row.majority[column] = 100 * score["majority"]
-    return rows
+                        result.majority[column] = 100 * score["majority"]
+        results.append(result)
+    return results
 
 
-def _score(score: dict, metric: str) -> float:
-    """`pearson_spearman` is the mean of both, as fairseq names it."""
-    return statistics.fmean(score[name] for name in metric.split("_"))
+def score_columns(results: Sequence[AttentionResults]) -> list[str]:
+    """Return the columns for which any attention has a score, in the order of their first occurrence."""
+    columns: dict[str, None] = {}
+    for result in results:
+        columns.update(dict.fromkeys(result.scores))
+    return list(columns)
 
 
-def cell(values: Sequence[float], form: str) -> str:
-    """Median (lowest to highest), each in this form."""
+def majority_accuracies(results: Sequence[AttentionResults]) -> dict[str, float]:
+    """Return the accuracy of always predicting the most frequent class, by column."""
+    majority: dict[str, float] = {}
+    for result in results:
+        majority |= result.majority
+    return majority
+
+
+def format_median_and_range(values: Sequence[float], format_spec: str) -> str:
+    """Return "median (lowest to highest)", the value itself if there is only one, and "-" if there is none."""
     if not values:
         return "-"
-    median, low, high = (f"{value:{form}}" for value in (statistics.median(values), min(values), max(values)))
-    return median if len(values) == 1 else f"{median} ({low} to {high})"
+    median = format(statistics.median(values), format_spec)
+    if len(values) == 1:
+        return median
+    return f"{median} ({min(values):{format_spec}} to {max(values):{format_spec}})"
 
 
-def table(rows: Sequence[Row], seeds: Sequence[int]) -> str:
-    columns = list(dict.fromkeys(column for row in rows for column in row.scores))
-    majority = {column: value for row in rows for column, value in row.majority.items()}
-    heads = ["attention", "valid loss [bits]", f"above {rows[0].attention}", *(f"{x} [%]" for x in columns), "seeds"]
-    lines = [heads]
-    for row in rows:
-        losses = [cell(row.last, ".2f"), cell(row.above(rows[0]), "+.3f") if row is not rows[0] else ""]
-        scores = [cell(list(row.scores.get(column, {}).values()), ".1f") for column in columns]
-        finished = sum(all(seed in row.scores.get(column, {}) for column in columns) for seed in row.valid)
-        lines.append([row.attention, *losses, *scores, str(finished if columns else len(row.valid))])
+def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) -> str:
+    """Return a table with a row per attention and a line that explains it.
+
+    The first attention is the baseline of the column "above". The last column is the number of seeds that have all
+    scores, or without fine-tunings the number that have been pre-trained.
+    """
+    baseline = results[0]
+    columns = score_columns(results)
+    titles = [f"{column} [%]" for column in columns]
+    lines = [["attention", "valid loss [bits]", f"above {baseline.attention}", *titles, "seeds"]]
+    for result in results:
+        above = ""
+        if result is not baseline:
+            above = format_median_and_range(result.losses_above(baseline), "+.3f")
+        scores = [format_median_and_range(list(result.scores.get(column, {}).values()), ".1f") for column in columns]
+        finished_seeds = set(result.valid)
+        for column in columns:
+            finished_seeds &= set(result.scores.get(column, {}))
+        loss = format_median_and_range(result.last_losses, ".2f")
+        lines.append([result.attention, loss, above, *scores, str(len(finished_seeds))])
+    majority = majority_accuracies(results)
     if majority:
-        shown = [f"{majority[column]:.1f}" if column in majority else "-" for column in columns]
-        lines.append(["(majority class)", "-", "", *shown, ""])
-    over = f"median (lowest to highest) over the seeds {', '.join(map(str, seeds))}"
-    note = f"{over}; valid loss: of pre-training, its last, and how much it is above the first row's of the same seed"
+        cells = []
+        for column in columns:
+            cells.append(f"{majority[column]:.1f}" if column in majority else "-")
+        lines.append(["(majority class)", "-", "", *cells, ""])
+    note = (
+        f"median (lowest to highest) over the seeds {', '.join(map(str, seeds))}; valid loss: the last one of "
+        f"pre-training; above {baseline.attention}: its difference from {baseline.attention} with the same seed"
+    )
     return f"{aligned(lines)}\n{note}"
 
 
-def draw(path: Path, rows: Sequence[Row]) -> Path:
-    """Left the loss of pre-training by update, the mean and range over seeds; right the scores by task."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
-    columns = list(dict.fromkeys(column for row in rows for column in row.scores))
-    for number, row in enumerate(rows):
-        _loss(left, row, f"C{number}")
-        for place, column in enumerate(columns):
-            values = list(row.scores.get(column, {}).values())
-            x = place + 0.7 * ((number + 0.5) / len(rows) - 0.5)
-            if values:
-                right.plot([x, x], [min(values), max(values)], color=f"C{number}", alpha=0.5, linewidth=4)
-                right.plot(x, statistics.median(values), "D", color=f"C{number}", markersize=6)
-                right.plot([x] * len(values), values, ".", color="black", markersize=4)
-    for column, value in {column: v for row in rows for column, v in row.majority.items()}.items():
-        place = columns.index(column)
-        right.plot([place - 0.4, place + 0.4], [value, value], "--", color="grey", linewidth=1)
-    left.set(xlabel="update", ylabel="loss [bits per masked token]",
-             title="pre-training: train (thin) and valid (points), mean and range over seeds")  # fmt: skip
-    left.legend()
-    right.set(ylabel="score [%]", title="fine-tuning: median and range over seeds, dashed: majority class")
-    right.set_xticks(range(len(columns)), columns)
-    right.grid(True, axis="y", alpha=0.3)
+def plot_comparison(path: Path, results: Sequence[AttentionResults]) -> Path:
+    """Write a PNG with the losses of pre-training by update and the scores by task; return its path."""
+    figure, (loss_axes, score_axes) = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
+    for number, result in enumerate(results):
+        _plot_losses(loss_axes, result, color=f"C{number}")
+    loss_axes.set(
+        xlabel="update",
+        ylabel="loss [bits per masked token]",
+        title="pre-training: train (thin) and valid (points), mean and range over seeds",
+    )
+    loss_axes.legend()
+    _plot_scores(score_axes, results)
     figure.savefig(path, format="png", dpi=120)
     plt.close(figure)
     return path
 
 
-def _loss(axes: plt.Axes, row: Row, color: str) -> None:
-    for curves, style, label in ((row.train, "-", None), (row.valid, "o-", row.attention)):
-        steps = sorted(set.intersection(*(set(curve.steps) for curve in curves.values()))) if curves else []
+def _plot_losses(axes: plt.Axes, result: AttentionResults, color: str) -> None:
+    """Plot the training and the validation loss of one attention at the updates that all of its seeds have."""
+    thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.6}
+    thick: dict[str, Any] = {"linewidth": 1.8, "markersize": 4}
+    for curves, style, label, line_options in (
+        (result.train, "-", None, thin),
+        (result.valid, "o-", result.attention, thick),
+    ):
+        losses_by_seed = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves.values()]
+        if not losses_by_seed:
+            continue
+        steps = sorted(set.intersection(*map(set, losses_by_seed)))
         if not steps:
             continue
-        values = [[dict(zip(*curve, strict=True))[step] for curve in curves.values()] for step in steps]
-        look: dict[str, Any] = {"linewidth": 1.8, "markersize": 4}
-        if label is None:
-            look = {"linewidth": 0.6, "alpha": 0.6}
-        axes.plot(steps, list(map(statistics.fmean, values)), style, color=color, label=label, **look)
-        axes.fill_between(steps, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, linewidth=0)
+        means = []
+        lowest = []
+        highest = []
+        for step in steps:
+            values = [losses[step] for losses in losses_by_seed]
+            means.append(statistics.fmean(values))
+            lowest.append(min(values))
+            highest.append(max(values))
+        axes.plot(steps, means, style, color=color, label=label, **line_options)
+        axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
+
+
+def _plot_scores(axes: plt.Axes, results: Sequence[AttentionResults]) -> None:
+    """Plot all scores, their medians and ranges by column, with a dashed line for the most frequent class."""
+    columns = score_columns(results)
+    for number, result in enumerate(results):
+        color = f"C{number}"
+        for place, column in enumerate(columns):
+            values = list(result.scores.get(column, {}).values())
+            if values:
+                x = place + 0.7 * ((number + 0.5) / len(results) - 0.5)
+                axes.plot([x, x], [min(values), max(values)], color=color, alpha=0.5, linewidth=4)
+                axes.plot(x, statistics.median(values), "D", color=color, markersize=6)
+                axes.plot([x] * len(values), values, ".", color="black", markersize=4)
+    for column, accuracy in majority_accuracies(results).items():
+        place = columns.index(column)
+        axes.plot([place - 0.4, place + 0.4], [accuracy, accuracy], "--", color="gray", linewidth=1)
+    axes.set(ylabel="score [%]", title="fine-tuning: median and range over seeds, dashed: majority class")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.grid(True, axis="y", alpha=0.3)

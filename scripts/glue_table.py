@@ -1,18 +1,19 @@
-"""Collects fine-tuning runs into the paper's Table 1: GLUE accuracy on the development sets, median over seeds.
+"""Tabulate fine-tuning runs like the paper's Table 1: GLUE accuracy on the development sets, median over seeds.
 
 python -m scripts.glue_table runs --latex table1.tex
 
-It reads every RUN/glue/TASK/seedN/valid.json below the directory; one row for each RUN.
+The program reads every RUN/glue/TASK/seedN/valid.json below the directory; the table has a row for each RUN.
 """
 
 import sys
+from functools import partial
 
 from lln_fairseq.command import run_main
-from scripts.score_table import ScoreTable, options
+from scripts.score_table import ScoreTable, table_parser
 
 TASKS = {"mnli": "MNLI", "qnli": "QNLI", "qqp": "QQP", "sst2": "SST-2"}
 
-# Table 1 of arXiv 2311.13541, accuracy in per cent: MNLI, QNLI, QQP, SST-2, the mean that it states.
+# Table 1 of arXiv 2311.13541, accuracy in per cent: MNLI, QNLI, QQP, SST-2, and the mean that it reports.
 PAPER = {
     "RoBERTa, softmax": (80.3, 87.2, 89.9, 90.6, 87.0),
     "Reformer": (35.4, None, 63.2, 50.9, 49.8),
@@ -33,8 +34,9 @@ TABLE = ScoreTable("glue/*/seed*/valid.json", TASKS, PAPER)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = options("scripts.glue_table", __doc__, "runs").parse_args(argv)
-    return run_main(lambda: TABLE.show(args, "scripts/glue_all.sh"))
+    """Run the command line and return the exit code."""
+    args = table_parser("scripts.glue_table", __doc__, "runs").parse_args(argv)
+    return run_main(partial(TABLE.show, args, "scripts/glue_all.sh"))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,35 @@
-"""Collects runs on the Long Range Arena into the paper's Table 5 (accuracy), and measurements into its Table 4.
+"""Tabulate runs on the Long Range Arena like the paper's Table 5 (accuracy), and measurements like its Table 4.
 
 python -m scripts.lra_table runs/lra --benchmark table4.json --latex table5.tex
 
-It reads every RUN/TASK/seedN/test.json below the directory, one row for each RUN, and what scripts.benchmarks.lra
-wrote. Stand-ins have columns of their own and no part in the mean.
+The program reads every RUN/TASK/seedN/test.json below the directory, and the file that scripts.benchmarks.lra wrote.
+The table has a row for each RUN. Stand-ins have columns of their own and do not contribute to the mean.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lln_fairseq.command import UserError, run_main
-from scripts.score_table import ScoreTable, options
+from scripts.score_table import ScoreTable, table_parser
 from scripts.terminal import grid, settings_line
 
 TASKS = {
-    "text": "Text", "listops": "ListOps", "retrieval": "Retrieval", "pathfinder": "Pathfinder", "image": "Image",
-    "text_stand_in": "text stand-in", "retrieval_stand_in": "retrieval stand-in", "image_stand_in": "image stand-in",
-}  # fmt: skip
+    "text": "Text",
+    "listops": "ListOps",
+    "retrieval": "Retrieval",
+    "pathfinder": "Pathfinder",
+    "image": "Image",
+    "text_stand_in": "text stand-in",
+    "retrieval_stand_in": "retrieval stand-in",
+    "image_stand_in": "image stand-in",
+}
 
-# Table 5 of arXiv 2311.13541, accuracy in per cent, in the order above, and the mean that it states.
+# Table 5 of arXiv 2311.13541, accuracy in per cent, in the order above, and the mean that it reports.
 PAPER = {
     "softmax": (60.41, 38.05, 79.95, 71.3, 37.2, 57.38),
     "Reformer": (61.27, 37.05, 78.74, 67.23, 44.04, 57.67),
@@ -31,7 +39,7 @@ PAPER = {
 }
 TABLE = ScoreTable("*/seed*/test.json", TASKS, PAPER)
 
-# Table 4, in the order above: seconds of a training, megabytes.
+# Table 4, in the order above: seconds per training, and megabytes.
 PAPER_SECONDS = {
     "softmax": (21468, 5905, 21866, 6754, 13228),
     "Reformer": (4610, 2439, 4714, 4694, 8737),
@@ -48,69 +56,93 @@ PAPER_MEGABYTES = {
 }
 BASELINE = "softmax"
 
-Values = dict[tuple[str, str], float | None]  # by attention and task; None: out of memory
+Values = dict[tuple[str, str], float | None]  # by attention and task; None if the memory did not suffice
 
 
 def read_benchmark(file: Path) -> str:
-    """Raises: UserError for a file that scripts.benchmarks.lra has not written."""
+    """Return the tables of a benchmark. Raises UserError for a file that scripts.benchmarks.lra has not written."""
     try:
         return benchmark_text(json.loads(file.read_text()))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not what scripts.benchmarks.lra writes: {error!r}") from error
+        raise UserError(f"{file} is not a result file of scripts.benchmarks.lra: {error!r}") from error
 
 
 def benchmark_text(content: Mapping[str, Any]) -> str:
-    """What scripts.benchmarks.lra measured, and the ratios to softmax beside the paper's."""
+    """Return a line with the settings of a benchmark, and tables of times and memory with the paper's ratios.
+
+    Args:
+        content: the content of a file of scripts.benchmarks.lra.
+    """
     milliseconds: Values = {}
     gigabytes: Values = {}
     for row in content["rows"]:
         key = (row["attention"], row["task"])
-        milliseconds[key] = row["time"] and row["time"][0]
-        gigabytes[key] = row["memory"] and row["memory"] / 1e9
+        milliseconds[key] = None
+        if row["time"] is not None:
+            milliseconds[key] = row["time"][0]
+        gigabytes[key] = None
+        if row["memory"] is not None:
+            gigabytes[key] = row["memory"] / 1e9
     blocks = [settings_line(content["settings"])]
-    blocks += _measured("time [ms/iteration]", milliseconds, 1, PAPER_SECONDS)
-    blocks += _measured("peak memory [GB]", gigabytes, 3, PAPER_MEGABYTES)
+    blocks += _measurement_tables("time [ms/iteration]", milliseconds, 1, PAPER_SECONDS)
+    blocks += _measurement_tables("peak memory [GB]", gigabytes, 3, PAPER_MEGABYTES)
     return "\n\n".join(blocks)
 
 
-def _measured(head: str, values: Values, digits: int, paper: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return the tables of the values and of their ratios, none if nothing was measured."""
-    if not any(values.values()):
+def _measurement_tables(title: str, measured: Values, digits: int, paper: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return a table of the measured values and one of their ratios and the paper's ratios to the baseline.
+
+    The list is empty if nothing was measured.
+
+    Args:
+        title: the title of the first table.
+        measured: the measured values.
+        digits: decimals of the measured values.
+        paper: the values of the paper, in any unit.
+    """
+    if not any(measured.values()):
         return []
-    stated: Values = {}
-    for name, line in paper.items():
-        for task, value in zip(TABLE.in_paper, line, strict=True):
-            stated[f"{name} (paper)", task] = value
-    columns = {task: TASKS[task] for _, task in values}
-    ratios = _ratios(values, BASELINE) | _ratios(stated, f"{BASELINE} (paper)")
+    published: Values = {}
+    for name, values in paper.items():
+        for task, value in zip(TABLE.paper_tasks, values, strict=True):
+            published[f"{name} (paper)", task] = value
+    columns = {task: TASKS[task] for _, task in measured}
+    ratios = _ratios_to(BASELINE, measured) | _ratios_to(f"{BASELINE} (paper)", published)
     return [
-        grid(head, columns, _texts(values, digits, missing="OOM")),
-        grid(f"the same as a multiple of {BASELINE}'s", columns, _texts(ratios, 2, missing="-")),
+        grid(title, columns, _format_values(measured, digits, missing="OOM")),
+        grid(f"as a multiple of {BASELINE}", columns, _format_values(ratios, 2, missing="-")),
     ]
 
 
-def _ratios(values: Values, baseline: str) -> Values:
-    found: Values = {}
+def _ratios_to(baseline: str, values: Values) -> Values:
+    """Return the ratio of each value to that of the baseline on the same task, None if one of them is missing."""
+    ratios: Values = {}
     for (name, task), value in values.items():
-        base = values.get((baseline, task))
-        found[name, task] = value / base if value and base else None
-    return found
+        baseline_value = values.get((baseline, task))
+        ratios[name, task] = value / baseline_value if value and baseline_value else None
+    return ratios
 
 
-def _texts(values: Values, digits: int, missing: str) -> dict[tuple[str, str], str]:
-    return {key: missing if value is None else f"{value:.{digits}f}" for key, value in values.items()}
+def _format_values(values: Values, digits: int, missing: str) -> dict[tuple[str, str], str]:
+    texts = {}
+    for key, value in values.items():
+        texts[key] = missing if value is None else f"{value:.{digits}f}"
+    return texts
+
+
+def show_tables(args: argparse.Namespace) -> None:
+    """Print the tables of the runs and of the benchmark that the command line names."""
+    measurements = ""
+    if args.benchmark:
+        measurements = read_benchmark(args.benchmark)
+    TABLE.show(args, "scripts/lra.sh or scripts/lra_all.sh", measurements)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = options("scripts.lra_table", __doc__, "runs/lra")
-    parser.add_argument("--benchmark", type=Path, help="the file that scripts.benchmarks.lra wrote")
-    args = parser.parse_args(argv)
-
-    def show() -> None:
-        measured = read_benchmark(args.benchmark) if args.benchmark else ""
-        TABLE.show(args, "scripts/lra.sh or scripts/lra_all.sh", measured)
-
-    return run_main(show)
+    """Run the command line and return the exit code."""
+    parser = table_parser("scripts.lra_table", __doc__, "runs/lra")
+    parser.add_argument("--benchmark", type=Path, help="file that scripts.benchmarks.lra wrote with --json")
+    return run_main(partial(show_tables, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,25 @@
-"""Redraws the figures of arXiv 2311.13541 and of the separation experiments: OUT/figure_N.png, the numbers in .csv.
+"""Redraw the figures of arXiv 2311.13541 and of the separation experiments.
 
-    python -m scripts.paper_figures                                   # what simulation gives
+    python -m scripts.paper_figures                                   # the simulated figures
     python -m scripts.paper_figures --only 2 5 --out my_figures
     python -m scripts.paper_figures --only 1 8 9 10 --run lln=runs/pretrain_lln_diag softmax=runs/pretrain_softmax
 
-Figures 2, 5, 6, 7 and the separation figures are simulated. Figures 1, 8, 9 and 10 are read from runs, given by their
-directory or its TensorBoard directory; Figure 1 needs the probe (--probe-interval), Figure 10a runs of a sentence
-classification. A figure for which nothing was given is skipped, and the line says what is missing.
+Each figure is written to OUT/figure_N.png and its numbers to OUT/figure_N.csv. Figures 2, 5, 6, 7 and the separation
+figures are simulated. Figures 1, 8, 9 and 10 are read from runs, named by their directory or its TensorBoard directory.
+Figure 1 needs the probe (--probe-interval), Figure 10a runs of a sentence classification. A figure without data is
+skipped, and the program says what is missing.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.command import run_main
 from scripts.figures import moments, runs, separation_sweeps, temperatures
-from scripts.figures.sheet import Settings, Sheet, Skipped
+from scripts.figures.sheet import FigureSkippedError, Settings, Sheet
 from scripts.terminal import program_parser
 
 FIGURES: dict[str, Callable[[Settings], Sheet]] = {
@@ -29,43 +31,88 @@ FIGURES: dict[str, Callable[[Settings], Sheet]] = {
     "8": runs.figure_8,
     "9": runs.figure_9,
     "10": runs.figure_10,
-    **{f"separation_{name}": separation_sweeps.figure(name) for name in separation_sweeps.SWEEPS},
 }
+for sweep_name in separation_sweeps.SWEEPS:
+    FIGURES[f"separation_{sweep_name}"] = partial(separation_sweeps.separation_figure, sweep_name)
 
 
-def labelled_run(text: str) -> tuple[str, dict]:
-    """LABEL=DIR, or DIR, which is then its own label; both may contain a "="."""
-    splits = [("", text), *((text[:i], text[i + 1 :]) for i, letter in enumerate(text) if letter == "=")]
-    label, directory = next((split for split in splits if Path(split[1]).is_dir()), splits[-1])
-    path = Path(directory)
-    inner = path / "tensorboard"
-    curves = read_curves(inner if inner.is_dir() else path)
+def split_label(text: str) -> tuple[str, Path]:
+    """Split LABEL=DIR into label and directory; DIR without a label is labeled with its last component.
+
+    Both may contain "=", so the text is split where the rest is an existing directory, or at the last "=" if there is
+    no such place.
+    """
+    candidates = [("", text)]
+    for i, letter in enumerate(text):
+        if letter == "=":
+            candidates.append((text[:i], text[i + 1 :]))
+    chosen = candidates[-1]
+    for candidate in candidates:
+        if Path(candidate[1]).is_dir():
+            chosen = candidate
+            break
+    label = chosen[0]
+    directory = Path(chosen[1])
+    return label or directory.name, directory
+
+
+def labeled_run(text: str) -> tuple[str, dict[str, Curve]]:
+    """Convert the argument LABEL=DIR or DIR to a label and the curves of the run; use it as `type` of argparse."""
+    label, directory = split_label(text)
+    folder = directory
+    if (directory / "tensorboard").is_dir():
+        folder = directory / "tensorboard"
+    curves = read_curves(folder)
     if not curves:
-        raise argparse.ArgumentTypeError(f"no TensorBoard scalars below '{path}'")
-    return label or path.name, curves
+        raise argparse.ArgumentTypeError(f"no TensorBoard scalars below '{directory}'")
+    return label, curves
+
+
+def draw_figures(names: list[str], out: Path, settings: Settings) -> int:
+    """Draw the named figures; return the exit code, 1 if all of them were skipped and 0 otherwise."""
+    out.mkdir(parents=True, exist_ok=True)
+    exit_code = 1
+    for name in names:
+        try:
+            sheet = FIGURES[name](settings)
+        except FigureSkippedError as error:
+            print(f"figure {name} skipped: {error}")
+            continue
+        path = out / f"figure_{name}.png"
+        sheet.save(path)
+        exit_code = 0
+        print(f"figure {name}: {path}")
+        for note in sheet.notes:
+            print(f"  {note}")
+    return exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     parser = program_parser("python -m scripts.paper_figures", __doc__)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), metavar="FIGURE",
-                        help=f"of {', '.join(FIGURES)}")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("runs/figures"), help="directory (default: %(default)s)")
-    parser.add_argument("--run", nargs="+", action="extend", type=labelled_run, default=[], metavar="LABEL=DIR")
-    parser.add_argument("--fast", action="store_true", help="tiny sizes: does everything work?")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=FIGURES,
+        default=list(FIGURES),
+        metavar="FIGURE",
+        help=f"figures to draw, from {', '.join(FIGURES)} (default: all)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/figures"), help="output directory (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--run",
+        nargs="+",
+        action="extend",
+        type=labeled_run,
+        default=[],
+        metavar="LABEL=DIR",
+        help="runs to draw, by default labeled with the name of their directory",
+    )
+    parser.add_argument("--fast", action="store_true", help="use tiny sizes, to test the program")
     args = parser.parse_args(argv)
-    settings, drawn = Settings(args.fast, dict(args.run)), 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in args.only:
-        try:
-            sheet = FIGURES[name](settings)
-        except Skipped as reason:
-            print(f"figure {name} skipped: {reason}")
-            continue
-        path = args.out / f"figure_{name}.png"
-        sheet.save(path)
-        drawn += 1
-        print(f"figure {name}: {path}", *(f"  {note}" for note in sheet.notes), sep="\n")
-    return 0 if drawn else 1
+    return draw_figures(args.only, args.out, Settings(args.fast, dict(args.run)))
 
 
 if __name__ == "__main__":

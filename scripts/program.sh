@@ -1,5 +1,5 @@
-# Sourced by the scripts that start a program of this project: program.sh MODULE ARGUMENTS becomes that program, so that
-# signals reach it. Paths stay relative to where you are; the package is the one beside this file.
+# Sourced by the scripts that start a program of this project, as program.sh MODULE ARGUMENTS. The program replaces the
+# shell, so that it receives signals. It runs in the current directory and imports the package of this checkout.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,4 +1,4 @@
-"""Accuracies of finished runs, medians over seeds, beside a paper's table; the part of a program that shows it."""
+"""Tabulate the accuracies of finished runs, as medians over seeds, together with those that a paper reports."""
 
 import argparse
 import json
@@ -10,106 +10,150 @@ from pathlib import Path
 from lln_fairseq.command import UserError
 from scripts.terminal import aligned, program_parser
 
-Accuracies = tuple[float | None, ...]
+PaperAccuracies = tuple[float | None, ...]
 
 
 @dataclass
-class Row:
-    """One line of the table; accuracies in per cent by task, and how many seeds each is the median of."""
+class TableRow:
+    """One line of the table: accuracies in per cent, and the number of seeds of each median."""
 
     name: str
-    accuracy: dict[str, float] = field(default_factory=dict)
-    seeds: dict[str, int] = field(default_factory=dict)
-    mean: float | None = None  # over the paper's tasks
+    accuracy: dict[str, float] = field(default_factory=dict)  # by task
+    seeds: dict[str, int] = field(default_factory=dict)  # by task; empty for a row of the paper
+    mean: float | None = None  # over the paper's tasks; None if one of them is missing
 
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """`pattern`: where a result is below its run, RUN/... with the task two folders above the file.
+    """A table of accuracies by run and task.
 
-    `tasks`: title by task; `paper`: for each of its rows the accuracies of the first tasks and the mean that it states.
-    Tasks beyond those of the paper are shown where a run has them.
+    Attributes:
+        pattern: pattern of the result files relative to the directory of a run. The directory two levels above a file
+            is named after the task.
+        tasks: the title of each task, the paper's tasks first. Other tasks are shown only if a run has them.
+        paper: for each row of the paper, the accuracy in per cent of each of its tasks, None where it reports none, and
+            at the end the mean that it reports.
     """
 
     pattern: str
     tasks: Mapping[str, str]
-    paper: Mapping[str, Accuracies]
+    paper: Mapping[str, PaperAccuracies]
 
     @property
-    def in_paper(self) -> list[str]:
-        return list(self.tasks)[: len(next(iter(self.paper.values()))) - 1]
+    def paper_tasks(self) -> list[str]:
+        """The tasks that the paper reports."""
+        first_row = next(iter(self.paper.values()))
+        num_tasks = len(first_row) - 1
+        return list(self.tasks)[:num_tasks]
 
-    def collect(self, directory: Path) -> list[Row]:
-        """A row for every run below a directory that has results, by name."""
-        found: dict[str, dict[str, list[float]]] = {}
+    def collect_rows(self, directory: Path) -> list[TableRow]:
+        """Return a row for every run below a directory that has results, in the order of their paths.
+
+        Raises:
+            UserError: if a result file is not one of lln-fairseq evaluate.
+        """
+        accuracies: dict[str, dict[str, list[float]]] = {}  # by run and task, one per seed
         for file in sorted(directory.glob(f"**/{self.pattern}")):
-            task, run = file.parts[-3], file.parents[self.pattern.count("/")]
+            task = file.parts[-3]
+            run = file.parents[self.pattern.count("/")]
             if task in self.tasks:
-                name = str(run.relative_to(directory)) if run != directory else run.name
-                found.setdefault(name, {}).setdefault(task, []).append(_accuracy(file))
+                name = run.name if run == directory else str(run.relative_to(directory))
+                accuracies.setdefault(name, {}).setdefault(task, []).append(read_accuracy(file))
         rows = []
-        for name, tasks in found.items():
-            accuracy = {task: statistics.median(tasks[task]) for task in self.tasks if task in tasks}
-            wanted = [accuracy[task] for task in self.in_paper if task in accuracy]
-            mean = statistics.fmean(wanted) if len(wanted) == len(self.in_paper) else None
-            rows.append(Row(name, accuracy, {task: len(tasks[task]) for task in accuracy}, mean))
+        for name, accuracies_by_task in accuracies.items():
+            row = TableRow(name)
+            for task in self.tasks:
+                if task in accuracies_by_task:
+                    row.accuracy[task] = statistics.median(accuracies_by_task[task])
+                    row.seeds[task] = len(accuracies_by_task[task])
+            if all(task in row.accuracy for task in self.paper_tasks):
+                row.mean = statistics.fmean(row.accuracy[task] for task in self.paper_tasks)
+            rows.append(row)
         return rows
 
-    def paper_rows(self) -> list[Row]:
+    def paper_rows(self) -> list[TableRow]:
+        """Return the rows of the paper."""
         rows = []
         for name, (*values, mean) in self.paper.items():
-            pairs = zip(self.in_paper, values, strict=True)
-            rows.append(Row(f"{name} (paper)", {task: value for task, value in pairs if value is not None}, mean=mean))
+            row = TableRow(f"{name} (paper)", mean=mean)
+            for task, value in zip(self.paper_tasks, values, strict=True):
+                if value is not None:
+                    row.accuracy[task] = value
+            rows.append(row)
         return rows
 
-    def as_text(self, rows: list[Row]) -> str:
-        tasks = self._shown(rows)
+    def as_text(self, rows: list[TableRow]) -> str:
+        """Return the table for the terminal. The last column has the number of seeds of each task, as in 3/3/1."""
+        tasks = self._shown_tasks(rows)
         lines = [["", *(self.tasks[task] for task in tasks), "mean", "seeds"]]
         for row in rows:
-            seeds = "/".join(str(row.seeds.get(task, 0)) for task in tasks) if row.seeds else ""
-            lines.append([row.name, *_cells(row, tasks), seeds])
+            seeds = ""
+            if row.seeds:
+                seeds = "/".join(str(row.seeds.get(task, 0)) for task in tasks)
+            lines.append([row.name, *_accuracy_cells(row, tasks), seeds])
         return aligned(lines)
 
-    def as_latex(self, rows: list[Row]) -> str:
-        tasks = self._shown(rows)
-        titles = " & ".join(["Attention", *(self.tasks[task] for task in tasks), "mean"])
-        body = [" & ".join([row.name.replace("_", r"\_"), *_cells(row, tasks)]) + r" \\" for row in rows]
-        head = [rf"\begin{{tabular}}{{l{'c' * (len(tasks) + 1)}}}", r"\hline", titles + r" \\", r"\hline"]
-        return "\n".join([*head, *body, r"\hline", r"\end{tabular}"]) + "\n"
+    def as_latex(self, rows: list[TableRow]) -> str:
+        """Return the table, without the numbers of seeds, as a LaTeX tabular."""
+        tasks = self._shown_tasks(rows)
+        titles = ["Attention", *(self.tasks[task] for task in tasks), "mean"]
+        lines = [rf"\begin{{tabular}}{{l{'c' * (len(tasks) + 1)}}}", r"\hline", " & ".join(titles) + r" \\", r"\hline"]
+        for row in rows:
+            cells = [row.name.replace("_", r"\_"), *_accuracy_cells(row, tasks)]
+            lines.append(" & ".join(cells) + r" \\")
+        lines += [r"\hline", r"\end{tabular}"]
+        return "\n".join(lines) + "\n"
 
-    def show(self, args: argparse.Namespace, begin_with: str, more: str = "") -> None:
-        """Prints the table, then `more`, and writes the files that `options` has found in the command line.
+    def show(self, args: argparse.Namespace, program: str, further_text: str = "") -> None:
+        """Print the table with the runs below args.directory, and write it to args.latex if that is given.
 
-        Raises: UserError where there is no run and nothing more; `begin_with` is what makes runs.
+        Args:
+            args: the command line, parsed by the parser of table_parser.
+            program: the program that makes runs, for the error message.
+            further_text: text to print after the table, such as further tables.
+
+        Raises:
+            UserError: if there are no runs and no further text.
         """
-        ours = self.collect(args.directory)
-        if not ours and not more:
-            raise UserError(f"no RUN/{self.pattern} below {args.directory}: run {begin_with}")
-        rows = [*self.paper_rows(), *ours]
-        print("\n\n".join(filter(None, [self.as_text(rows), more])))
+        run_rows = self.collect_rows(args.directory)
+        if not run_rows and not further_text:
+            raise UserError(f"no RUN/{self.pattern} below {args.directory}: run {program}")
+        rows = [*self.paper_rows(), *run_rows]
+        print(self.as_text(rows))
+        if further_text:
+            print(f"\n{further_text}")
         if args.latex:
             args.latex.write_text(self.as_latex(rows), encoding="utf-8")
 
-    def _shown(self, rows: list[Row]) -> list[str]:
-        return [task for task in self.tasks if task in self.in_paper or any(task in row.accuracy for row in rows)]
+    def _shown_tasks(self, rows: list[TableRow]) -> list[str]:
+        """Return the paper's tasks and those for which a row has an accuracy."""
+        shown = set(self.paper_tasks)
+        for row in rows:
+            shown |= set(row.accuracy)
+        return [task for task in self.tasks if task in shown]
 
 
-def options(program: str, description: str | None, directory: str) -> argparse.ArgumentParser:
-    """What every program that shows such a table takes: where the runs are, and files to write."""
+def table_parser(program: str, description: str | None, directory: str) -> argparse.ArgumentParser:
+    """Return the parser of a program that shows a score table; `directory` is the default directory of the runs."""
     parser = program_parser(f"python -m {program}", description)
-    parser.add_argument("directory", nargs="?", type=Path, default=Path(directory), help="default: %(default)s")
+    parser.add_argument(
+        "directory", nargs="?", type=Path, default=Path(directory), help="directory of the runs (default: %(default)s)"
+    )
     parser.add_argument("--latex", type=Path, help="also write a LaTeX tabular to this file")
     return parser
 
 
-def _accuracy(file: Path) -> float:
-    """In per cent. Raises: UserError for a file that lln-fairseq evaluate did not write."""
+def read_accuracy(file: Path) -> float:
+    """Return the accuracy in per cent. Raises UserError for a file that lln-fairseq evaluate has not written."""
     try:
         return 100 * json.loads(file.read_text())["accuracy"]
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{file} is not what lln-fairseq evaluate writes: {error!r}") from error
+        raise UserError(f"{file} is not a result file of lln-fairseq evaluate: {error!r}") from error
 
 
-def _cells(row: Row, tasks: list[str]) -> list[str]:
-    values = [row.accuracy.get(task) for task in tasks] + [row.mean]
-    return ["-" if value is None else f"{value:.1f}" for value in values]
+def _accuracy_cells(row: TableRow, tasks: list[str]) -> list[str]:
+    """Return the accuracies of the tasks and their mean as text, "-" where there is none."""
+    cells = []
+    for value in [*(row.accuracy.get(task) for task in tasks), row.mean]:
+        cells.append("-" if value is None else f"{value:.1f}")
+    return cells

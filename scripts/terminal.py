@@ -1,4 +1,4 @@
-"""What all programs here share: parsers of their arguments and tables for the terminal."""
+"""Argument types and text tables that the programs of scripts/ share."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def program_parser(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help shows the description as it is laid out in the source."""
+    """Return a parser whose help shows the description with its line breaks."""
     return argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def at_least_one(text: str) -> int:
-    """The type of an argument: a whole number from 1 on."""
+    """Convert an argument to an integer of at least 1; use it as `type` of argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
@@ -22,7 +22,10 @@ def at_least_one(text: str) -> int:
 
 
 def output_file(text: str) -> Path:
-    """The type of an argument: a file in a directory that exists, which is better known before measuring than after."""
+    """Convert an argument to a path in an existing directory; use it as `type` of argparse.
+
+    A missing directory is so reported before a long measurement, not after it.
+    """
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no such directory: {path.parent}")
@@ -30,23 +33,41 @@ def output_file(text: str) -> Path:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """One line a row; each column is as wide as its widest cell, the first one to the left, the others to the right."""
+    """Return a table as text, one line per row, without spaces at the ends of lines.
+
+    Columns are as wide as their widest cell plus two spaces. The first column is left-aligned, all others are
+    right-aligned. The rows must have the same number of cells.
+    """
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    lines = [first.ljust(widths[0]) + "".join(map(str.rjust, cells, widths[1:])) for first, *cells in rows]
-    return "\n".join(map(str.rstrip, lines))
+    lines = []
+    for row in rows:
+        line = row[0].ljust(widths[0])
+        for cell, width in zip(row[1:], widths[1:], strict=True):
+            line += cell.rjust(width)
+        lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 def grid(head: str, columns: Mapping[Any, str], cells: Mapping[tuple[str, Any], str], corner: str = "") -> str:
-    """Return a table below a line; `columns` has their titles, `cells` what stands in (row, column)."""
+    """Return a table with a line above it.
+
+    Args:
+        head: the line above the table.
+        columns: the title of every column by its key.
+        cells: the text of cells by the name of their row and the key of their column. Rows come in the order of their
+            first cell; missing cells are empty.
+        corner: the title of the column of row names.
+    """
     lines = [[corner, *columns.values()]]
-    for name in dict.fromkeys(name for name, _ in cells):
+    row_names = dict.fromkeys(name for name, _ in cells)
+    for name in row_names:
         lines.append([name, *(cells.get((name, column), "") for column in columns)])
     return f"{head}\n{aligned(lines)}"
 
 
 def settings_line(settings: Mapping[str, Any]) -> str:
-    """Return what a benchmark of training iterations measured, and where."""
+    """Return a line with the model, batch, precision, dropout, device and torch version of a training benchmark."""
     return (
-        "{model}, {preset}, batch {batch}, {dtype}, dropout {dropout}, of attention {attention_dropout}; {device}, "
-        "torch {torch}".format(**settings)
+        "{model}, {preset}, batch {batch}, {dtype}, dropout {dropout}, attention dropout {attention_dropout}; "
+        "{device}, torch {torch}".format(**settings)
     )

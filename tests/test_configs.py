@@ -1,10 +1,11 @@
-"""The YAML files say what the dataclasses and presets say."""
+"""Test that the YAML files agree with the dataclasses, the presets and the published recipes."""
 
 import copy
 import dataclasses
 import functools
 import itertools
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -26,57 +27,68 @@ from tests.helpers import metrics_of, with_representatives
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-def load(group, name):
+def load_config(group, name):
     return yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text())
 
 
-def names(group):
+def config_names(group):
     return {path.stem for path in (CONFIGS / group).glob("*.yaml")}
 
 
-def test_every_attention_and_every_preset_has_its_file():
-    assert names("attention") == set(MECHANISMS)
-    assert names("model") == {*PRESETS, "roberta", "minilm"}
+def test_every_attention_and_preset_has_a_file():
+    assert config_names("attention") == set(MECHANISMS)
+    assert config_names("model") == {*PRESETS, "roberta", "minilm"}
 
 
 @pytest.mark.parametrize("attention", sorted(MECHANISMS))
-def test_attention_files_hold_the_options_with_their_defaults(attention):
-    options = load("attention", attention)
+def test_attention_files_list_options_with_defaults(attention):
+    options = load_config("attention", attention)
+
     assert options.pop("attention") == attention
     fields = dataclasses.fields(MECHANISMS[attention].config)
     assert options == {f"{attention}_{field.name}": field.default for field in fields}
 
 
-def test_the_model_file_holds_the_options_with_their_defaults():
-    fields = [f for f in dataclasses.fields(RobertaConfig) if f.name not in ("_name", "attention")]
-    assert load("model", "roberta") == {field.name: field.default for field in fields}
+def test_model_file_lists_options_with_defaults():
+    defaults = {field.name: field.default for field in dataclasses.fields(RobertaConfig)}
+    del defaults["_name"]
+    del defaults["attention"]
+
+    assert load_config("model", "roberta") == defaults
 
 
-# fairseq's recipe (README.glue.md of its RoBERTa): learning rate, batch, updates, warm-up.
+class GlueRecipe(NamedTuple):
+    learning_rate: float
+    batch: int
+    updates: int
+    warmup: int
+
+
+# README.glue.md of fairseq's RoBERTa
 GLUE_RECIPES = {
-    "MNLI": (1e-5, 32, 123873, 7432),
-    "QNLI": (1e-5, 32, 33112, 1986),
-    "QQP": (1e-5, 32, 113272, 28318),
-    "RTE": (2e-5, 16, 2036, 122),
-    "SST-2": (1e-5, 32, 20935, 1256),
-    "MRPC": (1e-5, 16, 2296, 137),
-    "CoLA": (1e-5, 16, 5336, 320),
-    "STS-B": (2e-5, 16, 3598, 214),
+    "MNLI": GlueRecipe(1e-5, 32, 123873, 7432),
+    "QNLI": GlueRecipe(1e-5, 32, 33112, 1986),
+    "QQP": GlueRecipe(1e-5, 32, 113272, 28318),
+    "RTE": GlueRecipe(2e-5, 16, 2036, 122),
+    "SST-2": GlueRecipe(1e-5, 32, 20935, 1256),
+    "MRPC": GlueRecipe(1e-5, 16, 2296, 137),
+    "CoLA": GlueRecipe(1e-5, 16, 5336, 320),
+    "STS-B": GlueRecipe(2e-5, 16, 3598, 214),
 }
-FILES = {name.lower().replace("-", ""): name for name in GLUE_TASKS}  # sst2: SST-2
-DEVICES = {"cpu": 1, "gpu1": 1, "gpu8": 8, "slurm": 16}
-OTHERS = [f"run={run}" for run in DEVICES if run != "gpu1"]  # which is what they are compared with
+GLUE_TASK_OF_FILE = {name.lower().replace("-", ""): name for name in GLUE_TASKS}  # sst2: SST-2
+WORKERS_OF_RUN = {"cpu": 1, "gpu1": 1, "gpu8": 8, "slurm": 16}
+OTHER_RUNS = ["run=cpu", "run=gpu8", "run=slurm"]  # they are compared with gpu1
 
 
 @pytest.fixture(scope="module")
 def composed():
-    """compose(stage, *overrides) -> what fairseq-hydra-train hands to its training."""
+    """A function (stage, *overrides) that returns the configuration that fairseq-hydra-train would train with."""
     GlobalHydra.instance().clear()
     for stage in ("pretrain", "finetune", "lra"):
         hydra_init(stage)
 
     @functools.cache
-    def make(stage, *overrides):
+    def compose_once(stage, *overrides):
         config = compose(stage, list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)
         with open_dict(config):
@@ -85,85 +97,130 @@ def composed():
         return OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
 
     with initialize_config_dir(str(CONFIGS), version_base="1.1"):
-        yield lambda *args: copy.deepcopy(make(*args))
+        yield lambda *args: copy.deepcopy(compose_once(*args))
 
 
 @pytest.mark.parametrize("stage", ["finetune", "lra"])
-def test_options_of_our_own_need_no_plus(stage):
-    """Hydra wants one in front of what a file does not list."""
-    own = {f.name for f in dataclasses.fields(LLNSentencePredictionConfig) if not str(f.default).startswith("${")}
-    own -= {f.name for f in dataclasses.fields(SentencePredictionConfig)}
-    assert own <= yaml.safe_load((CONFIGS / f"{stage}.yaml").read_text())["task"].keys()
+def test_recipes_list_options_that_fairseq_does_not_have(stage):
+    """Hydra requires a + before an override of an option that the recipe does not list."""
+    options = set()
+    for field in dataclasses.fields(LLNSentencePredictionConfig):
+        if not str(field.default).startswith("${"):
+            options.add(field.name)
+    options -= {field.name for field in dataclasses.fields(SentencePredictionConfig)}
+
+    recipe = yaml.safe_load((CONFIGS / f"{stage}.yaml").read_text())
+
+    assert options <= recipe["task"].keys()
 
 
-def test_every_glue_task_has_its_file():
-    assert names("glue") == {*FILES, "demo", "demo_minilm", "newsgroups", "newsgroups_long"}
-    assert names("run") == set(DEVICES)
+def test_every_glue_task_and_run_has_a_file():
+    assert config_names("glue") == {*GLUE_TASK_OF_FILE, "demo", "demo_minilm", "newsgroups", "newsgroups_long"}
+    assert config_names("run") == set(WORKERS_OF_RUN)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_glue_files_agree_with_the_table_of_tasks_and_the_recipe(file, composed):
-    task, config = GLUE_TASKS[FILES[file]], composed("finetune", f"glue={file}")
-    rate, batch, updates, warmup = GLUE_RECIPES[task.name]
+@pytest.mark.parametrize("file", GLUE_TASK_OF_FILE)
+def test_glue_files_agree_with_tasks_and_recipes(file, composed):
+    task = GLUE_TASKS[GLUE_TASK_OF_FILE[file]]
+    recipe = GLUE_RECIPES[task.name]
+
+    config = composed("finetune", f"glue={file}")
+
     assert config.task.data == f"data-bin/glue/{task.name}"
     assert config.task.num_classes == task.num_classes
     assert config.task.regression_target == config.criterion.regression_target == (not task.labels)
-    assert config.optimization.lr == [rate]
-    assert config.task.global_batch == batch
-    assert config.lr_scheduler.total_num_update == updates
-    assert config.lr_scheduler.warmup_updates == warmup
+    assert config.optimization.lr == [recipe.learning_rate]
+    assert config.task.global_batch == recipe.batch
+    assert config.lr_scheduler.total_num_update == recipe.updates
+    assert config.lr_scheduler.warmup_updates == recipe.warmup
     assert config.dataset.valid_subset.split(",") == [split for split in task.files if split.startswith("valid")]
-    chosen_by = {"pearson_spearman": "pearson"}.get(name := config.checkpoint.best_checkpoint_metric, name)
-    assert chosen_by in metrics_of(task.metric)
+    metric = config.checkpoint.best_checkpoint_metric
+    if metric == "pearson_spearman":
+        metric = "pearson"
+    assert metric in metrics_of(task.metric)
     assert config.checkpoint.save_dir == f"runs/{file}_lln_diag"
 
 
-# Skyformer's code base: length, classes, batch, learning rate, warm-up, updates between validations and their batches.
+class LraRecipe(NamedTuple):
+    length: int
+    classes: int
+    batch: int
+    learning_rate: float
+    warmup: int
+    validation_interval: int  # updates
+    validation_batches: int
+
+
+# Skyformer's code base
 LRA_RECIPES = {
-    "listops": (2048, 10, 32, 1e-4, 1000, 500, 62),
-    "text": (4096, 2, 32, 1e-4, 80, 500, 200),
-    "retrieval": (4096, 2, 16, 2e-4, 800, 1000, 300),
-    "pathfinder": (1024, 2, 128, 2e-4, 312, 500, 156),
-    "image": (1024, 10, 256, 1e-4, 175, 50, 20),
+    "listops": LraRecipe(2048, 10, 32, 1e-4, 1000, 500, 62),
+    "text": LraRecipe(4096, 2, 32, 1e-4, 80, 500, 200),
+    "retrieval": LraRecipe(4096, 2, 16, 2e-4, 800, 1000, 300),
+    "pathfinder": LraRecipe(1024, 2, 128, 2e-4, 312, 500, 156),
+    "image": LraRecipe(1024, 10, 256, 1e-4, 175, 50, 20),
 }
 
 
-def test_lra_files_agree_with_the_table_of_tasks_and_the_recipe(composed):
+def test_every_lra_task_has_a_file():
     stand_ins = {f"{name}_stand_in" for name in STAND_INS}
-    assert names("lra") == {*LRA_TASKS, *stand_ins, "recipe"}
-    for name, (length, classes, batch, rate, warmup, interval, batches) in LRA_RECIPES.items():
-        config, task = composed("lra", f"lra={name}"), LRA_TASKS[name]
-        assert (config.task.max_positions, config.task.num_classes) == (length, classes)
-        assert len(task.labels) == classes
-        assert config.task.two_towers == (task.inputs == 2)
-        assert config.task.data == f"data-bin/lra/{name}"
-        assert (config.task.global_batch, config.optimization.lr) == (batch, [rate])
-        assert (config.lr_scheduler.warmup_updates, config.optimization.max_update) == (warmup, 50000)
-        assert (config.dataset.validate_interval_updates, config.dataset.max_valid_steps) == (interval, batches)
-        assert config.checkpoint.save_interval_updates == interval
-        assert config.checkpoint.save_dir == f"runs/lra/lln_diag/{name}"
-        model = config.model
-        assert (model._name, model.encoder_normalize_before, model.pooling) == ("lln_roberta_lra", True, "mean")
-        if name in STAND_INS:
-            stand_in = composed("lra", f"lra={name}_stand_in")
-            assert stand_in.task.data == f"data-bin/lra/{STAND_INS[name].name}"
-            assert stand_in.task.num_classes == len(STAND_INS[name].labels)
-            assert stand_in.task.max_positions == length
+
+    assert config_names("lra") == {*LRA_TASKS, *stand_ins, "recipe"}
 
 
-@pytest.mark.parametrize("attention", ["nystrom", "linformer", "performer", "reformer", "skyformer"])
-def test_lra_gives_each_mechanism_the_size_that_the_code_base_does(attention, composed):
+@pytest.mark.parametrize("name", LRA_RECIPES)
+def test_lra_files_agree_with_tasks_and_recipes(name, composed):
+    task = LRA_TASKS[name]
+    recipe = LRA_RECIPES[name]
+
+    config = composed("lra", f"lra={name}")
+
+    assert config.task.max_positions == recipe.length
+    assert config.task.num_classes == len(task.labels) == recipe.classes
+    assert config.task.two_towers == (task.inputs == 2)
+    assert config.task.data == f"data-bin/lra/{name}"
+    assert config.task.global_batch == recipe.batch
+    assert config.optimization.lr == [recipe.learning_rate]
+    assert config.optimization.max_update == 50000
+    assert config.lr_scheduler.warmup_updates == recipe.warmup
+    assert config.dataset.validate_interval_updates == recipe.validation_interval
+    assert config.checkpoint.save_interval_updates == recipe.validation_interval
+    assert config.dataset.max_valid_steps == recipe.validation_batches
+    assert config.checkpoint.save_dir == f"runs/lra/lln_diag/{name}"
+    assert config.model._name == "lln_roberta_lra"
+    assert config.model.encoder_normalize_before is True
+    assert config.model.pooling == "mean"
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_lra_files_of_stand_ins_agree_with_tasks(name, composed):
+    config = composed("lra", f"lra={name}_stand_in")
+
+    assert config.task.data == f"data-bin/lra/{STAND_INS[name].name}"
+    assert config.task.num_classes == len(STAND_INS[name].labels)
+    assert config.task.max_positions == LRA_RECIPES[name].length
+
+
+@pytest.mark.parametrize(
+    ("attention", "option", "size"),
+    [
+        ("nystrom", "landmarks", 128),
+        ("linformer", "projected_length", 128),
+        ("performer", "num_features", 128),
+        ("reformer", "hashes", 2),
+        ("skyformer", "landmarks", 128),
+    ],
+)
+def test_lra_has_sizes_of_skyformers_code_base(attention, option, size, composed):
     model = composed("lra", f"attention={attention}").model
-    sizes = dict(nystrom="landmarks", linformer="projected_length", performer="num_features", reformer="hashes",
-                 skyformer="landmarks")  # fmt: skip
+
     assert model.attention == attention
-    assert model[f"{attention}_{sizes[attention]}"] == (2 if attention == "reformer" else 128)
+    assert model[f"{attention}_{option}"] == size
 
 
 COMBINATIONS = [
-    *itertools.product(["pretrain"], [f"corpus={corpus}" for corpus in sorted(names("corpus"))], OTHERS),
-    *itertools.product(["finetune"], [f"glue={task}" for task in sorted(names("glue"))], OTHERS),
-    *itertools.product(["lra"], [f"lra={task}" for task in LRA_RECIPES], OTHERS),
+    *itertools.product(["pretrain"], [f"corpus={corpus}" for corpus in sorted(config_names("corpus"))], OTHER_RUNS),
+    *itertools.product(["finetune"], [f"glue={task}" for task in sorted(config_names("glue"))], OTHER_RUNS),
+    *itertools.product(["lra"], [f"lra={task}" for task in LRA_RECIPES], OTHER_RUNS),
 ]
 REPRESENTATIVES = [
     ("pretrain", "corpus=wikitext103", "run=gpu8"),
@@ -174,22 +231,26 @@ REPRESENTATIVES = [
 
 
 @pytest.mark.parametrize("combination", with_representatives(COMBINATIONS, *REPRESENTATIVES), ids=" ".join)
-def test_the_devices_change_nothing_but_the_split_of_the_batch(combination, composed):
-    run = combination[-1].removeprefix("run=")
-    config, other = composed(*combination), composed(*combination[:-1], "run=gpu1")
-    config.distributed_training.distributed_world_size = DEVICES[run]
-    wanted = config.task.global_batch
+def test_run_changes_only_how_batch_is_split(combination, composed):
+    *recipe, run_override = combination
+    run = run_override.removeprefix("run=")
+    workers = WORKERS_OF_RUN[run]
+    config = composed(*combination)
+    single_gpu_config = composed(*recipe, "run=gpu1")
+
+    config.distributed_training.distributed_world_size = workers
+    global_batch = config.task.global_batch
     split_global_batch(config)
-    if wanted:
-        total = config.dataset.batch_size * config.optimization.update_freq[0] * DEVICES[run]
-        assert total == wanted
+
+    if global_batch:
+        assert config.dataset.batch_size * config.optimization.update_freq[0] * workers == global_batch
     for part in ("task", "criterion", "model", "optimizer", "lr_scheduler", "checkpoint"):
-        assert config[part] == other[part]
+        assert config[part] == single_gpu_config[part]
     for key in ("lr", "max_update", "max_epoch", "clip_norm"):
-        assert config.optimization[key] == other.optimization[key]
+        assert config.optimization[key] == single_gpu_config.optimization[key]
     assert not config.common.fp16 or run != "cpu"
 
 
-def test_every_size_composes(composed):
-    for size in PRESETS:
-        assert composed("pretrain", f"model={size}").model._name == f"lln_roberta_{size}"
+@pytest.mark.parametrize("size", PRESETS)
+def test_every_preset_composes(size, composed):
+    assert composed("pretrain", f"model={size}").model._name == f"lln_roberta_{size}"

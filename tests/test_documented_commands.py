@@ -1,4 +1,4 @@
-"""Check every command in a bash block of README and docs/: its program, flags and Hydra overrides must exist."""
+"""Test that every command in a bash block of README and docs/ has an existing program, flags and Hydra overrides."""
 
 import argparse
 import importlib
@@ -16,20 +16,20 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import lln_fairseq
 from lln_fairseq.__main__ import run_program
 from scripts import compare_attentions, paper_figures
-from scripts.compare_attentions import configuration
+from scripts.compare_attentions import compose_config
 from tests.documentation import PAGES, ROOT, code_blocks, text_without_code
 
 COMMAND = re.compile(r"lln-fairseq |python -m (lln_fairseq|scripts|data_prep)\b|fairseq-|scripts/")
 SHELL_OPERATORS = {"<", ">", "|", "&&"}
 MORE_ARGUMENTS = "..."
-# The line with which a shell script starts a Python program of this project.
+# The line of a shell script that starts a Python program of this project.
 STARTS_PROGRAM = re.compile(
     r"(?:/program\.sh\"|^exec python -m) ((?:lln_fairseq|scripts|data_prep)\b.*) [\"$].*@", re.MULTILINE
 )
 
 
 def documented_commands():
-    """Yield the page and the words of every command in a bash block. Other lines, like `pip install`, are skipped."""
+    """Yield the page and the words of every command of this project in a bash block; `pip install` is none."""
     for page in PAGES:
         for block in code_blocks(page, "bash"):
             for line in block.replace("\\\n", "").splitlines():
@@ -68,41 +68,44 @@ def resolve_program(words):
 
 
 def check_recipe(arguments):
-    """Compose the recipe that Hydra's command line names, with its overrides: once for every job of a sweep."""
+    """Compose the recipe that a Hydra command line names with its overrides, once for every job of a sweep."""
     parsed = get_args_parser().parse_args(arguments)
     jobs = [parsed.overrides]
     if parsed.multirun:
         overrides = OverridesParser.create().parse_overrides(parsed.overrides)
         (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     for job in jobs:
-        configuration(parsed.config_name, job)
+        compose_config(parsed.config_name, job)
 
 
 def check_fairseq_train(arguments):
+    """Parse the arguments as fairseq-train does."""
     lln_fairseq.register()
     options.parse_args_and_arch(options.get_training_parser(), arguments)
 
 
 def check_fairseq_eval_lm(arguments):
+    """Parse the arguments as fairseq-eval-lm does."""
     lln_fairseq.register()
     options.parse_args_and_arch(options.get_eval_lm_parser(), arguments)
 
 
 def check_fairseq_preprocess(arguments):
+    """Parse the arguments as fairseq-preprocess does."""
     options.get_preprocessing_parser().parse_args(arguments)
 
 
 def check_comparison(arguments):
-    """Compose the pre-training and the fine-tunings of every attention that the comparison would run."""
-    args = compare_attentions.parse(arguments)
+    """Compose the pre-training and all fine-tunings of every attention that the comparison would run."""
+    args = compare_attentions.parse_arguments(arguments)
     overrides = compare_attentions.Overrides(args)
     for attention in args.attentions:
-        configuration("pretrain", overrides.of_pretraining(attention, 1))
+        compose_config("pretrain", overrides.for_pretraining(attention, 1))
         for task in overrides.tasks:
-            configuration("finetune", overrides.of_finetuning(attention, 1, task, args.data))
+            compose_config("finetune", overrides.for_finetuning(attention, 1, task, args.data))
 
 
-# Programs that leave their arguments to Hydra or to fairseq, or that interpret Hydra overrides themselves.
+# The checks of programs that pass their arguments to Hydra or fairseq, or that interpret Hydra overrides themselves.
 CHECKS = {
     "lln_fairseq train": check_recipe,
     "fairseq-hydra-train": check_recipe,
@@ -113,45 +116,45 @@ CHECKS = {
 }
 
 
-class Parsed(BaseException):
-    """Stop a program after it has parsed its arguments. The exception holds those that its parser did not know."""
+class ArgumentsParsed(BaseException):
+    """Stops a program after it has parsed its arguments; `args` are the arguments that its parser does not know."""
 
 
 def unknown_arguments(program, arguments, monkeypatch):
-    """Run a program until it has parsed its arguments and return those that its own parser does not know."""
+    """Run a program until it has parsed its arguments, and return those that its own parser does not know."""
     parse_known_args = argparse.ArgumentParser.parse_known_args
 
     def parse_and_stop(*args):
         _, unknown = parse_known_args(*args)
-        raise Parsed(*unknown)
+        raise ArgumentsParsed(*unknown)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [program, *arguments])
-    # The runs that the figures are drawn from do not exist.
+    # The runs in the documentation do not exist, so their curves are replaced.
     monkeypatch.setattr(paper_figures, "read_curves", lambda folder: {"loss": [(1, 2.0)]})
     if program.startswith("lln_fairseq "):
         main = partial(run_program, program.removeprefix("lln_fairseq "))
     else:
         main = importlib.import_module(program).main
-    with pytest.raises(Parsed) as stopped:
+    with pytest.raises(ArgumentsParsed) as stopped:
         main(arguments)
     return list(stopped.value.args)
 
 
 def check_program(program, arguments, monkeypatch):
-    """Check flags with the program's own parser, and what remains as overrides of the recipe that the program uses."""
+    """Check flags with the program's parser, and the remaining arguments as overrides of the recipe that it uses."""
     overrides = unknown_arguments(program, arguments, monkeypatch)
     if program == "scripts.experiments.finetune":
-        configuration("finetune", ["glue=sst2", *overrides])
+        compose_config("finetune", ["glue=sst2", *overrides])
     elif program == "scripts.experiments.lra_runs":
         task = "listops" if arguments[0] == "lra_all" else arguments[1]
-        configuration("lra", [f"lra={task}", *overrides])
+        compose_config("lra", [f"lra={task}", *overrides])
     else:
         assert not overrides
 
 
 def check_shell_script(script, arguments):
-    """Check that the flags occur in the script."""
+    """Check that the flags occur in the text of the script."""
     flags = {word for word in arguments if word.startswith("-")}
     assert flags <= set((ROOT / script).read_text(encoding="utf-8").split())
 
@@ -161,7 +164,7 @@ def test_every_page_has_commands():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_stand_in_fenced_blocks_with_a_language(page):
+def test_commands_are_in_fenced_blocks_with_language(page):
     assert code_blocks(page, "") == []
     assert not re.search(rf"^\s*({COMMAND.pattern})", text_without_code(page), re.MULTILINE)
 

@@ -1,8 +1,7 @@
-"""One version, wherever it is written; what is required; what a wheel holds."""
+"""Test the version, the requirements and the content of the built package."""
 
 import ast
 import importlib.metadata
-import itertools
 import os
 import re
 import subprocess
@@ -19,40 +18,48 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def packaged(monkeypatch):
-    """What setup.py says."""
-    said = {}
-    monkeypatch.setattr(setuptools, "setup", said.update)
+def package_metadata(monkeypatch):
+    """The arguments of setup() in setup.py."""
+    arguments = {}
+    monkeypatch.setattr(setuptools, "setup", arguments.update)
     exec((ROOT / "setup.py").read_text(), {"__file__": str(ROOT / "setup.py")})
-    return said
+    return arguments
 
 
-def test_the_version_is_the_same_everywhere(packaged):
-    assert packaged["version"] == lln_fairseq.__version__
+def test_version_is_the_same_everywhere(package_metadata):
+    assert package_metadata["version"] == lln_fairseq.__version__
     assert f"\nversion: {lln_fairseq.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    released = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert released[0] == lln_fairseq.__version__
+    releases = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == lln_fairseq.__version__
 
 
-def test_no_package_is_taken_in_a_version_that_nobody_tried(packaged):
-    extras = packaged["extras_require"].values()
-    for requirement in map(Requirement, [*packaged["install_requires"], *itertools.chain(*extras)]):
-        assert {"<", "=="} & {part.operator for part in requirement.specifier}, requirement
+def test_requirements_have_upper_bounds(package_metadata):
+    lines = [*package_metadata["install_requires"]]
+    for extra in package_metadata["extras_require"].values():
+        lines += extra
+    for requirement in map(Requirement, lines):
+        operators = {part.operator for part in requirement.specifier}
+        assert operators & {"<", "=="}, requirement
         assert "9999" not in requirement.specifier, requirement
 
 
-def test_the_tested_set_lies_within_the_ranges(packaged):
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    pinned = {pin.name: pin for pin in map(Requirement, (line for line in lines if not line.startswith("#")))}
-    for requirement in map(Requirement, [*packaged["install_requires"], *packaged["extras_require"]["onnx"]]):
-        (pin,) = pinned[requirement.name].specifier
-        assert pin.operator == "=="
-        assert pin.version in requirement.specifier, requirement
-        assert requirement.marker == pinned[requirement.name].marker
+def test_pinned_versions_satisfy_requirements(package_metadata):
+    pins = {}
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            pin = Requirement(line)
+            pins[pin.name] = pin
+    required = [*package_metadata["install_requires"], *package_metadata["extras_require"]["onnx"]]
+    for requirement in map(Requirement, required):
+        pin = pins[requirement.name]
+        (pinned_version,) = pin.specifier
+        assert pinned_version.operator == "=="
+        assert pinned_version.version in requirement.specifier, requirement
+        assert requirement.marker == pin.marker
 
 
-def imported(path):
-    """The packages that a file imports from anywhere but its own."""
+def imported_packages(path):
+    """Yield the top-level packages of all absolute imports in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -60,47 +67,75 @@ def imported(path):
             yield node.module.split(".")[0]
 
 
-def test_what_is_imported_is_required(packaged):
-    required = {Requirement(line).name for line in [*packaged["install_requires"], *packaged["extras_require"]["onnx"]]}
+def test_requirements_are_exactly_the_imported_packages(package_metadata):
+    lines = [*package_metadata["install_requires"], *package_metadata["extras_require"]["onnx"]]
+    required = {Requirement(line).name for line in lines}
     required -= {"onnxscript"}  # torch.onnx imports it
-    owners = importlib.metadata.packages_distributions()
-    files = [path for top in ("lln_fairseq", "data_prep") for path in (ROOT / top).rglob("*.py")]
-    modules = {module for path in files for module in imported(path)} - sys.stdlib_module_names
-    modules -= {"lln_fairseq", "_typeshed"}  # the second is for type checkers alone
-    assert {module for module in modules if not required & {*owners.get(module, ())}} == set()
-    assert {owner for module in modules for owner in owners[module]} == required
+    imported = set()
+    for folder in ("lln_fairseq", "data_prep"):
+        for path in (ROOT / folder).rglob("*.py"):
+            imported |= set(imported_packages(path))
+    imported -= sys.stdlib_module_names
+    imported -= {"lln_fairseq", "_typeshed"}  # only type checkers import the second one
+    distributions = importlib.metadata.packages_distributions()
+
+    not_required = {package for package in imported if not required & set(distributions.get(package, ()))}
+    assert not_required == set()
+    imported_distributions = set()
+    for package in imported:
+        imported_distributions |= set(distributions[package])
+    assert imported_distributions == required
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """installed(module, ...) -> what a program of the built package prints, in a directory without a checkout."""
-    built, empty = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("empty")
-    subprocess.run([sys.executable, "setup.py", "-q", "build_py", "--build-lib", built], cwd=ROOT, check=True)
+def built_package(tmp_path_factory):
+    """Build the package and return the directory that contains it."""
+    directory = tmp_path_factory.mktemp("built")
+    subprocess.run([sys.executable, "setup.py", "-q", "build_py", "--build-lib", directory], cwd=ROOT, check=True)
+    return directory
+
+
+@pytest.fixture
+def run_installed(built_package, tmp_path):
+    """A function that runs a module of the built package outside a checkout and returns what it prints."""
 
     def run(*command):
-        done = subprocess.run([sys.executable, "-m", *command], cwd=empty, env=os.environ | {"PYTHONPATH": str(built)},
-                              capture_output=True, text=True, timeout=120)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(built_package)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr
-        return done.stdout.replace(str(built), "BUILT")
+        return done.stdout
 
-    run.directory = built / "lln_fairseq"
     return run
 
 
-def test_a_wheel_holds_all_that_the_checkout_has(installed):
-    for folder, here in (("", ROOT / "lln_fairseq"), ("configs", ROOT / "configs"), ("data_prep", ROOT / "data_prep")):
-        files = [path.relative_to(here) for path in here.rglob("*.*")
-                 if path.is_file() and path.suffix != ".pyc"]  # fmt: skip
-        assert files
-        assert [name for name in files if not (installed.directory / folder / name).is_file()] == []
+@pytest.mark.parametrize(
+    ("folder", "packaged_folder"),
+    [("lln_fairseq", ""), ("configs", "configs"), ("data_prep", "data_prep")],
+)
+def test_built_package_has_every_file_of_checkout(folder, packaged_folder, built_package):
+    source = ROOT / folder
+    target = built_package / "lln_fairseq" / packaged_folder
+    files = [path for path in source.rglob("*.*") if path.is_file() and path.suffix != ".pyc"]
+
+    assert files
+    assert [path for path in files if not (target / path.relative_to(source)).is_file()] == []
 
 
-def test_an_installed_training_finds_its_recipes_and_itself(installed):
-    said = installed("lln_fairseq", "train", "--config-name", "pretrain", "--cfg", "job", "--resolve", "model=tiny",
-                     "corpus=demo", "run=cpu")  # fmt: skip
-    assert "_name: lln_roberta_tiny" in said
-    assert "user_dir: BUILT/lln_fairseq\n" in said
+def test_installed_training_finds_recipes_and_user_dir(run_installed, built_package):
+    output = run_installed(
+        *("lln_fairseq", "train", "--config-name", "pretrain", "--cfg", "job", "--resolve"),
+        *("model=tiny", "corpus=demo", "run=cpu"),
+    )
+
+    assert "_name: lln_roberta_tiny" in output
+    assert f"user_dir: {built_package}/lln_fairseq\n" in output
 
 
-def test_an_installed_data_preparation_runs(installed):
-    assert "vaderSentiment-3.3.2.tar.gz" in installed("lln_fairseq.data_prep.fetch")
+def test_installed_data_preparation_runs(run_installed):
+    assert "vaderSentiment-3.3.2.tar.gz" in run_installed("lln_fairseq.data_prep.fetch")

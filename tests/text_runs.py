@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from data_prep import glue
-from data_prep.glue_tasks import GLUE_TASKS, read_rows
+from data_prep.glue_tasks import GLUE_TASKS, read_glue_rows
 from lln_fairseq.data.text import read_lines
 from lln_fairseq.data.tokenizers import train_sentencepiece
 
@@ -77,7 +77,7 @@ def write_tokenizer(folder: Path) -> Path:
 def make_glue(folder: Path, *names: str, tokenizer: Path | None = None) -> Path:
     """Prepare the tasks with these names in folder/NAME, and return the folder."""
     tokenizer = tokenizer or write_tokenizer(folder)
-    glue.build_all(folder, str(tokenizer), names, write_raw_tasks(folder / "raw"), workers=1)
+    glue.build_glue_tasks(folder, str(tokenizer), names, write_raw_tasks(folder / "raw"), workers=1)
     return folder
 
 
@@ -85,5 +85,5 @@ def texts_of(folder: Path, name: str, split: str = "dev") -> list[tuple[str, ...
     """Return the texts of each row of a task, as data_prep reads them; `folder` is that of `make_glue`."""
     path = folder / "raw" / name / f"{split}.tsv"
     with path.open("rb") as stream:
-        rows = read_rows(read_lines(stream, str(path)), str(path), GLUE_TASKS[name], split.replace("dev", "valid"))
+        rows = read_glue_rows(read_lines(stream, str(path)), str(path), GLUE_TASKS[name], split.replace("dev", "valid"))
     return list(zip(*rows.inputs, strict=True))

@@ -1,1 +1,1 @@
-"""One file for each kind of figure; `scripts.paper_figures` has the table of them."""
+"""Draw the figures of scripts.paper_figures; each module draws one kind of figure."""

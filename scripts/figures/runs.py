@@ -1,112 +1,161 @@
-"""Figures 1, 8, 9 and 10: what runs wrote for TensorBoard."""
+"""Draw Figures 1, 8, 9 and 10 from the curves that training runs wrote for TensorBoard."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import matplotlib
 
 from lln_fairseq.analysis.events import Curve
-from scripts.figures.sheet import Panel, Settings, Sheet, Skipped
+from scripts.figures.sheet import FigureSkippedError, Panel, Settings, Sheet
 
 ACCURACY = "valid/accuracy"
 LOSS_SCALE = "train_inner/inverse_loss_scale"
 
+Curves = dict[str, Curve]  # the curves of one run by their tags
+
+
+class LayerScalar(NamedTuple):
+    """A scalar that runs write for every layer: its tag without the layer, and the y axis of its plot."""
+
+    name: str
+    y: str
+    y_scale: str = "linear"
+
 
 def figure_1(settings: Settings) -> Sheet:
-    """Temperature, entropy and spectral gap by update, a row for each run, a curve for each layer."""
-    columns = (
-        ("probe/tau_sm", "temperature $τ = 1/(σ_q σ_k)$", "log"),
-        ("probe/entropy", "entropy of a row [bits]", "linear"),
-        ("probe/spectral_gap", "spectral gap $1 - |λ_2|$", "linear"),
+    """Draw temperature, entropy and spectral gap by update, with a row per run and a curve per layer."""
+    scalars = (
+        LayerScalar("probe/tau_sm", "temperature $τ = 1/(σ_q σ_k)$", "log"),
+        LayerScalar("probe/entropy", "entropy of a row [bits]"),
+        LayerScalar("probe/spectral_gap", "spectral gap $1 - |λ_2|$"),
     )
-    return _by_layer(settings, columns, "the probe's scalars (train with --probe-interval)")
+    return _draw_layer_scalars(settings, scalars, "the probe's scalars (train with --probe-interval)")
 
 
 def figure_9(settings: Settings) -> Sheet:
-    """α and β by update, a row for each run, a curve for each layer."""
-    return _by_layer(
-        settings, (("attention/alpha", "α", "linear"), ("attention/beta", "β", "linear")), "α and β (LLN attention)"
-    )
+    """Draw α and β by update, with a row per run and a curve per layer."""
+    scalars = (LayerScalar("attention/alpha", "α"), LayerScalar("attention/beta", "β"))
+    return _draw_layer_scalars(settings, scalars, "α and β (LLN attention)")
 
 
 def figure_8(settings: Settings) -> Sheet:
-    """Training and validation loss, and the inverse of fp16's loss scale."""
-    runs = _having(settings, lambda curves: "train_inner/loss" in curves or "valid/loss" in curves, "a loss")
-    scaled = {label: curves[LOSS_SCALE] for label, curves in runs.items() if LOSS_SCALE in curves}
+    """Draw the training and validation loss, and the inverse of fp16's loss scale if a run has it."""
+
+    def has_loss(curves: Curves) -> bool:
+        return "train_inner/loss" in curves or "valid/loss" in curves
+
+    runs = _select_runs(settings, has_loss, "a loss")
+    has_loss_scale = any(LOSS_SCALE in curves for curves in runs.values())
     panels = [Panel("(a) loss", "update", "loss [bits per target]")]
-    if scaled:
+    if has_loss_scale:
         panels.append(Panel("(b) stability in fp16", "update", "inverse loss scale", y_scale="log"))
     sheet = Sheet(panels, size=(6.0, 4.2))
     for number, (label, curves) in enumerate(runs.items()):
         for tag, kind, style in (("train_inner/loss", "train", "-"), ("valid/loss", "valid", "o--")):
             if tag in curves:
-                sheet.line(0, f"{label}, {kind}", *curves[tag], style, color=f"C{number}")
-                sheet.note(f"{label}: last {kind} loss {curves[tag].values[-1]:.3f} at {curves[tag].steps[-1]}")
-        if label in scaled:
-            sheet.line(1, label, *scaled[label], color=f"C{number}", drawstyle="steps-post")
-            sheet.note(f"{label}: largest inverse loss scale {max(scaled[label].values):g}")
-    if not scaled:
+                curve = curves[tag]
+                sheet.line(0, f"{label}, {kind}", curve.steps, curve.values, style, color=f"C{number}")
+                sheet.note(f"{label}: last {kind} loss {curve.values[-1]:.3f} at update {curve.steps[-1]}")
+        if LOSS_SCALE in curves:
+            _draw_loss_scale(sheet, 1, label, curves[LOSS_SCALE], color=f"C{number}")
+    if not has_loss_scale:
         sheet.note("(b) left out: no run has fp16's loss scale")
     sheet.legend()
     return sheet
 
 
 def figure_10(settings: Settings) -> Sheet:
-    """Accuracy by α (mean over layers and updates: the fixed value, or what matching gave), and inverse loss scale."""
-    runs = _having(
+    """Draw the best accuracy by α and the inverse of fp16's loss scale; a panel without data is left out.
+
+    α is the mean over layers and updates: the fixed value, or what moment matching gave.
+    """
+
+    def has_alpha_and_result(curves: Curves) -> bool:
+        return bool(_layer_curves(curves, "attention/alpha")) and (ACCURACY in curves or LOSS_SCALE in curves)
+
+    runs = _select_runs(
         settings,
-        lambda curves: _layers(curves, "attention/alpha") and {ACCURACY, LOSS_SCALE} & curves.keys(),
+        has_alpha_and_result,
         "α together with an accuracy on valid (a sentence classification) or fp16's loss scale",
     )
-    scored = {label: curves[ACCURACY] for label, curves in runs.items() if ACCURACY in curves}
-    scaled = {label: curves[LOSS_SCALE] for label, curves in runs.items() if LOSS_SCALE in curves}
-    panels = [Panel("(a) accuracy by α", "α, mean over layers", "best accuracy on valid [%]")] if scored else []
-    panels += [Panel("(b) stability in fp16", "update", "inverse loss scale", y_scale="log")] if scaled else []
+    accuracies = {label: curves[ACCURACY] for label, curves in runs.items() if ACCURACY in curves}
+    loss_scales = {label: curves[LOSS_SCALE] for label, curves in runs.items() if LOSS_SCALE in curves}
+    panels = []
+    if accuracies:
+        panels.append(Panel("(a) accuracy by α", "α, mean over layers", "best accuracy on valid [%]"))
+    if loss_scales:
+        panels.append(Panel("(b) stability in fp16", "update", "inverse loss scale", y_scale="log"))
     sheet = Sheet(panels, size=(6.0, 4.2))
-    for number, (label, accuracy) in enumerate(scored.items()):
-        values = [value for curve in _layers(runs[label], "attention/alpha").values() for value in curve.values]
-        mean, best = sum(values) / len(values), max(accuracy.values)
+    for number, (label, accuracy) in enumerate(accuracies.items()):
+        alphas: list[float] = []
+        for curve in _layer_curves(runs[label], "attention/alpha").values():
+            alphas += curve.values
+        mean = sum(alphas) / len(alphas)
+        best = max(accuracy.values)
         sheet.line(0, label, [mean], [best], "o", color=f"C{number}", markersize=8)
-        sheet.axes[0].hlines(best, min(values), max(values), color=f"C{number}", alpha=0.5)
-        sheet.note(f"{label}: α {mean:.2f} ({min(values):.2f} to {max(values):.2f}), accuracy {best:.2f} %")
-    for number, (label, curve) in enumerate(scaled.items()):
-        sheet.line(len(panels) - 1, label, *curve, color=f"C{number}", drawstyle="steps-post")
-        sheet.note(f"{label}: largest inverse loss scale {max(curve.values):g}")
+        sheet.axes[0].hlines(best, min(alphas), max(alphas), color=f"C{number}", alpha=0.5)
+        sheet.note(f"{label}: α {mean:.2f} ({min(alphas):.2f} to {max(alphas):.2f}), accuracy {best:.2f} %")
+    for number, (label, curve) in enumerate(loss_scales.items()):
+        _draw_loss_scale(sheet, len(panels) - 1, label, curve, color=f"C{number}")
     sheet.legend()
     return sheet
 
 
-def _by_layer(settings: Settings, columns: tuple[tuple[str, str, str], ...], what: str) -> Sheet:
-    runs = _having(settings, lambda curves: all(_layers(curves, name) for name, *_ in columns), what)
-    panels = [Panel(label, "update", axis, y_scale=scale) for label in runs for _, axis, scale in columns]
-    sheet = Sheet(panels, columns=len(columns))
+def _draw_loss_scale(sheet: Sheet, panel: int, label: str, curve: Curve, color: str) -> None:
+    sheet.line(panel, label, curve.steps, curve.values, color=color, drawstyle="steps-post")
+    sheet.note(f"{label}: largest inverse loss scale {max(curve.values):g}")
+
+
+def _draw_layer_scalars(settings: Settings, scalars: Sequence[LayerScalar], description: str) -> Sheet:
+    """Draw scalars by update, with a row per run, a column per scalar and a curve per layer.
+
+    Args:
+        settings: the runs.
+        scalars: the scalars; runs that lack one of them are left out.
+        description: the scalars in words, for the message that no run has them.
+    """
+
+    def has_scalars(curves: Curves) -> bool:
+        return all(_layer_curves(curves, scalar.name) for scalar in scalars)
+
+    runs = _select_runs(settings, has_scalars, description)
+    panels = []
+    for label in runs:
+        for scalar in scalars:
+            panels.append(Panel(label, "update", scalar.y, y_scale=scalar.y_scale))
+    sheet = Sheet(panels, columns=len(scalars))
     for row, (label, curves) in enumerate(runs.items()):
-        for column, (name, *_) in enumerate(columns):
-            panel, layers = row * len(columns) + column, _layers(curves, name)
+        for column, scalar in enumerate(scalars):
+            panel = row * len(scalars) + column
+            layers = _layer_curves(curves, scalar.name)
             if row:
                 sheet.axes[panel].sharey(sheet.axes[column])
-            for number, curve in layers.items():
-                # The light end of the colour map is hard to see on white.
-                colour = matplotlib.colormaps["viridis"](0.85 * number / max(*layers, 1))
-                sheet.line(panel, f"layer {number}", *curve, color=colour)
-            first, last = (sum(c.values[i] for c in layers.values()) / len(layers) for i in (0, -1))
-            sheet.note(f"{label}: {name}, mean over layers, {first:.3f} at first, {last:.3f} at last")
-        sheet.legend((row + 1) * len(columns) - 1, ncol=1 if len(layers) <= 6 else 2)
+            for layer, curve in layers.items():
+                # The light end of the color map is hard to see on white.
+                color = matplotlib.colormaps["viridis"](0.85 * layer / max(*layers, 1))
+                sheet.line(panel, f"layer {layer}", curve.steps, curve.values, color=color)
+            first = sum(curve.values[0] for curve in layers.values()) / len(layers)
+            last = sum(curve.values[-1] for curve in layers.values()) / len(layers)
+            sheet.note(f"{label}: {scalar.name}, mean over layers: first {first:.3f}, last {last:.3f}")
+        legend_columns = 1 if len(layers) <= 6 else 2
+        sheet.legend((row + 1) * len(scalars) - 1, ncol=legend_columns)
     return sheet
 
 
-def _layers(curves: dict[str, Curve], name: str) -> dict[int, Curve]:
-    """{layer: Curve} of the tags NAME/layer_NN."""
+def _layer_curves(curves: Curves, name: str) -> dict[int, Curve]:
+    """Return the curves with the tags NAME/layer_NN by the number of their layer, in ascending order."""
     prefix = f"{name}/layer_"
     return {int(tag.removeprefix(prefix)): curves[tag] for tag in sorted(curves) if tag.startswith(prefix)}
 
 
-def _having(
-    settings: Settings, condition: Callable[[dict[str, Curve]], object], what: str
-) -> dict[str, dict[str, Curve]]:
-    """The runs for which the condition holds; raises Skipped if there is none."""
+def _select_runs(settings: Settings, condition: Callable[[Curves], bool], description: str) -> dict[str, Curves]:
+    """Return the runs whose curves satisfy the condition, by label.
+
+    Raises FigureSkippedError if there are none; the message says that no run has `description`.
+    """
     if not settings.runs:
-        raise Skipped("no runs given (--run LABEL=DIR)")
+        raise FigureSkippedError("no runs given (--run LABEL=DIR)")
     runs = {label: curves for label, curves in settings.runs.items() if condition(curves)}
     if not runs:
-        raise Skipped(f"none of the runs {', '.join(settings.runs)} has {what}")
+        raise FigureSkippedError(f"none of the runs {', '.join(settings.runs)} has {description}")
     return runs

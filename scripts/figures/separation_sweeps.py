@@ -1,7 +1,8 @@
-"""The separation figures: how often a network on softmax, linear and LLN attention tells two data sets apart."""
+"""Draw the separation figures: how often networks with softmax, linear and LLN attention separate two data sets."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
@@ -15,11 +16,13 @@ from lln_fairseq.analysis.separation import (
 from scripts.figures.sheet import Panel, Settings, Sheet
 
 LENGTHS = (100, 200, 400, 700, 1000, 1500, 2000)
-UNITS = (1, 2, 3, 4, 6, 8, 11, 15, 20)
+SIGN_VECTORS = (1, 2, 3, 4, 6, 8, 11, 15, 20)
 WIDTHS = (7, 12, 22, 42)
 DELTAS = (0.3, 0.1, 0.03, 0.01, 0.001, 0.0001)
-SIZE = 1000  # the n of all sweeps but that over n, rounded to whole blocks
-NAMES = {
+MARGINS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
+DEFAULT_TOKENS = 1000  # the n of all sweeps except the one over n, before rounding to whole blocks
+DEFAULT_WIDTH = 12
+PARAMETER_TITLES = {
     "n": "tokens n",
     "m": "sign vectors m",
     "d": "features d",
@@ -27,72 +30,113 @@ NAMES = {
     "c": "c = 1 - b",
     "delta": "failure probability δ",
 }
-LOG = ("n", "delta", "d")
+LOGARITHMIC_PARAMETERS = ("n", "delta", "d")
 
 
-class Sweeps(NamedTuple):
-    """An experiment, what it is called, how many of its d features are not the identities', and values to sweep."""
+@dataclass(frozen=True)
+class Sweeps:
+    """An experiment and the parameters to sweep, one at a time.
+
+    Attributes:
+        title: the title of the experiment.
+        experiment: the function that runs it.
+        extra_features: how many of the d features do not belong to the identity blocks; None if there are no blocks.
+        values: the values of each parameter.
+        fixed: further arguments of the experiment.
+    """
 
     title: str
     experiment: Callable[..., Separation]
-    others: int | None
-    values: dict[str, tuple]
-    fixed: dict[str, Any] = {}  # noqa: RUF012 - never written to
+    extra_features: int | None
+    values: Mapping[str, Sequence[float]]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-COMMON = {"n": LENGTHS, "m": UNITS, "d": WIDTHS, "delta": DELTAS}
-MARGINS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
-
+COMMON: dict[str, Sequence[float]] = {"n": LENGTHS, "m": SIGN_VECTORS, "d": WIDTHS, "delta": DELTAS}
 SWEEPS = {
-    "regression": Sweeps("Softmax regression", softmax_regression, None, {"n": LENGTHS, "m": UNITS}),
-    "self_ones": Sweeps("Self-attention, X all ones", self_attention, 2,
-                        {**COMMON, "a1": (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.5), "c": MARGINS}),
-    "self_identity": Sweeps("Self-attention, X the identity", self_attention, 2,
-                            {**COMMON, "a1": (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0), "c": MARGINS},
-                            {"mixing": "identity"}),
-    "cross": Sweeps("Cross-attention", cross_attention, 1,
-                    {**COMMON, "a1": (0.3, 0.5, 0.8, 0.9, 1.0, 1.1, 1.5, 2.0, 3.0, 4.0)}),
-}  # fmt: skip
+    "regression": Sweeps(
+        "Softmax regression",
+        softmax_regression,
+        extra_features=None,
+        values={"n": LENGTHS, "m": SIGN_VECTORS},
+    ),
+    "self_ones": Sweeps(
+        "Self-attention, X all ones",
+        self_attention,
+        extra_features=2,
+        values={**COMMON, "a1": (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.5), "c": MARGINS},
+    ),
+    "self_identity": Sweeps(
+        "Self-attention, X the identity",
+        self_attention,
+        extra_features=2,
+        values={**COMMON, "a1": (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0), "c": MARGINS},
+        fixed={"mixing": "identity"},
+    ),
+    "cross": Sweeps(
+        "Cross-attention",
+        cross_attention,
+        extra_features=1,
+        values={**COMMON, "a1": (0.3, 0.5, 0.8, 0.9, 1.0, 1.1, 1.5, 2.0, 3.0, 4.0)},
+    ),
+}
 
 
-def figure(name: str) -> Callable[[Settings], Sheet]:
-    return lambda settings: draw(SWEEPS[name], settings)
+def separation_figure(name: str, settings: Settings) -> Sheet:
+    """Draw the figure of one experiment, with a panel for each swept parameter.
 
-
-def draw(sweeps: Sweeps, settings: Settings) -> Sheet:
+    Args:
+        name: a key of SWEEPS.
+        settings: with `fast`, fewer draws and values.
+    """
+    sweeps = SWEEPS[name]
     draws = 20 if settings.fast else 100
-    axes = ("linear", "log")
-    panels = [Panel(f"by {name}", NAMES[name], "draws that succeed [%]", axes[name in LOG]) for name in sweeps.values]
+    panels = []
+    for parameter in sweeps.values:
+        x_scale = "log" if parameter in LOGARITHMIC_PARAMETERS else "linear"
+        panels.append(Panel(f"by {parameter}", PARAMETER_TITLES[parameter], "draws that succeed [%]", x_scale))
     sheet = Sheet(panels, columns=3, size=(4.6, 3.4))
-    sheet.figure.suptitle(f"{sweeps.title}: in how many of {draws} draws are two data sets told apart?")
-    for panel, (name, values) in enumerate(sweeps.values.items()):
+    sheet.figure.suptitle(f"{sweeps.title}: in how many of {draws} draws are two data sets separated?")
+    for panel, (parameter, values) in enumerate(sweeps.values.items()):
         if settings.fast:
-            values = (12,) if name == "d" else values[::4]
-        results = [sweeps.experiment(**arguments(sweeps, name, value), draws=draws) for value in values]
-        for number, normalisation in enumerate(NORMALIZATIONS):
-            shares = [100 * result.counts[normalisation].separates / draws for result in results]
-            # Curves often lie on each other: the later, the smaller.
-            sheet.line(panel, normalisation, values, shares, "o-", color=f"C{number}", markersize=9 - 2.5 * number)
-        sheet.line(panel, "softmax separates, linear is 0", values, [100 * r.claim / draws for r in results], "k:")
-        sheet.axes[panel].set_ylim(-5, 105)
-        if name == "m":
-            sheet.axes[panel].xaxis.set_major_locator(MaxNLocator(integer=True))
+            values = (DEFAULT_WIDTH,) if parameter == "d" else values[::4]
+        _draw_sweep(sheet, panel, sweeps, parameter, values, draws)
     sheet.legend(0)
-    default = sweeps.experiment(**arguments(sweeps, "n", SIZE), draws=draws)
-    sheet.note(f"n = {length(sweeps, SIZE, 12)}, d = 12, {draws} draws; separates (F(D0) = 0, F(D1) > 0):")
-    for normalisation, counts in default.counts.items():
-        sheet.note(f"  {normalisation:<8}{counts.separates:>4} ({counts.zero_on_d0}, {counts.positive_on_d1})")
+
+    tokens = round_tokens(sweeps, DEFAULT_TOKENS, DEFAULT_WIDTH)
+    default = sweeps.experiment(**experiment_arguments(sweeps, "n", DEFAULT_TOKENS), draws=draws)
+    sheet.note(f"n = {tokens}, d = {DEFAULT_WIDTH}, {draws} draws that separate (F(D0) = 0, F(D1) > 0):")
+    for normalization, counts in default.counts.items():
+        sheet.note(f"  {normalization:<8}{counts.separates:>4} ({counts.zero_on_d0}, {counts.positive_on_d1})")
     sheet.note(f"  the paper's event, softmax separates and linear is 0 on both: {default.claim}")
     return sheet
 
 
-def arguments(sweeps: Sweeps, name: str, value: float) -> dict[str, Any]:
-    """The experiment's arguments with one parameter at `value`, n made a whole number of blocks."""
-    found = {"n": SIZE, "d": 12, **sweeps.fixed, name: value}
-    return {**found, "n": length(sweeps, found["n"], found["d"])}
+def _draw_sweep(sheet: Sheet, panel: int, sweeps: Sweeps, parameter: str, values: Sequence[float], draws: int) -> None:
+    """Run the experiment for every value of a parameter and draw the percentages of successful draws."""
+    results = [sweeps.experiment(**experiment_arguments(sweeps, parameter, value), draws=draws) for value in values]
+    for number, normalization in enumerate(NORMALIZATIONS):
+        percentages = [100 * result.counts[normalization].separates / draws for result in results]
+        # Later curves have smaller markers, because curves often coincide.
+        marker_size = 9 - 2.5 * number
+        sheet.line(panel, normalization, values, percentages, "o-", color=f"C{number}", markersize=marker_size)
+    claims = [100 * result.claim / draws for result in results]
+    sheet.line(panel, "softmax separates, linear is 0", values, claims, "k:")
+    sheet.axes[panel].set_ylim(-5, 105)
+    if parameter == "m":
+        sheet.axes[panel].xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def length(sweeps: Sweeps, n: int, d: int) -> int:
-    """The number of tokens nearest to n that is a multiple of the width of the identities."""
-    width = 1 if sweeps.others is None else d - sweeps.others
-    return max(round(n / width), 1) * width
+def experiment_arguments(sweeps: Sweeps, parameter: str, value: float) -> dict[str, Any]:
+    """Return the arguments of an experiment with one parameter set to a value and n rounded to whole blocks."""
+    arguments = {"n": DEFAULT_TOKENS, "d": DEFAULT_WIDTH, **sweeps.fixed, parameter: value}
+    arguments["n"] = round_tokens(sweeps, arguments["n"], arguments["d"])
+    return arguments
+
+
+def round_tokens(sweeps: Sweeps, n: int, d: int) -> int:
+    """Return the number of tokens nearest to n, but at least one block, that is a multiple of the block width."""
+    block_width = 1
+    if sweeps.extra_features is not None:
+        block_width = d - sweeps.extra_features
+    return max(round(n / block_width), 1) * block_width

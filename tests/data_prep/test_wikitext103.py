@@ -1,4 +1,4 @@
-"""WikiText from a small directory or archive: contents, fairseq's task, interruption, bad input."""
+"""Test WikiText-103 with a small directory or archive: contents, fairseq's task, interruption, bad input."""
 
 import io
 import lzma
@@ -16,12 +16,13 @@ from lln_fairseq.data.files import sha256_of
 from lln_fairseq.data.published_files import Published
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.vocabulary import load_vocabulary
-from tests.data_prep.conftest import BAD, GOOD, WORDS, killed_everywhere, text_of, tree
+from tests.data_prep.conftest import BAD, GOOD, WORDS, build_despite_kills, read_files, text_of
 
 SPLITS = ("train", "valid", "test")
 
 
 def articles(count, seed):
+    """Yield the lines of articles, a heading and three paragraphs each."""
     rng = random.Random(seed)
     for i in range(count):
         yield from (" \n", f" = Article {seed}{i} = \n", " \n")
@@ -30,9 +31,17 @@ def articles(count, seed):
 
 
 TEXTS = {
-    split: "".join(articles(count, seed)) for split, count, seed in zip(SPLITS, (30, 4, 4), (1, 2, 3), strict=True)
+    "train": "".join(articles(30, seed=1)),
+    "valid": "".join(articles(4, seed=2)),
+    "test": "".join(articles(4, seed=3)),
 }
-EXPECTED = {split: [line.strip() for line in text.removesuffix("\n").split("\n")] for split, text in TEXTS.items()}
+
+
+def stripped_lines(text):
+    return [line.strip() for line in text.removesuffix("\n").split("\n")]
+
+
+EXPECTED_LINES = {split: stripped_lines(text) for split, text in TEXTS.items()}
 
 
 @pytest.fixture
@@ -46,78 +55,116 @@ def source(tmp_path):
 
 @pytest.fixture
 def build(tmp_path, gpt2, source):
+    """A function that builds the data, by default from `source` with GPT-2's tokenizer into tmp_path / "out"."""
+
     def call(out=tmp_path / "out", **options):
-        return wikitext103.build(out, **{"tokenizer": str(gpt2), "source": source, "workers": 1, **options})
+        defaults = {"tokenizer": str(gpt2), "source": source, "workers": 1}
+        return wikitext103.build_wikitext(out, **{**defaults, **options})
 
     return call
 
 
-def decoded(out, split):
+def decoded_lines(out, split):
     vocabulary = load_vocabulary(str(out))
     dataset = indexed_dataset.make_dataset(str(out / split), impl="mmap")
     return [text_of(vocabulary, dataset[i][:-1].numpy()) for i in range(len(dataset))]
 
 
+def files_without_manifest(out):
+    files = read_files(out)
+    del files["manifest.json"]
+    return files
+
+
 @pytest.mark.parametrize("tokenizer", ["gpt2", "sentencepiece-bpe", "sentencepiece-unigram"])
-def test_decodes_to_the_lines_and_loads_in_fairseq(tmp_path, build, gpt2, tokenizer):
-    options = {} if tokenizer == "gpt2" else {"tokenizer": tokenizer, "vocab_size": 310}
-    content = build(**options)
+def test_data_decode_to_lines_and_load_in_fairseq(tmp_path, build, gpt2, tokenizer):
     out = tmp_path / "out"
-    assert set(tree(out)) == {*content["files"], "manifest.json"}
+    options = {} if tokenizer == "gpt2" else {"tokenizer": tokenizer, "vocab_size": 310}
+
+    content = build(**options)
+
+    assert set(read_files(out)) == {*content["files"], "manifest.json"}
     config = MaskedLMConfig(data=str(out), tokens_per_sample=128, sample_break_mode="complete_doc", seed=1)
     task = MaskedLMTask.setup_task(config)
     for split in SPLITS:
-        assert decoded(out, split) == EXPECTED[split]
-        assert content["datasets"][split]["samples"] == len(EXPECTED[split])
+        assert decoded_lines(out, split) == EXPECTED_LINES[split]
+        assert content["datasets"][split]["samples"] == len(EXPECTED_LINES[split])
         assert content["datasets"][split]["unknown"] == 0
         task.load_dataset(split)
-        assert 0 < max(int(task.datasets[split].num_tokens(i)) for i in range(len(task.datasets[split]))) <= 128
+        dataset = task.datasets[split]
+        assert 0 < max(int(dataset.num_tokens(i)) for i in range(len(dataset))) <= 128
     if tokenizer == "gpt2":
         assert (out / "dict.txt").read_bytes() == (gpt2 / "dict.txt").read_bytes()
     else:
         assert len(task.dictionary) % 8 == 0  # with <mask>
-        tokens = content["datasets"]["train"]["tokens"] - len(EXPECTED["train"])
+        tokens = content["datasets"]["train"]["tokens"] - len(EXPECTED_LINES["train"])
         assert sum(task.dictionary.count[4:-1]) == tokens
 
 
-def test_archives_and_compressed_files_give_the_same_data(tmp_path, build, source, monkeypatch):
-    build()
+@pytest.fixture
+def published_zip(tmp_path):
+    """A zip archive with the name of the published one."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for split, text in TEXTS.items():
             archive.writestr(f"wikitext-103-raw/wiki.{split}.raw", text)
     path = tmp_path / wikitext103.ARCHIVE.name
     path.write_bytes(buffer.getvalue())
+    return path
+
+
+def test_published_name_requires_published_content(tmp_path, build, published_zip):
     with pytest.raises(DataError, match=r"has \d+ bytes, expected 191984949"):
-        build(out=tmp_path / "zip", source=path)
-    monkeypatch.setattr(wikitext103, "ARCHIVE", Published(path.name, sha256_of(path)))
+        build(out=tmp_path / "zip", source=published_zip)
+
+
+def test_published_archive_gives_same_data(tmp_path, build, published_zip, monkeypatch):
+    build()
+    monkeypatch.setattr(wikitext103, "ARCHIVE", Published(published_zip.name, sha256_of(published_zip)))
     monkeypatch.setenv("LLN_DATA_CACHE", str(tmp_path))
-    assert build(out=tmp_path / "zip", source=None)["sources"][0]["published"]
+
+    content = build(out=tmp_path / "zip", source=None)
+
+    assert content["sources"][0]["published"]
+    assert files_without_manifest(tmp_path / "zip") == files_without_manifest(tmp_path / "out")
+
+
+def test_compressed_files_give_same_data(tmp_path, build, source):
+    build()
     for split, text in TEXTS.items():
         (source / f"wiki.{split}.raw").unlink()
         (source / f"wiki.{split}.raw.xz").write_bytes(lzma.compress(text.encode()))
+
     build(out=tmp_path / "xz")
-    whole, *others = (
-        {n: d for n, d in tree(tmp_path / o).items() if n != "manifest.json"} for o in ("out", "zip", "xz")
-    )
-    assert others == [whole, whole]
+
+    assert files_without_manifest(tmp_path / "xz") == files_without_manifest(tmp_path / "out")
 
 
-def test_limit(tmp_path, build):
+def test_limit_mb_truncates_train(tmp_path, build):
     build(limit_mb=0.002)
-    lines = decoded(tmp_path / "out", "train")
-    assert lines == EXPECTED["train"][: len(lines)]
+
+    lines = decoded_lines(tmp_path / "out", "train")
+    assert lines == EXPECTED_LINES["train"][: len(lines)]
     assert len("".join(TEXTS["train"].splitlines(keepends=True)[: len(lines)]).encode()) <= 2000
-    assert decoded(tmp_path / "out", "valid") == EXPECTED["valid"]
-    for limit, message in ((0.000001, "no text within --limit-mb"), (-1, "more than 0")):
-        with pytest.raises(DataError, match=message):
-            build(out=tmp_path / "none", limit_mb=limit)
+    assert decoded_lines(tmp_path / "out", "valid") == EXPECTED_LINES["valid"]
 
 
-def test_settings(tmp_path, build, source, monkeypatch):
+@pytest.mark.parametrize(("limit", "message"), [(0.000001, "no text within --limit-mb"), (-1, "more than 0")])
+def test_limit_mb_without_text_is_rejected(tmp_path, build, limit, message):
+    with pytest.raises(DataError, match=message):
+        build(out=tmp_path / "none", limit_mb=limit)
+
+
+def test_finished_data_are_kept(build, monkeypatch):
     content = build()
-    monkeypatch.setattr(wikitext103, "write_result", None)  # would raise if used
+    monkeypatch.setattr(wikitext103, "write_wikitext", None)  # would raise if it were called
+
     assert build() == content
+
+
+def test_changed_settings_are_rejected(build, source):
+    build()
+
     with pytest.raises(DataError, match=r"limit_mb = None, not 1.*--overwrite"):
         build(limit_mb=1)
     with pytest.raises(DataError, match=r"tokenizer = .*--overwrite"):
@@ -128,15 +175,13 @@ def test_settings(tmp_path, build, source, monkeypatch):
         build()
 
 
-def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, build):
+def test_killed_build_continues_to_same_bytes(tmp_path, build):
     options = {"tokenizer": "sentencepiece-bpe", "vocab_size": 310}
     build(out=tmp_path / "whole", **options)
-    killed_everywhere(lambda: build(**options), tmp_path / "out")
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
+    build_despite_kills(lambda: build(**options), tmp_path / "out")
 
-def spoil(source, name, content):
-    (source / name).write_bytes(content)
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -148,36 +193,41 @@ def spoil(source, name, content):
         (None, r"has no wiki\.valid\.raw"),
     ],
 )
-def test_bad_input(tmp_path, build, source, content, message, capfd, gpt2):
+def test_bad_input_is_one_line(tmp_path, source, content, message, capfd, gpt2):
     (source / "wiki.valid.raw").unlink()
     if content is not None:
         (source / "wiki.valid.raw").write_bytes(content)
+
     code = wikitext103.main(["--out", str(tmp_path / "out"), "--source", str(source), "--tokenizer", str(gpt2)])
+
     err = capfd.readouterr().err.splitlines()
     assert (code, len(err)) == (1, 1)
     assert re.search(message, err[0])
     assert not (tmp_path / "out").exists()
 
 
-def test_full_disk(tmp_path, build, monkeypatch, source, capfd, gpt2):
-    def full(*_):
+def test_full_disk_is_one_line_and_build_continues(tmp_path, build, monkeypatch, source, capfd, gpt2):
+    def raise_no_space(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(binary_format, "index_bytes", full)
+    monkeypatch.setattr(binary_format, "index_bytes", raise_no_space)
     arguments = ["--out", str(tmp_path / "out"), "--source", str(source), "--tokenizer", str(gpt2), "--workers", "1"]
     assert wikitext103.main(arguments) == 1
     assert re.fullmatch(r"error: .*No space left on device: '.*out/train\.\w+'\n", capfd.readouterr().err)
+
     monkeypatch.undo()
     build()
     assert not (tmp_path / "out" / manifest.BUILD).exists()
 
 
-def test_whole_articles_are_parted_by_one_blank_line(tmp_path, build, source, capsys):
+def test_articles_are_separated_by_one_blank_line(tmp_path, build, source):
     section = "\n = = Section = = \n \n Some text = more text = \n = not a title = \n"
     text = TEXTS["train"].replace(" \n = Article 15 = \n", f"{section} \n = Article 15 = \n")
     (source / "wiki.train.raw").write_text(text, encoding="utf-8")
+
     build(articles=True)
-    lines = decoded(tmp_path / "out", "train")
+
+    lines = decoded_lines(tmp_path / "out", "train")
     titles = [number for number, line in enumerate(lines) if line.startswith("= Article")]
     assert [number for number, line in enumerate(lines) if not line] == [number - 1 for number in titles]
     assert len(titles) == 30

@@ -37,10 +37,10 @@ from lln_fairseq.checkpoints import reading
 from lln_fairseq.errors import InputError, TrainingError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.training import worker
-from tests.fairseq_runs import LLN, MASKED_LM, USER_DIR, hydra_train, make_corpus, options, train
+from tests.fairseq_runs import LLN, MASKED_LM, USER_DIR, hydra_train, make_corpus, split_options, train
 
-STOCK = (*USER_DIR, *options("--arch roberta --task masked_lm --required-batch-size-multiple 1"))
-FP16 = options("--fp16 --memory-efficient-fp16 --fp16-init-scale 8 --min-loss-scale 0.5")
+STOCK = (*USER_DIR, *split_options("--arch roberta --task masked_lm --required-batch-size-multiple 1"))
+FP16 = split_options("--fp16 --memory-efficient-fp16 --fp16-init-scale 8 --min-loss-scale 0.5")
 
 
 def remove_patch(monkeypatch, owner, name):
@@ -150,7 +150,7 @@ def test_complete_run_makes_no_more_updates(updates, corpus, tmp_path, monkeypat
 )
 def test_loader_processes_mask_every_epoch_anew(model, is_same, corpus, tmp_path, monkeypatch):
     """A loader process masks the same tokens as a training without loader processes, in the second epoch too."""
-    fixed = options("--dropout 0 --attention-dropout 0 --max-update 6 --no-save")
+    fixed = split_options("--dropout 0 --attention-dropout 0 --max-update 6 --no-save")
     losses = []
     for workers in (0, 1):
         run_options = (*MASKED_LM, *model, *fixed, "--num-workers", workers)

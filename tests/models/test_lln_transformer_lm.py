@@ -21,14 +21,14 @@ from tests.fairseq_runs import (
     hydra_train,
     make_corpus,
     make_dictionary,
-    options,
+    split_options,
     train,
 )
 from tests.helpers import FLOAT32_FORWARD, relative_rms
 
-TASK = (*USER_DIR, *options("--task lln_language_modeling --tokens-per-sample 64 --dropout 0"))
+TASK = (*USER_DIR, *split_options("--task lln_language_modeling --tokens-per-sample 64 --dropout 0"))
 LM = (*TASK, "--arch", "lln_transformer_lm")
-SIZES = options("""
+SIZES = split_options("""
     --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32 --decoder-ffn-embed-dim 64
     --decoder-attention-heads 2 --decoder-normalize-before
 """)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lln_fairseq.linearize import linearize
-from scripts.compare_attentions import configuration
+from scripts.compare_attentions import compose_config
 from scripts.experiments import from_pretrained
 from scripts.experiments.bag_of_words import bag_of_words_accuracies
 from scripts.experiments.steps import Steps
@@ -68,7 +68,7 @@ def test_finetuning_commands_configure_three_models(updates, seed, commands, tmp
     run_experiment(tmp_path, updates, seed)
 
     configs = {
-        name: configuration("finetune", command[6:]) for name, command in commands.items() if "fine-tune" in name
+        name: compose_config("finetune", command[6:]) for name, command in commands.items() if "fine-tune" in name
     }
     assert [config.model.attention for config in configs.values()] == ["softmax", "lln_diag", "lln_diag"]
     assert all(name.endswith("_seed2") == (seed == 2) for name in configs)

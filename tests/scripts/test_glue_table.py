@@ -1,4 +1,4 @@
-"""Table 1 from the results of runs."""
+"""Test the table of GLUE accuracies with result files of fake runs."""
 
 import json
 import re
@@ -8,36 +8,42 @@ import pytest
 from scripts.glue_table import TASKS, main
 
 
-def results(directory, run, task, accuracies):
+def write_results(directory, run, task, accuracies):
+    """Write the result file of one seed per accuracy."""
     for seed, accuracy in enumerate(accuracies, start=1):
         folder = directory / run / "glue" / task / f"seed{seed}"
         folder.mkdir(parents=True)
         (folder / "valid.json").write_text(json.dumps({"accuracy": accuracy, "rows": 10}))
 
 
-def test_medians_beside_the_paper(tmp_path, capsys):
+def test_table_has_medians_and_rows_of_paper(tmp_path, capsys):
     for task in TASKS:
-        results(tmp_path, "pretrain_lln_diag", task, (0.8, 0.9, 0.7))
-    results(tmp_path, "pretrain_elu", "sst2", (0.5,))
-    tex = tmp_path / "table.tex"
-    assert main([str(tmp_path), "--latex", str(tex)]) == 0
-    table = {line.rsplit("   ", 1)[0].split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+        write_results(tmp_path, "pretrain_lln_diag", task, (0.8, 0.9, 0.7))
+    write_results(tmp_path, "pretrain_elu", "sst2", (0.5,))
+    latex = tmp_path / "table.tex"
+
+    assert main([str(tmp_path), "--latex", str(latex)]) == 0
+
+    table = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert table["pretrain_lln_diag"][1:] == ["80.0", "80.0", "80.0", "80.0", "80.0", "3/3/3/3"]
     assert table["pretrain_elu"][1:] == ["-", "-", "-", "50.0", "-", "0/0/0/1"]
     assert table["LLN+Diag (paper)"][2:] == ["80.0", "86.5", "89.7", "91.6", "86.9"]
     assert table["Reformer (paper)"][2:] == ["35.4", "-", "63.2", "50.9", "49.8"]
-    assert re.search(r"pretrain\\_elu & - & - & - & 50\.0 & - \\\\", tex.read_text())
+    assert re.search(r"pretrain\\_elu & - & - & - & 50\.0 & - \\\\", latex.read_text())
 
 
-def test_nothing_finished_is_said(tmp_path, capsys):
+def test_directory_without_results_is_reported(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
+
     assert "scripts/glue_all.sh" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", '{"accuracy": null}'])
-def test_a_file_that_is_no_result_is_named(content, tmp_path, capsys):
+def test_invalid_result_file_is_reported(content, tmp_path, capsys):
     file = tmp_path / "softmax" / "glue" / "sst2" / "seed1" / "valid.json"
     file.parent.mkdir(parents=True)
     file.write_text(content)
+
     assert main([str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {file} is not what lln-fairseq evaluate writes: ")
+
+    assert capsys.readouterr().err.startswith(f"error: {file} is not a result file of lln-fairseq evaluate: ")

@@ -35,10 +35,10 @@ def test_commands_of_the_steps_are_valid(commands, tmp_path):
 
     attention.parse_arguments(arguments["attention"])
     model.parse_arguments(arguments["model"])
-    args = compare_attentions.parse(arguments["training"])
+    args = compare_attentions.parse_arguments(arguments["training"])
     overrides = compare_attentions.Overrides(args)
-    pretraining = compare_attentions.configuration("pretrain", overrides.of_pretraining("lln", 1))
-    finetuning = compare_attentions.configuration("finetune", overrides.of_finetuning("lln", 1, "sst2", args.data))
+    pretraining = compare_attentions.compose_config("pretrain", overrides.for_pretraining("lln", 1))
+    finetuning = compare_attentions.compose_config("finetune", overrides.for_finetuning("lln", 1, "sst2", args.data))
 
     assert (pretraining.optimization.max_update, finetuning.optimization.max_update) in [(200000, 1500), (2, 2)]
 

@@ -1,4 +1,4 @@
-"""Tables 4 and 5 from the results of runs and from a measurement of the smallest size."""
+"""Test the tables of the Long Range Arena with result files of fake runs and with a tiny measurement."""
 
 import json
 import re
@@ -9,23 +9,27 @@ from scripts import lra_table
 from scripts.benchmarks import lra as benchmark
 
 
-def results(directory, run, task, accuracies):
+def write_results(directory, run, task, accuracies):
+    """Write the result file of one seed per accuracy."""
     for seed, accuracy in enumerate(accuracies, start=1):
         folder = directory / run / task / f"seed{seed}"
         folder.mkdir(parents=True)
         (folder / "test.json").write_text(json.dumps({"accuracy": accuracy, "rows": 10}))
 
 
-def lines_of(text):
-    return {line.rsplit("   ", 1)[0].split("  ")[0]: line.split() for line in text.splitlines()}
+def cells_by_row(text):
+    """Return the words of every line by its first cell."""
+    return {line.split("  ")[0]: line.split() for line in text.splitlines()}
 
 
-def test_medians_beside_the_paper(tmp_path, capsys):
+def test_table_has_medians_and_rows_of_paper(tmp_path, capsys):
     for task in list(lra_table.TASKS)[:5]:
-        results(tmp_path, "lln_diag", task, (0.5, 0.6, 0.4))
-    results(tmp_path, "softmax", "listops", (0.3,))
+        write_results(tmp_path, "lln_diag", task, (0.5, 0.6, 0.4))
+    write_results(tmp_path, "softmax", "listops", (0.3,))
+
     assert lra_table.main([str(tmp_path), "--latex", str(tmp_path / "table.tex")]) == 0
-    table = lines_of(capsys.readouterr().out)
+
+    table = cells_by_row(capsys.readouterr().out)
     assert table["lln_diag"][1:] == ["50.0"] * 6 + ["3/3/3/3/3"]
     assert table["softmax"][1:] == ["-", "30.0", "-", "-", "-", "-", "0/1/0/0/0"]
     assert table["LLN+Diag (paper)"][2:] == ["60.7", "38.9", "81.2", "69.8", "38.6", "57.9"]
@@ -34,36 +38,43 @@ def test_medians_beside_the_paper(tmp_path, capsys):
 
 @pytest.mark.exhaustive
 def test_every_task_is_measured_and_shown(tmp_path, monkeypatch, capsys):
-    """At lengths and batches of a smoke run; the published ones are those of the recipes."""
+    """The lengths and batches are tiny; the next test checks the real ones."""
     small = {task: (96, 2, classes, towers) for task, (_, _, classes, towers) in benchmark.TASKS.items()}
     monkeypatch.setattr(benchmark, "TASKS", small)
+    attentions = ["softmax", "lln_diag", "reformer:hashes=2"]
     out = tmp_path / "t.json"
-    options = ["--device", "cpu", "--threads", "1", "--repeats", "1", "--divide", "1", "--no-memory", "--json"]
-    assert benchmark.main([*options, str(out), "--attentions", "softmax", "lln_diag", "reformer:hashes=2"]) == 0
-    table = lines_of(capsys.readouterr().out)
+    options = ["--device", "cpu", "--threads", "1", "--repeats", "1", "--divide", "1", "--no-memory"]
+
+    assert benchmark.main([*options, "--json", str(out), "--attentions", *attentions]) == 0
+
+    table = cells_by_row(capsys.readouterr().out)
     assert table["LLN+Diag (paper)"][2:] == ["0.14", "0.30", "0.14", "0.45", "0.31"]
-    content = json.loads(out.read_text())
-    assert [(row["task"], row["attention"]) for row in content["rows"]] == [
-        (task, name) for task in benchmark.TASKS for name in ("softmax", "lln_diag", "reformer:hashes=2")
-    ]
-    assert all(row["time"][0] > 0 for row in content["rows"])
+    rows = json.loads(out.read_text())["rows"]
+    expected = []
+    for task in benchmark.TASKS:
+        expected += [(task, attention) for attention in attentions]
+    assert [(row["task"], row["attention"]) for row in rows] == expected
+    assert all(row["time"][0] > 0 for row in rows)
     assert lra_table.main([str(tmp_path), "--benchmark", str(out)]) == 0
-    assert "the same as a multiple of softmax's" in capsys.readouterr().out
+    assert "as a multiple of softmax" in capsys.readouterr().out
 
 
-def test_the_recipes_have_the_lengths_and_batches_that_are_measured():
+def test_benchmark_measures_lengths_and_batches_of_recipes():
     from tests.test_configs import LRA_RECIPES
 
     for task, (length, batch, classes, towers) in benchmark.TASKS.items():
-        assert (length, classes, batch) == LRA_RECIPES[task][:3]
-        assert towers == 1 + (task == "retrieval")
+        recipe = LRA_RECIPES[task]
+        assert (length, classes, batch) == (recipe.length, recipe.classes, recipe.batch)
+        assert towers == (2 if task == "retrieval" else 1)
 
 
 @pytest.mark.parametrize("content", ["", '{"rows": [1], "settings": {}}'])
-def test_a_file_that_is_no_measurement_is_named(content, tmp_path, capsys):
+def test_invalid_benchmark_file_is_reported(content, tmp_path, capsys):
     file = tmp_path / "table4.json"
     file.write_text(content)
+
     assert lra_table.main([str(tmp_path), "--benchmark", str(file)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert re.fullmatch(f"error: (cannot read )?{re.escape(str(file))}.*\n", said.err)
+
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert re.fullmatch(f"error: (cannot read )?{re.escape(str(file))}.*\n", output.err)

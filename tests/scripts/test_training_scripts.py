@@ -1,4 +1,4 @@
-"""The scripts that train: from a killed pre-training to the table, as a user types it."""
+"""Test the shell scripts that train, as a user starts them."""
 
 import json
 import os
@@ -14,74 +14,83 @@ from lln_fairseq.analysis.events import read_curves
 from tests.fairseq_runs import make_classification, make_corpus
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-SMALL = ("corpus=demo", "model=tiny", "run=cpu", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64",
-         "dataset.validate_interval_updates=0", "common.log_interval=2")  # fmt: skip
+TINY_MODEL = ("model=tiny", "run=cpu", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64")
+VALIDATE_AT_END = "dataset.validate_interval_updates=0"
 
 
-def script(directory, name, *arguments):
-    return subprocess.Popen(["bash", SCRIPTS / name, *map(str, arguments)], cwd=directory, text=True,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+def start_script(directory, name, *arguments):
+    """Start a script in a directory and in its own process group."""
+    return subprocess.Popen(
+        ["bash", SCRIPTS / name, *map(str, arguments)],
+        cwd=directory,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
-def finished(process, code=0):
-    output = process.communicate(timeout=120)[0]
+def finish_script(process, code=0):
+    """Wait for a script, check its exit code, and return its output."""
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == code, output
     return output
 
 
+def run_script(directory, name, *arguments, code=0):
+    return finish_script(start_script(directory, name, *arguments), code)
+
+
 @pytest.mark.exhaustive
-def test_pre_train_kill_resume_fine_tune_score(tmp_path):
+def test_killed_pretraining_resumes_and_can_be_finetuned(tmp_path):
     make_corpus(tmp_path / "data" / "lm", sizes=(("train", 400), ("valid", 11)))
     make_classification(tmp_path / "data" / "task")
-    pretrain = ("pretrain_wikitext103.sh", *SMALL, "task.data=data/lm", "optimization.max_update=24",
-                "checkpoint.save_interval_updates=4", "task.max_positions=64")[:-1]  # fmt: skip
-    last = tmp_path / "runs" / "pretrain_lln_diag" / "checkpoint_last.pt"
-    first = script(tmp_path, *pretrain)
-    while not last.exists():
-        assert first.poll() is None, first.communicate()[0]
+    pretrain = ("pretrain_wikitext103.sh", "corpus=demo", *TINY_MODEL, VALIDATE_AT_END, "common.log_interval=2")
+    pretrain += ("task.data=data/lm", "optimization.max_update=24", "checkpoint.save_interval_updates=4")
+    run_folder = tmp_path / "runs" / "pretrain_lln_diag"
+
+    killed = start_script(tmp_path, *pretrain)
+    while not (run_folder / "checkpoint_last.pt").exists():
+        assert killed.poll() is None, killed.communicate()[0]
         time.sleep(0.02)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
-    output = finished(script(tmp_path, *pretrain))
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    output = run_script(tmp_path, *pretrain)
     assert "Loaded checkpoint runs/pretrain_lln_diag/checkpoint_last.pt" in output
-    curves = read_curves(tmp_path / "runs" / "pretrain_lln_diag" / "tensorboard")
+    curves = read_curves(run_folder / "tensorboard")
     assert curves["train_inner/loss"].steps == curves["attention/tau_lln/layer_01"].steps == list(range(2, 25, 2))
 
-    best = "runs/pretrain_lln_diag/checkpoint_best.pt"
-    tune = ("glue_all.sh", best, "--seeds", "7", "--tasks", "sst2", *SMALL[1:5], "task.data=data/task",
-            "optimization.max_update=4", "task.max_positions=128")  # fmt: skip
-    output = finished(script(tmp_path, *tune))
+    finetune = ("glue_all.sh", "runs/pretrain_lln_diag/checkpoint_best.pt", "--seeds", "7", "--tasks", "sst2")
+    finetune += (*TINY_MODEL, "task.data=data/task", "optimization.max_update=4", "task.max_positions=128")
+    output = run_script(tmp_path, *finetune)
     assert "valid: 11 rows, accuracy" in output
     assert output.splitlines()[-1].startswith("pretrain_lln_diag")
-    out = tmp_path / "runs" / "pretrain_lln_diag" / "glue" / "sst2" / "seed7"
-    assert json.loads((out / "valid.json").read_text())["rows"] == 11
-    assert "sst2, seed 7: done before" in finished(script(tmp_path, *tune))
+    scores = json.loads((run_folder / "glue" / "sst2" / "seed7" / "valid.json").read_text())
+    assert scores["rows"] == 11
+    assert "sst2, seed 7: done before" in run_script(tmp_path, *finetune)
 
 
 @pytest.mark.exhaustive
-def test_a_task_of_the_long_range_arena(tmp_path):
-    """From drawing the data to the table."""
+def test_lra_task_from_data_to_table(tmp_path):
     command = [sys.executable, "-m", "data_prep.lra", "listops", "--rows", "50", "--workers", "1"]
     subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}, check=True)
-    small = ("run=cpu", "task.max_positions=128", "task.global_batch=4", "optimization.max_update=2",
-             "dataset.validate_interval_updates=2", "common.log_interval=1")  # fmt: skip
-    output = finished(script(tmp_path, "lra_all.sh", "--tasks", "listops", "--attentions", "lln", *small))
+    overrides = ("run=cpu", "task.max_positions=128", "task.global_batch=4", "optimization.max_update=2")
+    overrides += ("dataset.validate_interval_updates=2", "common.log_interval=1")
+
+    output = run_script(tmp_path, "lra_all.sh", "--tasks", "listops", "--attentions", "lln", *overrides)
+
     assert "test: 1 rows, accuracy" in output
-    assert output.splitlines()[-1].split()[::7] == ["lln", "0/1/0/0/0"]
-    again = finished(script(tmp_path, "lra.sh", "listops", "attention=lln", *small))
-    assert again == "listops, seed 1: done before, see runs/lra/lln/listops/seed1\n"
-
-
-def test_a_task_without_recipe_and_one_directory_for_all(tmp_path):
-    assert finished(script(tmp_path, "lra.sh", "listop"), 1).startswith("error: no such task: listop (known: image ")
-    output = finished(script(tmp_path, "lra_all.sh", "checkpoint.save_dir=one"), 1)
-    assert output.startswith("error: attention and checkpoint.save_dir are not for lra_all.sh")
+    cells = output.splitlines()[-1].split()
+    assert (cells[0], cells[7]) == ("lln", "0/1/0/0/0")
+    output = run_script(tmp_path, "lra.sh", "listops", "attention=lln", *overrides)
+    assert output == "listops, seed 1: done before, see runs/lra/lln/listops/seed1\n"
 
 
 @pytest.mark.parametrize("name", ["pretrain_wikitext103", "finetune_sst2", "tensorboard"])
-def test_help_says_how(name, tmp_path):
-    output = finished(script(tmp_path, f"{name}.sh", "--help"))
+def test_help_shows_usage(name, tmp_path):
+    output = run_script(tmp_path, f"{name}.sh", "--help")
+
     assert f"scripts/{name}.sh" in output
     assert "set -euo" not in output
 
@@ -89,20 +98,29 @@ def test_help_says_how(name, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("finetune_sst2.sh",), "error: which checkpoint?"),
-        (("finetune_sst2.sh", "no.pt", "run=cpu"), "error: no such checkpoint: no.pt\n"),
-        (("glue_all.sh", "any.pt", "checkpoint.save_dir=one"), "error: checkpoint.save_dir is not for glue_all.sh"),
-        (("glue_all.sh", "any.pt", "--tasks", "sst3"), "error: no such task: sst3 (known: cola demo "),
+        (("finetune_sst2.sh",), "which checkpoint"),
+        (("finetune_sst2.sh", "no.pt", "run=cpu"), "no such checkpoint: no.pt\n"),
+        (("glue_all.sh", "any.pt", "checkpoint.save_dir=one"), "checkpoint.save_dir"),
+        (("glue_all.sh", "any.pt", "--tasks", "sst3"), "no such task: sst3 (known: cola demo "),
+        (("lra.sh", "listop"), "no such task: listop (known: image "),
+        (("lra_all.sh", "checkpoint.save_dir=one"), "checkpoint.save_dir"),
     ],
 )
 def test_bad_arguments_end_in_one_line(arguments, message, tmp_path):
     (tmp_path / "any.pt").touch()
-    assert finished(script(tmp_path, *arguments), 1).startswith(message)
+
+    output = run_script(tmp_path, *arguments, code=1)
+
+    assert output.startswith("error: ")
+    assert message in output
+    assert output.count("\n") == 1
 
 
-def test_the_directory_of_the_overrides_is_the_one_that_counts(tmp_path):
+def test_save_dir_override_determines_directory(tmp_path):
     (tmp_path / "any.pt").touch()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "valid.json").touch()
-    output = finished(script(tmp_path, "finetune_sst2.sh", "any.pt", "run=cpu", "checkpoint.save_dir=mine"))
+
+    output = run_script(tmp_path, "finetune_sst2.sh", "any.pt", "run=cpu", "checkpoint.save_dir=mine")
+
     assert output == "sst2, seed 1: done before, see mine\n"

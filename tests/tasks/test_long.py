@@ -18,7 +18,7 @@ from tests.fairseq_runs import (
     make_classification,
     make_corpus,
     make_dictionary,
-    options,
+    split_options,
 )
 from tests.tasks.test_tasks import PAD, load_batches, make_classifier, make_masked_lm
 
@@ -131,7 +131,7 @@ def position_table(checkpoint):
 
 
 def test_training_with_4096_tokens_starts_from_512_positions(documents, tmp_path, monkeypatch):
-    small = options("""
+    small = split_options("""
         model=tiny run=cpu model.encoder_embed_dim=32 model.encoder_ffn_embed_dim=64 optimization.max_update=1
         dataset.validate_interval_updates=0 common.log_interval=1
     """)
@@ -140,7 +140,7 @@ def test_training_with_4096_tokens_starts_from_512_positions(documents, tmp_path
     long = tmp_path / "b" / "checkpoint_last.pt"
 
     hydra_train(monkeypatch, *small, "corpus=wikitext103", "task.global_batch=2", f"checkpoint.save_dir={short.parent}")
-    articles = options("corpus=wikitext103_articles optimization.update_freq=[1] optimization.lr=[0.0]")
+    articles = split_options("corpus=wikitext103_articles optimization.update_freq=[1] optimization.lr=[0.0]")
     paths = (f"checkpoint.finetune_from_model={short}", f"checkpoint.save_dir={long.parent}")
     hydra_train(monkeypatch, *small, *articles, *paths)
 

@@ -16,7 +16,7 @@ from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import InputError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from tests.data_prep.test_lra import SOURCES
-from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, hydra_train, make_classification, options
+from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, hydra_train, make_classification, split_options
 from tests.fairseq_runs import train as fairseq_train
 from tests.tasks.test_tasks import PAD, load_batches, make_classifier
 
@@ -156,7 +156,7 @@ def data(tmp_path_factory):
 
 def train_task(monkeypatch, data, task, attention, save_dir):
     """Train with the recipe of LRA for two updates, and return the best checkpoint."""
-    overrides = options("""
+    overrides = split_options("""
         run=cpu task.global_batch=2 task.max_positions=256 optimization.max_update=2
         dataset.validate_interval_updates=2 lr_scheduler.warmup_updates=1 common.log_interval=1
         model.linformer_projected_length=64 common.seed=1
@@ -220,7 +220,7 @@ def test_strip_eos_changes_nothing_but_the_last_token(tmp_path):
 
 
 def test_command_line_options_build_the_same_model(data, tmp_path, monkeypatch):
-    model = options("--two-towers --batch-size 2 --pooling mean --pooler-dim 16 --linear-init torch")
+    model = split_options("--two-towers --batch-size 2 --pooling mean --pooler-dim 16 --linear-init torch")
     run_options = (*CLASSIFICATION, *LLN, *model)
     fairseq_train(monkeypatch, tmp_path / "log", data / "retrieval", tmp_path / "a", *run_options)
     parameters = load_checkpoint_lazily(str(tmp_path / "a" / "checkpoint_last.pt"))["model"]

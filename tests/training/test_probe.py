@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.settings import check_probe
-from tests.fairseq_runs import LLN, MASKED_LM, options, train
+from tests.fairseq_runs import LLN, MASKED_LM, split_options, train
 
 
 def run(monkeypatch, data, folder, *extra_options):
@@ -25,8 +25,8 @@ def run(monkeypatch, data, folder, *extra_options):
 @pytest.mark.parametrize(
     "training_options",
     [
-        options("--attention lln_diag --encoder-layerdrop 0.3 --update-freq 2"),
-        options("--attention softmax --fp16 --memory-efficient-fp16 --fp16-init-scale 8"),
+        split_options("--attention lln_diag --encoder-layerdrop 0.3 --update-freq 2"),
+        split_options("--attention softmax --fp16 --memory-efficient-fp16 --fp16-init-scale 8"),
     ],
     ids=["lln_diag", "softmax-fp16"],
 )

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.resume import batch_offset
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, options, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, split_options, train
 from tests.helpers import with_representatives
 from tests.training.conftest import RUN_OPTIONS
 
@@ -55,7 +55,7 @@ def test_interrupted_run_resumes_exactly(precision, corpus, tmp_path, monkeypatc
 
 @pytest.mark.exhaustive
 def test_stock_fairseq_forgets_float32_parameters_of_fp16(corpus, tmp_path, monkeypatch, half):
-    stock = options("--fp16 --fp16-no-flatten-grads --fp16-init-scale 8 --task masked_lm")
+    stock = split_options("--fp16 --fp16-no-flatten-grads --fp16-init-scale 8 --task masked_lm")
     run_options = (*MASKED_LM, *LLN, *stock, "--required-batch-size-multiple", 1)
 
     train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "whole", *run_options, "--max-update", 10)
@@ -116,7 +116,7 @@ def test_complete_run_trains_no_further(limit, reason, corpus, tmp_path, monkeyp
 )
 def test_complete_run_removes_superseded_checkpoint(extra, kept, corpus, tmp_path, monkeypatch):
     run = tmp_path / "a"
-    limits = options("--max-update 3 --save-interval-updates 1 --keep-interval-updates 2")
+    limits = split_options("--max-update 3 --save-interval-updates 1 --keep-interval-updates 2")
     run_options = (*MASKED_LM, *LLN, *limits)
     train(monkeypatch, tmp_path / "a.log", corpus, run, *run_options)
     before = {path.name: path.read_bytes() for path in run.glob("*.pt")}
@@ -133,7 +133,7 @@ def test_complete_run_removes_superseded_checkpoint(extra, kept, corpus, tmp_pat
 
 def test_restore_file_does_not_overwrite_existing_run(corpus, task_data, tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "p", *MASKED_LM, *LLN, "--max-positions", 64)
-    resets = options("--reset-optimizer --reset-dataloader --reset-meters --reset-lr-scheduler")
+    resets = split_options("--reset-optimizer --reset-dataloader --reset-meters --reset-lr-scheduler")
     run_options = (*CLASSIFICATION, *LLN, "--restore-file", tmp_path / "p" / "checkpoint_last.pt", *resets)
     train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *run_options)
 

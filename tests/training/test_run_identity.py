@@ -17,8 +17,8 @@ from tests.fairseq_runs import (
     binarize,
     hydra_train,
     make_classification,
-    options,
     sentences,
+    split_options,
     train,
 )
 from tests.training.conftest import RUN_OPTIONS
@@ -59,7 +59,7 @@ def test_reset_meters_forgets_scores_of_other_metric(run_copy, tmp_path, monkeyp
     state = torch.load(run_copy.checkpoint)
     state["extra_state"]["LLNMaskedLMTask"]["patience"] = {"best": -1.0, "num_runs": 1}
     torch.save(state, run_copy.checkpoint)
-    changes = options("--max-update 4 --patience 2 --best-checkpoint-metric ppl --reset-meters")
+    changes = split_options("--max-update 4 --patience 2 --best-checkpoint-metric ppl --reset-meters")
 
     log = train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, *changes)
 
@@ -119,7 +119,7 @@ def test_stock_roberta_has_softmax_attention(stock):
 
 
 def test_resume_accepts_changes_without_effect_on_the_result(run_copy, tmp_path, monkeypatch):
-    harmless = options("--max-update 4 --log-interval 2 --checkpoint-activations --num-workers 1")
+    harmless = split_options("--max-update 4 --log-interval 2 --checkpoint-activations --num-workers 1")
     other_attention = ("--linformer-projected-length", 7)
     run_options = (*RUN_OPTIONS, *harmless, *other_attention, "--tensorboard-logdir", tmp_path / "tb")
     log = train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *run_options)
@@ -137,7 +137,7 @@ def test_classes_without_dataclass_are_compared_too(class_option, started_run, t
     train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options, "--max-update", 1)
     run = shutil.move(tmp_path / "a", tmp_path / "b")
 
-    harmless = options("--max-update 2 --log-interval 2 --num-workers 1 --patience 5")
+    harmless = split_options("--max-update 2 --log-interval 2 --num-workers 1 --patience 5")
     log = train(monkeypatch, tmp_path / "b.log", corpus, run, *run_options, *harmless)
     assert log["train"][-1]["num_updates"] == "2"
 
@@ -148,7 +148,7 @@ def test_classes_without_dataclass_are_compared_too(class_option, started_run, t
 
 def test_stock_model_rejects_an_attention(started_run, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    overrides = options("""
+    overrides = split_options("""
         model=tiny corpus=demo run=cpu lr_scheduler.warmup_updates=1 model._name=roberta_base model.encoder_layers=1
         checkpoint.save_dir=run hydra.run.dir=job task.global_batch=8 dataset.batch_size=8 dataset.num_workers=0
     """)

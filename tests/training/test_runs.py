@@ -17,13 +17,22 @@ from lln_fairseq.fairseq_compat import patches
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
 from lln_fairseq.tasks import run_worker
 from lln_fairseq.training.settings import split_global_batch
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, WORDS, make_classification, make_corpus, options, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    MASKED_LM,
+    WORDS,
+    make_classification,
+    make_corpus,
+    split_options,
+    train,
+)
 
 SCORED_CLASSIFICATION = (*CLASSIFICATION, "--criterion", "lln_sentence_prediction", *LLN)
 
 
 def test_validation_metrics_agree_with_fairseq(task_data, tmp_path, monkeypatch):
-    best = options("--best-checkpoint-metric mcc --maximize-best-checkpoint-metric")
+    best = split_options("--best-checkpoint-metric mcc --maximize-best-checkpoint-metric")
     log = train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *SCORED_CLASSIFICATION, *best)
     stock_options = (*CLASSIFICATION, *LLN, "--report-acc-and-f1")
     stock = train(monkeypatch, tmp_path / "b.log", task_data, tmp_path / "b", *stock_options)
@@ -51,7 +60,7 @@ def test_regression_logs_mean_of_correlations(task_data, tmp_path, monkeypatch):
     data = shutil.copytree(task_data, tmp_path / "data")
     for split, rows in (("train", 60), ("valid", 11)):
         (data / "label" / f"{split}.label").write_text("".join(f"{row % 7 / 6}\n" for row in range(rows)))
-    best = options("--best-checkpoint-metric pearson_spearman --maximize-best-checkpoint-metric")
+    best = split_options("--best-checkpoint-metric pearson_spearman --maximize-best-checkpoint-metric")
     regression = ("--regression-target", "--num-classes", 1, *best)
 
     log = train(monkeypatch, tmp_path / "a.log", data, tmp_path / "a", *SCORED_CLASSIFICATION, *regression)
@@ -78,7 +87,7 @@ def return_nan_from_third_update(monkeypatch):
 
 def test_minimum_loss_scale_names_module_and_last_scales(corpus, tmp_path, monkeypatch, half):
     return_nan_from_third_update(monkeypatch)
-    fp16 = options("--fp16 --memory-efficient-fp16 --fp16-init-scale 8 --min-loss-scale 0.5 --max-update 9")
+    fp16 = split_options("--fp16 --memory-efficient-fp16 --fp16-init-scale 8 --min-loss-scale 0.5 --max-update 9")
 
     with pytest.raises(TrainingError) as caught:
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *fp16)

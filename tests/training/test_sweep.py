@@ -13,9 +13,9 @@ from fairseq.logging.progress_bar import _tensorboard_writers
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import TrainingError
 from lln_fairseq.training.recipes import CONFIGS
-from tests.fairseq_runs import hydra_train, make_corpus, options
+from tests.fairseq_runs import hydra_train, make_corpus, split_options
 
-OVERRIDES = options("""
+OVERRIDES = split_options("""
     corpus=demo model=tiny run=cpu model.encoder_embed_dim=32 model.encoder_ffn_embed_dim=64 optimization.max_update=4
     common.log_interval=1 dataset.validate_interval_updates=2 dataset.batch_size=8 dataset.max_tokens=null
     task.global_batch=null task.data=corpus lr_scheduler.warmup_updates=1 dataset.num_workers=0

@@ -13,7 +13,7 @@ from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_s
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.analysis.layer_scalars import NAMES
-from tests.fairseq_runs import LLN, MASKED_LM, options, train
+from tests.fairseq_runs import LLN, MASKED_LM, split_options, train
 
 
 def run(monkeypatch, corpus, folder, *extra_options):
@@ -35,7 +35,7 @@ def read_summaries(files, tag):
 
 @pytest.mark.parametrize(("attention", "names"), [("lln_diag", NAMES), ("softmax", NAMES[:3])])
 def test_layer_scalars_are_written_at_log_interval(attention, names, corpus, tmp_path, monkeypatch):
-    intervals = options("--log-interval 2 --update-freq 2 --dropout 0 --probe-interval 6")
+    intervals = split_options("--log-interval 2 --update-freq 2 --dropout 0 --probe-interval 6")
     curves = run(monkeypatch, corpus, tmp_path, "--attention", attention, *intervals)
 
     expected_tags = {f"attention/{name}/layer_{layer:02d}" for layer in (0, 1) for name in names}
@@ -70,7 +70,7 @@ def test_overflows_show_in_inverse_loss_scale(corpus, tmp_path, monkeypatch, hal
         check_overflow(self, grad_norm)
 
     monkeypatch.setattr(DynamicLossScaler, "check_overflow", overflow_in_third_and_fourth_call)
-    fp16 = options("--fp16 --memory-efficient-fp16 --fp16-init-scale 16")
+    fp16 = split_options("--fp16 --memory-efficient-fp16 --fp16-init-scale 16")
     curves = run(monkeypatch, corpus, tmp_path, *fp16)
 
     assert curves["train_inner/loss_scale"].values == [16, 16, 4, 4, 4, 4]

@@ -10,14 +10,14 @@ from fairseq.logging.progress_bar import _tensorboard_writers
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from tests.fairseq_runs import CLASSIFICATION, LLN, TRAINING, make_classification, options, read_log, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, TRAINING, make_classification, read_log, split_options, train
 from tests.workers import free_port
 
 ROOT = Path(__file__).parents[2]
 FAIRSEQ_TRAIN = "import lln_fairseq; lln_fairseq.register(); from fairseq_cli.train import cli_main; cli_main()"
-SCORED = options("--criterion lln_sentence_prediction --dropout 0 --attention-dropout 0 --probe-interval 3")
+SCORED = split_options("--criterion lln_sentence_prediction --dropout 0 --attention-dropout 0 --probe-interval 3")
 OPTIONS = (*TRAINING, *CLASSIFICATION, *LLN, *SCORED)
-DISTRIBUTED = options("--distributed-no-spawn --distributed-backend gloo --ddp-backend legacy_ddp")
+DISTRIBUTED = split_options("--distributed-no-spawn --distributed-backend gloo --ddp-backend legacy_ddp")
 
 
 def start_worker(data, save_dir, *worker_options):
@@ -81,7 +81,7 @@ def test_two_workers_score_a_regression_like_one(tmp_path, monkeypatch):
     data = make_classification(tmp_path / "data")
     for split, rows in (("train", 60), ("valid", 11)):
         (data / "label" / f"{split}.label").write_text("".join(f"{row % 5}.5\n" for row in range(rows)))
-    regression = options("--num-classes 1 --regression-target --batch-size 4 --probe-interval 0")
+    regression = split_options("--num-classes 1 --regression-target --batch-size 4 --probe-interval 0")
     two = train_with_two_workers(data, tmp_path / "two", *regression)
     _tensorboard_writers.clear()  # fairseq keeps them for the life of a process
     one = train(monkeypatch, tmp_path / "log", data, tmp_path / "one", *OPTIONS, *regression, "--update-freq", 2)

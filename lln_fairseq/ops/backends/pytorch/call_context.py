@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops.backends import HybridSpec
-from lln_fairseq.ops.padding import clear_queries, written_out
+from lln_fairseq.ops.padding import clear_queries, explicit_mask
 from lln_fairseq.ops.scratch import Scratch, head_groups
 
 
@@ -67,7 +67,7 @@ class CallContext:
         self.has_mask = mask is not None
         self.padding: Tensor | None = None
         if self.has_mask or padded_length != length:
-            padding = torch.nn.functional.pad(written_out(mask, q), (0, padded_length - length), value=True)
+            padding = torch.nn.functional.pad(explicit_mask(mask, q), (0, padded_length - length), value=True)
             self.padding = padding.repeat_interleave(heads, dim=0)
 
     def head_scalars(self, x: Tensor) -> Tensor:
