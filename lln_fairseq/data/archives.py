@@ -43,19 +43,12 @@ def damage_as_data_error(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FileTree:
-    """The files of a directory or of an archive, or a set of single files, by their relative names.
+    """The files of a directory or of an archive, or a set of single files, by their relative names."""
 
-    Args:
-        where: the name of the tree in messages.
-        openers: for each file name a function that opens the file for reading bytes.
-        paths: the path of each file on the disk; empty for an archive.
-        archive: the path of the archive that holds the files, or None.
-    """
-
-    where: str
-    openers: Mapping[str, Callable[[], Any]]
-    paths: Mapping[str, Path] = field(default_factory=dict)
-    archive: Path | None = None
+    where: str  # the name of the tree in messages
+    openers: Mapping[str, Callable[[], Any]]  # for each file name a function that opens the file for reading bytes
+    paths: Mapping[str, Path] = field(default_factory=dict)  # of the files on the disk; empty for an archive
+    archive: Path | None = None  # the archive that holds the files, if there is one
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
@@ -85,12 +78,8 @@ class FileTree:
     def find(self, name: str, folder: str = "", excluded_folders: Collection[str] = ()) -> str | None:
         """Return the full name of the file whose last part is `name`, `name`.xz or `name`.gz, or None.
 
-        A file directly in `folder` is preferred. If there is none, the file may be in any folder but the excluded ones.
-
-        Args:
-            name: the last part of the file's name.
-            folder: the name of the innermost folder; the empty string stands for the top level.
-            excluded_folders: names of innermost folders whose files are ignored, unless a name equals `folder`.
+        A file is preferred whose innermost folder has the name `folder`; the empty string stands for the top level. If
+        there is none, the file may be in any folder whose name is not in `excluded_folders`.
 
         Raises:
             DataError: if several files match equally well.
