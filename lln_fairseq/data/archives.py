@@ -105,7 +105,7 @@ class FileTree:
 
 
 def loose_files(paths: Mapping[str, Path], where: str) -> FileTree:
-    """Return a tree of files on the disk, whose paths are given by their names in the tree; see FileTree."""
+    """Return a tree of files on the disk; `paths` maps their names in the tree to their paths. See FileTree."""
     openers = {name: partial(path.open, "rb") for name, path in paths.items()}
     return FileTree(where, openers, paths)
 
@@ -159,8 +159,8 @@ def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterato
     Read each stream before you ask for the next one. Iterate within `damage_as_data_error`: damage of the archive
     itself raises the standard library's errors. Files are not decompressed, except .xz and .gz in a zip archive.
 
-    Names have forward slashes; in a directory they begin with the directory's own name. `matches` returns True for the
-    names of the files to read.
+    Names have forward slashes; in a directory they begin with the directory's own name. They are passed to `matches`,
+    which returns True for the files to read.
 
     Raises:
         DataError: if `source` is neither a directory nor an archive.
@@ -189,7 +189,7 @@ def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterato
 def list_matching_files(folder: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
     """Yield the name and the path of every matching file below a directory, sorted by path.
 
-    Names have forward slashes and begin with the directory's own name. `matches` returns True for those to yield.
+    Names have forward slashes and begin with the directory's own name. They are passed to `matches`.
     """
     root = folder.resolve()
     for path in sorted(root.rglob("*")):

@@ -128,7 +128,7 @@ def check_targets(path: Path, rows: int, targets: int) -> int:
         values = line.split()
         if len(values) != targets or not all(map(_is_finite_number, values)):
             raise InputError(
-                f"{path}, line {number}: expected finite numbers: {targets}, found {line[:40]!r}; {_ADVICE}"
+                f"{path}, line {number}: expected {targets} finite number(s), found {line[:40]!r}; {_ADVICE}"
             )
     return rows
 
