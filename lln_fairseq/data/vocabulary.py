@@ -60,7 +60,7 @@ class Vocabulary:
         missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in in_dictionary]
         if missing:
             raise DataError(
-                f"{DICTIONARY} does not match the {self.tokenizer.kind} tokenizer: it lacks {missing[0]!r} "
+                f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it lacks {missing[0]!r} "
                 f"({len(missing)} missing)"
             )
 
