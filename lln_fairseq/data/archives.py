@@ -43,19 +43,12 @@ def damage_as_data_error(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FileTree:
-    """The files of a directory or of an archive, or a set of single files, by their relative names.
+    """The files of a directory or of an archive, or a set of single files, by their relative names."""
 
-    Args:
-        where: the name of the tree in messages.
-        openers: for each file name a function that opens the file for reading bytes.
-        paths: the path of each file on the disk; empty for an archive.
-        archive: the path of the archive that holds the files, or None.
-    """
-
-    where: str
-    openers: Mapping[str, Callable[[], Any]]
-    paths: Mapping[str, Path] = field(default_factory=dict)
-    archive: Path | None = None
+    where: str  # the name of the tree in messages
+    openers: Mapping[str, Callable[[], Any]]  # for each file name a function that opens the file for reading bytes
+    paths: Mapping[str, Path] = field(default_factory=dict)  # of the files on the disk; empty for an archive
+    archive: Path | None = None  # the archive that holds the files, if there is one
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
@@ -85,12 +78,8 @@ class FileTree:
     def find(self, name: str, folder: str = "", excluded_folders: Collection[str] = ()) -> str | None:
         """Return the full name of the file whose last part is `name`, `name`.xz or `name`.gz, or None.
 
-        A file directly in `folder` is preferred. If there is none, the file may be in any folder but the excluded ones.
-
-        Args:
-            name: the last part of the file's name.
-            folder: the name of the innermost folder; the empty string stands for the top level.
-            excluded_folders: names of innermost folders whose files are ignored, unless a name equals `folder`.
+        A file is preferred whose innermost folder has the name `folder`; the empty string stands for the top level. If
+        there is none, the file may be in any folder whose name is not in `excluded_folders`.
 
         Raises:
             DataError: if several files match equally well.
@@ -116,7 +105,7 @@ class FileTree:
 
 
 def loose_files(paths: Mapping[str, Path], where: str) -> FileTree:
-    """Return a tree of files on the disk, whose paths are given by their names in the tree; see FileTree."""
+    """Return a tree of files on the disk; `paths` maps their names in the tree to their paths. See FileTree."""
     openers = {name: partial(path.open, "rb") for name, path in paths.items()}
     return FileTree(where, openers, paths)
 
@@ -170,8 +159,8 @@ def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterato
     Read each stream before you ask for the next one. Iterate within `damage_as_data_error`: damage of the archive
     itself raises the standard library's errors. Files are not decompressed, except .xz and .gz in a zip archive.
 
-    Names have forward slashes; in a directory they begin with the directory's own name. `matches` returns True for the
-    names of the files to read.
+    Names have forward slashes; in a directory they begin with the directory's own name. They are passed to `matches`,
+    which returns True for the files to read.
 
     Raises:
         DataError: if `source` is neither a directory nor an archive.
@@ -200,7 +189,7 @@ def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterato
 def list_matching_files(folder: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
     """Yield the name and the path of every matching file below a directory, sorted by path.
 
-    Names have forward slashes and begin with the directory's own name. `matches` returns True for those to yield.
+    Names have forward slashes and begin with the directory's own name. They are passed to `matches`.
     """
     root = folder.resolve()
     for path in sorted(root.rglob("*")):

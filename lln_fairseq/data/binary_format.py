@@ -227,7 +227,7 @@ def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, sam
 
 
 def label_blocks(labels: Sequence[str], classes: Sequence[str]) -> list[Block]:
-    """Return one block with a sample for each label: the id of the label and </s>. The id of classes[k] is 4 + k."""
+    """Return one block with a sample for each label: the id of the label and </s>. classes[k] has the id 4 + k."""
     id_of = {name: NUM_SPECIAL + number for number, name in enumerate(classes)}
     ids = np.full((len(labels), 2), EOS, dtype=np.int32)
     ids[:, 0] = [id_of[label] for label in labels]

@@ -63,12 +63,9 @@ def require_same_symbols(first: Path, *remaining: Path) -> None:
 def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
     """Check the ids of a binarized data set of text, and return the number of its samples.
 
-    Return 0 if there is no such data set, or it is stored in another of fairseq's formats.
-
-    Args:
-        prefix: the path of the files without .bin and .idx.
-        dictionary: the dict.txt to which the ids must belong.
-        combine: check prefix1, prefix2, ... too, up to the first number that does not exist.
+    Return 0 if there is no such data set, or it is stored in another of fairseq's formats. `dictionary` is the dict.txt
+    to which the ids must belong. With `combine`, prefix1, prefix2, ... are checked and counted too, up to the first one
+    that does not exist.
 
     Raises:
         InputError: if a file is missing or damaged, or an id is not in the dictionary.
@@ -89,11 +86,8 @@ def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
 def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) -> int:
     """Check the binarized labels of a classification, and return their number: `rows`, or 0 if there are none.
 
-    Args:
-        prefix: the path of the files without .bin and .idx.
-        classes: the number of classes; class k has the id 4 + k.
-        rows: the number of rows of the inputs.
-        combine: check prefix1, prefix2, ... too, up to the first number that does not exist.
+    `classes` is the number of classes; class k has the id 4 + k. `rows` is the number of rows of the inputs. `combine`
+    is that of `check_lines`.
 
     Raises:
         InputError: if a file is missing or damaged, a sample is not exactly one label with or without </s>, or the
@@ -119,10 +113,8 @@ def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) ->
 def check_targets(path: Path, rows: int, targets: int) -> int:
     """Check the targets of a regression, which are text, and return `rows`, or 0 if there is no such file.
 
-    Args:
-        path: the file with one line per row.
-        rows: the number of rows of the inputs.
-        targets: the number of targets in each line, separated by white space.
+    The file has one line per row, with `targets` numbers that are separated by white space. `rows` is the number of
+    rows of the inputs.
 
     Raises:
         InputError: if the number of lines is not `rows`, or a line is not `targets` finite numbers.
@@ -136,7 +128,7 @@ def check_targets(path: Path, rows: int, targets: int) -> int:
         values = line.split()
         if len(values) != targets or not all(map(_is_finite_number, values)):
             raise InputError(
-                f"{path}, line {number}: expected finite numbers: {targets}, found {line[:40]!r}; {_ADVICE}"
+                f"{path}, line {number}: expected {targets} finite number(s), found {line[:40]!r}; {_ADVICE}"
             )
     return rows
 
@@ -161,7 +153,9 @@ def _read_datasets(prefix: str, combine: bool) -> Iterator[tuple[str, Samples]]:
     if combine:
         numbers = count()
     for number in numbers:
-        name = f"{prefix}{number or ''}"
+        name = prefix
+        if number > 0:
+            name = f"{prefix}{number}"
         try:
             samples = read_dataset(name)
         except DataError as error:

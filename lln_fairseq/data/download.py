@@ -32,7 +32,9 @@ def cache_directory() -> Path:
     """Return $LLN_DATA_CACHE, or lln_fairseq in the user's cache directory. The directory may not exist yet."""
     if cache := os.environ.get("LLN_DATA_CACHE"):
         return Path(cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lln_fairseq"
+    if user_cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(user_cache) / "lln_fairseq"
+    return Path.home() / ".cache" / "lln_fairseq"
 
 
 def check_file(path: Path, file: Published) -> None:
@@ -51,9 +53,7 @@ def check_file(path: Path, file: Published) -> None:
 def fetch_file(file: Published, local_copy: Path | None = None) -> Path:
     """Return the path of a verified copy of a published file, and download it into the cache if necessary.
 
-    Args:
-        file: the published file.
-        local_copy: the user's own copy. It is verified and returned, and the cache is not used.
+    If the user has a copy, `local_copy`, it is verified and returned, and the cache is not used.
 
     Raises:
         DataError: if `local_copy` is another file, or the file cannot be downloaded; the message lists what was tried.

@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use, or 1 if the system does not tell."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -142,11 +142,8 @@ def _encode_in_worker(lines: list[str]) -> Block:
 class ParallelEncoder:
     """Encodes lines with several processes. Use it as a context manager, which ends the processes.
 
-    The processes are started when the first large text is encoded, and kept for the next ones.
-
-    Args:
-        vocabulary: the tokenizer with its dictionary.
-        workers: the number of processes; None for all usable cores. With 1 the calling process does the work.
+    The processes are started when the first large text is encoded, and kept for the next ones. `workers` is their
+    number; None stands for the number of usable cores. With 1 the calling process does the work.
     """
 
     def __init__(self, vocabulary: Vocabulary, workers: int | None = None) -> None:

@@ -38,7 +38,9 @@ def sentence_key(text: str) -> str:
     """
     text = unicodedata.normalize("NFKD", text).casefold()
     letters_and_digits = "".join(character for character in text if character.isalnum())
-    return letters_and_digits or "".join(text.split())
+    if letters_and_digits:
+        return letters_and_digits
+    return "".join(text.split())
 
 
 def assign_split(text: str) -> str:
@@ -71,15 +73,11 @@ def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterator[str]:
     """Yield the lines of a UTF-8 file without their ends (LF or CRLF) and without a byte order mark.
 
-    No other character ends a line.
-
-    Args:
-        stream: the file.
-        name: the file's name in error messages.
-        limit: stop before the line with which more than this many bytes would be read; None reads all lines.
+    No other character ends a line. With `limit`, reading ends before the line with which more than `limit` bytes would
+    have been yielded, line ends included.
 
     Raises:
-        DataError: at a line that is not UTF-8 or has more than MAX_LINE bytes.
+        DataError: with the file's name, at a line that is not UTF-8 or has more than MAX_LINE bytes.
     """
     total_bytes = 0
     for number, raw in read_raw_lines(stream, name):

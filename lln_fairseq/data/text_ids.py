@@ -56,7 +56,7 @@ class TextIds:
         """Return the ids of the text left<mask>right, int64 (N,), cut to `longest` tokens, which may cut <mask> off.
 
         White space before <mask> is dropped: it belongs to the word that <mask> stands for. The text after <mask> is
-        encoded as the continuation of a line.
+        encoded as the continuation of a line. The task must not strip </s>.
 
         Raises:
             DataError: as `encode_lines` does.

@@ -263,11 +263,11 @@ def train_sentencepiece(
 ) -> bytes:
     """Train a SentencePiece model and return the content of its file; the same input gives the same bytes.
 
-    To be reproducible, training uses one thread and all lines, and the model contains no path. Text is not normalized,
-    so decoding gives back what was encoded, unless `fold` is set.
+    To be reproducible, training uses one thread and no random sample, and the model contains no path. Text is not
+    normalized, so decoding gives back what was encoded, unless `fold` is set.
 
     Args:
-        lines: the text; it is read once.
+        lines: the text; it is read once. Lines of more than MAX_LINE bytes are skipped.
         vocab_size: the number of pieces, SentencePiece's three special pieces included.
         model_type: "bpe" or "unigram".
         byte_fallback: for text with thousands of different characters. The rarest 0.05 % of the characters and all

@@ -60,7 +60,7 @@ class Vocabulary:
         missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in in_dictionary]
         if missing:
             raise DataError(
-                f"{DICTIONARY} does not match the {self.tokenizer.kind} tokenizer: it lacks {missing[0]!r} "
+                f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it lacks {missing[0]!r} "
                 f"({len(missing)} missing)"
             )
 
@@ -93,13 +93,19 @@ class Vocabulary:
         return sha256_bytes("\n".join([self.tokenizer.kind, *checksums, *self.symbols]).encode())
 
     def with_counts(self, counts: np.ndarray) -> "Vocabulary":
-        """Return this vocabulary with other counts in dict.txt, those of fairseq's ids in `counts` (size,)."""
+        """Return this vocabulary with other counts in dict.txt.
+
+        `counts` (size,) has the count of each of fairseq's ids; those of the special symbols are ignored.
+        """
         symbol_counts = counts[NUM_SPECIAL:].tolist()
         lines = (f"{symbol} {count}\n" for symbol, count in zip(self.symbols, symbol_counts, strict=True))
         return Vocabulary(self.tokenizer, "".join(lines))
 
     def record(self, folder: str = "") -> dict[str, Any]:
-        """Return the entry "tokenizer" of a manifest, for dict.txt in `folder`, such as "input0/", of its directory."""
+        """Return the entry "tokenizer" of a manifest.
+
+        `folder`, such as "input0/", is the folder of dict.txt in the manifest's directory; empty for the directory.
+        """
         return {
             "kind": self.tokenizer.kind,
             "identity": self.identity,

@@ -220,9 +220,9 @@ def test_test_data_without_labels_is_loaded(classification):
     ("lines", "message"),
     [
         (["0.5"] * 8, "has 8 lines for 9 rows"),
-        (["0.5"] * 8 + ["nan"], "line 9: expected finite numbers: 1, found 'nan"),
-        (["0.5"] * 8 + ["0.5 0.5"], "line 9: expected finite numbers: 1"),
-        (["0.5", "x"] + ["0.5"] * 7, "line 2: expected finite numbers: 1, found 'x"),
+        (["0.5"] * 8 + ["nan"], r"line 9: expected 1 finite number\(s\), found 'nan"),
+        (["0.5"] * 8 + ["0.5 0.5"], "line 9: expected 1 finite number"),
+        (["0.5", "x"] + ["0.5"] * 7, r"line 2: expected 1 finite number\(s\), found 'x"),
     ],
 )
 def test_damaged_targets_are_rejected(classification, lines, message):
