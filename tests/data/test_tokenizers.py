@@ -124,7 +124,7 @@ def test_command(tmp_path, capfd):
     assert decode(tokenizer, encode_line(tokenizer, "é ж")) == "é ж"
     capfd.readouterr()
     assert main(arguments) == 1
-    assert "is there already" in capfd.readouterr().err
+    assert "out/spm.model" in capfd.readouterr().err
 
 
 def test_the_texts_of_a_lines_symbols_make_the_line(gpt2):
