@@ -98,7 +98,7 @@ def test_tokenizer_of_other_data_gives_same_files(tmp_path, build):
 
 
 def test_missing_tokenizer_is_rejected(tmp_path, build):
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="nowhere"):
         build(out=tmp_path / "new", tokenizer=str(tmp_path / "nowhere"))
 
     assert not (tmp_path / "new").exists()
@@ -261,7 +261,7 @@ def test_damaged_result_is_rejected(tmp_path, build):
     build()
     (tmp_path / "out/lm/train.bin").write_bytes(b"")
 
-    with pytest.raises(DataError, match=r"train\.bin is missing or"):
+    with pytest.raises(DataError, match=r"train\.bin"):
         build()
     build(overwrite=True)
     (tmp_path / "out/manifest.json").write_text("{")
