@@ -11,7 +11,7 @@ __version__ = "0.2.0"
 
 
 def register() -> None:
-    """Register our models, tasks and criterions with fairseq, as `--user-dir lln_fairseq` does.
+    """Register the package's models, tasks and criterions with fairseq, as `--user-dir lln_fairseq` does.
 
     Importing fairseq changes the root logger so that the messages of every library are printed; its level and handlers
     are restored. Further calls do nothing.

@@ -8,7 +8,7 @@ from fairseq import checkpoint_utils
 from fairseq.tasks import setup_task
 from torch import Tensor
 
-import lln_fairseq.tasks  # noqa: F401  registers our models, tasks and criterions with fairseq
+import lln_fairseq.tasks  # noqa: F401  registers the models, tasks and criterions of this package
 from lln_fairseq.checkpoints.compatibility import check_dictionary, check_labels
 from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, stored_options
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
