@@ -249,8 +249,9 @@ def _lln_dcombine_kernel(
     tl.store(dS + i_bh * D * D + o_c, b_dS.to(dS.dtype.element_ty))
     # All D elements of a row of b_g hold the row's g. Each takes 1 / D of it and the correction for its element of dS,
     # so that their sum is g with the corrections of the whole row.
+    b_g *= b_inverse_s * (WEIGHT / D)
     b_S = tl.load(S + i_bh * D * D + o_c).to(tl.float32)
-    b_g = b_g * (b_inverse_s * (WEIGHT / D)) + b_S * _rounding_error(b_dS, dS) / scale
+    b_g += b_S * _rounding_error(b_dS, dS) / scale
     o_row = i_c * (COLS // D) + tl.arange(0, COLS // D)
     tl.store(g + i_bh * D + o_row, tl.sum(tl.reshape(b_g, (COLS // D, D)), 1))
 
@@ -289,8 +290,6 @@ def _lln_dkv_kernel(
     i_c = tl.program_id(1)
     offset = _head_offset(i_bh, stride_b, stride_h, H)
     offset_out = _head_offset(i_bh, stride_out_b, stride_out_h, H)
-    p_m = m + i_bh * D
-    p_dS = dS + i_bh * D * D
     o_d = tl.arange(0, D)
     b_beta = tl.load(beta + i_bh)
     b_g = tl.load(g + i_bh * D + o_d)
@@ -303,6 +302,8 @@ def _lln_dkv_kernel(
         in_range = (o_k < N)[:, None]
         p_k = k + offset + i_t.to(tl.int64) * stride_n
         p_v = v + offset + i_t.to(tl.int64) * stride_n
+        p_m = m + i_bh * D
+        p_dS = dS + i_bh * D * D
         # (ROWS, D)
         b_zero = tl.zeros([ROWS, D], tl.float32)
         b_dv = unscale * _add_key_features_times_state(b_zero, p_k, real, b_beta, p_m, p_dS, stride_n, D, ROWS, DOT)

@@ -181,7 +181,7 @@ def _query_pass(
     dalpha,
     i_bh,
     i_b,
-    i_program,
+    i_c,
     start,
     end,
     stride_n,
@@ -196,7 +196,7 @@ def _query_pass(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Store dq of the chunk [start, end), and Σ q dx in dalpha[i_program] if dalpha is not None.
+    """Store dq of the chunk [start, end), and Σ q dx in dalpha if dalpha is not None.
 
     q, k, v, do and dq point to the (batch, head). Returns log-normalizer and δ of the last tile of queries, (ROWS,). If
     the chunk has several tiles, those of all queries are stored in lse and delta. Where padding is not usable, the
@@ -256,7 +256,7 @@ def _query_pass(
             tl.store(lse + i_bh * N + o_q, b_lse, mask=in_range)
             tl.store(delta + i_bh * N + o_q, b_delta, mask=in_range)
     if dalpha is not None:
-        tl.store(dalpha + i_program, tl.sum(b_dalpha, 0))
+        tl.store(dalpha + i_bh * tl.num_programs(1) + i_c, tl.sum(b_dalpha, 0))
     return b_lse, b_delta
 
 
@@ -282,7 +282,7 @@ def _key_pass(
     dbeta,
     i_bh,
     i_b,
-    i_program,
+    i_c,
     start,
     end,
     stride_n,
@@ -297,13 +297,11 @@ def _key_pass(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Store dk and dv of the chunk [start, end), and Σ k dy in dbeta[i_program] if dbeta is not None.
+    """Store dk and dv of the chunk [start, end), and Σ k dy in dbeta if dbeta is not None.
 
     q, k, v, do, dk and dv point to the (batch, head). The statistics of the queries are as _query_pass left them.
     """
     o_d = tl.arange(0, D)
-    p_m = m + i_bh * D
-    p_dS = dS + i_bh * D * D
     b_beta = tl.load(beta + i_bh)
     scale = _state_scale(tl.load(log_s + i_bh * D + o_d), N)
     unscale = 1.0 / scale
@@ -342,6 +340,8 @@ def _key_pass(
         )
         p_k = k + i_t.to(tl.int64) * stride_n
         p_v = v + i_t.to(tl.int64) * stride_n
+        p_m = m + i_bh * D
+        p_dS = dS + i_bh * D * D
         b_dv = unscale * _add_key_features_times_state(
             (0.5 * scale) * b_block_dv, p_k, real, b_beta, p_m, p_dS, stride_n, D, ROWS, DOT
         )
@@ -356,7 +356,7 @@ def _key_pass(
         if dbeta is not None:
             b_dbeta += tl.sum(b_k.to(tl.float32) * b_dy, 1)
     if dbeta is not None:
-        tl.store(dbeta + i_program, tl.sum(b_dbeta, 0))
+        tl.store(dbeta + i_bh * tl.num_programs(1) + i_c, tl.sum(b_dbeta, 0))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -409,7 +409,6 @@ def _lln_diag_bwd_kernel(
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)
     i_b = i_bh // H
-    i_program = i_bh * tl.num_programs(1) + i_c
     offset = _head_offset(i_bh, stride_b, stride_h, H)
     offset_out = _head_offset(i_bh, stride_out_b, stride_out_h, H)
     p_do = do + _head_offset(i_bh, stride_do_b, stride_do_h, H)
@@ -433,7 +432,7 @@ def _lln_diag_bwd_kernel(
         dalpha,
         i_bh,
         i_b,
-        i_program,
+        i_c,
         start,
         end,
         stride_n,
@@ -471,7 +470,7 @@ def _lln_diag_bwd_kernel(
         dbeta,
         i_bh,
         i_b,
-        i_program,
+        i_c,
         start,
         end,
         stride_n,

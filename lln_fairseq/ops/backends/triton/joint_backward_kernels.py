@@ -248,9 +248,8 @@ def _joint_dkv_kernel(
     o_d = tl.arange(0, D)
     b_alpha = tl.load(alpha + i_bh)
     b_beta = tl.load(beta + i_bh)
-    p_m = m + i_bh * D
+    p_m = m + i_bh * D + o_d
     p_log_s = log_s + i_bh * D + o_d
-    p_dS = dS + i_bh * D * D
     scale = _state_scale(tl.load(p_log_s), N)
     unscale = 1.0 / scale
     b_dbeta = tl.zeros([ROWS], tl.float32)
@@ -261,7 +260,7 @@ def _joint_dkv_kernel(
         p_k = k + offset + i_t.to(tl.int64) * stride_n
         p_v = v + offset + i_t.to(tl.int64) * stride_n
         # (ROWS, D)
-        b_w = _key_features(b_k, real, b_beta, tl.load(p_m + o_d)).to(DOT)
+        b_w = _key_features(b_k, real, b_beta, tl.load(p_m)).to(DOT)
         b_dv, b_dk, b_xa = _joint_block_dkv(
             b_k.to(DOT),
             b_v.to(DOT),
@@ -289,16 +288,18 @@ def _joint_dkv_kernel(
             ROWS,
             DOT,
         )
-        b_dv = _add_key_features_times_state(scale * b_dv, p_k, real, b_beta, p_m, p_dS, stride_n, D, ROWS, DOT)
+        b_dv = _add_key_features_times_state(
+            scale * b_dv, p_k, real, b_beta, m + i_bh * D, dS + i_bh * D * D, stride_n, D, ROWS, DOT
+        )
         b_dv = tl.where(real[:, None], unscale * b_dv, 0.0)
         p_dv = _row_pointers(dv + offset_out, i_t, stride_out_n, ROWS, D)
         tl.store(p_dv, b_dv.to(dv.dtype.element_ty), mask=in_range)
         # v dSᵀ + Xᵀ A / s, times the scale of dS
         b_xa = b_xa * (scale * tl.exp2(-tl.load(p_log_s)))[None, :]
-        b_dw = _add_times_state_T(b_xa, p_v, real, p_dS, stride_n, D, ROWS, DOT)
+        b_dw = _add_times_state_T(b_xa, p_v, real, dS + i_bh * D * D, stride_n, D, ROWS, DOT)
         b_k = tl.load(_row_pointers(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_dw = unscale * b_dw - tl.load(g + i_bh * D + o_d)[None, :]
-        b_dy = _key_features(b_k, real, b_beta, tl.load(p_m + o_d)) * b_dw
+        b_dy = _key_features(b_k, real, b_beta, tl.load(p_m)) * b_dw
         b_dbeta += tl.sum(b_k.to(tl.float32) * b_dy, 1)
         b_dk = tl.where(real[:, None], b_beta * b_dy + SCALE * b_dk, 0.0)
         p_dk = _row_pointers(dk + offset_out, i_t, stride_out_n, ROWS, D)
