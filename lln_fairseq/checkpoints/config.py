@@ -116,10 +116,11 @@ def plain_options(group: Any) -> dict[str, Any]:
     Args:
         group: a Namespace or a mapping; for anything else, the result is empty
     """
-    options = vars(group) if isinstance(group, argparse.Namespace) else group
-    if not isinstance(options, Mapping):
+    if isinstance(group, argparse.Namespace):
+        group = vars(group)
+    if not isinstance(group, Mapping):
         return {}
-    return {key: value for key, value in options.items() if is_plain(value)}
+    return {key: value for key, value in group.items() if is_plain(value)}
 
 
 def is_plain(value: Any) -> bool:
@@ -185,9 +186,11 @@ def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path
     Returns: the number of positions of the positional table; None if there is no table
     Raises: InputError if an option does not fit the parameters.
     """
-    is_language_model = _registered_name("model", options["_name"]) in LANGUAGE_MODELS
-    side = "decoder" if is_language_model else "encoder"
-    prefix = "decoder." if is_language_model else "sentence_encoder."
+    side = "encoder"
+    prefix = "sentence_encoder."
+    if _registered_name("model", options["_name"]) in LANGUAGE_MODELS:
+        side = "decoder"
+        prefix = "decoder."
     stack = {key.rpartition(prefix)[2]: value for key, value in parameters.items()}
     sizes = {}
     for option, (key, axis) in SIZE_OPTIONS.items():

@@ -32,7 +32,8 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
     """Copy the dictionaries and the tokenizer of the task's data to SAVE_DIR/tokenizer.
 
     If the data has no tokenizer, or one with another vocabulary, only the dictionaries are copied and the reason is
-    logged. Dictionaries and a manifest that an earlier task left there and this one does not have are removed.
+    logged. Unchanged files are not written again. Dictionaries and a manifest that an earlier task left there and this
+    one does not have are removed.
 
     Raises: OSError if the files cannot be written.
     """
@@ -48,8 +49,9 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
         logger.info(f"this run's model can be given text only with the option --tokenizer: {error}")
     else:
         files |= vocabulary.tokenizer.files
-        record = vocabulary.record(folder="input0/" if "input0/dict.txt" in files else "")
-        # The manifest is written last, because the dictionary keeps the order of insertion.
+        dictionary_folder = "input0/" if "input0/dict.txt" in files else ""
+        record = vocabulary.record(folder=dictionary_folder)
+        # Last, so that it is written when all other files are there.
         files[MANIFEST] = (json.dumps({"tokenizer": record}, indent=1) + "\n").encode()
     for name in {*DICTIONARIES, MANIFEST} - files.keys():
         (folder / name).unlink(missing_ok=True)
@@ -77,5 +79,8 @@ def directories(checkpoint: str, data: str | None) -> list[Path]:
     checkpoint_directory = Path(checkpoint).parent
     candidates = [checkpoint_directory / FOLDER, checkpoint_directory]
     candidates += [Path(part) for part in split_paths(data or "")[:1]]
-    text_dictionaries = DICTIONARIES[:2]
-    return [folder for folder in candidates if any((folder / name).is_file() for name in text_dictionaries)]
+    with_dictionaries = []
+    for folder in candidates:
+        if (folder / "dict.txt").is_file() or (folder / "input0/dict.txt").is_file():
+            with_dictionaries.append(folder)
+    return with_dictionaries

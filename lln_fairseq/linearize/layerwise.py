@@ -91,7 +91,7 @@ class Students(LayerwiseTrainer):
 
 @dataclass
 class Quality:
-    """How close the students come to the teacher on held-out texts."""
+    """The distance between the students and the teacher on held-out texts."""
 
     errors: list[float]  # root of the mean relative squared error of each layer
     cosine: float  # between the mean-pooled vectors of the last layer

@@ -78,8 +78,8 @@ def linearize(args: argparse.Namespace) -> None:
         raise InputError(f"--length is {longest}, but {args.teacher} has {model.max_positions()} positions")
     lengths = sorted({min(SHORT_LENGTH, longest), longest})
     held_out = [HeldOutSet(model, valid, HELD_OUT_COUNT, length) for length in lengths]
-    quality_before = [texts.evaluate(students) for texts in held_out]  # before OUT exists, because it may fail
-    progress.create_directory()
+    quality_before = [texts.evaluate(students) for texts in held_out]
+    progress.create_directory()  # not earlier, so that bad input creates nothing
     with SummaryWriter(str(args.out / "tensorboard")) as writer:
         progress.train("transfer", students, train, longest, writer)
         _evaluate_transfer(students, held_out, quality_before)

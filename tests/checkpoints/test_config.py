@@ -1,4 +1,4 @@
-"""Nothing of a checkpoint's configuration reaches fairseq but known options of known models, with their types."""
+"""Tests that only known options of known models reach fairseq from a checkpoint's configuration."""
 
 import argparse
 import re
@@ -16,25 +16,28 @@ from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
 
-SMALL = ("--max-update", 1, "--attention", "softmax")
+ONE_UPDATE = ("--max-update", 1, "--attention", "softmax")
 
 
 @pytest.fixture(scope="module")
 def state(corpus, tmp_path_factory):
-    """Of a pre-training; a test changes a copy of it."""
+    """Return the checkpoint of a pre-training. Tests change copies of it."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        train(monkeypatch, folder / "log", corpus, folder, *MASKED_LM, *LLN, *SMALL)
+        train(monkeypatch, folder / "log", corpus, folder, *MASKED_LM, *LLN, *ONE_UPDATE)
     return torch.load(folder / "checkpoint_last.pt")
 
 
-def copy_of(tree):
-    return {key: copy_of(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
+def copy_mappings(tree):
+    """Copy nested mappings as dictionaries, and share their values."""
+    if not isinstance(tree, Mapping):
+        return tree
+    return {key: copy_mappings(value) for key, value in tree.items()}
 
 
-def forged(state, path, changes):
-    """`state` with the values of {"cfg.model._name": ...} in a file."""
-    state = copy_of(state)
+def forge(state, path, changes):
+    """Save a checkpoint with changed values, for example {"cfg.model._name": "x"}, and return its path."""
+    state = copy_mappings(state)
     for keys, value in changes.items():
         *groups, last = keys.split(".")
         group = state
@@ -45,18 +48,20 @@ def forged(state, path, changes):
     return str(path)
 
 
-def touch(path):
+def touch_code(path):
+    """Return Python code that creates a file when it is evaluated."""
     return f"__import__('pathlib').Path({str(path)!r}).touch() or (0.9, 0.98)"
 
 
-def payloads(mark):
+def forgeries(mark):
+    """Return pairs of changes for `forge` and the message that each must cause; executed code would create `mark`."""
     return [
-        ({"cfg.model": {"_name": "wav2vec2", "conv_feature_layers": touch(mark)}}, "holds the model 'wav2vec2'"),
-        ({"cfg.model": argparse.Namespace(arch="fconv", encoder_layers=touch(mark))}, "holds the model 'fconv'"),
+        ({"cfg.model": {"_name": "wav2vec2", "conv_feature_layers": touch_code(mark)}}, "holds the model 'wav2vec2'"),
+        ({"cfg.model": argparse.Namespace(arch="fconv", encoder_layers=touch_code(mark))}, "holds the model 'fconv'"),
         ({"cfg.model._name": ["lln_roberta"]}, "holds the model"),
         ({"cfg.task._name": "audio_pretraining", "cfg.task.post_save_script": "touch x"}, "holds the task"),
-        ({"cfg.model.activation_fn": touch(mark)}, "the model's option activation_fn: Invalid value"),
-        ({"cfg.model.dropout": touch(mark)}, "the model's option dropout: Value .* could not be converted"),
+        ({"cfg.model.activation_fn": touch_code(mark)}, "the model's option activation_fn: Invalid value"),
+        ({"cfg.model.dropout": touch_code(mark)}, "the model's option dropout: Value .* could not be converted"),
         ({"cfg.model.encoder_layers_to_keep": "${oc.env:HOME}"}, "encoder_layers_to_keep is not a plain value"),
         ({"cfg.task.data": {"a": 1}}, "the task's option data is not a plain value"),
         ({"cfg.model.encoder_embed_dim": 1 << 40}, r"encoder_embed_dim is \d+, but its parameters have 32"),
@@ -74,49 +79,61 @@ def payloads(mark):
         ({"extra_state.best": None}, "damaged: its best is not a number"),
         ({"extra_state.previous_training_time": "long"}, "damaged: its previous_training_time is not a number"),
         ({"optimizer_history": []}, "the state of its training is incomplete"),
-    ]  # fmt: skip
+    ]
 
 
-@pytest.mark.parametrize("number", range(len(payloads("x"))))
-def test_a_forged_checkpoint_is_refused_before_anything_is_built(number, state, corpus, tmp_path):
-    changes, message = payloads(tmp_path / "mark")[number]
+@pytest.mark.parametrize("number", range(len(forgeries("x"))))
+def test_forged_checkpoint_is_rejected_before_anything_is_built(number, state, corpus, tmp_path):
+    changes, message = forgeries(tmp_path / "mark")[number]
+    path = forge(state, tmp_path / "forged.pt", changes)
+
     with pytest.raises(InputError, match=message):
-        load_model(forged(state, tmp_path / "forged.pt", changes), str(corpus))
+        load_model(path, str(corpus))
+
     assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize("content", [[1, 2], torch.ones(2)], ids=lambda value: type(value).__name__)
-def test_other_objects_of_torch_are_no_checkpoints(content, tmp_path):
+def test_file_without_a_model_is_not_a_checkpoint(content, tmp_path):
     torch.save(content, tmp_path / "a.pt")
     with pytest.raises(InputError, match=r"a\.pt is not a checkpoint of fairseq: it holds no model"):
         load_checkpoint_lazily(str(tmp_path / "a.pt"))
 
 
-def test_options_that_fairseq_evaluates_do_not_reach_it(state, corpus, tmp_path):
+def test_options_that_fairseq_evaluates_are_left_out(state, corpus, tmp_path):
     mark = tmp_path / "mark"
-    changes = {"cfg.optimizer.adam_betas": touch(mark), "cfg.criterion._name": "ctc", "cfg.bpe": {"_name": "gpt2"},
-               "cfg.model.xformers_att_config": touch(mark), "cfg.model.adaptive_input_cutoff": touch(mark),
-               "cfg.task.unknown": touch(mark)}  # fmt: skip
-    path = forged(state, tmp_path / "forged.pt", changes)
+    code = touch_code(mark)
+    changes = {
+        "cfg.optimizer.adam_betas": code,
+        "cfg.criterion._name": "ctc",
+        "cfg.bpe": {"_name": "gpt2"},
+        "cfg.model.xformers_att_config": code,
+        "cfg.model.adaptive_input_cutoff": code,
+        "cfg.task.unknown": code,
+    }
+    path = forge(state, tmp_path / "forged.pt", changes)
+
     load_model(path, str(corpus))
-    found = checkpoint_utils.load_checkpoint_to_cpu(path)["cfg"]
-    assert "optimizer" not in found
-    assert (found.criterion, found.bpe) == (None, None)
-    assert not {"xformers_att_config", "adaptive_input_cutoff", "unknown"} & {*found.model, *found.task}
+    config = checkpoint_utils.load_checkpoint_to_cpu(path)["cfg"]
+
+    assert "optimizer" not in config
+    assert config.criterion is None
+    assert config.bpe is None
+    assert not {"xformers_att_config", "adaptive_input_cutoff", "unknown"} & {*config.model, *config.task}
     assert not mark.exists()
 
 
-def test_every_program_refuses_it(state, corpus, tmp_path, monkeypatch, capsys):
+def test_every_program_rejects_a_forged_checkpoint(state, corpus, tmp_path, monkeypatch, capsys):
     mark = tmp_path / "mark"
-    changes = {"cfg.model": {"_name": "wav2vec2", "conv_feature_layers": touch(mark)}}
-    path = forged(state, tmp_path / "forged.pt", changes)
+    changes = {"cfg.model": {"_name": "wav2vec2", "conv_feature_layers": touch_code(mark)}}
+    path = forge(state, tmp_path / "forged.pt", changes)
     assert main(["analyze", path, str(corpus)]) == 1
-    assert re.search(
-        r"error: .* holds the model 'wav2vec2', and may hold only one of lln_roberta", capsys.readouterr().err
-    )
-    tuned = forged(state, tmp_path / "tuned.pt", changes | {"cfg.task._name": "sentence_prediction"})
-    assert main(["evaluate", tuned, str(make_classification(tmp_path / "data"))]) == 1
+    assert re.search(r"error: .* holds the model 'wav2vec2', and may hold only .*lln_roberta", capsys.readouterr().err)
+
+    finetuned = forge(state, tmp_path / "tuned.pt", changes | {"cfg.task._name": "sentence_prediction"})
+    assert main(["evaluate", finetuned, str(make_classification(tmp_path / "data"))]) == 1
     assert "wav2vec2" in capsys.readouterr().err
+
     arguments = ["fairseq-validate", corpus, *USER_DIR, "--path", path, "--batch-size", 4, "--task", "lln_masked_lm"]
     monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
     with pytest.raises((InputError, SystemExit), match=r"wav2vec2|1"):
@@ -124,13 +141,15 @@ def test_every_program_refuses_it(state, corpus, tmp_path, monkeypatch, capsys):
     assert not mark.exists()
 
 
-def test_a_training_takes_the_parameters_and_nothing_of_the_configuration(state, tmp_path, monkeypatch):
+def test_training_loads_parameters_but_no_configuration(state, tmp_path, monkeypatch):
     mark = tmp_path / "mark"
-    changes = {"cfg": {"model": {"_name": "wav2vec2", "conv_feature_layers": touch(mark)}, "task": "x"}}
-    path = forged(state, tmp_path / "forged.pt", changes)
+    changes = {"cfg": {"model": {"_name": "wav2vec2", "conv_feature_layers": touch_code(mark)}, "task": "x"}}
+    path = forge(state, tmp_path / "forged.pt", changes)
     data = make_classification(tmp_path / "data")
     options = (*CLASSIFICATION, *LLN, "--attention", "softmax", "--lr", 0, "--finetune-from-model", path)
+
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
+
     after = torch.load(tmp_path / "run" / "checkpoint_last.pt")["model"]
     key = "encoder.sentence_encoder.layers.0.fc1.weight"
     assert torch.equal(after[key], state["model"][key])

@@ -1,4 +1,4 @@
-"""A run keeps what turns text into its model's ids."""
+"""Tests of the tokenizer and the dictionaries that a run keeps next to its checkpoints."""
 
 import json
 
@@ -14,36 +14,44 @@ def glue(tmp_path_factory):
     return make_glue(tmp_path_factory.mktemp("glue"), "SST-2", "RTE")
 
 
-def names(folder):
+def file_names(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def finetune(monkeypatch, data, run, name):
-    options = (*CLASSIFICATION, *LLN, *OPTIONS[name], "--max-update", 1, "--reset-optimizer")
-    train(monkeypatch, run.parent / "log", data / name, run, *options)
+def finetune(monkeypatch, data, run, task):
+    """Fine-tune on a task for one update, and return the tokenizer folder of the run."""
+    options = (*CLASSIFICATION, *LLN, *OPTIONS[task], "--max-update", 1, "--reset-optimizer")
+    train(monkeypatch, run.parent / "log", data / task, run, *options)
     return run / "tokenizer"
 
 
-def test_a_finetuning_keeps_the_tokenizer_and_the_dictionaries_of_its_data(glue, tmp_path, monkeypatch):
-    kept = finetune(monkeypatch, glue, tmp_path / "run", "RTE")
+def test_finetuning_saves_tokenizer_and_dictionaries(glue, tmp_path, monkeypatch):
+    saved = finetune(monkeypatch, glue, tmp_path / "run", "RTE")
     expected = ["input0/dict.txt", "input1/dict.txt", "label/dict.txt", "manifest.json", "spm.model"]
-    assert names(kept) == expected
+    assert file_names(saved) == expected
     for name in set(expected) - {"manifest.json"}:
-        assert (kept / name).read_bytes() == (glue / "RTE" / name).read_bytes()
-    assert load_vocabulary(str(kept)).identity == load_vocabulary(str(glue / "RTE")).identity
-    before = {name: (kept / name).stat().st_mtime_ns for name in expected}
+        assert (saved / name).read_bytes() == (glue / "RTE" / name).read_bytes()
+    assert load_vocabulary(str(saved)).identity == load_vocabulary(str(glue / "RTE")).identity
+
+    # The same run again does not write unchanged files.
+    times = {name: (saved / name).stat().st_mtime_ns for name in expected}
     finetune(monkeypatch, glue, tmp_path / "run", "RTE")
-    assert {name: (kept / name).stat().st_mtime_ns for name in expected} == before
-    finetune(monkeypatch, glue, tmp_path / "run", "SST-2")  # another task in the same directory, by --reset-optimizer
-    assert names(kept) == ["input0/dict.txt", "label/dict.txt", "manifest.json", "spm.model"]
+    assert {name: (saved / name).stat().st_mtime_ns for name in expected} == times
+
+    # Another task in the same directory (--reset-optimizer) replaces the files.
+    finetune(monkeypatch, glue, tmp_path / "run", "SST-2")
+    assert file_names(saved) == ["input0/dict.txt", "label/dict.txt", "manifest.json", "spm.model"]
     assert "label" in json.loads((glue / "SST-2/manifest.json").read_text())["datasets"]
-    assert (kept / "label/dict.txt").read_bytes() == (glue / "SST-2/label/dict.txt").read_bytes()
+    assert (saved / "label/dict.txt").read_bytes() == (glue / "SST-2/label/dict.txt").read_bytes()
 
 
-def test_data_of_others_has_dictionaries_alone(tmp_path, monkeypatch, caplog):
+def test_data_without_tokenizer_saves_only_dictionaries(tmp_path, monkeypatch, caplog):
     corpus = make_corpus(tmp_path / "corpus")
-    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *MASKED_LM, *LLN, "--max-update", 1)
-    assert names(tmp_path / "run/tokenizer") == ["dict.txt"]
+    options = (*MASKED_LM, *LLN, "--max-update", 1)
+
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options)
+    assert file_names(tmp_path / "run/tokenizer") == ["dict.txt"]
     assert "only with the option --tokenizer" in caplog.text
-    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "none", *MASKED_LM, *LLN, "--max-update", 1, "--no-save")
+
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "none", *options, "--no-save")
     assert not (tmp_path / "none/tokenizer").exists()

@@ -1,6 +1,6 @@
-"""What every backend promises: the same for PyTorch, the C kernels and the Triton kernels.
+"""The contract of the backends: the same tests for PyTorch, the C kernels and the Triton kernels.
 
-Triton runs natively where there is a GPU, else interpreted on the CPU.
+Triton runs natively if there is a GPU, otherwise in its interpreter on the CPU.
 """
 
 import copy
@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.ops.backends import HybridSpec, choose_backend, load_backend
+from lln_fairseq.ops.backends import MODULES, HybridSpec, choose_backend, load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments
@@ -32,15 +32,16 @@ from tests.helpers import (
 from tests.ops.mixes import BLOCK, MIXES, NAMES, attend, errors, holes, inputs, oracle, output_and_gradients, plain
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
-both = pytest.mark.parametrize("mix", MIXES[:2])
+lln_and_average = pytest.mark.parametrize("mix", MIXES[:2])
 
 
 def backend_or_skip(name, dtype=torch.float32):
+    """Return the name of a backend, or skip the test if the backend cannot run it."""
     device = device_of(name)
     if reason := load_backend(name).is_supported(torch.empty(1, 1, 1, 32, dtype=dtype, device=device)):
         pytest.skip(reason)
     if (name, dtype, device) == ("triton", torch.bfloat16, "cpu"):
-        pytest.skip("the interpreter of Triton gets bfloat16 wrong")
+        pytest.skip("the interpreter of Triton computes bfloat16 incorrectly")
     return name
 
 
@@ -48,44 +49,56 @@ def device_of(backend):
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(params=["torch", "cpu", "triton"])
+@pytest.fixture(params=sorted(MODULES))
 def backend(request):
     return backend_or_skip(request.param)
 
 
-def assert_float32(found, expected):
-    found = errors(found, expected)
-    assert found.pop("out") <= FLOAT32_FORWARD
-    assert max(found.values()) <= FLOAT32_GRADIENT, found
+def assert_float32_accuracy(actual, expected):
+    """Check the output and the gradients of `output_and_gradients` against the limits for float32."""
+    error = errors(actual, expected)
+    assert error.pop("out") <= FLOAT32_FORWARD
+    assert max(error.values()) <= FLOAT32_GRADIENT, error
 
 
-@both
-def test_forward_hands_alpha_and_beta_back(mix, backend):
-    """As they came, so that their gradients find them, or matched."""
+def clear_rounding(expected):
+    """Set the last gradient to 0 if only rounding is left of it: then no query sees a key outside its block."""
+    if (expected[-1].abs() < 1e-12).all():
+        expected[-1].zero_()
+
+
+@lln_and_average
+def test_forward_returns_alpha_and_beta(mix, backend):
     q, k, v, alpha, beta = inputs(mix, device=device_of(backend))
-    weights = HybridSpec(1.0, 0.0) if mix == "lln" else HybridSpec(0.5, 0.5, BLOCK)
-    _, *given, _ = load_backend(backend).forward(q, k, v, alpha, beta, None, weights)
-    assert given[0] is alpha
-    assert given[1] is beta
-    _, *matched, _ = load_backend(backend).forward(q, k, v, None, None, None, weights)
+    spec = HybridSpec(1.0, 0.0) if mix == "lln" else HybridSpec(0.5, 0.5, BLOCK)
+
+    _, same_alpha, same_beta, _ = load_backend(backend).forward(q, k, v, alpha, beta, None, spec)
+    _, *matched, _ = load_backend(backend).forward(q, k, v, None, None, None, spec)
+
+    assert same_alpha is alpha
+    assert same_beta is beta
     torch.testing.assert_close(tuple(matched), match_moments(q, k, backend=backend), rtol=1e-5, atol=0)
 
 
 @every_mix
-def test_factors_that_are_not_given_are_matched(mix, backend):
+def test_missing_alpha_and_beta_are_matched(mix, backend):
     device = device_of(backend)
     q, k, v = (x.requires_grad_() for x in random_qkv(heads=2, length=70, dim=64, device=device))
     mask = random_padding(2, 70, device=device)
-    matched = match_moments(q, k, mask, backend=backend)
-    outputs = [attend(mix, backend, mask)(q, k, v, *factors) for factors in (matched, (None, None))]
-    assert torch.equal(*outputs)
-    grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outputs]
-    assert all(map(torch.equal, *grads))
+    alpha, beta = match_moments(q, k, mask, backend=backend)
+
+    expected = attend(mix, backend, mask)(q, k, v, alpha, beta)
+    actual = attend(mix, backend, mask)(q, k, v, None, None)
+
+    assert torch.equal(actual, expected)
+    expected_grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    actual_grads = torch.autograd.grad(actual.square().sum(), (q, k, v))
+    assert all(map(torch.equal, actual_grads, expected_grads))
 
 
 # ---- numbers ----
 
-# Tokens, dimension of a head and size of a block; all but the short ones take the interpreter of Triton long.
+# Tokens, head dimension and block size. All but the short ones take long in the interpreter of Triton.
 SHAPES = [(1, 32, 16), (63, 128, 32), (97, 64, 64), (130, 32, 48), (130, 128, 128), (300, 16, 256)]
 SHORT = [SHAPES[0], SHAPES[1], SHAPES[3]]
 HALF_SHAPES = [(97, 32, 48), (70, 128, 64), (130, 64, 16)]
@@ -100,15 +113,17 @@ def test_equals_the_oracle(shape, padded, mix, backend, monkeypatch):
     mask = holes(3, length, device) if padded else None
     tensors = inputs(mix, 3, 2, length, dim, device=device)
     expected = output_and_gradients(oracle(mix, mask, block), tensors, torch.float64)
+    clear_rounding(expected)
     poison_empty(monkeypatch)
-    found = output_and_gradients(attend(mix, backend, mask, block), tensors)
-    if (expected[-1].abs() < 1e-12).all():  # no query sees a key outside its block
-        expected[-1].zero_()
-    assert_float32(found, expected)
+
+    actual = output_and_gradients(attend(mix, backend, mask, block), tensors)
+
+    assert_float32_accuracy(actual, expected)
     if padded:
-        rows = mask[:, None, :, None].expand_as(found[0])
-        assert (found[2][rows] == 0).all()
-        assert (found[3][rows] == 0).all()
+        _, _, grad_k, grad_v, *_ = actual
+        padded_tokens = mask[:, None, :, None].expand_as(grad_k)
+        assert (grad_k[padded_tokens] == 0).all()
+        assert (grad_v[padded_tokens] == 0).all()
 
 
 @every_mix
@@ -123,12 +138,13 @@ def test_equals_the_oracle_at_any_concentration(backend, factor, length, mix):
     assert relative_rms(attend(mix, backend)(*tensors), expected) <= FLOAT32_FORWARD
 
 
-@both
+@lln_and_average
 @pytest.mark.parametrize("factors", [(0.0, 0.0), (-1.2, 0.5), (0.5, -2.0)])
-def test_factors_may_be_numbers_of_any_sign(factors, mix, backend):
+def test_alpha_and_beta_can_be_numbers_of_any_sign(factors, mix, backend):
     q, k, v, *_ = inputs(mix, device=device_of(backend))
     expected = output_and_gradients(lambda *x: oracle(mix)(*x, *factors), (q, k, v), torch.float64)
-    assert_float32(output_and_gradients(lambda *x: attend(mix, backend)(*x, *factors), (q, k, v)), expected)
+    actual = output_and_gradients(lambda *x: attend(mix, backend)(*x, *factors), (q, k, v))
+    assert_float32_accuracy(actual, expected)
 
 
 @every_mix
@@ -142,13 +158,14 @@ def test_half_precision_is_no_worse_than_plain_pytorch(backend, shape, dtype, mi
     tensors = inputs(mix, heads=6, length=length, dim=dim, device=device)  # 12 values of dα and dβ
     tensors[:3] = [x.to(dtype) for x in tensors[:3]]
     expected = output_and_gradients(oracle(mix, mask, block), tensors, torch.float64)
-    if (expected[-1].abs() < 1e-12).all():
-        expected[-1].zero_()
-    limits = errors(output_and_gradients(plain(mix, mask, block), tensors), expected)
-    found = errors(output_and_gradients(attend(mix, backend, mask, block), tensors), expected)
-    assert found["out"] <= HALF_FORWARD_FACTOR * limits["out"] + HALF_FLOOR
-    for name in found:
-        assert found[name] <= HALF_GRADIENT_FACTOR * limits[name] + HALF_FLOOR, name
+    clear_rounding(expected)
+
+    plain_errors = errors(output_and_gradients(plain(mix, mask, block), tensors), expected)
+    actual_errors = errors(output_and_gradients(attend(mix, backend, mask, block), tensors), expected)
+
+    assert actual_errors["out"] <= HALF_FORWARD_FACTOR * plain_errors["out"] + HALF_FLOOR
+    for name, error in actual_errors.items():
+        assert error <= HALF_GRADIENT_FACTOR * plain_errors[name] + HALF_FLOOR, name
 
 
 @every_mix
@@ -160,9 +177,12 @@ def test_extreme_inputs_stay_finite(backend, dtype, mix):
     tensors[:3] = [x.to(dtype) for x in tensors[:3]]
     tensors[3:5] = torch.full((2, 2, 3), 30.0, device=device)
     function = attend(mix, backend, random_padding(2, 97, full_row=True, device=device))
-    # The true gradients are some 1e5 times the incoming one, beyond float16: scale it as a mean over tokens would.
-    found = output_and_gradients(lambda *tensors: function(*tensors) / 97, tensors)
-    assert all(x.isfinite().all() for x in found)
+
+    # The true gradients are about 1e5 times the gradient of the output, too large for float16: scale that down, as a
+    # mean over tokens would.
+    results = output_and_gradients(lambda *tensors: function(*tensors) / 97, tensors)
+
+    assert all(x.isfinite().all() for x in results)
 
 
 @every_mix
@@ -184,25 +204,29 @@ LAYOUTS = {
 
 
 @every_mix
-def test_layouts_and_batch_mates_change_nothing(mix, backend):
+def test_layout_and_rest_of_batch_do_not_change_results(mix, backend):
     device = device_of(backend)
-    tensors, mask = inputs(mix, heads=2, length=50, device=device), holes(2, 50, device)
-    rounding = 1e-5 if backend == "torch" else 0  # torch's matrix products depend on the layout, our kernels do not
-    whole = output_and_gradients(attend(mix, backend, mask), tensors)
+    tensors = inputs(mix, heads=2, length=50, device=device)
+    mask = holes(2, 50, device)
+    tolerance = 1e-5 if backend == "torch" else 0  # torch's matrix products depend on the layout, our kernels do not
+    expected = output_and_gradients(attend(mix, backend, mask), tensors)
+
     for layout in LAYOUTS.values():
         changed = [layout(x) if x.dim() == 4 else x for x in tensors]
-        found = output_and_gradients(attend(mix, backend, mask), changed)
-        torch.testing.assert_close(found, whole, rtol=rounding, atol=rounding)
-    alone = [x[1:2] if x.dim() > 1 else x for x in tensors]
-    found = attend(mix, backend, mask[1:2])(*alone)
-    torch.testing.assert_close(found, whole[0][1:2], rtol=rounding, atol=rounding)
+        actual = output_and_gradients(attend(mix, backend, mask), changed)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+    second_sample = [x[1:2] if x.dim() > 1 else x for x in tensors]
+    out = attend(mix, backend, mask[1:2])(*second_sample)
+    torch.testing.assert_close(out, expected[0][1:2], rtol=tolerance, atol=tolerance)
 
 
 @every_mix
-def test_expanded_gradient(mix, backend):
+def test_expanded_gradient_equals_dense_gradient(mix, backend):
     tensors = [x.requires_grad_() for x in inputs(mix, device=device_of(backend))]
+    ones = torch.ones_like(tensors[0])
     expanded = torch.autograd.grad(attend(mix, backend)(*tensors).sum(), tensors)
-    dense = torch.autograd.grad((attend(mix, backend)(*tensors) * torch.ones_like(tensors[0])).sum(), tensors)
+    dense = torch.autograd.grad((attend(mix, backend)(*tensors) * ones).sum(), tensors)
     torch.testing.assert_close(expanded, dense)
 
 
@@ -210,28 +234,30 @@ def test_expanded_gradient(mix, backend):
 @pytest.mark.parametrize("matched", [False, True])
 def test_padding_may_hold_anything(mix, matched, backend):
     device = device_of(backend)
-    tensors, mask = inputs(mix, device=device), holes(2, 40, device)
-    rows = mask[:, None, :, None].expand_as(tensors[0])
+    tensors = inputs(mix, device=device)
+    mask = holes(2, 40, device)
+    padded_tokens = mask[:, None, :, None].expand_as(tensors[0])
 
     def run(q, k, v):
         leaves = [x.detach().requires_grad_() for x in (q, k, v, *tensors[3:])]
         arguments = [*leaves[:3], None, None, *leaves[5:]] if matched else leaves
-        out = attend(mix, backend, mask)(*arguments).masked_fill(rows, 0.0)
+        out = attend(mix, backend, mask)(*arguments).masked_fill(padded_tokens, 0.0)
         return out.detach(), *torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
 
     expected = run(*tensors[:3])
     for garbage in (torch.nan, 3e38):
-        found = run(*(x.masked_fill(rows, garbage) for x in tensors[:3]))
-        for name, x, y in zip(NAMES, found, expected, strict=False):
-            says = f"{name} where padding is {garbage}: {{}}".format
-            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=says)
-        for x in found[1:4]:
-            assert (x[rows] == 0).all(), garbage
+        actual = run(*(x.masked_fill(padded_tokens, garbage) for x in tensors[:3]))
+        for name, x, y in zip(NAMES, actual, expected, strict=False):
+            message = f"{name} where padding is {garbage}: {{}}".format
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=message)
+        for grad in actual[1:4]:
+            assert (grad[padded_tokens] == 0).all(), garbage
 
 
-def test_the_moments_ignore_what_padding_holds(backend):
-    q, k, _ = random_qkv(length=40, device=device_of(backend))
-    mask = random_padding(2, 40, device=device_of(backend))
+def test_moments_ignore_padding(backend):
+    device = device_of(backend)
+    q, k, _ = random_qkv(length=40, device=device)
+    mask = random_padding(2, 40, device=device)
     expected = match_moments(q, k, mask, backend=backend)
     q, k = (x.masked_fill(mask[:, None, :, None], torch.nan) for x in (q, k))
     assert all(map(torch.equal, match_moments(q, k, mask, backend=backend), expected))
@@ -240,50 +266,54 @@ def test_the_moments_ignore_what_padding_holds(backend):
 # ---- derivatives ----
 
 
-def second_derivatives(out, tensors):
-    """Of the gradient penalty |d out.sum() / d(q, v)|², as in a critic's training."""
+def penalty_gradients(out, tensors):
+    """Return the gradients of the penalty |d out.sum() / d(q, k, v)|², as it is used to train critics."""
     first = torch.autograd.grad(out.sum(), tensors[:3], create_graph=True)
-    return torch.autograd.grad(sum(x.square().sum() for x in first), tensors, allow_unused=True)
+    penalty = sum(x.square().sum() for x in first)
+    return torch.autograd.grad(penalty, tensors, allow_unused=True)
 
 
 @every_mix
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_gradient_penalty_is_differentiated_right(mix, padded, backend):
+def test_gradient_penalty_equals_the_oracle(mix, padded, backend):
     device = device_of(backend)
     tensors = [x.requires_grad_() for x in inputs(mix, device=device)]
     mask = holes(2, 40, device) if padded else None
-    found = second_derivatives(attend(mix, backend, mask)(*tensors), tensors)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    expected = second_derivatives(oracle(mix, mask)(*exact), exact)
-    for name, x, y in zip(NAMES[1:], found, expected, strict=False):
+
+    actual = penalty_gradients(attend(mix, backend, mask)(*tensors), tensors)
+
+    expected = penalty_gradients(oracle(mix, mask)(*exact), exact)
+    for name, x, y in zip(NAMES[1:], actual, expected, strict=False):
         assert relative_rms(x, y) <= FLOAT32_GRADIENT, name
 
 
 @every_mix
-def test_derivatives_by_differences(mix):
+def test_derivatives_equal_finite_differences(mix):
     tensors = [x.double().requires_grad_() for x in inputs(mix, heads=1, length=5, dim=2)]
-    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])  # blocks whole, with padding, and of nothing else
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])  # blocks without, with and of only padding
     function = attend(mix, "torch", mask, block=2)
     assert torch.autograd.gradcheck(function, tensors)
     assert torch.autograd.gradgradcheck(function, tensors)
 
 
-def test_inputs_made_of_each_other_share_no_second_derivative(backend):
-    """The gradient of q alone, where k and v are functions of q."""
+def test_second_derivatives_of_dependent_inputs_are_separate(backend):
+    """k and v are functions of q here: the gradient of q must not contain theirs."""
     q = inputs("lln", device=device_of(backend))[0].requires_grad_()
-    found = second_derivatives(lln_attention(q, 2 * q, q, 1.0, 1.0, backend=backend), [q, q, q])
+    actual = penalty_gradients(lln_attention(q, 2 * q, q, 1.0, 1.0, backend=backend), [q, q, q])
     exact = q.detach().double().requires_grad_()
-    expected = second_derivatives(oracle("lln")(exact, 2 * exact, exact, 1.0, 1.0), [exact, exact, exact])
-    assert relative_rms(found[0], expected[0]) <= FLOAT32_GRADIENT
+    expected = penalty_gradients(oracle("lln")(exact, 2 * exact, exact, 1.0, 1.0), [exact, exact, exact])
+    assert relative_rms(actual[0], expected[0]) <= FLOAT32_GRADIENT
 
 
 def test_random_features_have_second_derivatives():
     q, k, v, *_ = (x.double().requires_grad_() for x in inputs("lln", length=5, dim=2))
-    omega, mask = torch.randn(2, 6, dtype=torch.float64), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    omega = torch.randn(2, 6, dtype=torch.float64)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     assert torch.autograd.gradgradcheck(lambda *x: random_feature_attention(*x, omega, mask), (q, k, v))
 
 
-def test_a_second_derivative_with_dropout_is_refused_at_once(backend):
+def test_second_derivative_with_dropout_is_rejected(backend):
     q, k, v, *_ = (x.requires_grad_() for x in inputs("lln", device=device_of(backend)))
     out = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend, dropout_p=0.1)
     with pytest.raises(RuntimeError, match="with dropout has no second derivative: set dropout to 0"):
@@ -291,8 +321,8 @@ def test_a_second_derivative_with_dropout_is_refused_at_once(backend):
 
 
 @pytest.mark.parametrize("mix", MIXES[1:])
-def test_gradients_with_dropout_are_those_of_the_same_draw(mix, backend):
-    """The output is linear in v, so <grad, out> = <v, dv>; along the others it is compared with a difference."""
+def test_gradients_with_dropout_use_the_same_draw(mix, backend):
+    """The output is linear in v, so that <grad, out> = <v, dv>. Other gradients are compared with differences."""
     tensors = inputs(mix, batch=1, heads=2, length=24, device=device_of(backend))
     function = attend(mix, backend, dropout_p=0.3)
 
@@ -306,7 +336,9 @@ def test_gradients_with_dropout_are_those_of_the_same_draw(mix, backend):
     assert torch.equal(out, seeded(*tensors))
     value = (out.double() * grad).sum().item()
     assert (tensors[2].double() * grads[2]).sum().item() == pytest.approx(value, rel=1e-4)
-    for i in [i for i in range(len(tensors)) if i != 2]:
+    for i in range(len(tensors)):
+        if i == 2:
+            continue
         step = 3e-3 * torch.randn(tensors[i].shape, generator=torch.Generator().manual_seed(i)).to(tensors[i])
         ends = []
         for sign in (1, -1):
@@ -316,7 +348,7 @@ def test_gradients_with_dropout_are_those_of_the_same_draw(mix, backend):
         assert change == pytest.approx((ends[0] - ends[1]) / 2, rel=5e-3, abs=2e-4), NAMES[i + 1]
 
 
-# ---- tensors that are not what they seem ----
+# ---- tensors without plain memory, tracing and transforms ----
 
 
 class Subclass(torch.Tensor):
@@ -324,19 +356,20 @@ class Subclass(torch.Tensor):
 
 
 @pytest.mark.parametrize("which", range(6))
-def test_kernels_take_no_tensor_without_data(which):
-    """Not one of q, k, v, α, β and the mask: reading its memory would end the process."""
+def test_kernels_are_not_used_for_tensor_subclasses(which):
+    """None of q, k, v, α, β and the mask may be one: reading its memory could crash the process."""
     tensors = [*inputs("lln"), random_padding(2, 40)]
     tensors[which] = tensors[which].as_subclass(Subclass)
-    q, *others = tensors
-    assert choose_backend("auto", q, None, *others) == "torch"
-    assert relative_rms(lln_attention(*tensors), lln_attention(*(x.as_subclass(torch.Tensor) for x in tensors))) < 1e-5
+    q, *other_inputs = tensors
+    assert choose_backend("auto", q, None, *other_inputs) == "torch"
+    expected = lln_attention(*(x.as_subclass(torch.Tensor) for x in tensors))
+    assert relative_rms(lln_attention(*tensors), expected) < 1e-5
     with pytest.raises(ValueError, match="cannot run here: Its kernels are not operations of torch"):
         lln_attention(*tensors, backend="triton")
 
 
 @every_mix
-def test_shapes_can_be_asked_for_without_data(mix):
+def test_fake_and_meta_tensors_get_shapes(mix):
     calibration_table.cache_clear()
     forget_scratch()
     for mode in (FakeTensorMode(), torch.device("meta")):
@@ -345,11 +378,13 @@ def test_shapes_can_be_asked_for_without_data(mix):
             out = attend(mix)(q, k, v, None, None)
             assert out.shape == (2, 3, 40, 32)
             assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == 3 * [out.shape]
-    # ... and nothing of it is met afterwards.
+    # None of these tensors stays in a cache.
     assert attend(mix, "torch")(*random_qkv(length=40), None, None).isfinite().all()
 
 
 class Model(torch.nn.Module):
+    """A projection to q, k and v, followed by an attention."""
+
     def __init__(self, name, **options):
         super().__init__()
         self.project = torch.nn.Linear(32, 96)
@@ -363,31 +398,33 @@ class Model(torch.nn.Module):
     ("name", "options"),
     [("lln_diag", {}), ("lln_diag", {"mix": "joint_offset"}), ("block_diag", {}), ("performer", {})],
 )
-def test_a_model_that_trains_can_be_traced_and_exported(name, options):
+def test_model_can_be_traced_and_exported(name, options):
     torch.manual_seed(0)
-    model, x = Model(name, **options), torch.randn(2, 40, 32)
+    model = Model(name, **options)
+    x = torch.randn(2, 40, 32)
     expected = model.eval()(x)
     traced = torch.jit.trace(model, x, check_trace=False)
     exported = torch.export.export(copy.deepcopy(model), (x,)).module()
-    for other in (traced, exported):
-        assert relative_rms(other(x), expected) <= FLOAT32_FORWARD
+    for converted in (traced, exported):
+        assert relative_rms(converted(x), expected) <= FLOAT32_FORWARD
     traced(x).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @every_mix
-def test_transforms_of_functions(mix):
+def test_functorch_gradient_equals_autograd(mix):
     tensors = inputs(mix)
-    found = torch.func.grad(lambda *x: attend(mix)(*x).square().sum())(*tensors)
-    (expected,) = torch.autograd.grad(attend(mix)(tensors[0].requires_grad_(), *tensors[1:]).square().sum(), tensors[0])
-    assert relative_rms(found, expected) <= FLOAT32_GRADIENT
+    actual = torch.func.grad(lambda *x: attend(mix)(*x).square().sum())(*tensors)
+    out = attend(mix)(tensors[0].requires_grad_(), *tensors[1:])
+    (expected,) = torch.autograd.grad(out.square().sum(), tensors[0])
+    assert relative_rms(actual, expected) <= FLOAT32_GRADIENT
 
 
-# ---- what is set around a call ----
+# ---- the state of the process around a call ----
 
 
-@both
-def test_defaults_of_torch_change_nothing(mix, backend):
+@lln_and_average
+def test_default_dtype_and_device_do_not_change_results(mix, backend):
     q, k, v, *_ = inputs(mix, device=device_of(backend))
     expected = attend(mix, backend)(q, k, v, None, None)
     calibration_table.cache_clear()
@@ -395,13 +432,13 @@ def test_defaults_of_torch_change_nothing(mix, backend):
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            found = attend(mix, backend)(q, k, v, None, None)
+            actual = attend(mix, backend)(q, k, v, None, None)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
-def test_inference_mode_leaves_nothing_behind():
+def test_scratch_of_inference_mode_can_be_used_outside_it():
     q, k, v = random_qkv(length=40, dim=40)
     forget_scratch()
     with torch.inference_mode():
@@ -409,37 +446,40 @@ def test_inference_mode_leaves_nothing_behind():
     assert torch.equal(lln_diag_attention(q.requires_grad_(), k, v, 1.0, 1.0, backend="torch"), expected)
 
 
-AUTOCAST = {
+ATTENTIONS = {
     "block_diag": lambda q, k, v: block_diag_attention(q, k, v, None, BLOCK),
     "lln": lln_attention,
     "lln_diag": lln_diag_attention,
 }
 
 
-@pytest.mark.parametrize("name", AUTOCAST)
+@pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_changes_nothing(name, dtype):
-    """These operations are float32 inside whatever comes in, forward and backward."""
+def test_autocast_does_not_change_results(name, dtype):
+    """These attentions compute in float32 whatever the dtype of their inputs, forward and backward."""
     q, k, v = (x.to(dtype).requires_grad_() for x in random_qkv(length=40))
 
     def run():
-        out = AUTOCAST[name](q, k, v)
+        out = ATTENTIONS[name](q, k, v)
         return out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
 
     expected = run()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run()
-    assert [x.dtype for x in found] == 4 * [dtype]
-    assert all(map(torch.equal, found, expected))
+        actual = run()
+    assert [x.dtype for x in actual] == 4 * [dtype]
+    assert all(map(torch.equal, actual, expected))
 
 
 def attend_in_child(q, sender):
-    sender.send(torch.equal(*(lln_attention(q, q, q, backend=name).isfinite() for name in ("cpu", "cpu"))))
+    first = lln_attention(q, q, q, backend="cpu")
+    second = lln_attention(q, q, q, backend="cpu")
+    sender.send(torch.equal(first.isfinite(), second.isfinite()))
 
 
-def test_a_forked_child_does_not_wait_for_threads_that_it_lost():
+def test_forked_child_does_not_wait_for_lost_threads():
     backend_or_skip("cpu")
-    q, threads = random_qkv(batch=4, heads=8, length=64)[0], torch.get_num_threads()
+    q = random_qkv(batch=4, heads=8, length=64)[0]
+    threads = torch.get_num_threads()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     try:
@@ -448,35 +488,35 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_lost():
         child = context.Process(target=attend_in_child, args=(q, sender), daemon=True)
         child.start()
         child.join(20)
-        ended = child.exitcode
+        exitcode = child.exitcode
         child.kill()
     finally:
         torch.set_num_threads(threads)
-    assert ended == 0, "the child hangs"
+    assert exitcode == 0, "the child hangs"
     assert receiver.recv()
 
 
-# ---- what is refused, and what is empty ----
+# ---- empty and bad inputs ----
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 7, 32), (2, 0, 7, 32), (2, 3, 0, 32)])
 @pytest.mark.parametrize("matched", [False, True])
 @every_mix
-def test_nothing_in_nothing_out(mix, matched, shape, backend):
+def test_empty_inputs_give_empty_results(mix, matched, shape, backend):
     device = device_of(backend)
     tensors = [x.requires_grad_() for x in inputs(mix, *shape, device=device)[:5]]
     mask = torch.zeros(shape[0], shape[2], dtype=torch.bool, device=device)
     factors = (None, None) if matched else tensors[3:]
     out = attend(mix, backend, mask)(*tensors[:3], *factors)
     assert (out.shape, out.dtype) == (shape, torch.float32)
-    wanted = tensors[:3] if matched else tensors
-    for x, grad in zip(wanted, torch.autograd.grad(out.sum(), wanted), strict=True):
+    used = tensors[:3] if matched else tensors
+    for x, grad in zip(used, torch.autograd.grad(out.sum(), used), strict=True):
         assert grad.shape == x.shape
         assert (grad == 0).all()
     assert [x.shape for x in match_moments(*tensors[:2], mask, backend=backend)] == 2 * [torch.Size(shape[:2])]
 
 
-REFUSED = [
+BAD_ARGUMENTS = [
     (dict(q=torch.zeros(1, 2, 4, 0), k=torch.zeros(1, 2, 4, 0), v=torch.zeros(1, 2, 4, 0)), "D > 0"),
     (dict(q=torch.zeros(2, 3, 4)), "one shape"),
     (dict(k=torch.zeros(1, 2, 5, 8)), "one shape"),
@@ -497,15 +537,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_bad_input_is_refused_in_one_line(change, message):
+@pytest.mark.parametrize(("change", "message"), BAD_ARGUMENTS, ids=[message for _, message in BAD_ARGUMENTS])
+def test_bad_argument_is_rejected_in_one_line(change, message):
     arguments = dict(zip("qkv", torch.zeros(3, 1, 2, 4, 8), strict=True), alpha=1.0, beta=1.0)
     with pytest.raises(ValueError, match=message) as error:
         lln_diag_attention(**arguments | change)
     assert "\n" not in str(error.value)
 
 
-def test_moments_check_their_inputs(backend):
+def test_match_moments_checks_its_inputs(backend):
     q = torch.zeros(1, 2, 4, 32)
     with pytest.raises(ValueError, match="one shape"):
         match_moments(q, q[:, :, :3], backend=backend)

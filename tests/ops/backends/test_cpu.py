@@ -1,6 +1,6 @@
-"""The C kernels of a CPU: the sizes that they alone take, their numbers, and where they cannot be compiled.
+"""Tests of the C kernels: the sizes that only they support, their numbers, and their compilation.
 
-test_backends.py compares them with the oracles, as it does all backends.
+test_backends.py compares them with the oracles, like all backends.
 """
 
 import ctypes
@@ -22,32 +22,38 @@ from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 from tests.ops.mixes import MIXES, attend, errors, holes, inputs, oracle, output_and_gradients
 
-reason = cpu.is_supported(torch.empty(1, 1, 1, 64))
-needs_compiler = pytest.mark.skipif(reason is not None, reason=str(reason))
-ZEROS = torch.zeros(2, 2)  # α and β where there is no LLN
+unsupported_reason = cpu.is_supported(torch.empty(1, 1, 1, 64))
+needs_compiler = pytest.mark.skipif(unsupported_reason is not None, reason=str(unsupported_reason))
+ZEROS = torch.zeros(2, 2)  # α and β of calls without LLN
 
 
-def check(actual, expected):
-    wrong = errors(actual, expected)
-    assert wrong.pop("out") <= FLOAT32_FORWARD
-    assert max(wrong.values()) <= FLOAT32_GRADIENT, wrong
+def assert_float32_accuracy(actual, expected):
+    """Check the output and the gradients of `output_and_gradients` against the limits for float32."""
+    error = errors(actual, expected)
+    assert error.pop("out") <= FLOAT32_FORWARD
+    assert max(error.values()) <= FLOAT32_GRADIENT, error
+
+
+# ---- numbers ----
 
 
 @needs_compiler
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("length", "dim", "block"), [(3, 64, 1), (97, 16, 5), (97, 48, 50), (300, 48, 256)])
-def test_blocks_and_head_dimensions_of_these_kernels_alone(length, dim, block, mix):
-    tensors, mask = inputs(mix, batch=3, length=length, dim=dim), holes(3, length)
+def test_sizes_that_only_these_kernels_support_equal_the_oracle(length, dim, block, mix):
+    tensors = inputs(mix, batch=3, length=length, dim=dim)
+    mask = holes(3, length)
     expected = output_and_gradients(oracle(mix, mask, block), tensors, torch.float64)
-    if (expected[-1].abs() < 1e-12).all():  # no query sees a key outside its block
+    if (expected[-1].abs() < 1e-12).all():  # only rounding: no query sees a key outside its block
         expected[-1].zero_()
-    check(output_and_gradients(attend(mix, "cpu", mask, block), tensors), expected)
+    assert_float32_accuracy(output_and_gradients(attend(mix, "cpu", mask, block), tensors), expected)
 
 
 @needs_compiler
 @pytest.mark.parametrize("mix", MIXES)
-def test_threads_change_no_bit(mix):
-    tensors, threads = inputs(mix, length=130), torch.get_num_threads()
+def test_number_of_threads_does_not_change_a_bit(mix):
+    tensors = inputs(mix, length=130)
+    threads = torch.get_num_threads()
     expected = output_and_gradients(attend(mix, "cpu"), tensors)
     try:
         torch.set_num_threads(3 - min(threads, 2))
@@ -57,52 +63,56 @@ def test_threads_change_no_bit(mix):
 
 
 @needs_compiler
-def test_windows_that_overlap():
-    """torch.empty_like of such a tensor has its features apart."""
+def test_overlapping_windows_are_supported():
+    """torch.empty_like of such a tensor does not have contiguous features."""
     q = torch.randn(2, 2, 102).unfold(-1, 64, 1)
     expected = lln_attention(*3 * [q.double()], backend="torch")
     assert relative_rms(lln_attention(q, q, q, backend="cpu"), expected) <= FLOAT32_FORWARD
 
 
 @needs_compiler
-def test_sums_over_many_tokens_are_exact():
+def test_sums_over_many_tokens_are_accurate():
     k = torch.randn(1, 1, 200_000, 16, generator=torch.Generator().manual_seed(0))
-    out = lln_attention(k, k, torch.ones_like(k), 1.0, 1.0, backend="cpu")  # means of ones
+    out = lln_attention(k, k, torch.ones_like(k), 1.0, 1.0, backend="cpu")  # weighted means of ones
     assert (out - 1).abs().max() < 2e-6
 
 
 @needs_compiler
 def test_dropout_differs_between_heads_blocks_and_seeds():
     q, k, _ = random_qkv(batch=2, heads=2, length=128, dim=64)
-    v = torch.eye(64).repeat(2, 1).expand_as(q)  # the output is then the matrices of the blocks
-    draws = [
-        hybrid_attention(q, k, v, ZEROS, ZEROS, None, HybridSpec(0.0, 1.0, 64, 0.5, seed), "cpu") != 0
-        for seed in (1, 2, 2**40)
-    ]
+    v = torch.eye(64).repeat(2, 1).expand_as(q)  # the output is then the blocks' probabilities
+    draws = []
+    for seed in (1, 2, 2**40):
+        spec = HybridSpec(0.0, 1.0, 64, 0.5, seed)
+        draws.append(hybrid_attention(q, k, v, ZEROS, ZEROS, None, spec, "cpu") != 0)
+
     blocks = torch.stack(draws).reshape(-1, 64 * 64).double()
+    correlations = torch.corrcoef(blocks) - torch.eye(len(blocks))
+
     assert blocks.mean().item() == pytest.approx(0.5, abs=0.01)
-    others = torch.corrcoef(blocks) - torch.eye(len(blocks))
-    assert others.abs().max() < 0.08  # 5 standard deviations of the correlation of 4096 independent draws
+    assert correlations.abs().max() < 0.08  # 5 standard deviations of the correlation of 4096 independent draws
 
 
 @needs_compiler
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 30.0])
 def test_matched_moments_equal_pytorch_in_float64(scale):
     q, k, _ = random_qkv(length=130, dim=64, scale=scale)
-    q[:, :, 0, 0] = 300 * scale  # an outlier takes no digits
+    q[:, :, 0, 0] = 300 * scale  # an outlier must not cost digits
     mask = random_padding(2, 130, full_row=True)
     expected = match_moments(q.double(), k.double(), mask, backend="torch")
-    for a, e in zip(match_moments(q, k, mask, backend="cpu"), expected, strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=0)
+    for actual, exact in zip(match_moments(q, k, mask, backend="cpu"), expected, strict=True):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-4, atol=0)
 
 
 @needs_compiler
 def test_nan_shows_in_its_head_unless_it_is_padding():
     q, k, v = random_qkv(batch=1, heads=2, length=70)
     mask = torch.arange(70)[None] >= 60
+
     k[0, 0, 65] = torch.nan
     assert lln_diag_attention(q, k, v, 2.0, 2.0, mask, backend="cpu").isfinite().all()
     assert match_moments(q, k, mask, backend="cpu")[0].isfinite().all()
+
     k[0, 0, 5] = torch.nan
     out = lln_diag_attention(q, k, v, 2.0, 2.0, mask, backend="cpu")
     assert out[0, 0].isnan().all()
@@ -114,7 +124,7 @@ def test_nan_shows_in_its_head_unless_it_is_padding():
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
 @pytest.mark.parametrize("arch", ["x86-64", "haswell"])
-def test_narrower_vectors_give_the_same(arch, monkeypatch, cache, compiled):
+def test_narrower_vectors_equal_the_oracle(arch, monkeypatch, cache, compiler_calls):
     if arch == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
     flags = [f"-march={arch}" if flag.startswith("-march") else flag for flag in compile.FLAGS]
@@ -123,17 +133,17 @@ def test_narrower_vectors_give_the_same(arch, monkeypatch, cache, compiled):
         tensors = inputs(mix, length=130, dim=48)
         cpu._load_kernels.cache_clear()
         expected = output_and_gradients(oracle(mix), tensors, torch.float64)
-        check(output_and_gradients(attend(mix, "cpu"), tensors), expected)
-    assert len(compiled) == len(list(cache.iterdir())) == 1  # the second time it came from the cache
+        assert_float32_accuracy(output_and_gradients(attend(mix, "cpu"), tensors), expected)
+    assert len(compiler_calls) == len(list(cache.iterdir())) == 1  # the second mix loaded it from the cache
 
 
-def test_what_the_kernels_do_not_take():
+def test_unsupported_inputs_are_named():
     q = torch.empty(1, 1, 4, 64)
-    for other, message in ((q.double(), "float32"), (q.half(), "float32"), (q[..., :40], "not 40")):
-        assert message in cpu.is_supported(other)
-        assert choose_backend("auto", other) == "torch"
+    for unsupported, message in ((q.double(), "float32"), (q.half(), "float32"), (q[..., :40], "not 40")):
+        assert message in cpu.is_supported(unsupported)
+        assert choose_backend("auto", unsupported) == "torch"
         with pytest.raises(ValueError, match=f"backend 'cpu' cannot run here: .*{message}"):
-            choose_backend("cpu", other)
+            choose_backend("cpu", unsupported)
     assert "up to 256 tokens, not 257" in cpu.is_supported(q, block_size=257)
 
 
@@ -142,6 +152,7 @@ def test_what_the_kernels_do_not_take():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
+    """Use an empty cache of compiled kernels, and return its directory, which does not exist yet."""
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path / "cache"))
     cpu._load_kernels.cache_clear()
     yield tmp_path / "cache"
@@ -150,7 +161,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def source(tmp_path):
-    """A library of one function, which gcc makes in no time: the cache does not know what it keeps."""
+    """Write a C file with one function, which compiles faster than the kernels."""
     path = tmp_path / "source" / "answer.c"
     path.parent.mkdir()
     path.write_text("int answer(void) { return A; }\n")
@@ -158,10 +169,16 @@ def source(tmp_path):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
-    """The commands of the compiler."""
-    commands, original = [], compile._compile
-    monkeypatch.setattr(compile, "_compile", lambda command: (commands.append(command), original(command)))
+def compiler_calls(monkeypatch):
+    """Return a list to which every command of the compiler is appended."""
+    commands = []
+    original = compile._compile
+
+    def record(command):
+        commands.append(command)
+        original(command)
+
+    monkeypatch.setattr(compile, "_compile", record)
     return commands
 
 
@@ -172,14 +189,16 @@ def compiled(monkeypatch):
         ({"CC": "", "PATH": "/nowhere"}, "none of gcc, cc, clang is installed"),
     ],
 )
-def test_without_a_compiler_pytorch_computes_and_says_so_once(environment, message, cache, monkeypatch, caplog):
+def test_pytorch_replaces_kernels_that_cannot_be_compiled(environment, message, cache, monkeypatch, caplog):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     q, k, v = random_qkv(length=20)
+
     with caplog.at_level(logging.WARNING):
         out = lln_attention(q, k, v, 2.0, 2.0)
         lln_attention(q, k, v, 2.0, 2.0)
-    (record,) = caplog.records
+
+    (record,) = caplog.records  # one warning for two calls
     assert "runs in PyTorch" in record.getMessage()
     assert message in record.getMessage()
     assert torch.equal(out, lln_attention(q, k, v, 2.0, 2.0, backend="torch"))
@@ -189,44 +208,52 @@ def test_without_a_compiler_pytorch_computes_and_says_so_once(environment, messa
 
 
 @needs_compiler
-def test_the_library_is_compiled_once_and_again_if_it_is_broken(source, cache, compiled, tmp_path, monkeypatch):
+def test_library_is_compiled_once(source, cache, compiler_calls):
     load_library(source, A=42)
     load_library(source, A=42)
-    assert len(compiled) == 1
-    (library,) = cache.iterdir()
+    assert len(compiler_calls) == 1
+    assert len(list(cache.iterdir())) == 1
     assert cache.stat().st_mode & 0o777 == 0o700
-    broken = tmp_path / "other" / library.name
-    broken.parent.mkdir()
-    broken.write_bytes(library.read_bytes()[:100])
-    monkeypatch.setenv("LLN_KERNEL_CACHE", str(broken.parent))
-    load_library(source, A=42)
-    assert len(compiled) == 2
-    assert [path.name for path in broken.parent.iterdir()] == [library.name]
 
 
 @needs_compiler
-def test_a_cache_of_somebody_else_is_not_trusted(source, cache, compiled, monkeypatch, caplog):
+def test_truncated_library_is_compiled_again(source, cache, compiler_calls, tmp_path, monkeypatch):
+    load_library(source, A=42)
+    (library,) = cache.iterdir()
+    truncated = tmp_path / "truncated" / library.name
+    truncated.parent.mkdir()
+    truncated.write_bytes(library.read_bytes()[:100])
+    monkeypatch.setenv("LLN_KERNEL_CACHE", str(truncated.parent))
+
+    load_library(source, A=42)
+
+    assert len(compiler_calls) == 2
+    assert [path.name for path in truncated.parent.iterdir()] == [library.name]
+
+
+@needs_compiler
+def test_cache_of_another_user_is_not_used(source, cache, compiler_calls, monkeypatch, caplog):
     load_library(source, A=42)
     monkeypatch.setattr("os.geteuid", lambda: cache.stat().st_uid + 1)
     with caplog.at_level(logging.WARNING):
         assert load_library(source, A=42).answer() == 42
-    assert len(compiled) == 2
-    assert not str(compiled[1]).count(str(cache))
+    assert len(compiler_calls) == 2
+    assert str(cache) not in str(compiler_calls[1])
     assert f"{cache} belongs to another user: set LLN_KERNEL_CACHE" in caplog.text
 
 
 @needs_compiler
-def test_a_cache_that_others_can_write_to_is_not_trusted(source, cache, compiled, caplog):
+def test_cache_writable_by_other_users_is_not_used(source, cache, compiler_calls, caplog):
     load_library(source, A=42)
     cache.chmod(0o770)
     with caplog.at_level(logging.WARNING):
         assert load_library(source, A=42).answer() == 42
-    assert len(compiled) == 2
+    assert len(compiler_calls) == 2
     assert f"other users can write to {cache}: empty it, and then run chmod 700 {cache}" in caplog.text
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_done_without(source, tmp_path, monkeypatch):
+def test_unwritable_cache_is_not_needed(source, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LLN_KERNEL_CACHE", str(tmp_path / "file" / "cache"))
     assert load_library(source, A=42).answer() == 42
@@ -240,10 +267,16 @@ def test_users_without_a_home_have_no_cache(monkeypatch):
 
 
 @needs_compiler
-def test_processes_that_compile_at_the_same_time(source, cache, monkeypatch):
+def test_processes_can_compile_at_the_same_time(source, cache, monkeypatch):
     context = multiprocessing.get_context("fork")
-    barrier, build = context.Barrier(3), compile._build_library  # they have all seen that there is none yet
-    monkeypatch.setattr(compile, "_build_library", lambda *args: (barrier.wait(timeout=60), build(*args))[1])
+    barrier = context.Barrier(3)
+    build_library = compile._build_library
+
+    def build_together(*args):
+        barrier.wait(timeout=60)  # until all processes have seen an empty cache
+        return build_library(*args)
+
+    monkeypatch.setattr(compile, "_build_library", build_together)
     processes = [context.Process(target=load_library, args=(source,), kwargs={"A": 42}) for _ in range(3)]
     for process in processes:
         process.start()
@@ -261,11 +294,16 @@ int64_t offsets[] = {%s, sizeof(problem)};
 
 
 @needs_compiler
-def test_python_packs_what_c_reads(tmp_path, cache):
+def test_python_packs_the_fields_where_c_reads_them(tmp_path, cache):
     for header in cpu.SOURCE.parent.glob("*.h"):
         (tmp_path / header.name).write_bytes(header.read_bytes())
     source = tmp_path / "offsets.c"
     source.write_text(OFFSETS % ", ".join(f"offsetof(problem, {name})" for _, name in cpu.FIELDS))
-    found = list((ctypes.c_int64 * (len(cpu.FIELDS) + 1)).in_dll(load_library(source, D=16), "offsets"))
+
+    library = load_library(source, D=16)
+    offsets_in_c = list((ctypes.c_int64 * (len(cpu.FIELDS) + 1)).in_dll(library, "offsets"))
+
     kinds = "".join(kind for kind, _ in cpu.FIELDS)
-    assert found == [struct.calcsize(kinds[: i + 1]) - 8 for i in range(len(kinds))] + [struct.calcsize(kinds)]
+    sizes = [struct.calcsize(kinds[:count]) for count in range(1, len(kinds) + 1)]
+    offsets = [size - 8 for size in sizes]  # every field has 8 bytes
+    assert offsets_in_c == [*offsets, sizes[-1]]

@@ -35,17 +35,7 @@ __all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "
 
 
 VIEWS = ("q", "k", "v", "out", "grad_q", "grad_k", "grad_v")
-POINTERS = (
-    "padding",
-    "alpha",
-    "beta",
-    "states",
-    "grad_alpha",
-    "grad_beta",
-    "offset",
-    "grad_offset",
-    "exchanged",
-)
+POINTERS = ("padding", "alpha", "beta", "states", "grad_alpha", "grad_beta", "offset", "grad_offset", "exchanged")
 # The fields of the struct `problem` in csrc/problem.h in their order, with their formats in Python's module struct. All
 # are packed at once because Python's share of a call is a tenth of the time for 512 tokens.
 FIELDS = [

@@ -49,7 +49,8 @@ class CallContext:
         groups: slices of range(heads)
         length: N, the number of tokens
         scratch: buffers for one group, with N rounded up to a multiple of block_size
-        padding: bool (B·H, rounded-up N), True = padded, also beyond N; None if there is no padding at all
+        padding: bool (B·H, rounded-up N), True = padded, also beyond N; None if the call has no mask and N is a
+            multiple of block_size
     """
 
     def __init__(self, q: Tensor, mask: Tensor | None, mix: HybridSpec) -> None:
