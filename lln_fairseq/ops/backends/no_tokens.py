@@ -26,8 +26,8 @@ def forward(
     Returns: an empty tensor like q, the same α and β, and no tensors to save
     """
     assert mix.exchange is not None
-    zero_vectors = _zero_vectors(q)
-    mix.exchange.merge_states(zero_vectors, zero_vectors, _zero_matrices(q))
+    dim = q.shape[-1]
+    mix.exchange.merge_states(_zeros(q, dim), _zeros(q, dim), _zeros(q, dim, dim))
     return torch.empty_like(q), alpha, beta, ()
 
 
@@ -49,20 +49,14 @@ def backward(
         if that gradient is not needed
     """
     assert mix.exchange is not None
-    mix.exchange.sum(_zero_matrices(q), _zero_vectors(q))
+    dim = q.shape[-1]
+    mix.exchange.sum(_zeros(q, dim, dim), _zeros(q, dim))
     gradients: list[Tensor | None] = [torch.empty_like(x) for x in (q, k, v)]
     for is_needed in needed:
         gradients.append(torch.zeros_like(alpha) if is_needed else None)
     return gradients
 
 
-def _zero_vectors(q: Tensor) -> Tensor:
-    """Return zeros (B·H, D): the sum of vectors over no tokens."""
-    batch, heads, _, dim = q.shape
-    return torch.zeros(batch * heads, dim, dtype=compute_dtype(q.dtype), device=q.device)
-
-
-def _zero_matrices(q: Tensor) -> Tensor:
-    """Return zeros (B·H, D, D): the sum of matrices over no tokens."""
-    batch, heads, _, dim = q.shape
-    return torch.zeros(batch * heads, dim, dim, dtype=compute_dtype(q.dtype), device=q.device)
+def _zeros(q: Tensor, *shape: int) -> Tensor:
+    """Return zeros (B·H, *shape) in the compute dtype of q: a sum over no tokens."""
+    return torch.zeros(q.shape[0] * q.shape[1], *shape, dtype=compute_dtype(q.dtype), device=q.device)

@@ -184,9 +184,7 @@ def forward(
 
     If alpha or beta is None, the kernel matches both, head by head, which brings q and k into the cache.
     """
-    q = _with_contiguous_features(q)
-    k = _with_contiguous_features(k)
-    v = _with_contiguous_features(v)
+    q, k, v = (_with_contiguous_features(x) for x in (q, k, v))
     batch, heads, _, dim = q.shape
     out = fresh_result(q)
     (states,) = empty_saved(q, mix)

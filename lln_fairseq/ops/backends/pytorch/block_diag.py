@@ -91,15 +91,6 @@ class BlockDiagAttention:
             p.masked_fill_(self.padding, 0.0)
         return p
 
-    def dropped_probabilities(self, q: Tensor, k: Tensor) -> Tensor:
-        """Compute diag_weight · dropout(probabilities); without dropout, the weight is not applied.
-
-        Only the joint form calls this, whose weight is 1.
-        """
-        p = self.probabilities(q, k)
-        factors = self.dropout_factors(p)
-        return p if factors is None else p.mul_(factors)
-
     def dropout_factors(self, p: Tensor) -> Tensor | None:
         """Draw what multiplies the probabilities p: 0 if dropped, else diag_weight / (probability of keeping).
 

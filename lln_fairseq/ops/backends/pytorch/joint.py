@@ -67,7 +67,10 @@ class JointAttention:
         q, k, v = (self.as_blocks(x) for x in inputs)
         u = outside_mass(m)
         c = outside_weight(u, self.offset, self.blocks)
-        p = self.block_diag.dropped_probabilities(q, k)
+        p = self.block_diag.probabilities(q, k)
+        dropout_factors = self.block_diag.dropout_factors(p)
+        if dropout_factors is not None:
+            p.mul_(dropout_factors)
         self.as_blocks(out).mul_(c).baddbmm_(p.mul_(1 - c * u).addcmul_(m, c, value=-1), v)
 
     def backward(self, inputs: Sequence[Tensor], grads: Sequence[Tensor], scalar_grads: HeadGradients) -> None:
