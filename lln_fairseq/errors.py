@@ -85,7 +85,7 @@ def exit_with_one_line() -> Iterator[None]:
         with command.handle_signals(), _disk_errors():
             yield
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("interrupted; run the same command again to resume from the last checkpoint", file=sys.stderr)
         raise SystemExit(command.interrupt_code()) from None
     except InputError as error:
         if not GlobalHydra.instance().is_initialized() or in_sweep() or full_errors():

@@ -59,13 +59,13 @@ def raising(error):
             1,
             "error: No module named 'torch' (pip install -r requirements.txt)\n",
         ),
-        (raising(KeyboardInterrupt()), 130, "goes on\n"),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143, "goes on\n"),
-        (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "goes on\n"),
+        (raising(KeyboardInterrupt()), 130, "stopped\n"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143, "stopped\n"),
+        (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "stopped\n"),
     ],
 )
 def test_end_of_program_sets_exit_code_and_message(program, code, message, capsys):
-    assert run_main(program, interrupted="goes on") == code
+    assert run_main(program, interrupted="stopped") == code
     assert capsys.readouterr().err == message
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler

@@ -15,7 +15,7 @@ def test_program_shows_help(name, capsys):
         main([name, "--help"])
     assert not error.value.code
     help_text = capsys.readouterr().out
-    assert f"lln-fairseq {name} " in help_text or f"python -m lln_fairseq {name} " in help_text
+    assert f"lln-fairseq {name} " in help_text
 
 
 @pytest.mark.parametrize("arguments", [[], ["nope"]])

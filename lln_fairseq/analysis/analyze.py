@@ -1,6 +1,6 @@
 """Measure what the attention of a saved model does on a data set.
 
-python -m lln_fairseq analyze CHECKPOINT DATA --json attention.json --png attention.png
+lln-fairseq analyze CHECKPOINT DATA --json attention.json --png attention.png
 
 By layer: temperatures, entropy, spectral gap and rank of the attention matrices, how log-normal they are, and how
 Gaussian queries and keys are. By depth: how much the tokens still differ, with and without skip connections and MLPs.

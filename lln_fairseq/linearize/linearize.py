@@ -1,6 +1,6 @@
 """Replace the softmax attention of a trained encoder by a linear attention and train it to match.
 
-    python -m lln_fairseq linearize TEACHER DATA OUT --attention lln_diag --option mix=joint_offset gain=learned
+    lln-fairseq linearize TEACHER DATA OUT --attention lln_diag --option mix=joint_offset gain=learned
 
 TEACHER is a checkpoint with softmax attention, from a training or from `lln-fairseq convert`. DATA is a directory of
 text that was binarized with the teacher's tokenizer. OUT/model.pt becomes an ordinary checkpoint of the encoder, which

@@ -1,6 +1,6 @@
 """fairseq-hydra-train with this package as the user directory and its recipes, from any working directory.
 
-    python -m lln_fairseq train --config-name pretrain run=gpu8
+    lln-fairseq train --config-name pretrain run=gpu8
 
 Use --config-dir DIRECTORY for recipes of your own. All other options and overrides are Hydra's, see --hydra-help.
 """

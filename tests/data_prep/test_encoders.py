@@ -27,7 +27,7 @@ def test_only_files_of_encoder_are_written(make_wheel, tmp_path, capsys):
 
     assert encoders.main(["sapiens-light", "--out", str(out)]) == 0
 
-    assert f"python -m lln_fairseq convert {out}/checkpoint_vl.pt OUT" in capsys.readouterr().out
+    assert f"lln-fairseq convert {out}/checkpoint_vl.pt OUT" in capsys.readouterr().out
     assert {path.name: path.read_text() for path in out.iterdir()} == {
         "dict.txt": "content of sapiens/models/v1/dict.txt",
         "checkpoint_vl.pt": "content of sapiens/models/v1/checkpoint_vl.pt",

@@ -1,4 +1,4 @@
-"""python -m lln_fairseq train finds its recipes, and lists them if the requested one does not exist."""
+"""lln-fairseq train finds its recipes, and lists them if the requested one does not exist."""
 
 import pytest
 
@@ -48,4 +48,4 @@ def test_help_prints_usage_and_exits(capsys):
     with pytest.raises(SystemExit) as exit_info:
         with_recipe(["--help"])
     assert not exit_info.value.code
-    assert "python -m lln_fairseq train --config-name pretrain" in capsys.readouterr().out
+    assert "lln-fairseq train --config-name pretrain" in capsys.readouterr().out
