@@ -257,7 +257,7 @@ def cut_off(data, copy):
 
 CASES = {
     "no such checkpoint": lambda t, tmp: (tmp / "nowhere.pt", t[1], tmp / "out"),
-    "is not a binarized data directory": lambda t, tmp: (t[0], tmp, tmp / "out"),
+    "is not a binarised data directory": lambda t, tmp: (t[0], tmp, tmp / "out"),
     "has no option 'nope'": lambda t, tmp: (*t, tmp / "out", "--option", "nope=1"),
     "--length is 65, and": lambda t, tmp: (*t, tmp / "out", "--length", 65),
     "cannot load split 'valid'": lambda t, tmp: (t[0], cut_off(t[1], tmp / "data"), tmp / "out"),
