@@ -166,13 +166,13 @@ def test_fairseq_eval_lm_reports_validation_loss(corpus, run, monkeypatch, caplo
 
 
 def test_eval_lm_rejects_samples_that_are_too_long(corpus, run, monkeypatch):
-    with pytest.raises(InputError, match="a sample has 100 tokens, but the model and --max-tokens take at most 64"):
+    with pytest.raises(InputError, match="a sample has 100 tokens, but the model and --max-tokens allow at most 64"):
         run_eval_lm(monkeypatch, corpus, run, "--tokens-per-sample", "100")
 
 
 def test_training_rejects_long_lines_unless_truncated(corpus, tmp_path, monkeypatch):
     options = ("--sample-break-mode", "complete", "--tokens-per-sample", 16)
-    with pytest.raises(InputError, match=r"take at most 16: set --tokens-per-sample .* to 16 with"):
+    with pytest.raises(InputError, match=r"allow at most 16: set --tokens-per-sample .* to 16 with"):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path, *LM, *options)
     log = train(monkeypatch, tmp_path / "log", corpus, tmp_path, *LM, *options, "--shorten-method", "truncate")
     assert len(log["train"]) == 3
@@ -204,7 +204,7 @@ def test_language_model_recipe_trains(corpus, tmp_path, monkeypatch):
 BAD_OPTIONS = [
     (("--lln-alpha", 2), "given together"),
     (("--lln-alpha", "inf", "--lln-beta", 2), "must be positive"),
-    (("--sample-break-mode", "eos"), "none or complete do"),
+    (("--sample-break-mode", "eos"), "use none or complete"),
 ]
 
 

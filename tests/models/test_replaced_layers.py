@@ -165,7 +165,7 @@ def test_checkpoint_with_other_layers_is_rejected(before, now, pretrained, task_
 
 @every_layer
 def test_sequence_parallelism_is_rejected(name):
-    with pytest.raises(InputError, match=f"^{name} replaces the whole encoder layer, and cannot share a sequence"):
+    with pytest.raises(InputError, match=f"^{name} replaces the whole encoder layer, and cannot split a sequence"):
         shard_multiple(build_model(attention=name))
 
 

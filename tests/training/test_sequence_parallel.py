@@ -171,8 +171,8 @@ def check_same_curves(directory, expected_directory):
 def check_evaluation(directory, last_scores):
     """Check that one process gives the scores of the last validation to a checkpoint of four workers."""
     checkpoint = directory / "classified-1" / "checkpoint_last.pt"
-    model, task = evaluate.load(str(checkpoint), str(directory / "sentences"))
-    scores = evaluate.score(task, evaluate.run(model, task, "valid"))
+    model, task = evaluate.load_finetuned_model(str(checkpoint), str(directory / "sentences"))
+    scores = evaluate.compute_scores(task, evaluate.compute_outputs(model, task, "valid"))
     assert 100 * scores["accuracy"] == pytest.approx(float(last_scores["valid_accuracy"]), abs=0.01)
     assert scores["loss"] == pytest.approx(float(last_scores["valid_loss"]), abs=1e-3)
 

@@ -97,7 +97,7 @@ def test_lock_is_released_after_training(tmp_path):
 
 def test_spawned_worker_ends_with_its_parent(monkeypatch):
     parents = []
-    monkeypatch.setattr(command, "end_with", parents.append)
+    monkeypatch.setattr(command, "exit_with_parent", parents.append)
 
     assert worker.run_worker(lambda cfg: cfg, "done") == "done"
     assert parents == []  # this process was not spawned
