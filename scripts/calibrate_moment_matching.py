@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lln_fairseq.command import run_main
-from lln_fairseq.ops.moment_matching import TABLES_FILES, simulate_table
+from lln_fairseq.ops.moment_matching import TABLE_FILES, simulate_table
 from scripts.terminal import program_parser
 
 HEAD_DIMS: tuple[int, ...] = (16, 32, 64, 128)
@@ -90,7 +90,7 @@ def calibrate(args: argparse.Namespace) -> int:
     """Process all tables; return 1 if --check or --fast found a deviation, 0 otherwise."""
     only_check = args.check or args.fast
     all_agree = True
-    for constants, path in TABLES_FILES.items():
+    for constants, path in TABLE_FILES.items():
         agrees = calibrate_tables(constants, path, fast=args.fast, write=not only_check)
         all_agree = all_agree and agrees
     return 1 if only_check and not all_agree else 0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.moment_matching import matched_moments
+from lln_fairseq.ops.moment_matching import match_moments_pytorch
 
 
 def distinct_queries(q: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _linear(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _lln(q: Tensor, k: Tensor) -> Tensor:
-    alpha, beta = matched_moments(q, k)
+    alpha, beta = match_moments_pytorch(q, k)
     return reference.lln_matrix(distinct_queries(q), k, alpha, beta)
 
 

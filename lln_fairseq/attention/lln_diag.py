@@ -14,7 +14,7 @@ from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.checks import check_block_size
 from lln_fairseq.ops.lln import head_offsets, lln_attention, lln_diag_attention
 
-MIXES = ("average", "ratio", "scale", "joint", "joint_offset")
+MIX_OPTIONS = ("average", "ratio", "scale", "joint", "joint_offset")
 PER_FEATURE_MIXES = ("ratio", "scale")  # these weigh every feature of the output separately
 SUM_MIXES = ("average", "ratio", "scale")  # these add two parts, each of which has its own normalizer
 
@@ -27,7 +27,7 @@ class LLNDiagConfig(LLNConfig):
         "average: ½ LLN + ½ Diag; ratio: r LLN + (1-r) Diag; scale: r LLN + p Diag, with r and p learned per head and "
         "feature; joint: Diag within the block and LLN outside it, weighted as in LLN; joint_offset: as joint, with "
         "the odds of both learned per head",
-        MIXES,
+        MIX_OPTIONS,
     )
 
 
@@ -76,7 +76,7 @@ class LLNDiagAttention(MomentMatchedAttention):
             block_size=self.block_size,
             dropout_p=self.active_dropout,
             mix=self.config.mix,
-            mix_parameter=self._mix_parameter(),
+            mix_parameter=self._head_offset(),
             **matching,
         )
 
@@ -85,7 +85,7 @@ class LLNDiagAttention(MomentMatchedAttention):
         if mix in PER_FEATURE_MIXES:
             raise ValueError(f"mix '{mix}' weighs every feature separately, so there is no single attention matrix")
         alpha, beta = self.alpha_beta(q, k, key_padding_mask)
-        offset = head_offsets(mix, self._mix_parameter(), q)
+        offset = head_offsets(mix, self._head_offset(), q)
         if offset is None:
             return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, key_padding_mask)
         return reference.joint_matrix(q, k, alpha, beta, self.block_size, offset, key_padding_mask)
@@ -99,7 +99,7 @@ class LLNDiagAttention(MomentMatchedAttention):
         diag = BlockDiagAttention(BlockDiagConfig(self.block_size), *sizes)
         return {"LLN only": lln, "Diag only": diag}
 
-    def _mix_parameter(self) -> Tensor | None:
+    def _head_offset(self) -> Tensor | None:
         """Return the learned offset of every head, (H,), or None unless the mix is joint_offset."""
         if self.config.mix == "joint_offset":
             return self.offset

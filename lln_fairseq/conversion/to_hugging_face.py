@@ -23,7 +23,7 @@ from lln_fairseq.conversion.parameter_names import (
 )
 from lln_fairseq.data.special_symbols import BOS, EOS, PAD
 from lln_fairseq.errors import InputError
-from lln_fairseq.ops.moment_matching import TABLES_FILES, calibration_table
+from lln_fairseq.ops.moment_matching import TABLE_FILES, calibration_table
 
 MODELING = "modeling_lln_roberta"
 # The attentions and the values of their options that the modeling file implements.
@@ -174,7 +174,7 @@ def _attention_config(attention: str, options: Mapping[str, Any], head_dim: int)
     if attention == STOCK_ATTENTION:
         return {}
     config: dict[str, Any] = {"model_type": "lln_roberta", "attention": attention, **options}
-    if config["constants"] in TABLES_FILES:
+    if config["constants"] in TABLE_FILES:
         table = calibration_table(head_dim, constants=config["constants"])
         config["moment_table"] = [numbers.tolist() for numbers in table]
     config["auto_map"] = {"AutoConfig": f"{MODELING}.LLNRobertaConfig", "AutoModel": f"{MODELING}.LLNRobertaModel"}

@@ -56,9 +56,7 @@ def hybrid_attention(
     if spec.exchange is not None:
         if is_traced_or_transformed(q, k, v, alpha, beta, mask):
             raise ValueError("attention over several workers cannot be traced, compiled or transformed")
-    elif q.numel() == 0 or (
-        backend == "torch" and is_traced_or_transformed(q, k, v, alpha, beta, spec.parameter, mask)
-    ):
+    elif q.numel() == 0 or (backend == "torch" and is_traced_or_transformed(q, k, v, alpha, beta, spec.offset, mask)):
         if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
         return hybrid_formula(q, k, v, alpha, beta, mask, spec)
@@ -67,10 +65,10 @@ def hybrid_attention(
     if spec.dropout_p and spec.seed is None:
         spec = replace(spec, seed=load_backend(backend).draw_seed(q.device))
     # Autograd differentiates only tensors that are arguments of the function, so the offset leaves the spec.
-    parameter = spec.parameter
-    if parameter is not None:
-        spec = replace(spec, parameter=None)
-    return HybridFunction.apply(q, k, v, alpha, beta, parameter, mask, spec, backend)
+    offset = spec.offset
+    if offset is not None:
+        spec = replace(spec, offset=None)
+    return HybridFunction.apply(q, k, v, alpha, beta, offset, mask, spec, backend)
 
 
 class HybridFunction(torch.autograd.Function):
@@ -87,14 +85,14 @@ class HybridFunction(torch.autograd.Function):
         v: Tensor,
         alpha: Tensor | None,
         beta: Tensor | None,
-        parameter: Tensor | None,
+        offset: Tensor | None,
         mask: Tensor | None,
         spec: HybridSpec,
         backend: str,
     ) -> Tensor:
         module = _backend_module(backend, q)
-        out, alpha, beta, saved = module.forward(q, k, v, alpha, beta, mask, _with_parameter(spec, parameter))
-        ctx.save_for_backward(q, k, v, alpha, beta, parameter, mask, *saved)
+        out, alpha, beta, saved = module.forward(q, k, v, alpha, beta, mask, _with_offset(spec, offset))
+        ctx.save_for_backward(q, k, v, alpha, beta, offset, mask, *saved)
         ctx.spec = spec
         ctx.backend = backend
         return out
@@ -111,11 +109,11 @@ def _backend_module(backend: str, q: Tensor) -> Any:
     return load_backend(backend)
 
 
-def _with_parameter(spec: HybridSpec, parameter: Tensor | None) -> HybridSpec:
+def _with_offset(spec: HybridSpec, offset: Tensor | None) -> HybridSpec:
     """Return the spec with the joint offset put back; None leaves it as it is."""
-    if parameter is None:
+    if offset is None:
         return spec
-    return replace(spec, parameter=parameter)
+    return replace(spec, offset=offset)
 
 
 @without_autocast
@@ -128,22 +126,22 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     Returns: six entries; of the last three, those that need no gradient are None.
     Raises: RuntimeError if the plain formula is needed, but the call had dropout or an exchange.
     """
-    q, k, v, alpha, beta, parameter, mask, *saved = ctx.saved_tensors
+    q, k, v, alpha, beta, offset, mask, *saved = ctx.saved_tensors
     needed = ctx.needs_input_grad[:6]
     spec = ctx.spec
     if not (torch.is_grad_enabled() or is_traced_or_transformed(grad)):
         module = _backend_module(ctx.backend, q)
-        spec = _with_parameter(spec, parameter)
+        spec = _with_offset(spec, offset)
         return module.backward(q, k, v, alpha, beta, mask, spec, saved, grad, needed[3:])
     if spec.dropout_p:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
     if spec.exchange is not None:
         raise RuntimeError("attention over several workers has no second derivative: compute it with one worker")
 
-    def formula(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, parameter: Tensor | None) -> Tensor:
-        return hybrid_formula(q, k, v, alpha, beta, mask, _with_parameter(spec, parameter))
+    def formula(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, offset: Tensor | None) -> Tensor:
+        return hybrid_formula(q, k, v, alpha, beta, mask, _with_offset(spec, offset))
 
-    return differentiable_gradients(formula, (q, k, v, alpha, beta, parameter), needed, grad)
+    return differentiable_gradients(formula, (q, k, v, alpha, beta, offset), needed, grad)
 
 
 def differentiable_gradients(

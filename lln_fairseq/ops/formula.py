@@ -52,7 +52,7 @@ def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Hybr
 
 def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: HybridSpec) -> Tensor:
     """Compute the joint form of ops/joint.py, (B, H, N, D), from the factors a and w of P = A Wᵀ, each (B, H, N, D)."""
-    assert spec.parameter is not None
+    assert spec.offset is not None
     length = q.shape[2]
     total = a @ w.sum(dim=2)[..., None]
     # The rows of P sum to 1 already. The division makes their derivatives follow from that too.
@@ -64,7 +64,7 @@ def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     inside = a @ w.mT
     p = _probabilities(q, k, padding, spec)
     u = outside_mass(inside)
-    c = outside_weight(u, spec.parameter[..., None, None, None], kinds)
+    c = outside_weight(u, spec.offset[..., None, None, None], kinds)
     out = c * (a @ state) + ((1 - c * u) * p - c * inside) @ v
     return out.flatten(2, 3)[:, :, :length]
 

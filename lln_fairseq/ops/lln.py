@@ -23,7 +23,7 @@ from lln_fairseq.ops.exchange import create_exchange
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments
 
-MIXES = ("average", "joint", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
+KERNEL_MIXES = ("average", "joint", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
 
 
 def lln_attention(
@@ -136,7 +136,7 @@ def lln_diag_attention(
     alpha, beta = _resolve_alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group)
     backend = choose_backend(backend, q, block_size, k, v, alpha, beta, offset, key_padding_mask)
     weight = 1.0 if is_joint else 0.5
-    spec = HybridSpec(weight, weight, block_size, dropout_p, joint=is_joint, parameter=offset, exchange=exchange)
+    spec = HybridSpec(weight, weight, block_size, dropout_p, joint=is_joint, offset=offset, exchange=exchange)
     return hybrid_attention(q, k, v, alpha, beta, key_padding_mask, spec, backend)
 
 
@@ -162,8 +162,8 @@ def head_offsets(mix: str, offset: float | Tensor | None, q: Tensor) -> Tensor |
     The offset None is 0. q: (B, H, N, D). Raises ValueError for an unknown mix, for an offset with a mix other than
     joint_offset, and for an offset that does not broadcast to (B, H).
     """
-    if mix not in MIXES:
-        raise ValueError(f"unknown mix '{mix}', choose from {', '.join(MIXES)}")
+    if mix not in KERNEL_MIXES:
+        raise ValueError(f"unknown mix '{mix}', choose from {', '.join(KERNEL_MIXES)}")
     if offset is not None and mix != "joint_offset":
         raise ValueError(f"mix '{mix}' takes no mix_parameter")
     if mix == "average":

@@ -29,11 +29,11 @@ from lln_fairseq.ops.exchange import Exchange, create_exchange
 
 SCOPES = ("head", "batch")
 # Constants with a simulated table, named after what the table makes equal: the variance of log P, or the entropy.
-TABLES_FILES = {
+TABLE_FILES = {
     "calibrated": Path(__file__).with_name("moment_matching_tables.json"),
     "entropy": Path(__file__).with_name("entropy_matching_tables.json"),
 }
-CONSTANTS = (*TABLES_FILES, "paper")
+CONSTANTS = (*TABLE_FILES, "paper")
 
 # σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the broad range,
 # σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialized model.
@@ -83,20 +83,20 @@ def match_moments(
     backend = choose_backend(backend, q, None, k, key_padding_mask)
     exchange = create_exchange(group, q)
     if exchange is not None:
-        return matched_moments(q, k, key_padding_mask, scope, constants, exchange=exchange)
+        return match_moments_pytorch(q, k, key_padding_mask, scope, constants, exchange=exchange)
     if (
         scope != "head"
-        or constants not in TABLES_FILES
+        or constants not in TABLE_FILES
         or q.numel() == 0
         or is_traced_or_transformed(q, k, key_padding_mask)
     ):
-        return matched_moments(q, k, key_padding_mask, scope, constants)
+        return match_moments_pytorch(q, k, key_padding_mask, scope, constants)
     table = calibration_table(q.shape[-1], q.device, constants)
     return load_backend(backend).match_moments(q.detach(), k.detach(), key_padding_mask, table)
 
 
 @torch.no_grad()
-def matched_moments(
+def match_moments_pytorch(
     q: Tensor,
     k: Tensor,
     key_padding_mask: Tensor | None = None,
@@ -146,8 +146,8 @@ def running_moments(
     if before is not None:
         moments = moments + before.movedim(-1, 0)[..., None]
     dtype = compute_dtype(q.dtype)
-    sigma_q = _deviation(moments[:3]).to(dtype)
-    sigma_k = _deviation(moments[3:]).to(dtype)
+    sigma_q = _standard_deviation(moments[:3]).to(dtype)
+    sigma_k = _standard_deviation(moments[3:]).to(dtype)
     alpha, beta = _alpha_beta(sigma_q, sigma_k, constants, _table_for(q, constants))
     if q.shape[2]:
         return alpha, beta, moments[..., -1].movedim(0, -1)
@@ -196,7 +196,7 @@ def standard_deviations(
         moments = exchange.sum(*moments)
     if scope == "batch":
         moments = [x.sum(dim=(1, 2), keepdim=True).expand_as(x) for x in moments]
-    return [_deviation(m).to(compute_dtype(x.dtype)) for x, m in zip(tensors, moments, strict=True)]
+    return [_standard_deviation(m).to(compute_dtype(x.dtype)) for x, m in zip(tensors, moments, strict=True)]
 
 
 def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
@@ -230,7 +230,7 @@ def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     return torch.stack((count, total, square)).where(real, 0.0)
 
 
-def _deviation(moments: Tensor) -> Tensor:
+def _standard_deviation(moments: Tensor) -> Tensor:
     """Return the standard deviation (...), at least MIN_SIGMA, from counts, sums and sums of squares (3, ...)."""
     count = moments[0].clamp_min(1.0)
     mean = moments[1] / count
@@ -256,7 +256,7 @@ def calibration_table(
     """Return the points (log s, log σ̃²) for a head dimension, two float32 vectors on the device.
 
     Tables of common head dimensions are shipped with the package. Others are simulated at the first call, which takes
-    some seconds. The result is cached: do not write into it. The constants must be a key of TABLES_FILES.
+    some seconds. The result is cached: do not write into it. The constants must be a key of TABLE_FILES.
     """
     # The cache must hold tensors with data, also if the first call comes while operations are traced.
     with _disable_current_modes():
@@ -291,15 +291,15 @@ _table_as_numbers.__dict__["_dynamo_marked_constant"] = True
 @functools.cache
 def _shipped_tables(constants: str) -> dict[str, list[list[float]]]:
     """Return the tables in the package: by head dimension, the lists log s and log σ̃²."""
-    return json.loads(TABLES_FILES[constants].read_text())
+    return json.loads(TABLE_FILES[constants].read_text())
 
 
-def log_softmax(x: Tensor, y: Tensor, s: float) -> Tensor:
+def log_softmax_matrix(x: Tensor, y: Tensor, s: float) -> Tensor:
     """Return log P of softmax attention, (H, N, N), for x, y (H, N, D) ~ N(0, 1), scaled to σ_q² σ_k² = s."""
     return (math.sqrt(s) * x @ y.mT / math.sqrt(x.shape[-1])).log_softmax(dim=-1)
 
 
-def log_lln(x: Tensor, y: Tensor, sigma2: float) -> Tensor:
+def log_lln_matrix(x: Tensor, y: Tensor, sigma2: float) -> Tensor:
     """Return log P of LLN attention, (H, N, N), for x, y (H, N, D) ~ N(0, 1), with α = β = σ̃ / √2 and σ̃² = sigma2."""
     scale = math.sqrt(sigma2 / 2)
     # In the whole range of σ̃ the exponentials fit into float32 without subtracting a maximum.
@@ -335,8 +335,10 @@ def simulate_table(
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, heads, tokens, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     log_s = torch.linspace(math.log(S_RANGE[0]), math.log(S_RANGE[1]), S_POINTS, dtype=torch.float64, device="cpu")
-    targets = torch.tensor([measure(log_softmax(x, y, math.exp(point))) for point in log_s], dtype=torch.float64)
+    targets = torch.tensor([measure(log_softmax_matrix(x, y, math.exp(point))) for point in log_s], dtype=torch.float64)
     # The measures grow by less than σ̃⁴ and by more than σ̃²/100 here, so this range holds every solution.
     log_sigma2 = torch.linspace(math.log(1e-1), math.log(1.2e2), 2 * S_POINTS, dtype=torch.float64)
-    reached = torch.tensor([measure(log_lln(x, y, math.exp(point))) for point in log_sigma2], dtype=torch.float64)
+    reached = torch.tensor(
+        [measure(log_lln_matrix(x, y, math.exp(point))) for point in log_sigma2], dtype=torch.float64
+    )
     return log_s.tolist(), interpolate(targets.log(), reached.log(), log_sigma2).tolist()

@@ -36,7 +36,7 @@ def compiled_hybrid_attention(
         # The seed is an input of the operator, so that recomputing the forward pass drops the same weights.
         seed = torch.randint(2**31 - 1, (1,), device=q.device)
     settings = (spec.lln_weight, spec.diag_weight, spec.block_size, spec.dropout_p, spec.joint, backend)
-    return torch.ops.lln_fairseq.hybrid_attention(q, k, v, alpha, beta, spec.parameter, mask, seed, *settings)[0]
+    return torch.ops.lln_fairseq.hybrid_attention(q, k, v, alpha, beta, spec.offset, mask, seed, *settings)[0]
 
 
 @torch.library.custom_op("lln_fairseq::hybrid_attention", mutates_args=())
@@ -46,7 +46,7 @@ def _forward(
     v: Tensor,
     alpha: Tensor | None,
     beta: Tensor | None,
-    parameter: Tensor | None,
+    offset: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     lln_weight: float,
@@ -60,7 +60,7 @@ def _forward(
 
     Returns: the output, the α and β that were used (copies of given ones), and the tensors for the backward pass.
     """
-    spec = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
+    spec = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, offset)
     out, used_alpha, used_beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, spec)
     if alpha is not None:
         # An operator must not return its own inputs.
@@ -95,7 +95,7 @@ def _backward(
     v: Tensor,
     alpha: Tensor,
     beta: Tensor,
-    parameter: Tensor | None,
+    offset: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     saved: Sequence[Tensor],
@@ -116,7 +116,7 @@ def _backward(
 
     Returns: six tensors. An operator cannot return None, so a gradient that is not needed has no elements.
     """
-    spec = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, parameter)
+    spec = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, offset)
     gradients = load_backend(backend).backward(q, k, v, alpha, beta, mask, spec, saved, grad, needed)
     return [q.new_empty(0) if x is None else x for x in gradients]
 
@@ -139,9 +139,9 @@ def _backward_shapes(
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
     """Keep the inputs of `_forward`, the α and β that were used, and the saved tensors for `_gradients`."""
-    q, k, v, _, _, parameter, mask, seed, *settings = inputs
+    q, k, v, _, _, offset, mask, seed, *settings = inputs
     _, alpha, beta, saved = output
-    ctx.save_for_backward(q, k, v, alpha, beta, parameter, mask, seed, *saved)
+    ctx.save_for_backward(q, k, v, alpha, beta, offset, mask, seed, *saved)
     ctx.settings = settings
 
 

@@ -7,7 +7,7 @@ from lln_fairseq.ops.joint import BlockKinds, outside_mass, outside_weight
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from tests.helpers import random_padding, random_qkv, relative_rms
 
-MIXES = ("lln", "average", "joint_offset")
+TESTED_MIXES = ("lln", "average", "joint_offset")
 NAMES = ("out", "q", "k", "v", "alpha", "beta", "offset")
 OFFSETS = torch.tensor([0.8, -1.5, 0.0, 0.3, -0.7, 1.0])
 BLOCK = 16

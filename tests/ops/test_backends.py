@@ -29,10 +29,21 @@ from tests.helpers import (
     relative_rms,
     with_representatives,
 )
-from tests.ops.mixes import BLOCK, MIXES, NAMES, attend, errors, holes, inputs, oracle, output_and_gradients, plain
+from tests.ops.mixes import (
+    BLOCK,
+    TESTED_MIXES,
+    NAMES,
+    attend,
+    errors,
+    holes,
+    inputs,
+    oracle,
+    output_and_gradients,
+    plain,
+)
 
-every_mix = pytest.mark.parametrize("mix", MIXES)
-lln_and_average = pytest.mark.parametrize("mix", MIXES[:2])
+every_mix = pytest.mark.parametrize("mix", TESTED_MIXES)
+lln_and_average = pytest.mark.parametrize("mix", TESTED_MIXES[:2])
 
 
 def backend_or_skip(name, dtype=torch.float32):
@@ -320,7 +331,7 @@ def test_second_derivative_with_dropout_is_rejected(backend):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 
-@pytest.mark.parametrize("mix", MIXES[1:])
+@pytest.mark.parametrize("mix", TESTED_MIXES[1:])
 def test_gradients_with_dropout_use_the_same_draw(mix, backend):
     """The output is linear in v, so that <grad, out> = <v, dv>. Other gradients are compared with differences."""
     tensors = inputs(mix, batch=1, heads=2, length=24, device=device_of(backend))

@@ -5,7 +5,7 @@ import torch
 
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_qkv, relative_rms
-from tests.ops.mixes import MIXES, attend, oracle, output_and_gradients
+from tests.ops.mixes import TESTED_MIXES, attend, oracle, output_and_gradients
 
 
 def test_activation_checkpointing_repeats_the_dropout():
@@ -24,7 +24,7 @@ def test_activation_checkpointing_repeats_the_dropout():
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", TESTED_MIXES)
 @pytest.mark.parametrize("shape", [(), (2,), (3, 1), (3, 2)])
 def test_alpha_and_beta_broadcast(shape, mix):
     q, k, v = random_qkv(batch=3, heads=2, length=40)

@@ -64,7 +64,7 @@ def test_matched_entropy_is_that_of_softmax(dim):
 def test_backends_agree_for_every_table():
     q, k, _ = random_qkv(length=70, dim=32)
     mask = random_padding(2, 70)
-    for constants in mm.TABLES_FILES:
+    for constants in mm.TABLE_FILES:
         expected = mm.match_moments(q, k, mask, constants=constants, backend="torch")
         for backend in ("auto", "triton"):
             actual = mm.match_moments(q, k, mask, constants=constants, backend=backend)
@@ -134,13 +134,13 @@ def test_alpha_and_beta_are_finite_and_positive(scale):
 
 
 def test_tables_are_monotone():
-    for dim, constants in itertools.product(HEAD_DIMS, mm.TABLES_FILES):
+    for dim, constants in itertools.product(HEAD_DIMS, mm.TABLE_FILES):
         log_s, log_sigma2 = mm.calibration_table(dim, constants=constants)
         assert (log_s.diff() > 0).all()
         assert (log_sigma2.diff() > 0).all()
 
 
-@pytest.mark.parametrize("constants", mm.TABLES_FILES)
+@pytest.mark.parametrize("constants", mm.TABLE_FILES)
 def test_smaller_simulation_reproduces_shipped_table(constants):
     """It has another seed, so it differs by the sampling error."""
     log_s, log_sigma2 = mm.simulate_table(32, tokens=512, heads=8, seed=5, constants=constants)

@@ -39,7 +39,7 @@ class HybridSpec:
     dropout_p: float = 0.0  # probability of dropping a block-diagonal attention probability
     seed: int | Tensor | None = None  # seed of the dropout, from the backend's draw_seed
     joint: bool = False
-    parameter: Tensor | None = None  # offset of the joint form, (B, H) like α and β
+    offset: Tensor | None = None  # offset of the joint form, (B, H) like α and β
     exchange: Exchange | None = None  # exchange with the workers that hold the other tokens; not for a joint form
 
     @property
@@ -83,7 +83,7 @@ class Backend(Protocol):
         alpha: Tensor | None,
         beta: Tensor | None,
         mask: Tensor | None,
-        mix: HybridSpec,
+        spec: HybridSpec,
     ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
         """Compute hybrid attention. If alpha or beta is None, both are computed by moment matching.
 
@@ -99,7 +99,7 @@ class Backend(Protocol):
         alpha: Tensor,
         beta: Tensor,
         mask: Tensor | None,
-        mix: HybridSpec,
+        spec: HybridSpec,
         saved: Sequence[Tensor],
         grad: Tensor,
         needed: Sequence[bool],
@@ -110,9 +110,9 @@ class Backend(Protocol):
             alpha, beta: (B, H), as `forward` returned them
             saved: the tensors that `forward` returned
             grad: the gradient of the output, (B, H, N, D)
-            needed: whether the gradients of α, β and the spec's parameter are needed
+            needed: whether the gradients of α, β and the spec's offset are needed
 
-        Returns: six gradients: those of q, k and v, which are always computed, and those of α, β and the parameter
+        Returns: six gradients: those of q, k and v, which are always computed, and those of α, β and the offset
             (B, H), each None if it is not needed
         """
 
@@ -122,7 +122,7 @@ class Backend(Protocol):
         The output of `forward` has the layout of the first one.
         """
 
-    def empty_saved(self, q: Tensor, mix: HybridSpec) -> Sequence[Tensor]:
+    def empty_saved(self, q: Tensor, spec: HybridSpec) -> Sequence[Tensor]:
         """Return uninitialized tensors with the shapes and dtypes of those that `forward` saves for q (B, H, N, D)."""
 
     def match_moments(

@@ -13,7 +13,7 @@ from lln_fairseq.ops.dtypes import compute_dtype
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, mix: HybridSpec
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None, spec: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """Exchange sums of zero and return an empty output; see `Backend.forward`.
 
@@ -21,13 +21,13 @@ def forward(
         q, k, v: (B, H, 0, D)
         alpha, beta: (B, H)
         mask: not used
-        mix: a spec with an exchange
+        spec: a spec with an exchange
 
     Returns: an empty tensor like q, the same α and β, and no tensors to save
     """
-    assert mix.exchange is not None
+    assert spec.exchange is not None
     dim = q.shape[-1]
-    mix.exchange.merge_states(_zeros(q, dim), _zeros(q, dim), _zeros(q, dim, dim))
+    spec.exchange.merge_states(_zeros(q, dim), _zeros(q, dim), _zeros(q, dim, dim))
     return torch.empty_like(q), alpha, beta, ()
 
 
@@ -38,19 +38,19 @@ def backward(
     alpha: Tensor,
     beta: Tensor,
     mask: Tensor | None,
-    mix: HybridSpec,
+    spec: HybridSpec,
     saved: Sequence[Tensor],
     grad: Tensor,
     needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """Exchange gradients of zero; see `Backend.backward`.
 
-    Returns: empty gradients of q, k and v (B, H, 0, D), then for each of α, β and the parameter zeros (B, H), or None
+    Returns: empty gradients of q, k and v (B, H, 0, D), then for each of α, β and the offset zeros (B, H), or None
         if that gradient is not needed
     """
-    assert mix.exchange is not None
+    assert spec.exchange is not None
     dim = q.shape[-1]
-    mix.exchange.sum(_zeros(q, dim, dim), _zeros(q, dim))
+    spec.exchange.sum(_zeros(q, dim, dim), _zeros(q, dim))
     gradients: list[Tensor | None] = [torch.empty_like(x) for x in (q, k, v)]
     for is_needed in needed:
         gradients.append(torch.zeros_like(alpha) if is_needed else None)

@@ -108,7 +108,7 @@ def cases(dim, dtype):
         seed = torch.ones(1, dtype=torch.int64) if dropout else None
         offset = torch.empty(2, 3)
         for length in lengths:
-            spec = HybridSpec(1.0, 1.0, block_size, dropout, seed, joint=True, parameter=offset)
+            spec = HybridSpec(1.0, 1.0, block_size, dropout, seed, joint=True, offset=offset)
             run_forward_and_backward(length, spec)
 
     def moments(*lengths):

@@ -20,7 +20,7 @@ from lln_fairseq.ops.backends.cpu.compile import load_library
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
-from tests.ops.mixes import MIXES, attend, errors, holes, inputs, oracle, output_and_gradients
+from tests.ops.mixes import TESTED_MIXES, attend, errors, holes, inputs, oracle, output_and_gradients
 
 unsupported_reason = cpu.is_supported(torch.empty(1, 1, 1, 64))
 needs_compiler = pytest.mark.skipif(unsupported_reason is not None, reason=str(unsupported_reason))
@@ -38,7 +38,7 @@ def assert_float32_accuracy(actual, expected):
 
 
 @needs_compiler
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", TESTED_MIXES)
 @pytest.mark.parametrize(("length", "dim", "block"), [(3, 64, 1), (97, 16, 5), (97, 48, 50), (300, 48, 256)])
 def test_sizes_that_only_these_kernels_support_equal_the_oracle(length, dim, block, mix):
     tensors = inputs(mix, batch=3, length=length, dim=dim)
@@ -50,7 +50,7 @@ def test_sizes_that_only_these_kernels_support_equal_the_oracle(length, dim, blo
 
 
 @needs_compiler
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", TESTED_MIXES)
 def test_number_of_threads_does_not_change_a_bit(mix):
     tensors = inputs(mix, length=130)
     threads = torch.get_num_threads()
@@ -129,7 +129,7 @@ def test_narrower_vectors_equal_the_oracle(arch, monkeypatch, cache, compiler_ca
         pytest.skip("this CPU has no AVX2")
     flags = [f"-march={arch}" if flag.startswith("-march") else flag for flag in compile.FLAGS]
     monkeypatch.setattr(compile, "FLAGS", flags)
-    for mix in MIXES[1:]:
+    for mix in TESTED_MIXES[1:]:
         tensors = inputs(mix, length=130, dim=48)
         cpu._load_kernels.cache_clear()
         expected = output_and_gradients(oracle(mix), tensors, torch.float64)

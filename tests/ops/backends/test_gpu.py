@@ -9,7 +9,7 @@ import torch
 from lln_fairseq.ops.backends import triton
 from tests import helpers
 from tests.ops.backends.test_triton import DEVICE, HALF, every_mix, native, padding_mask
-from tests.ops.mixes import MIXES, attend, errors, inputs, output_and_gradients
+from tests.ops.mixes import TESTED_MIXES, attend, errors, inputs, output_and_gradients
 
 REASON = triton.is_supported(torch.empty(1, 1, 1, 64, device=DEVICE))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -106,7 +106,7 @@ def test_a_million_tokens_forward_and_backward(mix):
 
 @native
 @pytest.mark.gpu
-@pytest.mark.parametrize("mix", MIXES[1:])
+@pytest.mark.parametrize("mix", TESTED_MIXES[1:])
 def test_dropout_keeps_the_mean(mix):
     """The mean output over many seeds is the output without dropout, within six standard errors."""
     tensors = qkv_alpha_beta(mix, batch=1, heads=2, length=256, dim=64, dtype=torch.float16)

@@ -12,7 +12,7 @@ from lln_fairseq.ops.autograd import hybrid_attention
 from lln_fairseq.ops.backends import HybridSpec, triton
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests import helpers
-from tests.ops.mixes import MIXES, attend, errors, inputs, oracle, output_and_gradients
+from tests.ops.mixes import TESTED_MIXES, attend, errors, inputs, oracle, output_and_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 native = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
@@ -21,7 +21,7 @@ HALF = [torch.float16, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, nati
 
 REASON = triton.is_supported(torch.empty(1, 1, 1, 64, device=DEVICE))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-every_mix = pytest.mark.parametrize("mix", MIXES)
+every_mix = pytest.mark.parametrize("mix", TESTED_MIXES)
 
 
 @pytest.fixture(autouse=True)

@@ -127,7 +127,7 @@ def _scratch(floats: int) -> Tensor:
 
 def _call_kernel(
     function: str,
-    mix: HybridSpec,
+    spec: HybridSpec,
     views: Sequence[Tensor],
     pointers: Sequence[Tensor | None],
     table: Sequence[Tensor] | None = None,
@@ -141,13 +141,13 @@ def _call_kernel(
     """
     batch, heads, tokens, dim = views[0].shape
     tile_size = TILE_SIZE
-    if mix.diag_weight:
-        tile_size = max(1, min(mix.block_size, tokens))
+    if spec.diag_weight:
+        tile_size = max(1, min(spec.block_size, tokens))
     threads = _num_threads()
     scratch = _scratch(threads * _scratch_floats(dim, tile_size))
-    values: list[float] = [batch, heads, tokens, tile_size, threads, _state_rows(dim, mix)]
-    values += [mix.keep_threshold if mix.dropout_p else 0, mix.joint, int(mix.seed or 0)]
-    values += [mix.lln_weight, mix.diag_weight]
+    values: list[float] = [batch, heads, tokens, tile_size, threads, _state_rows(dim, spec)]
+    values += [spec.keep_threshold if spec.dropout_p else 0, spec.joint, int(spec.seed or 0)]
+    values += [spec.lln_weight, spec.diag_weight]
     values += [0 if x is None else x.data_ptr() for x in pointers]
     values += [0] * (len(POINTERS) - len(pointers))
     values.append(scratch.data_ptr())
@@ -161,9 +161,9 @@ def _call_kernel(
     getattr(_load_kernels(dim), function)(_PROBLEM.pack(*values))
 
 
-def _state_rows(dim: int, mix: HybridSpec) -> int:
+def _state_rows(dim: int, spec: HybridSpec) -> int:
     """Return the rows of a head's state: S, L and, for a joint form or an exchange, the two parts of L."""
-    if mix.joint or mix.exchange:
+    if spec.joint or spec.exchange:
         return dim + 3
     return dim + 1
 
@@ -178,7 +178,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, spec: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """Compute hybrid attention; see `Backend.forward`.
 
@@ -187,21 +187,21 @@ def forward(
     q, k, v = (_with_contiguous_features(x) for x in (q, k, v))
     batch, heads, _, dim = q.shape
     out = fresh_result(q)
-    (states,) = empty_saved(q, mix)
+    (states,) = empty_saved(q, spec)
     table = None
     if alpha is None or beta is None:
         alpha = q.new_empty(batch, heads)
         beta = q.new_empty(batch, heads)
         table = calibration_table(dim)
     views = (q, k, v, out)
-    offset = _contiguous(mix.parameter)
+    offset = _contiguous(spec.offset)
     pointers = (_contiguous(mask), alpha.contiguous(), beta.contiguous(), states, None, None, offset)
-    if mix.exchange is None:
-        _call_kernel("forward", mix, views, pointers, table)
+    if spec.exchange is None:
+        _call_kernel("forward", spec, views, pointers, table)
     else:
-        _call_kernel("forward_keys", mix, views, pointers)
-        _merge_states(states, mix.exchange)
-        _call_kernel("forward_queries", mix, views, pointers)
+        _call_kernel("forward_keys", spec, views, pointers)
+        _merge_states(states, spec.exchange)
+        _call_kernel("forward_queries", spec, views, pointers)
     return out, alpha, beta, (states,)
 
 
@@ -222,29 +222,29 @@ def backward(
     alpha: Tensor,
     beta: Tensor,
     mask: Tensor | None,
-    mix: HybridSpec,
+    spec: HybridSpec,
     saved: Sequence[Tensor],
     grad: Tensor,
     needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """Compute the gradients of q, k, v, α, β and the parameter; see `Backend.backward`."""
+    """Compute the gradients of q, k, v, α, β and the offset; see `Backend.backward`."""
     views = [_with_contiguous_features(x) for x in (q, k, v, grad)]
     grads = empty_results(q, k, v)
     alpha = alpha.contiguous()
     beta = beta.contiguous()
     grad_alpha, grad_beta, grad_offset = (torch.empty_like(alpha) if is_needed else None for is_needed in needed)
     batch, heads, _, dim = q.shape
-    pointers = [_contiguous(mask), alpha, beta, *saved, grad_alpha, grad_beta, _contiguous(mix.parameter), grad_offset]
-    if mix.exchange is None:
-        _call_kernel("backward", mix, [*views, *grads], pointers)
+    pointers = [_contiguous(mask), alpha, beta, *saved, grad_alpha, grad_beta, _contiguous(spec.offset), grad_offset]
+    if spec.exchange is None:
+        _call_kernel("backward", spec, [*views, *grads], pointers)
     else:
         exchanged = q.new_empty(batch, heads, dim + 1, dim)  # dS and g
         pointers.append(exchanged)
-        _call_kernel("backward_queries", mix, [*views, *grads], pointers)
+        _call_kernel("backward_queries", spec, [*views, *grads], pointers)
         parts = exchanged.split((dim, 1), dim=2)
-        for part, total in zip(parts, mix.exchange.sum(*parts), strict=True):
+        for part, total in zip(parts, spec.exchange.sum(*parts), strict=True):
             part.copy_(total)
-        _call_kernel("backward_keys", mix, [*views, *grads], pointers)
+        _call_kernel("backward_keys", spec, [*views, *grads], pointers)
     return *grads, grad_alpha, grad_beta, grad_offset
 
 
@@ -253,10 +253,10 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     return [fresh_result(_with_contiguous_features(x)) for x in (q, k, v)]
 
 
-def empty_saved(q: Tensor, mix: HybridSpec) -> Sequence[Tensor]:
+def empty_saved(q: Tensor, spec: HybridSpec) -> Sequence[Tensor]:
     """Return one uninitialized tensor: the states (B, H, state_rows, D) of csrc/problem.h."""
     batch, heads, _, dim = q.shape
-    return (q.new_empty(batch, heads, _state_rows(dim, mix), dim),)
+    return (q.new_empty(batch, heads, _state_rows(dim, spec), dim),)
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

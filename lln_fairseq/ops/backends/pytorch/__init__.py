@@ -18,7 +18,7 @@ from lln_fairseq.ops.backends.pytorch.lln import LLNAttention
 from lln_fairseq.ops.backends.pytorch.sharded import sharded_backward, sharded_forward
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.layout import fresh_result
-from lln_fairseq.ops.moment_matching import calibration_table, matched_moments
+from lln_fairseq.ops.moment_matching import calibration_table, match_moments_pytorch
 
 
 def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
@@ -35,7 +35,7 @@ def draw_seed(device: torch.device) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, mix: HybridSpec
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, spec: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """Compute hybrid attention; see `Backend.forward`. If alpha or beta is None, both are matched.
 
@@ -43,14 +43,14 @@ def forward(
     """
     if alpha is None or beta is None:
         alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
-    call = CallContext(q, mask, mix)
+    call = CallContext(q, mask, spec)
     out = fresh_result(q)
-    saved = empty_saved(q, mix)
+    saved = empty_saved(q, spec)
     inputs = _flatten_heads(q, k, v)
     flat_out = out.flatten(0, 1)
     heads = call.head_tensors(alpha, beta, saved)
-    if mix.exchange:
-        sharded_forward(call, inputs, heads, flat_out, mix.exchange)
+    if spec.exchange:
+        sharded_forward(call, inputs, heads, flat_out, spec.exchange)
     else:
         for group in call.groups:
             _forward_group(call, group, inputs, heads, flat_out)
@@ -62,14 +62,14 @@ def _forward_group(call: CallContext, group: slice, inputs: Sequence[Tensor], he
     loaded = call.load_inputs(group, inputs)
     outputs = call.select(group, [out])
     buffers = call.output_buffers(outputs)
-    if call.mix.joint:
+    if call.spec.joint:
         JointAttention(call, group, heads.select(group)).forward(loaded, buffers[0])
     else:
-        if call.mix.lln_weight:
+        if call.spec.lln_weight:
             LLNAttention(call, group, heads.select(group)).forward(loaded, buffers[0])
         else:
             buffers[0].zero_()
-        if call.mix.diag_weight:
+        if call.spec.diag_weight:
             BlockDiagAttention(call, group).forward(loaded, buffers[0])
     call.store_outputs(buffers, outputs)
 
@@ -81,23 +81,23 @@ def backward(
     alpha: Tensor,
     beta: Tensor,
     mask: Tensor | None,
-    mix: HybridSpec,
+    spec: HybridSpec,
     saved: Sequence[Tensor],
     grad: Tensor,
     needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """Compute the gradients; see `Backend.backward`.
 
-    Returns: the gradients of q, k and v, and those of α, β and the parameter (B, H), each None if it is not needed
+    Returns: the gradients of q, k and v, and those of α, β and the offset (B, H), each None if it is not needed
     """
-    call = CallContext(q, mask, mix)
+    call = CallContext(q, mask, spec)
     grads = empty_results(q, k, v)
     scalar_grads = HeadGradients(*(_zeros_per_head(call) if is_needed else None for is_needed in needed))
     inputs = _flatten_heads(q, k, v, grad)
     flat_grads = _flatten_heads(*grads)
     heads = call.head_tensors(alpha, beta, saved)
-    if mix.exchange:
-        sharded_backward(call, inputs, heads, flat_grads, scalar_grads, mix.exchange)
+    if spec.exchange:
+        sharded_backward(call, inputs, heads, flat_grads, scalar_grads, spec.exchange)
     else:
         for group in call.groups:
             _backward_group(call, group, inputs, heads, flat_grads, scalar_grads)
@@ -121,15 +121,15 @@ def _backward_group(
     loaded = call.load_inputs(group, inputs)
     outputs = call.select(group, grads)
     buffers = call.output_buffers(outputs)
-    if call.mix.joint:
+    if call.spec.joint:
         JointAttention(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
     else:
-        if call.mix.lln_weight:
+        if call.spec.lln_weight:
             LLNAttention(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
         else:
             for buffer in buffers:
                 buffer.zero_()
-        if call.mix.diag_weight:
+        if call.spec.diag_weight:
             BlockDiagAttention(call, group).backward(loaded, buffers)
     call.store_outputs(buffers, outputs)
 
@@ -139,21 +139,21 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     return [fresh_result(x) for x in (q, k, v)]
 
 
-def empty_saved(q: Tensor, mix: HybridSpec) -> Sequence[Tensor]:
+def empty_saved(q: Tensor, spec: HybridSpec) -> Sequence[Tensor]:
     """Return uninitialized tensors for L (B·H, 1, D) and S (B·H, D, D) in the compute dtype of q.
 
     For a joint form, two tensors (B·H, 1, D) for the parts of L follow: max_j β k_j and Σ_j exp(β k_j - max).
     """
     batch, heads, _, dim = q.shape
     shapes = [(1, dim), (dim, dim)]
-    if mix.joint:
+    if spec.joint:
         shapes += [(1, dim), (1, dim)]
     return [torch.empty(batch * heads, *shape, dtype=compute_dtype(q.dtype), device=q.device) for shape in shapes]
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute α and β (B, H) by moment matching; see `Backend.match_moments`."""
-    return matched_moments(q, k, mask, table=table)
+    return match_moments_pytorch(q, k, mask, table=table)
 
 
 def _zeros_per_head(call: CallContext) -> Tensor:

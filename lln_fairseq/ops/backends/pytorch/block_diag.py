@@ -34,12 +34,12 @@ class BlockDiagAttention:
         self.padding: Tensor | None = None
         if call.padding is not None:
             self.padding = call.padding[group].reshape(-1, 1, call.block_size)
-        self.keep_threshold = call.mix.keep_threshold
-        self.weight = call.mix.diag_weight
+        self.keep_threshold = call.spec.keep_threshold
+        self.weight = call.spec.diag_weight
         self.generator: torch.Generator | None = None
-        if call.mix.dropout_p > 0:
+        if call.spec.dropout_p > 0:
             # Each group has its own seed, so that forward and backward draw the same numbers.
-            self.generator = torch.Generator(call.scratch.device).manual_seed(call.mix.seed + group.start)
+            self.generator = torch.Generator(call.scratch.device).manual_seed(call.spec.seed + group.start)
             self.weight *= 2**16 / self.keep_threshold
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:

@@ -53,14 +53,14 @@ class CallContext:
             multiple of block_size
     """
 
-    def __init__(self, q: Tensor, mask: Tensor | None, mix: HybridSpec) -> None:
+    def __init__(self, q: Tensor, mask: Tensor | None, spec: HybridSpec) -> None:
         batch, heads, length, dim = q.shape
-        self.mix = mix
+        self.spec = spec
         self.heads = batch * heads
         self.length = length
         self.block_size = 1
-        if mix.diag_weight:
-            self.block_size = max(1, min(mix.block_size, length))
+        if spec.diag_weight:
+            self.block_size = max(1, min(spec.block_size, length))
         blocks = -(-length // self.block_size)
         padded_length = blocks * self.block_size
         self.scratch = Scratch(q, padded_length)
@@ -83,10 +83,10 @@ class CallContext:
             saved: the tensors of `empty_saved`, which are not copied, so that filling them fills the result
         """
         heads = HeadTensors(self.head_scalars(alpha), self.head_scalars(beta), saved[0], saved[1])
-        if not self.mix.joint:
+        if not self.spec.joint:
             return heads
-        assert self.mix.parameter is not None
-        return heads._replace(key_max=saved[2], key_sum=saved[3], offset=self.head_scalars(self.mix.parameter))
+        assert self.spec.offset is not None
+        return heads._replace(key_max=saved[2], key_sum=saved[3], offset=self.head_scalars(self.spec.offset))
 
     def select(self, group: slice, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the part of each tensor (B·H, ...) that belongs to the group, as views."""

@@ -31,7 +31,7 @@ class LLNAttention:
         self.group = group
         self.heads = heads
         self.scratch = call.scratch
-        self.weight = call.mix.lln_weight
+        self.weight = call.spec.lln_weight
         self.padding = None if call.padding is None else call.padding[group, :, None]
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,7 +38,7 @@ def sharded_forward(
         outputs = call.select(group, [out])
         buffers = call.output_buffers(outputs)
         LLNAttention(call, group, heads.select(group)).answer_queries(loaded[0], buffers[0])
-        if call.mix.diag_weight:
+        if call.spec.diag_weight:
             BlockDiagAttention(call, group).forward(loaded, buffers[0])
         call.store_outputs(buffers, outputs)
 
@@ -76,6 +76,6 @@ def sharded_backward(
         lln.keys_backward(loaded[1], loaded[2], grad_state[group], g[group], buffers[1:], scalar_grads.beta)
         # The first loop has already computed the gradient of q: the block-diagonal part is added to it.
         buffers[0] = call.scratch.load("result0", outputs[0])
-        if call.mix.diag_weight:
+        if call.spec.diag_weight:
             BlockDiagAttention(call, group).backward(loaded, buffers)
         call.store_outputs(buffers, outputs)

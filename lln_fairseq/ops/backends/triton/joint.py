@@ -38,7 +38,7 @@ def joint_out(
     Args:
         q, k, v: (B, H, N, D) with common strides and dense features.
         alpha, beta: (B, H) float32, contiguous.
-        spec: with the offset of the joint form, (B, H), as its parameter.
+        spec: with the offset of the joint form, (B, H), as its offset.
     """
     batch, heads, length, dim = q.shape
     out = torch.empty_like(q)
@@ -233,5 +233,5 @@ def _count_padding(pad: Tensor | None) -> Tensor | None:
 
 def _joint_offset(spec: HybridSpec) -> Tensor:
     """Return the offset of the joint form, (B, H), contiguous."""
-    assert spec.parameter is not None
-    return spec.parameter.contiguous()
+    assert spec.offset is not None
+    return spec.offset.contiguous()
