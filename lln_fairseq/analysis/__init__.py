@@ -1,4 +1,4 @@
-"""Instruments that measure attention matrices, hidden states and runs, as in the paper."""
+"""Measurements of attention matrices and hidden states, as in the paper, and of training runs."""
 
 from lln_fairseq.analysis.concentration import (
     entropy,

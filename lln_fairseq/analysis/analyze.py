@@ -1,11 +1,11 @@
-"""Measure what the attention of a saved model does on a data set.
+"""Measure the attention of a saved model on a data set.
 
 lln-fairseq analyze CHECKPOINT DATA --json attention.json --png attention.png
 
-By layer: temperatures, entropy, spectral gap and rank of the attention matrices, how log-normal they are, and how
-Gaussian queries and keys are. By depth: how much the tokens still differ, with and without skip connections and MLPs.
-CHECKPOINT is a pre-trained or fine-tuned model, and DATA is the binarized data of its task. The measured sequences are
-spread evenly over the split.
+For each layer it reports temperatures, entropy, spectral gap and rank of the attention matrices, how close they are to
+log-normal, and how close queries and keys are to Gaussian. For each depth it reports how much the tokens still differ,
+with and without skip connections and MLPs. CHECKPOINT is a pre-trained or fine-tuned model, and DATA is the binarized
+data of its task. The measured sequences are spread evenly over the split.
 """
 
 import argparse
@@ -19,13 +19,15 @@ from lln_fairseq.inference.loading import load_model
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq analyze` with these arguments; raise InputError for arguments or files that do not fit."""
+    """Run `lln-fairseq analyze` with these arguments; raise InputError for invalid arguments or files."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq analyze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a model, for example runs/pretrain_lln_diag/checkpoint_best.pt")
     parser.add_argument("data", help="a directory of binarized data, for example data-bin/wikitext-103")
-    parser.add_argument("--split", default="valid", help="train, valid, test ... (default: valid)")
+    parser.add_argument(
+        "--split", default="valid", help="the split to measure: train, valid, test ... (default: valid)"
+    )
     parser.add_argument("--batches", type=int, default=4, help="number of batches (default: 4)")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences in a batch (default: 4)")
     parser.add_argument("--json", type=Path, help="write the numbers of every layer and head to this file")
@@ -48,9 +50,9 @@ def analyze_checkpoint(
 ) -> report.AttentionReport:
     """Measure a checkpoint on evenly spaced sequences of a split.
 
-    A split with fewer than batches · batch_size sequences is measured completely.
+    If the split has fewer than batches · batch_size sequences, all of them are measured.
 
-    Raises: InputError or ValueError for a checkpoint, data or numbers that do not fit.
+    Raises: InputError or ValueError for a checkpoint, data or numbers that cannot be used.
     """
     if batches < 1 or batch_size < 1:
         raise InputError(f"--batches and --batch-size must be at least 1, got {batches} and {batch_size}")

@@ -1,8 +1,8 @@
 """Measures of how concentrated attention is: entropy, spectral gap and variance (arXiv 2311.13541, sections 3 and A.4).
 
-P (..., N, N) has a distribution over the keys in each row. A key_padding_mask is bool (B, N), True = padded, for
-tensors whose first dimension is B. It takes the rows and columns of padding out of every measure, and a sequence
-without a real token gives NaN. Without a mask, entropy and variance also take some rows of a matrix, (..., R, N).
+Each row of P (..., N, N) is a distribution over the keys. A key_padding_mask is bool (B, N), True = padded, for tensors
+whose first dimension is B. Padded rows and columns are left out of every measure, and a sequence without a real token
+gives NaN. Without a mask, P can also be a selection of rows, (..., R, N), for entropy and variance.
 """
 
 import math
@@ -41,7 +41,7 @@ def variance(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
 
 
 def spectral_gap(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return 1 - |λ2|, where λ2 is the eigenvalue of second largest modulus (section 3.2.2), in float64, (...).
+    """Return 1 - |λ2| (...), where λ2 is the eigenvalue with the second largest modulus (section 3.2.2), in float64.
 
     It is 1 for the uniform P and for N = 1, 0 for the identity, and NaN for a matrix that is not finite. All
     eigenvalues are computed in float64 on the CPU: about 0.15 s for a matrix of N = 512 on one core, growing like N³.
@@ -78,9 +78,9 @@ def linear_spectral_gap(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor |
 
 
 def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "calibrated") -> Tensor:
-    """Return σ_lln², the s for which moment matching would choose this σ̃² = α²σ_q² + β²σ_k².
+    """Return σ_lln², the variance s = σ_q²σ_k² for which moment matching chooses this σ̃² = α²σ_q² + β²σ_k².
 
-    It is read from the table of the constants in reverse. For constants "paper" it is a σ̃² + b (eq. 34), at least 0.
+    It is the inverse of the table of the constants. For constants "paper" it is a σ̃² + b (eq. 34), at least 0.
 
     Args:
         sigma_tilde2: σ̃², of any shape, which is also the shape of the result.

@@ -1,4 +1,4 @@
-"""Reading of the scalars that a training run wrote for TensorBoard."""
+"""Read the scalars that a training run has written for TensorBoard."""
 
 import re
 from pathlib import Path
@@ -17,8 +17,8 @@ class Curve(NamedTuple):
 def read_curves(directory: Path | str) -> dict[str, Curve]:
     """Return every scalar in the event files below a directory, by SUBDIRECTORY/TAG, for example "valid/loss".
 
-    fairseq has one subdirectory for each of train_inner, train and valid. A run that was interrupted has several event
-    files. Where they have values for the same step, the one from the later file counts.
+    fairseq writes one subdirectory for each of train_inner, train and valid. A run that was interrupted has several
+    event files. If two of them have a value for the same step, the value from the later file is returned.
     """
     points: dict[str, dict[int, float]] = {}
     for file in sorted(Path(directory).rglob("events.out.tfevents.*"), key=_age):

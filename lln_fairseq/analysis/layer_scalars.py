@@ -1,4 +1,4 @@
-"""Six numbers that say how concentrated a layer's attention is, measured while the model runs."""
+"""Measure σ_q, σ_k, temperatures, α and β of a layer's attention while the model runs."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,22 +13,24 @@ from lln_fairseq.attention import Attention
 from lln_fairseq.ops.exchange import create_exchange
 from lln_fairseq.ops.moment_matching import standard_deviations
 
-# The order of the vectors below. τ_lln, α and β are NaN for an attention without α and β.
+# The order of the six scalars in the vectors of this module.
 NAMES = ("sigma_q", "sigma_k", "tau_sm", "tau_lln", "alpha", "beta")
 
 
 @torch.no_grad()
 def layer_scalars(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return the means of the six scalars over sequences and heads, in the order of NAMES.
+    """Return six scalars of an attention, averaged over sequences and heads, in the order of NAMES.
 
-    τ_sm = 1/(σ_q σ_k)   the temperature of softmax attention, eq. 5
-    τ_lln = 1/σ_lln      the temperature of LLN attention with α and β, eq. 11 (see `lln_log_variance`)
+    σ_q, σ_k    standard deviations of the queries and of the keys
+    τ_sm        1/(σ_q σ_k), the temperature of softmax attention for them (eq. 5)
+    τ_lln       1/σ_lln, the temperature of LLN attention for them (eq. 11, see `lln_log_variance`)
+    α, β        the factors of LLN attention; these and τ_lln are NaN for a mechanism without α and β
 
-    Where several workers hold the sequences together, all of them must make the call, and the result is that of the
-    whole sequences.
+    If the tokens are split over several workers (`attention.group`), all of them must make the call, and each gets the
+    result for the whole sequences.
 
     Args:
-        attention: the mechanism, with or without α and β.
+        attention: the mechanism.
         q, k: (B, H, N, D).
         key_padding_mask: bool (B, N), True = padded, or None.
 
@@ -50,7 +52,7 @@ def layer_scalars(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: 
 
 
 def queries_keys_mask(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return q, k and the mask of a call attention(*args, **kwargs), whether they are passed by position or name."""
+    """Return q, k and the mask from the arguments of a call attention(*args, **kwargs)."""
     call = inspect.signature(attention.forward).bind(*args, **kwargs)
     call.apply_defaults()
     q, k, _, mask, *_ = call.arguments.values()

@@ -1,9 +1,9 @@
-"""Tests of the paper's model: attention matrices should be log-normal, queries and keys Gaussian.
+"""Test the paper's model of attention: matrices should be log-normal, queries and keys Gaussian.
 
-This module has fits, distances, Q-Q data and predicted moments. A matrix P has shape (..., N, N), and queries and keys
+A matrix P has shape (..., N, N), and queries and keys
 have (..., N, D). A key_padding_mask is bool (B, N), True = padded, for tensors whose first dimension is B; padded rows
-and columns are left out. A fit has one number for each matrix, of shape (...), without gradient, in float64 (float32 on
-an Apple GPU, which has no float64).
+and columns are left out. Every number of a fit has the shape (...), without gradient, in float64 (float32 on an Apple
+GPU, which has no float64).
 """
 
 import math
@@ -24,9 +24,9 @@ class LogNormalFit(NamedTuple):
 
 
 class NormalFit(NamedTuple):
-    """Moments, and the Kolmogorov-Smirnov distance to N(mean, std²), in [0, 1].
+    """Moments of a sample, and its Kolmogorov-Smirnov distance to N(mean, std²), in [0, 1].
 
-    The skewness and the (excess) kurtosis of a Gaussian are 0.
+    For a Gaussian, skewness and (excess) kurtosis are 0.
     """
 
     mean: Tensor
@@ -47,8 +47,8 @@ def lognormal_fit(P: Tensor, key_padding_mask: Tensor | None = None) -> LogNorma
     """Fit a log-normal distribution to the entries of each matrix (Proposition 3.1).
 
     Entries that are 0 (outside the blocks of block-diagonal attention, with ReLU features, or by underflow) have no
-    logarithm. μ and σ² are those of the positive entries, but the distance counts the zeros, so it is at least their
-    fraction of all entries. A matrix without a positive entry gives NaN, and a negative entry makes the distance NaN.
+    logarithm. μ and σ² are those of the positive entries, but the distance includes the zeros, so it is at least the
+    fraction of zeros. A matrix without a positive entry gives NaN, and a negative entry makes the distance NaN.
     """
     flat, real = _flatten_entries(P, key_padding_mask, is_square=True)
     logs = flat.log()  # -inf for 0, NaN for a negative entry

@@ -1,4 +1,4 @@
-"""All instruments for attention matrices, applied to the queries and keys of one layer, head by head."""
+"""Apply all measures of attention matrices to the queries and keys of one layer, head by head."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,8 +24,8 @@ NAMES = ("entropy", "spectral_gap", "variance", "rank", "log_mean", "log_varianc
 class SequenceAttention(NamedTuple):
     """The attention of one sequence of n real tokens, without its padding.
 
-    P is (H, n, n), or (H, ROWS, n) for a sequence beyond MAX_TOKENS; None where the mechanism gives no such matrix.
-    features are φ(q) and φ(k), (H, n, F) each; None unless the mechanism is linear.
+    P is (H, n, n). For more than MAX_TOKENS tokens it has only ROWS rows, (H, ROWS, n). It is None if it cannot be
+    computed. features are φ(q) and φ(k), (H, n, F) each; None unless the mechanism is linear.
     """
 
     heads: int
@@ -39,9 +39,9 @@ def sequence_attentions(
 ) -> Iterator[SequenceAttention]:
     """Yield the attention of every sequence, one at a time, since the matrices of a whole batch may not fit in memory.
 
-    Linear mechanisms have features at any length, and beyond MAX_TOKENS some rows of P. Other mechanisms have P up to
-    MAX_TOKENS and nothing beyond. A mechanism whose rows are no distributions (`stochastic_rows` is False) has neither,
-    unless it has features.
+    Linear mechanisms have features at any length, and beyond MAX_TOKENS only some rows of P. Other mechanisms have P up
+    to MAX_TOKENS tokens, and nothing beyond. A mechanism without features whose rows are not distributions
+    (`stochastic_rows` is False) has neither.
 
     Args:
         attention: the mechanism.
@@ -71,10 +71,10 @@ def sequence_attentions(
 
 
 def measure_sequence(sequence: SequenceAttention) -> Tensor:
-    """Apply every instrument to one sequence.
+    """Compute every measure of NAMES for one sequence.
 
-    Instruments that do not apply are NaN. If P has only some rows, this is the rank. Without P, it is everything but
-    the spectral gap, which needs P or features. For a sequence without a real token, it is everything.
+    A measure that cannot be computed is NaN: the rank if P has only some rows; everything but the spectral gap without
+    P; the spectral gap too without P and features; everything for a sequence without a real token.
 
     Returns: (7, H) in the order of NAMES, float64 on the CPU.
     """

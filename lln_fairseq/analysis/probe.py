@@ -1,7 +1,7 @@
-"""Measurements inside a model: what its attention does on given tokens. Other instruments see only tensors.
+"""Measure the attention and the hidden states inside a model; the other modules of this package measure tensors.
 
-`record_layers` runs a model and returns the queries, keys and hidden states of every layer. `ablated` disables skip
-connections or MLPs for a while. `Probe` writes the instruments of a fixed batch to TensorBoard while a model trains.
+`record_layers` runs a model and returns the queries, keys and hidden states of every layer. `ablated` temporarily
+disables skip connections or MLPs. `Probe` writes measurements of a fixed batch to TensorBoard while a model trains.
 """
 
 import copy
@@ -29,7 +29,7 @@ HISTOGRAM_ENTRIES = 50_000  # the maximum number of entries of ln P in a histogr
 
 @dataclass
 class Layer:
-    """The record of one layer on one batch, without gradients. All tensors contain the padded tokens."""
+    """The queries, keys and hidden states of one layer for one batch, without gradients and including padded tokens."""
 
     attention: Attention  # a copy in float32 in evaluation mode
     q: Tensor  # (B, H, N, D) float32
@@ -45,9 +45,9 @@ class Layer:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run the `with` block in evaluation mode without gradients, and leave no trace of it.
+    """Run the `with` block in evaluation mode and without gradients.
 
-    Afterwards, the mode of every module and the state of the random generators are as before, also after an error.
+    Afterwards, also after an error, the mode of every module and the random generators are restored.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
@@ -61,7 +61,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def record_layers(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
-    """Run the encoder of a fairseq RoBERTa and return its layers in order. The model stays as it is.
+    """Run the encoder of a fairseq RoBERTa and return what each layer computed, in order. The model does not change.
 
     Args:
         model: a model whose layers have an attention of this package.
@@ -103,7 +103,7 @@ def record_layers(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
 
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the encoder layers that have an attention of this package, in order.
+    """Return the encoder layers of a model that have an attention of this package, in order.
 
     Raises: ValueError if there are none, or if the model's mechanism has no queries and keys.
     """
@@ -181,11 +181,10 @@ def spread_batches(dataset: Any, batches: int, size: int, model: nn.Module) -> I
 
 
 class Probe:
-    """Writes the instruments of a fixed batch to TensorBoard.
+    """Writes measurements of a model's attention on a fixed batch to TensorBoard.
 
     The scalars NAME/layer_NN are means over sequences and heads. There are histograms of ln P, which is a bell curve if
-    P is log-normal, and of the entropy and spectral gap of every sequence and head. Values that are not finite are left
-    out.
+    P is log-normal, and of entropy and spectral gap over sequences and heads. Values that are not finite are left out.
 
     Args:
         net_input: the batch, on the model's device.
@@ -197,7 +196,7 @@ class Probe:
         self.writer = writer
 
     def __call__(self, model: nn.Module, update: int) -> float:
-        """Measure the model after this update. Return how long that took, in seconds, which is written as well."""
+        """Measure the model after this update. Return the seconds that this took, which are written as well."""
         start = time.perf_counter()
         for number, layer in enumerate(record_layers(model, self.net_input)):
             self._write_layer(layer, f"layer_{number:02d}", update)

@@ -1,4 +1,4 @@
-"""Measures of how fast attention makes all tokens alike: residual, composite norm and numerical rank.
+"""Measures of rank collapse, in which attention makes all tokens alike: residual, composite norm and numerical rank.
 
 Source: Dong, Cordonnier and Loukas 2021, "Attention is not all you need: pure attention loses rank doubly
 exponentially with depth" (arXiv 2103.03404). X (..., N, C) holds the N tokens of a sequence. A key_padding_mask is bool

@@ -1,4 +1,4 @@
-"""The instruments of a model over several batches: measured layer by layer, printed as tables, drawn as a figure."""
+"""Measure a model layer by layer over several batches, and print the results as tables or draw them as a figure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ VARIANTS = {
 
 
 class Column(NamedTuple):
-    """A column of a table: the instrument, its heading and the format of its numbers."""
+    """A column of a table: the measure, its heading and the format of its numbers."""
 
     instrument: str
     heading: str
@@ -68,11 +68,12 @@ BY_DEPTH = {
 class AttentionReport:
     """The measurements of a model, as means over sequences.
 
-    sequences, tokens: how many were measured, without padding.
+    sequences, tokens: the numbers of measured sequences and of their tokens, without padding.
     longest: the tokens of the longest sequence.
-    layers: for each layer, by instrument, a value for every head (H,), or (1,) for an instrument of the whole layer;
-        NaN where an instrument does not apply.
-    by_depth: by name in BY_DEPTH and variant in VARIANTS, a value for every depth from 0 (the embeddings) to L.
+    layers: for each layer, from the name of a measure to one value per head, (H,), or (1,) for a measure of the whole
+        layer. A measure that does not apply is NaN.
+    by_depth: by_depth[name][variant], with names of BY_DEPTH and variants of VARIANTS, has a value for every depth from
+        0 (the embeddings) to the number of layers.
     """
 
     sequences: int = 0
@@ -145,7 +146,7 @@ def _hidden_rank(X: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 
 def _measure_layer(layer: Layer) -> dict[str, Tensor]:
-    """Return the values of every instrument by name, (B, H) or, for the whole layer, (B, 1), in float64 on the CPU."""
+    """Return every measure of a layer by name, (B, H) or, for the whole layer, (B, 1), in float64 on the CPU."""
     mask = layer.key_padding_mask
     measured = measure.measure_batch(layer.attention, layer.q, layer.k, mask)
     values = dict(zip(measure.NAMES, measured.unbind(dim=1), strict=True))
@@ -158,7 +159,7 @@ def _measure_layer(layer: Layer) -> dict[str, Tensor]:
 
 
 def format_report(report: AttentionReport) -> str:
-    """Return the report as tables, first by layer and then by depth, with "-" where an instrument does not apply.
+    """Return the report as tables, first by layer and then by depth, with "-" for a measure that does not apply.
 
     The numbers are means over sequences and heads.
     """
@@ -185,7 +186,7 @@ def format_report(report: AttentionReport) -> str:
 
 
 def draw_report(report: AttentionReport, path: Path) -> None:
-    """Write a PNG of six panels: five instruments by layer, and the residual by depth."""
+    """Draw a PNG of six panels: five measures by layer, and the residual by depth."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

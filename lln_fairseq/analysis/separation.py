@@ -1,13 +1,13 @@
-"""The separation experiments of Deng, Song and Zhou 2023, which compare softmax with linear attention, and here LLN.
+"""The separation experiments of Deng, Song and Zhou 2023 (softmax against linear attention), extended to LLN attention.
 
 Two inputs, D0 and D1, differ in one token. A network F = Σ_rows Σ_j φ_τ(<row, y_j>) with φ_τ(z) = max(z - τ, 0) and m
 random sign vectors y_j reads the rows of the attention. It separates the inputs if F(D0) = 0 and F(D1) > 0. The paper
-claims that with high probability the network on softmax attention separates them, and the one on linear attention is 0
-on both.
+claims that with high probability the network separates them with softmax attention, and is 0 on both with linear
+attention.
 
-The three experiments are those of the paper's sections 4, D.1 and F.1. Our copy of its text has no formulas, so they
-are our reading, chosen such that each of its lemmas holds; "Our choices" marks what the text leaves open. All
-attentions see the same queries and keys, scaled such that softmax(q kᵀ/√d) has the paper's scores:
+The experiments are those of the paper's sections 4, D.1 and F.1. They were written from its text without the formulas,
+such that each of its lemmas holds; "Our choices" marks what the text leaves open. All attentions get the same queries
+and keys, scaled such that softmax(q kᵀ/√d) has the paper's scores:
 
     softmax  exp(scores) / Σ        linear  scores / Σ        lln  <e^{αq}, e^{βk}> / Σ with moment matching
 """
@@ -24,9 +24,9 @@ from lln_fairseq.ops.moment_matching import match_moments_pytorch
 
 
 def distinct_queries(q: Tensor) -> Tensor:
-    """Return the distinct queries of q (..., R, d), a few instead of R.
+    """Return the distinct queries of q (..., R, d), usually far fewer than R.
 
-    Equal queries give equal rows, and F only has to tell whether any row exceeds τ.
+    Equal queries give equal rows, and only the sign of F matters: whether any row exceeds τ.
     """
     return q.unique(dim=-2)
 
@@ -62,8 +62,8 @@ class Separation(NamedTuple):
     """The result of an experiment.
 
     draws: the number of draws of the sign vectors.
-    counts: by the name in NORMALIZATIONS.
-    claim: the draws with the event that the paper claims: softmax separates, and linear attention is 0 on both inputs.
+    counts: by the name of the attention in NORMALIZATIONS.
+    claim: the draws in which the paper's claim holds: softmax separates, and linear attention is 0 on both inputs.
     """
 
     draws: int
@@ -111,7 +111,7 @@ def softmax_regression(
         m: the number of sign vectors; None = ⌈ln(n/δ)⌉.
         delta: δ, the accepted probability of failure.
         draws: how often the inputs and the sign vectors are drawn.
-        seed: of the draws.
+        seed: the seed of all draws.
     """
     generator = torch.Generator().manual_seed(seed)
     m = m or math.ceil(math.log(n / delta))
@@ -151,8 +151,8 @@ def self_attention(
     all ones, LLN cannot separate at any α and β: all features of a query are the same number, which cancels as a factor
     of its row.
 
-    Our choices: τ = (c + 0.1) √(ln n). The mean of the rows cannot exceed it if b <= 0.1. Row j, if its
-    own entry dominates, exceeds it for at least a quarter of the sign vectors.
+    Our choices: τ = (c + 0.1) √(ln n). The mean of the rows cannot exceed it if b <= 0.1. If row j's own entry
+    dominates, the row exceeds it for at least a quarter of the sign vectors.
 
     Args:
         n, d, delta, draws, seed: as for `softmax_regression`; n must be a multiple of d - 2.
@@ -210,7 +210,7 @@ def cross_attention(
 
 
 def _separate(d0: Problem, d1: Problem, y: Tensor, tau: float) -> Separation:
-    """Count the events over the draws of the sign vectors y (draws, features, m)."""
+    """Count how often each attention separates d0 from d1, for sign vectors y (draws, features, m)."""
     zero_on_d0 = {}
     positive_on_d1 = {}
     counts = {}
@@ -226,9 +226,9 @@ def _separate(d0: Problem, d1: Problem, y: Tensor, tau: float) -> Separation:
 
 
 def _network(rows: Tensor, y: Tensor, tau: float) -> Tensor:
-    """Return F (draws,) of rows (B, R, features) for sign vectors y (draws, features, m).
+    """Return F, (draws,), for rows (B, R, features) and sign vectors y (draws, features, m).
 
-    The threshold is slightly above τ, so that rounding cannot lift a row that equals τ above it.
+    The threshold is slightly above τ, so that rounding cannot lift a product that equals τ above it.
     """
     return (rows @ y - (1 + 1e-12) * tau).clamp_min(0).sum(dim=(1, 2))
 

@@ -17,6 +17,8 @@ EXPANSION = 2  # e / d
 
 @dataclass
 class FlashConfig:
+    """The options of FLASH."""
+
     form: str = option(
         "chunked", "chunked: chunks plus linear attention (FLASH); quadratic: every pair of tokens (FLASH-Quad)", FORMS
     )

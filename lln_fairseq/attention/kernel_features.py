@@ -13,8 +13,8 @@ class KernelFeatureAttention(Attention):
     """Linear attention with P_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l), for a non-negative feature map φ.
 
     A subclass defines φ in `features`, or overrides `feature_maps` if φ depends on the position of the token. The cost
-    is linear in N. P is never formed, so attention dropout does not apply. A query whose features are 0 wherever those
-    of the keys are not gives 0.
+    is linear in N. P is never formed, so attention dropout does not apply. The output is 0 for a query whose features
+    are orthogonal to those of all keys.
     """
 
     def features(self, x: Tensor) -> Tensor:

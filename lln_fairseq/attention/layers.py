@@ -1,6 +1,6 @@
 """Define the base class and the registration of mechanisms that replace a whole encoder layer.
 
-Such a mechanism takes the place of self-attention and the feed-forward part together. It is one file, too:
+Such a mechanism takes the place of self-attention and the feed-forward part together. It is defined in one file:
 
     @register_layer("gate", GateConfig)
     class GateLayer(EncoderLayer):
@@ -115,7 +115,7 @@ def build_layer(
 def check_attention_spec(spec: str) -> None:
     """Raise ValueError if an attention spec (see `registry.parse_attention_spec`) cannot be built.
 
-    The mechanism is built once, with one head of 64 features, and thrown away.
+    To check it, the mechanism is built with one head of 64 features and discarded.
     """
     name, options = parse_attention_spec(spec)
     if name in LAYER_REGISTRY:

@@ -14,6 +14,8 @@ SHARING = ("none", "headwise", "key_value")
 
 @dataclass
 class LinformerConfig:
+    """The options of Linformer."""
+
     projected_length: int = option(256, "k, projected keys of a sequence; at most the longest sequence", at_least=1)
     sharing: str = option(
         "headwise",
@@ -29,8 +31,8 @@ class LinformerAttention(Attention):
     Token j is weighted by column j of E and F, so a model cannot process sequences longer than max_positions, and
     columns are only trained up to the length of the training sequences. Padded keys and values count as 0, so a short
     sequence uses the first columns only. Attention dropout applies to the weights of the projected keys. E and F are
-    initialized from N(0, 1/k), the random projections of Theorem 1. The paper also shares projections between layers,
-    which is not possible here because every layer has its own attention.
+    initialized from N(0, 1/k), the random projections of Theorem 1. The paper can also share projections between
+    layers; here every layer has its own.
 
     Sequences longer than max_positions raise ValueError.
     """

@@ -16,11 +16,13 @@ GAINS = ("none", "learned")
 
 @dataclass
 class LLNConfig:
+    """The options of LLN attention."""
+
     alpha: float | None = option(None, "fixed α; needs β too and switches moment matching off")
     beta: float | None = option(None, "fixed β; needs α too and switches moment matching off")
     constants: str = option(
         "calibrated",
-        "how σ̃² is found: by a table that equates variances (calibrated) or entropies, or by the paper's line",
+        "how σ̃² is computed: from a table that matches variances (calibrated) or entropies, or from the paper's line",
         CONSTANTS,
     )
     scope: str = option("head", "one α, β for each sequence and head, or one for the whole batch", SCOPES)
@@ -28,10 +30,10 @@ class LLNConfig:
 
 
 class MomentMatchedAttention(Attention):
-    """Base class of attentions with α and β.
+    """Base class of attentions that have α and β.
 
-    α and β are fixed numbers, or matched to the queries and keys of every call. With `gain="learned"` each head
-    multiplies both by a learned factor.
+    α and β are fixed numbers, or matched to the queries and keys of every call. With gain="learned", each head
+    multiplies each of them by a learned factor.
 
     Raises:
         ValueError: if only one of α and β is given, or if one is not positive.
@@ -64,9 +66,9 @@ class MomentMatchedAttention(Attention):
     def moment_matching_arguments(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> dict[str, Any]:
         """Return the keyword arguments of `lln_attention` and `lln_diag_attention` that determine α and β.
 
-        Without a learned gain these are the options, so that the operation can match the moments while it reads the
-        queries and keys. With a learned gain they are α and β themselves, (B, H), with a gradient to the gain. Both
-        include the group of workers. Arguments are those of `attention_matrix`.
+        Without a learned gain these are the options, so that the function can match the moments while it reads the
+        queries and keys. With a learned gain they are α and β themselves, (B, H), with a gradient to the gain. The
+        group of workers is always included. The arguments are those of `attention_matrix`.
         """
         if self.log_gain is None:
             return {

@@ -21,6 +21,8 @@ SUM_MIXES = ("average", "ratio", "scale")  # these add two parts, each of which 
 
 @dataclass
 class LLNDiagConfig(LLNConfig):
+    """The options of LLN+Diag, which include those of LLN attention."""
+
     block_size: int | None = option(None, "tokens in a block; default: the head dimension", at_least=1)
     mix: str = option(
         "average",
@@ -33,9 +35,9 @@ class LLNDiagConfig(LLNConfig):
 
 @register_attention("lln_diag", LLNDiagConfig)
 class LLNDiagAttention(MomentMatchedAttention):
-    """½ (LLN + block-diagonal softmax), the paper's layer, or another mix of the two.
+    """LLN+Diag: ½ (LLN + block-diagonal softmax), as in the paper, or another mix of the two.
 
-    ops/joint.py defines the joint mixes. Attention dropout applies to the block-diagonal part.
+    ops/joint.py defines the mixes joint and joint_offset. Attention dropout applies to the block-diagonal part.
     """
 
     config: LLNDiagConfig
@@ -91,7 +93,7 @@ class LLNDiagAttention(MomentMatchedAttention):
         return reference.joint_matrix(q, k, alpha, beta, self.block_size, offset, key_padding_mask)
 
     def branches(self) -> dict[str, Attention]:
-        """Return LLN attention and block-diagonal softmax. LLN shares the learned gain with this attention."""
+        """Return LLN attention, which shares this attention's learned gain, and block-diagonal softmax."""
         sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
         lln_options = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(LLNConfig)}
         lln = LLNAttention(LLNConfig(**lln_options), *sizes)

@@ -14,6 +14,8 @@ from lln_fairseq.ops.softmax import softmax_attention
 
 @dataclass
 class LongformerConfig:
+    """The options of Longformer."""
+
     one_sided_window: int = option(256, "tokens attended on each side; half of the paper's window of 512", at_least=1)
 
 
@@ -26,8 +28,8 @@ class LongformerAttention(Attention):
     and by the first token. Keys outside the window are masked, and so is the first token within the window, since it
     would otherwise count twice.
 
-    The paper gives global attention its own projections. Projections are the caller's business here, so both kinds
-    share them, which is how the paper's training starts, too.
+    The paper gives global attention its own projections. Here the caller projects, so both kinds share projections,
+    with which the paper's training also starts.
     """
 
     config: LongformerConfig

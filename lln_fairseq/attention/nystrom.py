@@ -17,6 +17,8 @@ from lln_fairseq.ops.softmax import softmax_attention
 
 @dataclass
 class NystromConfig:
+    """The options of Nyströmformer."""
+
     landmarks: int = option(
         64, "segment means of queries and keys; sequences of at most this length get exact softmax", at_least=1
     )

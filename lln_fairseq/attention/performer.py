@@ -14,6 +14,8 @@ from lln_fairseq.ops.random_features import log_features, random_feature_attenti
 
 @dataclass
 class PerformerConfig:
+    """The options of Performer."""
+
     num_features: int = option(256, "random features of a head", at_least=1)
     redraw_every: int = option(
         1000, "draw new features after this many forward passes in training; 0: keep the first ones", at_least=0
@@ -27,9 +29,9 @@ class PerformerAttention(Attention):
     In expectation φ(q)·φ(k) = exp(q·k / √D) (Lemma 1 of the paper). The computation uses the logarithms of the
     features, so nothing overflows and no epsilon is needed. P is never formed, so attention dropout does not apply.
 
-    Features only change during training and are saved with the parameters. What is drawn next depends on a seed, which
-    is taken from torch's global generator on construction, and on the number of training passes so far. Both are saved,
-    so a resumed run draws the same features as an uninterrupted one, and so do all workers.
+    Features only change during training and are saved with the parameters. The next draw depends on a seed, which is
+    taken from torch's global generator on construction, and on the number of training passes so far. Both are saved, so
+    a resumed run and all workers draw the same features as an uninterrupted run.
 
     A model in half precision rounds ω, for queries and keys alike. The directions change by about one part in a
     thousand, and the kernel remains the same.

@@ -13,6 +13,8 @@ from lln_fairseq.ops.padding import clear_padding, explicit_mask
 
 @dataclass
 class ReformerConfig:
+    """The options of Reformer."""
+
     chunk_size: int = option(64, "m, queries in a chunk, which attends to 3 m keys", at_least=1)
     hashes: int = option(4, "rounds of hashing", at_least=1)
 
@@ -21,19 +23,19 @@ class ReformerConfig:
 class ReformerAttention(Attention):
     """LSH attention: P_ij = c_ij e^{q_i·k_j / √D} / Σ_l c_il e^{q_i·k_l / √D}.
 
-    c_ij is the number of rounds in which query i attends to key j. Every round hashes queries and keys by
-    h(x) = argmax [xR, -xR] with a random R (section 2 of the paper), and sorts both by their hash. A chunk of m sorted
-    queries attends to the 3 m sorted keys around the bucket of its middle query. Rounds are weighted by their sums of
-    exponentials. As in the published code, a key that is met in two rounds counts twice, and keys of neighboring
-    buckets within reach are not masked. A sequence of at most 3 m tokens therefore gets exact softmax attention.
+    c_ij is the number of rounds in which query i attends to key j. Every round assigns queries and keys to the buckets
+    h(x) = argmax [xR, -xR] with a random R (section 2 of the paper), and sorts both by bucket. m consecutive sorted
+    queries form a chunk, which attends to 3 m consecutive sorted keys, centered on the bucket of its middle query.
+    Rounds are weighted by their sums of exponentials. As in the published code, a key that a query meets in two rounds
+    counts twice, and the 3 m keys are not masked if they are in other buckets. A sequence of at most 3 m tokens
+    therefore gets exact softmax attention.
 
-    The paper sets k = q / |q|, so that queries and keys of a bucket share a chunk, and masks the diagonal. Here the
-    keys are independent of the queries: they are sorted separately and found by the number of their bucket. The length
-    of a vector does not change its hash.
+    The paper sets k = q / |q| and sorts tokens, so that queries and keys of a bucket share a chunk, and masks the
+    diagonal. Here the keys are independent of the queries, and both are sorted separately.
 
     A sequence of n real tokens has 2 ⌈n / 2m⌉ buckets and its padding is sorted to the end, so the result does not
     depend on the batch. During training, every forward pass draws its own R. Evaluation uses one R, which is drawn on
-    construction from a seed that is saved.
+    construction from a seed that is saved. The arguments are those of `Attention`.
     """
 
     config: ReformerConfig
@@ -85,9 +87,7 @@ class ReformerAttention(Attention):
         return _gather_rows(out.flatten(2, 3), original_order), log_sum
 
     def buckets(self, x: Tensor, rotation: Tensor, padding: Tensor) -> Tensor:
-        """Hash every token.
-
-        A sequence only uses the first ⌈n / 2m⌉ directions for its n real tokens.
+        """Assign every token to a bucket. A sequence of n real tokens uses only the first ⌈n / 2m⌉ directions.
 
         Args:
             x: queries or keys (B, H, N, D).
@@ -95,7 +95,7 @@ class ReformerAttention(Attention):
             padding: bool (B, N), True = padded.
 
         Returns:
-            The bucket of every token, (B, H, N). Padded tokens get 2 · directions, which sorts after all buckets.
+            The bucket of every token, (B, H, N). Padded tokens get 2 · directions, which sorts them to the end.
         """
         with torch.autocast(x.device.type, enabled=False):
             projected = x.float() @ rotation.float()  # (B, H, N, directions)
@@ -164,7 +164,7 @@ class ReformerAttention(Attention):
     def _count_attended(self, counts: Tensor, q_bucket: list[int], k_bucket: list[int], num_real: int) -> None:
         """Add 1 to counts (N, N), in place, for every query and key that meet in one round of one head.
 
-        q_bucket and k_bucket are the N buckets, num_real is the number of real tokens; with 0, nothing is counted.
+        q_bucket and k_bucket hold the bucket of each of the N tokens, of which num_real are real.
         """
         if num_real == 0:
             return

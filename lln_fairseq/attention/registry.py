@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 
 
 class Attention(nn.Module):
-    """Base class of the attention mechanisms, which work on queries, keys and values that are already split into heads.
+    """Base class of the attention mechanisms.
 
-    The projections and fairseq's tensor layout belong to `modules/multihead_attention.py`.
+    Queries, keys and values are already split into heads: `modules/multihead_attention.py` does the projections.
 
     Args:
         config: an instance of the dataclass that the mechanism is registered with.
@@ -46,7 +46,7 @@ class Attention(nn.Module):
     # that the mechanism needs the whole sequence on one worker.
     shard_multiple: int | None = None
 
-    # The workers that hold the sequences together, in the order of their tokens. None: this worker holds all tokens.
+    # The workers that share the sequences, in the order of their tokens. None: this worker holds all tokens.
     group: ProcessGroup | None = None
 
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
@@ -111,10 +111,10 @@ class Attention(nn.Module):
         return None
 
     def branches(self) -> dict[str, "Attention"]:
-        """Return the attentions that this mechanism is a combination of, for measuring what each one contributes.
+        """Return the attentions that this mechanism combines, so that each can be measured by itself.
 
-        Each is a complete attention with the same options, keyed by a name for reports. The dictionary is empty for a
-        mechanism that combines nothing.
+        Each is a complete attention with the same options; the key is its name in reports. The dictionary is empty for
+        a mechanism that is not a combination.
         """
         return {}
 
@@ -221,7 +221,7 @@ def build_attention(
 
 
 def require_attention(name: str, reason: str) -> None:
-    """Raise ValueError if the mechanism replaces a whole encoder layer; accept any other name, even unknown ones.
+    """Raise ValueError if the mechanism replaces a whole encoder layer. Unknown names pass.
 
     The message is "NAME replaces the whole encoder layer, and REASON".
     """

@@ -13,7 +13,7 @@ from lln_fairseq.ops.padding import clear_padding
 class ScoreKernelAttention(Attention):
     """Attention with P_ij = κ(q_i·k_j) / Σ_l κ(q_i·k_l), for a non-negative kernel κ of the score.
 
-    A subclass defines κ in `kernel`. P is formed in full (N x N), since this class serves comparison and analysis. It
+    A subclass defines κ in `kernel`. P is formed in full (N x N), because this class is for comparison and analysis. It
     is computed in float32 (float64 for float64 inputs).
 
     κ must be homogeneous. P then depends neither on the scale of the queries and keys nor on a temperature, so scores

@@ -13,6 +13,8 @@ from lln_fairseq.ops.padding import clear_padding
 
 @dataclass
 class SkyformerConfig:
+    """The options of Skyformer."""
+
     landmarks: int = option(64, "tokens whose queries and keys are the landmarks", at_least=1)
     gamma: float = option(0.1, "γ, added to the diagonal of the landmarks' kernel matrix")
     iterations: int = option(6, "steps of the iterative inverse", at_least=1)
@@ -73,8 +75,7 @@ class SkyformerAttention(Attention):
 
         Returns:
             Positions (B, landmarks) in ascending order: random within the segment during training, its middle
-            otherwise. A sequence with fewer real tokens than landmarks has some of them several times, and one without
-            any has position 0 only.
+            otherwise. They repeat if a sequence has fewer real tokens than landmarks, and are 0 if it has none.
         """
         batch, _, length, _ = q.shape
         num_landmarks = self.config.landmarks

@@ -17,6 +17,8 @@ EPSILON = 1e-6  # added to mean squares
 
 @dataclass
 class TnnConfig:
+    """The options of TNN."""
+
     gamma: float = option(0.99, "γ, factor by which a mixing weight decays with each token of distance, 0 < γ <= 1")
     rpe_layers: int = option(6, "hidden layers of the network that computes the mixing weights", at_least=0)
     rpe_dim: int = option(64, "width of that network", at_least=1)

@@ -13,6 +13,8 @@ from lln_fairseq.ops.padding import clear_padding, explicit_mask
 
 @dataclass
 class TransformerLSConfig:
+    """The options of Transformer-LS."""
+
     window: int = option(
         8, "w, tokens in a chunk of queries, which also attends to w // 2 keys beyond each of its ends", at_least=1
     )
@@ -21,7 +23,7 @@ class TransformerLSConfig:
 
 @register_attention("transformer_ls", TransformerLSConfig)
 class TransformerLSAttention(Attention):
-    """One softmax over r projected keys and the window: softmax(q [K̄; K_w]ᵀ / √D) [V̄; V_w] (eqs. 4 to 7).
+    """One softmax over r mixtures of keys and over a window: softmax(q [K̄; K_w]ᵀ / √D) [V̄; V_w] (eqs. 4 to 7).
 
         K = LN_L(k), V = LN_L(v);  P = softmax over the tokens of k W_p;  K̄ = LN_S(Pᵀ K), V̄ = LN_S(Pᵀ V)
 
@@ -106,7 +108,7 @@ class TransformerLSAttention(Attention):
         return F.pad(x, (0, 0, reach, reach + tail), value=fill).unfold(2, width + 2 * reach, width)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Raise ValueError."""
+        """Raise ValueError, because the layer norms act across heads."""
         raise ValueError("the values are normalized over all heads, so there is no single attention matrix")
 
 

@@ -18,6 +18,8 @@ EPSILON = 1e-12  # added to mean squares, so that an output of 0 stays 0
 
 @dataclass
 class TransNormerConfig:
+    """The options of both TransNormers."""
+
     block_size: int = option(64, "tokens in a block of the local layers", at_least=1)
     local_layers: int | None = option(
         None, "number of layers, from the first one, with local attention; default: half of them", at_least=0
@@ -30,7 +32,7 @@ class TransNormerAttention(Attention):
     DiagAttention is defined by the subclass. NormAttention is φ(q) (φ(k)ᵀ v) / RMS. The RMS is taken over all heads of
     a token, so NormAttention has no attention matrix and attention dropout does not apply to it. The norm has no
     learned gain, because the output projection that follows can represent any gain. Until an encoder calls `place`, the
-    attention acts as the only layer of one, which is a NormAttention unless `local_layers` is at least 1.
+    attention acts like the only layer of an encoder: NormAttention unless `local_layers` is at least 1.
     """
 
     config: TransNormerConfig

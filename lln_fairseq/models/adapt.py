@@ -14,9 +14,8 @@ logger = logging.getLogger(__name__)
 def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
     """Make the parameters of another RoBERTa loadable into a model, in place, and log a warning for every change.
 
-    The table of position embeddings is resized. Parameters of an attention that the model does not have are removed.
-    Parameters of the model's attention that are missing are added with the model's current values. Nothing else is
-    changed or checked.
+    The table of position embeddings is resized. Attention parameters that the model does not have are removed, and
+    missing ones are added with the model's current values. Nothing else is changed or checked.
 
     Args:
         state: parameters by the names that fairseq's RoBERTa uses today.

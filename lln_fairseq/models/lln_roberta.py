@@ -33,9 +33,9 @@ DEFAULT_PRESET = "base"
 # None until a preset or the user sets them: with numbers as defaults, Hydra would silently ignore the preset.
 @dataclass
 class RobertaConfig(FairseqDataclass):
-    """The options of fairseq's RoBERTa with their defaults, and options for what fairseq fixes.
+    """The options of fairseq's RoBERTa with their defaults, and options that fairseq's model does not have.
 
-    The latter are the ε of layer norms, pooling, the dimension of the classification head and initial values.
+    Among the latter are the ε of layer norms, pooling, the dimension of the classification head and initial values.
     """
 
     encoder_layers: Optional[int] = field(default=None, metadata={"help": "number of encoder layers"})
@@ -113,7 +113,7 @@ class LLNRobertaModel(RobertaModel):
     def from_pretrained(cls, *args: Any, bpe: str | None = None, **kwargs: Any) -> RobertaHubInterface:
         """Load a model as fairseq does, but without a tokenizer unless `bpe` names one.
 
-        fairseq's default would download GPT-2's tokenizer, even if everything that is needed is local.
+        fairseq's default would download GPT-2's tokenizer, even if the model does not need it.
         """
         return super().from_pretrained(*args, bpe=bpe, **kwargs)
 
@@ -131,7 +131,7 @@ class LLNRobertaModel(RobertaModel):
         """Build a model. fairseq calls this hook.
 
         Args:
-            cfg: the options of the model; missing ones get their default or come from the base preset.
+            cfg: the options of the model; missing ones are filled in by `complete_config`.
             task: a fairseq task with a dictionary. Its max_positions() is used if `cfg.max_positions` is None.
 
         Raises:
@@ -159,7 +159,7 @@ class LLNRobertaModel(RobertaModel):
         Args:
             name: the name that `forward` selects the head by.
             num_classes: number of outputs.
-            inner_dim: dimension within the head; None: `pooler_dim`, or the embedding dimension if that is None, too.
+            inner_dim: dimension within the head; None: `pooler_dim`, or the embedding dimension if that is also None.
             kwargs: ignored by fairseq.
 
         With `two_towers` the input of the head has four times the embedding dimension.
@@ -188,7 +188,7 @@ class LLNRobertaModel(RobertaModel):
             classification_head_name: the head to apply to the pooled features. None: no classification.
             other_tokens: token ids (B, M) of the second text, which the encoder processes separately. Required for a
                 classification with `two_towers` and ignored otherwise.
-            shard: which part of their sequences src_tokens are; None: whole sequences.
+            shard: the part of the sequences that src_tokens hold; None: whole sequences.
             kwargs: further arguments of fairseq's encoder.
 
         Returns:
@@ -226,7 +226,7 @@ class LLNRobertaModel(RobertaModel):
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Adapt the parameters of a checkpoint, in place, before they are loaded. fairseq calls this hook.
 
-        Checkpoints of stock RoBERTa, with another length or with another attention then load, too.
+        This way, checkpoints of stock RoBERTa, of another length or with another attention can also be loaded.
         """
         super().upgrade_state_dict_named(state_dict, name)
         adapt_state_dict(state_dict, self)
@@ -237,8 +237,8 @@ def complete_config(cfg: DictConfig) -> DictConfig:
 
     Missing options get their default, missing sizes those of the base preset, and `layernorm_embedding` becomes the
     opposite of `encoder_normalize_before` if it is None. Options whose default is computed later stay None, among them
-    `max_positions` and `pooler_dim`. Unknown keys are dropped: fairseq has already checked the
-    options of both command lines, and the configuration in a checkpoint may be from another version.
+    `max_positions` and `pooler_dim`. Unknown keys are dropped, because the configuration in a checkpoint can be from
+    another version; fairseq has already rejected unknown options of a command line.
     """
     known = {field.name for field in dataclasses.fields(LLNRobertaConfig)}
     known_options = {key: value for key, value in cfg.items() if key in known}

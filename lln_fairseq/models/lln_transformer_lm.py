@@ -63,8 +63,8 @@ class LLNTransformerLanguageModel(TransformerLanguageModel):
     def _build_embedding(cls, args: Any, task: Any) -> nn.Module:
         """Build the token embedding that the options ask for, and set args.max_target_positions in place.
 
-        It is taken from fairseq's model without layers: fairseq knows all kinds of embeddings and fills in what the
-        options leave open.
+        fairseq builds it, as part of a model without layers, because it supports all kinds of embeddings and fills in
+        the options that are not set.
         """
         stock_args = copy.deepcopy(args)
         stock_args.decoder_layers = 0

@@ -1,4 +1,4 @@
-"""The sizes of the named architectures, for everything that builds a model, with or without fairseq."""
+"""The sizes of the named architectures."""
 
 # name: (layers, embedding dimension, feed-forward dimension, heads). base and large are those of RoBERTa.
 PRESETS = {

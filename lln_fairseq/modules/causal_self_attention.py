@@ -1,4 +1,4 @@
-"""The self-attention of a decoder: fairseq's projections around causal LLN attention, also for incremental decoding."""
+"""The self-attention of a decoder: causal LLN attention with fairseq's projections and incremental decoding."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ class CausalSelfAttention(MultiheadAttention):
     Args:
         embed_dim: number of features C of a token.
         num_heads: number of heads H.
-        alpha, beta: fixed α and β; None for both switches moment matching on.
+        alpha, beta: fixed α and β; None for both = moment matching.
         constants: the constants of the moment matching.
         options: further arguments of fairseq's MultiheadAttention.
 
@@ -61,7 +61,7 @@ class CausalSelfAttention(MultiheadAttention):
         """Compute causal self-attention.
 
         Args:
-            query: (T, B, C). During incremental decoding these are the tokens after those already seen.
+            query: (T, B, C). During incremental decoding, only the tokens that follow those of earlier calls.
             key, value: ignored, since queries, keys and values are projections of the same tokens.
             key_padding_mask: (B, T), True or nonzero = padded, or None.
             incremental_state: fairseq's state of incremental decoding, updated in place, or None. It stores a running

@@ -1,4 +1,4 @@
-"""fairseq's decoder without an encoder, with causal LLN attention in every layer."""
+"""fairseq's decoder-only transformer with causal LLN attention in every layer."""
 
 from typing import Any
 
@@ -53,6 +53,6 @@ class LLNDecoder(TransformerDecoder):
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         """Return an empty tensor, which tells `CausalSelfAttention` that later tokens are hidden.
 
-        fairseq's N x N mask would need quadratic memory for nothing.
+        fairseq's N x N mask would need quadratic memory, and is not read.
         """
         return tensor.new_empty(0)

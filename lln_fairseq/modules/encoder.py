@@ -98,9 +98,9 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
 class LLNTransformerEncoder(TransformerEncoder):
     """fairseq's transformer encoder with a pluggable mechanism in every layer.
 
-    `args` are fairseq's options of the model, with `feed_forward_tokens` in addition. `attention` and `options` are the
-    registered name and the options of the mechanism. ValueError is raised if it cannot be built, or if it replaces a
-    layer and `args` contains options that only RoBERTa's own layers support.
+    `args` are fairseq's options of the model, plus `feed_forward_tokens`. `attention` and `options` are the registered
+    name and the options of the mechanism. Raises ValueError if the mechanism cannot be built, or if it replaces a layer
+    and `args` contains options that only RoBERTa's own layers support.
     """
 
     layer_norm: nn.Module | None  # after the last layer; created by TransformerEncoder
@@ -126,10 +126,9 @@ class LLNTransformerEncoder(TransformerEncoder):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     def set_shard(self, shard: Shard | None) -> None:
-        """Tell the encoder which part of their sequences the next tokens are. None: they are whole sequences.
+        """Set the shard of the tokens in the next forward passes. None: the tokens are whole sequences.
 
-        The shard also applies to the backward pass, where layers may be computed again, so it stays until the next
-        call.
+        The shard is kept for the backward pass, in which layers can be recomputed.
         """
         self.shard = shard
         group = None
@@ -141,7 +140,7 @@ class LLNTransformerEncoder(TransformerEncoder):
     def forward_embedding(self, src_tokens: Tensor, token_embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Embed tokens and positions, as fairseq does, but with the positions of the shard if there is one.
 
-        fairseq counts positions from the first token that it sees.
+        fairseq would count positions from the first token of the shard.
 
         Args:
             src_tokens: token ids (B, T).
@@ -205,9 +204,9 @@ class LLNTransformerEncoder(TransformerEncoder):
 class LLNRobertaEncoder(RobertaEncoder):
     """fairseq's RoBERTa encoder with a pluggable mechanism in every layer, and with layer_norm_eps in its layer norms.
 
-    `args` are fairseq's options of the model, with `feed_forward_tokens` and `layer_norm_eps` in addition. For a
-    mechanism that replaces a layer, `args.no_token_positional_embeddings` is set in place. The norms of a mechanism
-    keep their own ε, apart from those of a replacement of a layer.
+    `args` are fairseq's options of the model, plus `feed_forward_tokens` and `layer_norm_eps`. A mechanism that
+    replaces a layer sets `args.no_token_positional_embeddings` in place and uses layer_norm_eps in its own norms; other
+    mechanisms keep the ε of their norms.
     """
 
     def __init__(self, args: Any, dictionary: Any, attention: str, options: dict[str, Any]) -> None:
@@ -223,7 +222,7 @@ class LLNRobertaEncoder(RobertaEncoder):
                 module.eps = args.layer_norm_eps
 
     def forward(self, *args: Any, shard: Shard | None = None, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Apply fairseq's encoder. `shard` says which part of their sequences the tokens are; None: all of them."""
+        """Apply fairseq's encoder to the tokens of a shard, or to whole sequences if `shard` is None."""
         if shard is not self.sentence_encoder.shard:
             self.sentence_encoder.set_shard(shard)
         return super().forward(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Cut a batch so that several workers hold its sequences together, each a range of consecutive tokens.
+"""Split the sequences of a batch over several workers, each of which holds a range of consecutive tokens.
 
-Groups of neighboring workers get the same batch. After the masking, every worker cuts its own tokens out of it, and
-counts only its own tokens, masked tokens and sentences. fairseq then adds up losses and scores over all workers.
+Groups of neighboring workers get the same batch. After masking, every worker cuts its own tokens out of it, and counts
+only its own tokens, masked tokens and sentences. fairseq then sums losses and scores over all workers.
 """
 
 from datetime import timedelta
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-# How long to wait for a worker that does not answer. A worker that ends is noticed at once.
+# How long to wait for a worker that does not answer. The end of a worker's process is noticed at once.
 PATIENCE = timedelta(minutes=10)
 
 
 class Shard(NamedTuple):
-    """Describes to a model which part of their sequences its tokens are, and which workers hold the rest."""
+    """The part of a batch's sequences that this worker holds: a range of consecutive tokens."""
 
-    group: dist.ProcessGroup  # the workers that hold the sequences together
+    group: dist.ProcessGroup  # the workers that share the sequences
     positions: Tensor  # (B, n): for every token of the shard, its row in the table of position embeddings
     has_first: bool  # the shard contains the first token of the sequences
 
@@ -44,7 +44,7 @@ def shard_bounds(tokens: int, workers: int, multiple: int = 1) -> list[tuple[int
 def create_neighbor_group(size: int) -> dist.ProcessGroup:
     """Divide all workers into groups of `size` consecutive ranks, and return the group of this worker.
 
-    All workers of the training must call this, because it creates process groups.
+    All workers of the run must call this, because it creates process groups.
 
     Raises:
         ValueError: if the number of workers is not a multiple of size.
@@ -61,14 +61,14 @@ def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, p
 
     Args:
         sample: a batch with `net_input.src_tokens` (B, N), `nsentences` and an optional `target`. It is not modified.
-        group: the workers that hold the batch together.
+        group: the workers that share the batch.
         multiple: see `shard_bounds`.
         padding: the id of the padding symbol.
 
     Returns:
         A batch with this worker's part of src_tokens, a `Shard` in `net_input`, and the number of its real tokens in
-        `ntokens`. A target of shape (B, N) is cut like the tokens. A target of another shape belongs to sentences, and
-        so does `nsentences`: the worker with the first token keeps them, the remaining workers get no rows and 0.
+        `ntokens`. A target of shape (B, N) is cut like the tokens. A target of another shape belongs to sentences: the
+        worker with the first token keeps it and `nsentences`; the remaining workers get 0 rows and nsentences = 0.
     """
     tokens = sample["net_input"]["src_tokens"]
     rank = dist.get_rank(group)

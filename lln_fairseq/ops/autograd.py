@@ -1,7 +1,7 @@
 """The differentiable function behind LLN, LLN+Diag and block-diagonal attention.
 
-`hybrid_attention` decides who computes a call: a backend, a backend inside a graph of torch.compile, or the plain
-formula. `HybridFunction` connects a backend's forward and backward pass to torch's autograd.
+`hybrid_attention` selects the implementation of a call: a backend, a backend inside a graph of torch.compile, or the
+plain formula. `HybridFunction` connects a backend's forward and backward pass to torch's autograd.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,18 +32,18 @@ def hybrid_attention(
     """Compute the hybrid of LLN and block-diagonal attention that `spec` describes.
 
     The inputs must have passed `checks.check_inputs`, and `backend` must be a result of `choose_backend`. The first
-    case that applies decides who computes:
+    case that applies selects the implementation:
 
-    1. An exchange between workers: the backend, also for a worker without tokens, because the others wait for it.
-    2. No elements: the plain formula, because kernels need at least one.
-    3. Traced or transformed operations with the backend "torch": the plain formula, which tracing can follow.
-    4. torch.compile with another backend: the backend as one operator in the compiled graph.
-    5. Everything else: the backend, called directly.
+    1. With an exchange between workers: the backend. A worker without tokens uses `no_tokens`, because the other
+       workers wait for its part.
+    2. Without elements, or if operations are traced or transformed with the backend "torch": the plain formula.
+    3. Under torch.compile with another backend: the backend as one operator in the compiled graph.
+    4. Otherwise: the backend, called directly.
 
     Args:
         q, k, v: (B, H, N, D).
-        alpha, beta: (B, H), or both None: they are matched to the moments of q and k (scope "head", constants
-            "calibrated"). An exchange needs both.
+        alpha, beta: (B, H). If both are None, they are matched to the moments of q and k (scope "head", constants
+            "calibrated"). With an exchange, both must be given.
         mask: bool (B, N), True = padded, or None.
         spec: the formula, its block size, dropout, joint offset and exchange. Dropout without a seed gets one from
             torch's random generator.
@@ -72,9 +72,9 @@ def hybrid_attention(
 
 
 class HybridFunction(torch.autograd.Function):
-    """The hybrid by a backend.
+    """Hybrid attention computed by a backend, as an autograd function.
 
-    It saves for the backward pass the inputs, the α and β that were used, and what the backend's forward asks for.
+    It saves the inputs, the α and β that were used, and the tensors that the backend's forward returns for backward.
     """
 
     @staticmethod
@@ -103,14 +103,14 @@ class HybridFunction(torch.autograd.Function):
 
 
 def _backend_module(backend: str, q: Tensor) -> Any:
-    """Return the module that computes: the backend, or `no_tokens` for q without elements."""
+    """Return the backend's module, or `no_tokens` if q has no elements."""
     if q.numel() == 0:
         return no_tokens
     return load_backend(backend)
 
 
 def _with_offset(spec: HybridSpec, offset: Tensor | None) -> HybridSpec:
-    """Return the spec with the joint offset put back; None leaves it as it is."""
+    """Return a copy of the spec with this offset; the spec itself if the offset is None."""
     if offset is None:
         return spec
     return replace(spec, offset=offset)
@@ -120,10 +120,10 @@ def _with_offset(spec: HybridSpec, offset: Tensor | None) -> HybridSpec:
 def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     """Return the gradients of q, k, v, α, β and the joint offset.
 
-    The backend computes them, unless they must be differentiable themselves (create_graph=True) or the incoming
-    gradient is traced or transformed: then they come from the plain formula.
+    The backend computes them. If the gradients must be differentiable (create_graph=True), or if the incoming gradient
+    is traced or transformed, the plain formula does.
 
-    Returns: six entries; of the last three, those that need no gradient are None.
+    Returns: six entries. Each of the last three is None if it is not needed.
     Raises: RuntimeError if the plain formula is needed, but the call had dropout or an exchange.
     """
     q, k, v, alpha, beta, offset, mask, *saved = ctx.saved_tensors
@@ -149,10 +149,10 @@ def differentiable_gradients(
 ) -> list[Tensor | None]:
     """Compute the gradients of formula(*inputs) for the incoming gradient `grad`, for use in a backward pass.
 
-    They have a graph of their own if gradients are enabled at the call.
+    The result can be differentiated again if gradients are enabled at the call.
 
     Args:
-        formula: a function of the inputs in plain, differentiable operations.
+        formula: a function of the inputs in differentiable operations of torch.
         inputs: tensors, or None for an input that is absent.
         needed: for each input, True if its gradient is needed. An absent input must have False.
         grad: the gradient of the result, in the shape of the result.

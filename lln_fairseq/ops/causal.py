@@ -4,12 +4,12 @@ With x = α q, y = β k, and the running maximum M_id = max_{j <= i} y_jd of eve
 
     out_i = Σ_{j <= i} Σ_d e^{x_id + y_jd - ρ_i} v_j / (the same sum without v_j)        ρ_i = max_d (x_id + M_id)
 
-The tokens are processed in pieces. A piece of C tokens reads the earlier tokens from a state: R_d, the running maximum
-M_d at the last earlier token, and S_d = Σ_j e^{y_jd - R_d} (v_j, 1). Inside the piece, the C x C matrix of the products
-of e^{x + r - ρ} and e^{y - r} does the same, where r is M at the first row of the piece. The first factor is at most 1.
-The second is at most e^MAX_RISE, because a piece in which M rises by more is cut in halves; a piece of one token has no
-rise. So a huge key costs the rows before it no digits, and the result is exact for all keys. The backward pass needs
-one state for each piece, not for each token.
+The tokens are processed in pieces. A piece of C tokens sees the earlier tokens as a state: R_d, the running maximum M_d
+at the last earlier token, and S_d = Σ_j e^{y_jd - R_d} (v_j, 1). Its own tokens contribute through the C x C matrix of
+the products of e^{x + r - ρ} and e^{y - r}, where r is M at the first row of the piece. The first factor is at most 1.
+The second is at most e^MAX_RISE, because a piece in which M rises by more is halved; a piece of one token has no rise.
+So a huge key does not reduce the precision of the rows before it. The backward pass needs one state for each piece, not
+for each token.
 
 Backward pass: with K_ijd = e^{x_id + y_jd - ρ_i} and g_i = (do_i, -do_i · out_i) / divisor_i,
 dx_id = Σ_j K_ijd g_i · (v_j, 1),  dy_jd = Σ_i K_ijd g_i · (v_j, 1),  (dv_j, .) = Σ_id K_ijd g_i.
@@ -35,7 +35,7 @@ MAX_RISE = 20.0
 
 
 class CausalState(NamedTuple):
-    """The state that earlier tokens leave for later ones.
+    """The sums over earlier tokens that later tokens need.
 
     maximum: R, (B, H, 1, D), -inf before the first real key.
     sums: S, (B, H, D, D + 1); the last column is the sum for the normalizer.

@@ -1,4 +1,4 @@
-"""Checks of the inputs that every attention takes, and the defaults that follow from their shapes."""
+"""Checks of the inputs of the attention functions, and defaults that depend on their shapes."""
 
 import torch
 from torch import Tensor

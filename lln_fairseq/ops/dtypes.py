@@ -17,9 +17,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function of tensors so that autocast does not round its products.
+    """Decorate a function so that it runs without autocast, which would round its products to half precision.
 
-    Autocast is disabled during the call on the devices of those arguments that are tensors themselves.
+    Autocast is disabled on the devices of all arguments that are tensors. Tensors inside other arguments do not count.
     """
 
     @functools.wraps(function)

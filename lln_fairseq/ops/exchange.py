@@ -1,13 +1,13 @@
-"""Exchanges between workers that hold a sequence together, each of them consecutive tokens, in the order of ranks.
+"""Exchanges between workers that share sequences: each holds consecutive tokens of them, in the order of ranks.
 
-LLN attention sees other workers' tokens only through two sums over the tokens. For G = B H heads of dimension D, a
-worker sends
+LLN attention needs the other workers' tokens only as sums over the tokens. For G = B H heads of dimension D, a worker
+sends
 
     moments    (2, 3, B, H)      all-reduce    Σ 1, Σ x, Σ x² of q and of k, if α and β are matched to them
     forward    (G, D + 2, D)     all-gather    max_j β k_j, Σ_j e^(β k_j - max), and the state S = Wᵀ v of its keys
-    backward   (G, D + 1, D)     all-reduce    dS and g (backends/pytorch/lln.py) of its queries
+    backward   (G, D + 1, D)     all-reduce    dS = Aᵀ do and g (see backends/pytorch/lln.py) of its queries
 
-The size does not depend on the number of tokens (LASP-2, arXiv 2502.07563, does this for states without a normalizer).
+The size does not depend on the number of tokens (as in LASP-2, arXiv 2502.07563, whose states have no normalizer).
 The moments are float64, the rest is float32 (float64 for float64 inputs). Block-diagonal attention needs no exchange
 as long as no block lies on two workers.
 """
@@ -26,7 +26,7 @@ class WorkerLost(dist.DistNetworkError):
 
 
 class Exchange:
-    """The exchanges of this worker with its group. Every worker of the group must make the same calls."""
+    """Combines this worker's sums with those of its process group, whose workers must all make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -48,10 +48,10 @@ class Exchange:
 
         Args:
             maximum: t = max_j β k_j over the worker's real keys, (..., D).
-            total: Σ_j e^(β k_j - t), (..., D). 0 means that the worker has no real key: its maximum is ignored.
+            total: Σ_j e^(β k_j - t), (..., D). If it is 0, the worker has no real key, and `maximum` is ignored.
             state: Wᵀ v, normalized by the worker's own total, (..., D, D); finite also for a worker without a key.
 
-        Returns: the same three over the keys of all workers. Where no worker has a real key, all of them are 0.
+        Returns: maximum, total and state over the keys of all workers; 0 if no worker has a real key.
         """
         packed = torch.cat([maximum[..., None, :], total[..., None, :], state], dim=-2).contiguous()
         gathered = packed.new_empty(self.workers, *packed.shape)
@@ -78,12 +78,12 @@ class Exchange:
 
 
 def create_exchange(group: dist.ProcessGroup | None, q: Tensor, block_size: int = 1) -> Exchange | None:
-    """Return the exchange for this worker's tokens, or None if there is nothing to exchange.
+    """Return the exchange for this worker's tokens.
 
-    There is nothing to exchange without a group, in a group of one worker, and for a batch without sequences or heads.
+    Returns None without a group, for a group of one worker, and for a batch without sequences or heads.
 
     Args:
-        group: the workers that hold the sequences together, or None.
+        group: the workers that share the sequences, or None.
         q: (B, H, N, D), the queries of this worker's tokens.
         block_size: tokens in a block.
 

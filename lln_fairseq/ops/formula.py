@@ -1,7 +1,7 @@
 """LLN and block-diagonal attention in plain operations, differentiable any number of times, in time linear in N.
 
-This formula serves second derivatives, traced or transformed operations (tracing, export, functorch, tensors without
-data) and tensors without elements. It takes several times the memory and the time of the backends.
+It is used for second derivatives, for traced or transformed operations (tracing, export, functorch, meta tensors) and
+for tensors without elements. It takes several times the memory and the time of the backends.
 """
 
 import math
@@ -51,7 +51,7 @@ def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Hybr
 
 
 def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: HybridSpec) -> Tensor:
-    """Compute the joint form of ops/joint.py, (B, H, N, D), from the factors a and w of P = A Wᵀ, each (B, H, N, D)."""
+    """Compute the joint form (ops/joint.py), (B, H, N, D), from the factors a, w of P = A Wᵀ, each (B, H, N, D)."""
     assert spec.offset is not None
     length = q.shape[2]
     total = a @ w.sum(dim=2)[..., None]
@@ -72,7 +72,7 @@ def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
 def _split_into_blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -> list[Tensor]:
     """Return the padding as (B, 1, blocks, 1, size), followed by the tensors (B, H, N, D) as (B, H, blocks, size, D).
 
-    A last block that is not full is filled with padded tokens of 0. No block is longer than the sequence.
+    The last block is filled up with padded tokens of value 0. No block is longer than the sequence.
     """
     length = tensors[0].shape[2]
     size = max(1, min(block_size, length))

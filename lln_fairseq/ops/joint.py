@@ -5,15 +5,15 @@ that LLN gives to the keys outside the block of query i, and O_i = Σ_{j outside
 
     out_i = (1 - c_i u_i) (D v)_i + c_i O_i        c = 1 / max(u + (1 - u) e^-o, 1/16)
 
-The weight c multiplies everything outside the block, such that the outside has e^o times the odds that LLN gives it.
-With the offset o = 0 the odds are LLN's own.
+The weight c multiplies everything outside the block. The offset o of a head shifts the log-odds of attending outside
+the block: its odds are e^o times those of LLN.
 
-The minimum of 1/16 limits the outside to 16 u. Without it, the first token after a block would get half of all
-attention, and rounding errors would decide about it: u and O are computed as a total minus the block, with an error of
-1e-7 in float32 and 1e-3 in float16, which c multiplies. An offset of up to log 16 = 2.77 never reaches the minimum.
+The minimum of 1/16 limits the outside to 16 u. Without it, a large o could give half of all attention to the first
+token after a block, and rounding would decide how much: u and O are computed as a total minus the block, with an error
+of 1e-7 in float32 and 1e-3 in float16, which c multiplies. An offset of up to log 16 = 2.77 never reaches the minimum.
 
-Two kinds of blocks are set exactly, without rounding. A block with all real keys of its sequence has c = 0, which is
-softmax attention. A block without a real key has c u = 1, which is LLN.
+Two kinds of blocks are set exactly, without rounding. If a block has all real keys of its sequence, c = 0, which is
+softmax attention. If it has no real key, c = 1, which is LLN attention.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ FLOOR = 2.0**-4  # the minimum of the divisor; csrc/joint.h and the Triton kerne
 
 
 class BlockKinds(NamedTuple):
-    """Blocks that are set exactly: two bool tensors that broadcast to u, never both True."""
+    """Marks the blocks whose c is set exactly: two bool tensors that broadcast to u, never both True."""
 
     all_keys: Tensor  # True for a block that holds all real keys of its sequence, at least one
     no_key: Tensor  # True for a block without a real key
@@ -67,5 +67,5 @@ def outside_weight_gradients(c: Tensor, u: Tensor, offset: Tensor, kinds: BlockK
 
 
 def _divisor(u: Tensor, offset: Tensor) -> Tensor:
-    """Return u + (1 - u) e^-o, of which c is the inverse unless it is below FLOOR."""
+    """Return u + (1 - u) e^-o. c is 1 divided by this, or by FLOOR if that is larger."""
     return u + (1 - u) * (-offset).exp()

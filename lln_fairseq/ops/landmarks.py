@@ -1,4 +1,4 @@
-"""Landmarks, a few means that represent a sequence, and a pseudoinverse: shared by mechanisms of the Nyström family."""
+"""Landmarks (segment means that represent a sequence) and a pseudoinverse, for mechanisms of the Nyström family."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Linear attention with feature maps, shared by every mechanism that has one (paper, eq. 4)."""
+"""Linear attention with feature maps (paper, eq. 4)."""
 
 from torch import Tensor
 

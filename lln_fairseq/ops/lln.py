@@ -4,11 +4,15 @@ For every sequence and head, with L_d = logsumexp_j(β k_jd) over the real keys,
 
     W_jd = exp(β k_jd - L_d)        A_id = softmax_d(α q_id + L_d)        LLN(q, k, v) = A (Wᵀ v)
 
-which equals eq. 8 of the paper for every α and β. The columns of W are distributions over the tokens, the rows of A
-over the features. The cost is linear in N. No divisor is ever 0, and results and gradients are finite as long as |α q|
-and |β k| are below 1e9 and q·k and v are finite in float32. With matched α and β this holds for |q|, |k| up to 1e15.
-NaN and infinities stay in their head, and the values of padding reach no real token (see padding.py). For the causal
-form, causal.py states the limits.
+which equals eq. 8 of the paper for every α and β, at a cost linear in N.
+
+Why this form: the columns of W are distributions over the tokens, and the rows of A are distributions over the
+features, so no divisor is ever 0.
+
+Numerical range: results and gradients are finite as long as |α q| and |β k| are below 1e9 and q·k and v are finite in
+float32. With matched α and β this holds for |q|, |k| up to 1e15. causal.py states the limits of the causal form.
+
+NaN and padding: NaN and infinity never spread to another head, and padded values never reach a real token (padding.py).
 """
 
 from torch import Tensor
@@ -45,25 +49,23 @@ def lln_attention(
 
     Args:
         q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
-        alpha, beta: numbers, or tensors that broadcast to (B, H) and may require gradients. None for both: the result
-            of `match_moments` with `scope` and `constants`.
+        alpha, beta: numbers, or tensors that broadcast to (B, H) and may require gradients. If both are None,
+            `match_moments` computes them with `scope` and `constants`.
         key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
-        backend: "triton" for the kernels of a GPU (compute capability 8.0 or higher), "cpu" for those of a CPU
-            (float32, compiled at first use), "torch" for PyTorch on any device, "auto" for the kernels of the device
-            where they can run and PyTorch elsewhere.
+        backend: "triton" = GPU kernels (compute capability 8.0 or higher); "cpu" = C kernels (float32, compiled at
+            first use); "torch" = PyTorch on any device; "auto" = the device's kernels if they can run, else PyTorch.
         scope, constants: as for `match_moments`; used only if alpha and beta are None.
-        group: workers that hold the sequences together. Then q, k, v are this worker's consecutive tokens, and the
-            result is this worker's part of the result for the whole sequences. All workers of the group must make the
-            call and its backward pass, with any number of tokens each. The result can be differentiated once. The
-            gradients of α and β are this worker's parts, to be summed over the workers. The amount that is exchanged
-            does not depend on the number of tokens (see exchange.py).
-        causal: if True, both sums run over tokens up to i only. Rows before the first real key are 0. The cost is still
-            linear in N; computed in PyTorch on every device, without a group, for |v| up to 1e28 in float32. A finite
-            later token has no influence, except on α and β that are matched here, to the whole sequence. A language
-            model takes α and β from `running_moments`.
+        group: process group whose workers each hold consecutive tokens of the same sequences. q, k, v and the result
+            are this worker's part. All workers of the group must make the call and its backward pass, with any number
+            of tokens each. The result can be differentiated once. The gradients of α and β are this worker's terms of
+            a sum over the workers. The data exchanged does not grow with the number of tokens (see exchange.py).
+        causal: if True, token i attends only to tokens up to i. Rows before the first real key are 0. Computed in
+            PyTorch on every device, without a group, for |v| up to 1e28 in float32. Later tokens have no influence if
+            they are finite and α and β are given. Without them, α and β are matched to the whole sequence, which
+            leaks later tokens. A language model needs one pair per token: `running_moments`, `causal.scale_inputs`.
 
     Returns: (B, H, N, D) in the dtype of q, and with the strides of q if its batch and heads can be viewed as one
-        dimension. It can be differentiated any number of times.
+        dimension. Without a group it can be differentiated any number of times.
     Raises: ValueError for shapes, dtypes, a mask, a backend, a scope, constants or a group that do not fit.
     """
     check_inputs(q, k, v, key_padding_mask)
@@ -103,12 +105,12 @@ def lln_diag_attention(
 ) -> Tensor:
     """Compute LLN+Diag, a hybrid of LLN and block-diagonal softmax attention (paper, section 4.2 and figure 3).
 
-    "average" is ½ (LLN + block-diagonal softmax), as in the paper. The joint mixes have softmax inside the query's
-    block and LLN outside it, in rows that sum to 1; up to one block of tokens they are softmax attention. With u the
-    mass that LLN gives to the keys outside the block:
+    "average" is ½ (LLN + block-diagonal softmax), as in the paper. The joint mixes use softmax weights inside the
+    query's block and LLN weights outside it, normalized together so that each row sums to 1. A sequence of at most one
+    block gets plain softmax attention. Let u be LLN's share of the keys outside the block:
 
-        joint           the inside has the weight 1 - u, the outside has u
-        joint_offset    inside and outside have the ratio 1 - u to e^o u, but the outside has at most 16 u
+        joint           weighs inside : outside as (1 - u) : u
+        joint_offset    weighs inside : outside as (1 - u) : e^o u, with the outside weight capped at 16 u
 
     Args:
         q, k, v, alpha, beta, key_padding_mask, backend, scope, constants: as for `lln_attention`.
@@ -143,7 +145,7 @@ def lln_diag_attention(
 def lln_features(
     q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, key_padding_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return A and W of the module's docstring, the factors of the LLN matrix P = A Wᵀ.
+    """Return A and W, the factors of the LLN matrix P = A Wᵀ that the module's docstring defines.
 
     The arguments are those of `lln_attention`; they are not checked.
 
@@ -157,10 +159,10 @@ def lln_features(
 
 
 def head_offsets(mix: str, offset: float | Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the offset o of every head, (B, H), for a joint mix, and None for the average.
+    """Return the offset o of every head, (B, H), for a joint mix, and None for the mix "average".
 
-    The offset None is 0. q: (B, H, N, D). Raises ValueError for an unknown mix, for an offset with a mix other than
-    joint_offset, and for an offset that does not broadcast to (B, H).
+    For a joint mix, an offset of None counts as 0. q is (B, H, N, D). Raises ValueError for an unknown mix, for an
+    offset with a mix other than "joint_offset", and for an offset that does not broadcast to (B, H).
     """
     if mix not in KERNEL_MIXES:
         raise ValueError(f"unknown mix '{mix}', choose from {', '.join(KERNEL_MIXES)}")
@@ -181,9 +183,9 @@ def _resolve_alpha_beta(
     constants: str,
     group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return α and β, (B, H): the requested ones, or those that match the moments of q and k.
+    """Return α and β, (B, H): the given ones, or those that match the moments of q and k.
 
-    Returns None for both if the backend should match them, which it does in the passes that read q and k anyway.
+    Returns None for both if the backend should match them while it reads q and k anyway.
     Raises ValueError if only one of them is None.
     """
     if (alpha is None) != (beta is None):

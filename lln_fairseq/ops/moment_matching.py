@@ -28,7 +28,7 @@ from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import Exchange, create_exchange
 
 SCOPES = ("head", "batch")
-# Constants with a simulated table, named after what the table makes equal: the variance of log P, or the entropy.
+# The constants that use a simulated table: "calibrated" matches the variance of log P, "entropy" the row entropy.
 TABLE_FILES = {
     "calibrated": Path(__file__).with_name("moment_matching_tables.json"),
     "entropy": Path(__file__).with_name("entropy_matching_tables.json"),
@@ -41,12 +41,12 @@ PAPER_A = 0.14855178144710912
 PAPER_B = -0.35487039130661086
 
 MIN_SIGMA = 1e-6
-# The maximum of log σ̃². Far below it, one feature already dominates LLN attention; beyond it, float32 could not tell
-# α q from its neighbors. csrc/moments.h and the Triton kernels have the same limit.
+# The maximum of log σ̃². One feature dominates LLN attention long before this limit; beyond it, float32 could not
+# resolve α q. csrc/moments.h and the Triton kernels have the same limit.
 LOG_SIGMA2_LIMIT = 24.0
 
-# Both attentions are simulated for S_POINTS values of s in this range. Between them, and outside the range with the
-# slope of the nearest segment, log σ̃² is linear in log s.
+# Both attentions are simulated for S_POINTS values of s in this range. log σ̃² is interpolated linearly in log s between
+# the points, and extrapolated with the slope of the nearest segment.
 S_RANGE = (0.01, 16.0)
 S_POINTS = 25
 
@@ -71,7 +71,7 @@ def match_moments(
             variance of log P or the entropy of its rows; "paper" uses the paper's straight line.
         backend: as for `lln_attention`. Kernels compute only scope "head" with a table on one worker; PyTorch computes
             the rest, whichever backend is requested.
-        group: workers that hold the sequences together, as for `lln_attention`; all of them must make the call.
+        group: as for `lln_attention`; all workers of the group must make the call.
 
     Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), finite, positive and without gradient.
     Raises: ValueError for an unknown scope or constants, for a backend that cannot run, or for tensors that do not fit.
@@ -105,13 +105,13 @@ def match_moments_pytorch(
     table: Sequence[Tensor] | None = None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `match_moments` in PyTorch, without checks of the inputs.
+    """Compute α and β as `match_moments` does, in PyTorch and without checking the inputs.
 
     Args:
         q, k: (B, H, N, D). Without a mask they may differ in N.
         key_padding_mask, scope, constants: as for `match_moments`.
-        table: (log s, log σ̃²) to interpolate; None = the table of the constants. Constants "paper" need none.
-        exchange: adds up the moments over workers, or None.
+        table: (log s, log σ̃²) to interpolate; None = the table of the constants. Constants "paper" ignore it.
+        exchange: sums the moments over the workers; None = this worker holds the whole sequences.
     """
     if table is None:
         table = _table_for(q, constants)
@@ -127,13 +127,14 @@ def running_moments(
     constants: str = "calibrated",
     before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute α and β of `match_moments` for every token from the tokens up to it, so that no later token counts.
+    """Match α and β for every token from that token and the earlier ones only.
 
-    α_i belongs to query i and β_j to key j: P_ij uses <e^{α_i q_i}, e^{β_j k_j}>, which a state can add up.
+    P_ij is proportional to <e^{α_i q_i}, e^{β_j k_j}>: α belongs to the query and β to the key, so the sum over the
+    keys can be updated token by token.
 
     Args:
         q, k, key_padding_mask, constants: as for `match_moments`, with scope "head".
-        before: the moments of earlier tokens, as an earlier call returned them; None = there are none.
+        before: the moments that the call for the earlier tokens returned; None = there are no earlier tokens.
 
     Returns: α and β, (B, H, N), without gradient, and the moments of all tokens so far, (B, H, 6) in float64: counts,
         sums and sums of squares of q and then of k. For N = 0 the moments are `before`, or zeros.
@@ -186,10 +187,10 @@ def standard_deviations(
         tensors: each (B, H, N, D).
         key_padding_mask: bool (B, N), True = padded, or None.
         scope: "head" = over each sequence and head; "batch" = over the whole tensor.
-        exchange: adds up the moments over workers, or None.
+        exchange: sums the moments over the workers; None = this worker holds the whole sequences.
 
-    Returns: for each tensor (B, H), float32 (float64 for float64 inputs), without gradient. It is at least MIN_SIGMA,
-        so that α and β stay finite for constant inputs and for sequences that are all padding.
+    Returns: for each tensor (B, H), float32 (float64 for float64 inputs), without gradient. Every value is at least
+        MIN_SIGMA, so that α and β stay finite for constant inputs and for sequences that are all padding.
     """
     moments = [_token_moments(x, key_padding_mask).sum(dim=-1) for x in tensors]
     if exchange is not None:
@@ -200,10 +201,10 @@ def standard_deviations(
 
 
 def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return for every token how many numbers it has, their sum and the sum of their squares.
+    """Return for every token the number of its features, their sum and the sum of their squares.
 
-    Where the mean is much larger than σ, E[x²] - E[x]² cancels all digits of a float32 sum of squares. So float32 sums
-    (x - o)², where o is the mean of the first real token, and float64 computes Σx² = Σ(x - o)² + 2 o Σx - D o².
+    If the mean is much larger than σ, E[x²] - E[x]² loses all digits in float32. So Σ(x - o)² is computed in float32,
+    where o is the mean of the first real token, and Σx² = Σ(x - o)² + 2 o Σx - D o² in float64.
 
     Args:
         x: (B, H, N, D).
@@ -255,8 +256,8 @@ def calibration_table(
 ) -> tuple[Tensor, Tensor]:
     """Return the points (log s, log σ̃²) for a head dimension, two float32 vectors on the device.
 
-    Tables of common head dimensions are shipped with the package. Others are simulated at the first call, which takes
-    some seconds. The result is cached: do not write into it. The constants must be a key of TABLE_FILES.
+    Tables of common head dimensions come with the package. Others are simulated at the first call, which takes some
+    seconds. The result is cached: do not modify it. The constants must be a key of TABLE_FILES.
     """
     # The cache must hold tensors with data, also if the first call comes while operations are traced.
     with _disable_current_modes():
@@ -322,12 +323,11 @@ MEASURES: dict[str, Callable[[Tensor], float]] = {"calibrated": log_variance, "e
 def simulate_table(
     head_dim: int, tokens: int = 1024, heads: int = 4, seed: int = 0, constants: str = "calibrated"
 ) -> tuple[list[float], list[float]]:
-    """Find the pairs (log s, log σ̃²) at which LLN attention has the same measure as softmax attention.
+    """Find the pairs (log s, log σ̃²) at which LLN and softmax attention have the same variance of log P, or entropy.
 
-    The measure is that of the constants in MEASURES. Both attentions see the same x, y ~ N(0, 1) of shape
-    (heads, tokens, head_dim), and the result is deterministic for a seed. The variances depend little on `tokens`: by
-    at most 4% between 512 and 2048 for s up to 16. With the entropies, log σ̃² falls by about 0.05 between them at
-    s = 16, and by less at smaller s.
+    `constants` selects which of the two (MEASURES). Both attentions get the same x, y ~ N(0, 1) of shape
+    (heads, tokens, head_dim), and the result is deterministic for a seed. It depends little on `tokens`: from 512 to
+    2048 the variances change by at most 4% for s up to 16, and matching the entropies lowers log σ̃² by at most 0.05.
 
     Returns: S_POINTS values of log s, ascending over S_RANGE, and the log σ̃² of each.
     """

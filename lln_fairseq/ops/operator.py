@@ -1,8 +1,8 @@
 """The backends as operators of torch, which torch.compile puts into its graphs as they are.
 
-Only compiled calls use these operators: eager calls would pay for the dispatch. They can be differentiated once, as all
-compiled code. An operator's arguments must be of types that torch's schemas know, so a `HybridSpec` is passed as its
-numbers.
+Only compiled calls use these operators, because dispatching one slows down an eager call. Like all compiled code, they
+can be differentiated once. torch's operator schemas have no dataclasses, so the fields of a `HybridSpec` are separate
+arguments.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ def compiled_hybrid_attention(
     spec: HybridSpec,
     backend: str,
 ) -> Tensor:
-    """Compute a hybrid under torch.compile.
+    """Compute hybrid attention under torch.compile.
 
-    The arguments are those of `hybrid_attention`, for tensors that the backend's kernels can take. The spec must have
-    no exchange, and a seed that it has is not used.
+    The arguments are those of `hybrid_attention`, for tensors that the backend supports. The spec must have no
+    exchange, and its seed is ignored.
 
     Returns: (B, H, N, D) in the dtype of q.
     """
@@ -56,9 +56,9 @@ def _forward(
     joint: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute a hybrid by a backend.
+    """Compute hybrid attention by a backend.
 
-    Returns: the output, the α and β that were used (copies of given ones), and the tensors for the backward pass.
+    Returns: the output, the α and β that were used (copies if they are inputs), and the tensors for the backward pass.
     """
     spec = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, offset)
     out, used_alpha, used_beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, spec)
@@ -138,7 +138,7 @@ def _backward_shapes(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
-    """Keep the inputs of `_forward`, the α and β that were used, and the saved tensors for `_gradients`."""
+    """Save for `_gradients` the inputs of `_forward`, the α and β that were used, and the tensors of the backend."""
     q, k, v, _, _, offset, mask, seed, *settings = inputs
     _, alpha, beta, saved = output
     ctx.save_for_backward(q, k, v, alpha, beta, offset, mask, seed, *saved)

@@ -1,7 +1,7 @@
 """Padding may hold any values, also NaN and inf. These functions keep them out of the results and gradients.
 
-Padded keys and values are 0 in every sum. A padded query is computed like any other, and nobody reads its output; only
-its values that would make a computation overflow become 0. Values are selected, not multiplied, because 0 · NaN is NaN.
+Padded keys and values count as 0 in every sum. Padded queries are computed like the others, but their output is
+meaningless; only values that could overflow are replaced by 0. Values are replaced, not multiplied, as 0 · NaN is NaN.
 """
 
 import torch
@@ -20,10 +20,10 @@ def explicit_mask(key_padding_mask: Tensor | None, q: Tensor) -> Tensor:
 
 
 def clear_padding(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, D) with padding that can be computed with.
+    """Return q, k, v (B, H, N, D) with finite padding.
 
-    Padded keys and values are 0, and padded queries are those of `clear_queries`. No gradient flows to values that were
-    set to 0. The inputs are not changed; with mask None they are the result. Mask: bool (B, N), True = padded.
+    Padded keys and values are 0, and padded queries go through `clear_queries`. No gradient flows to values that were
+    set to 0. The inputs are not modified; without a mask they are returned as they are. A mask is bool (B, N).
     """
     if key_padding_mask is None:
         return q, k, v
@@ -32,7 +32,7 @@ def clear_padding(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | No
 
 
 def clear_queries(q: Tensor, padded: Tensor) -> Tensor:
-    """Return q with 0 for those values of padded tokens that are NaN or at least PADDED_QUERY_LIMIT in modulus.
+    """Return q with 0 in place of the values of padded tokens that are NaN or at least PADDED_QUERY_LIMIT in modulus.
 
     `padded` is bool and broadcasts to q, which may have any shape.
     """

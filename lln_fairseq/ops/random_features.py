@@ -28,9 +28,8 @@ def random_feature_attention(
 ) -> Tensor:
     """Compute A (Wᵀ v) with A_im = softmax_m(x_im + L_m), W_jm = exp(y_jm - L_m), L_m = logsumexp_j y_jm.
 
-    x = q ω and y = k ω - |k|²/(2√D) are the logarithms of the features, without terms that cancel. The sum in L is over
-    the real keys. As in `linear_attention.balanced_features`, nothing overflows, no epsilon is needed, and the cost is
-    linear in N.
+    x = q ω and y = k ω - |k|²/(2√D) are the logarithms of the features, without terms that cancel. L sums over the real
+    keys. As in `linear_attention.balanced_features`, nothing overflows, and no epsilon is needed.
 
     Args:
         q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
@@ -67,10 +66,11 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None
 
 
 class RandomFeatureFunction(torch.autograd.Function):
-    """The attention for tensors with data and at least one element, in groups of heads."""
+    """`random_feature_attention` of plain tensors with at least one element, as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None) -> Tensor:
+        """Compute the output (B, H, N, D); omega is (D, M), and `clear_padding` has cleared q, k and v."""
         run = _Run(q, omega, mask)
         out = fresh_result(q)
         heads = q.shape[0] * q.shape[1]
@@ -143,7 +143,7 @@ def _gradients(
 
 
 class _Run:
-    """The context of one call: groups of heads, scratch memory, and ω and the padding as a group needs them.
+    """The context of one forward or backward call: groups of heads, scratch memory, ω and the padding.
 
     Tensors of a group of G heads are contiguous, (G, N, ...), in the compute dtype. `log_keys` and `query_features`
     return scratch memory that their next call overwrites; both use the buffer "w".
@@ -160,7 +160,7 @@ class _Run:
             self.padding = mask.repeat_interleave(heads, dim=0)[:, :, None]
 
     def load(self, group: slice, **tensors: Tensor) -> list[Tensor]:
-        """Return a group's heads of tensors (B, H, N, D); a copy lies in the buffer of the argument's name."""
+        """Return a group's part of tensors (B, H, N, D). If a copy is needed, its buffer has the argument's name."""
         return [self.scratch.load(name, x.flatten(0, 1)[group]) for name, x in tensors.items()]
 
     @staticmethod

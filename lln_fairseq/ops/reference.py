@@ -1,6 +1,6 @@
-"""Attention matrices computed as their definitions say, quadratic and slow, in the dtype of their inputs.
+"""Attention matrices computed straight from their definitions, in quadratic time and in the dtype of their inputs.
 
-Tests and instruments use them. They share no code with the fast implementations. Unless stated otherwise, q and k are
+Tests and measurements use them. They share no code with the fast implementations. Unless stated otherwise, q and k are
 (B, H, N, D), key_padding_mask is bool (B, N) with True = padded key, every matrix is (B, H, N, N), and a row without a
 real key is 0.
 """

@@ -36,7 +36,7 @@ _THREAD = threading.local()
 def reused_buffers(dtype: torch.dtype) -> dict[str, Tensor]:
     """Return this thread's CPU buffers of a dtype, by name. The caller may add and replace buffers.
 
-    They stay for later calls: a handful of vectors, usually of about GROUP_BYTES each.
+    They are kept for later calls: a handful of vectors, usually of about GROUP_BYTES each.
     """
     return vars(_THREAD).setdefault(str(dtype), {})
 
@@ -49,11 +49,12 @@ def forget_scratch() -> None:
 class Scratch:
     """Named buffers in the compute dtype of `like`, on its device.
 
-    A name always means the same memory, whatever the shape: asking for it again overwrites what it held. Inputs and
-    results of a group are (G, N, D). In scratch memory their N is `length`, a whole number of blocks, at least N.
+    A name always refers to the same memory, whatever the shape, so reusing a name overwrites the earlier contents.
+    Inputs and results of a group are (G, N, D), and their buffers (G, length, D).
     """
 
     def __init__(self, like: Tensor, length: int) -> None:
+        """length: N rounded up to whole blocks."""
         self.dtype = compute_dtype(like.dtype)
         self.device = like.device
         self.length = length
@@ -94,7 +95,7 @@ class Scratch:
 
     @staticmethod
     def store(result: Tensor, x: Tensor) -> None:
-        """Copy a result, which was computed in the memory that `target` returned for x, into x unless it is x."""
+        """Copy a result from the memory that `target` returned for x to x, unless that memory is x itself."""
         if result.data_ptr() != x.data_ptr():
             x.copy_(result[:, : x.shape[1]])
 

@@ -31,8 +31,8 @@ from tests.helpers import (
 )
 from tests.ops.mixes import (
     BLOCK,
-    TESTED_MIXES,
     NAMES,
+    TESTED_MIXES,
     attend,
     errors,
     holes,

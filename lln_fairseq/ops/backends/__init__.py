@@ -27,7 +27,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class HybridSpec:
-    """The settings of one call of hybrid attention.
+    """The settings of one call of hybrid attention, which combines LLN and block-diagonal softmax.
 
     The output is lln_weight · LLN + diag_weight · block-diagonal softmax, and a part whose weight is 0 is not computed.
     If `joint` is true, the output is the joint form of ops/joint.py instead; both weights are then 1.
@@ -60,20 +60,23 @@ class Backend(Protocol):
     infinite and must not affect the results of other tokens (ops/padding.py).
 
     If the spec has an exchange, the callers pass α and β. `forward` then calls the exchange's `merge_states` once,
-    between the sums over the keys and the queries, and `backward` calls its `sum` once for dS and g, between the
-    queries and the keys.
+    after summing over the keys. `backward` calls its `sum` once, after summing over the queries, for dS and -dL: the
+    gradients of the state S and of L = logsumexp_j(β k_j).
     """
 
     def is_supported(self, q: Tensor, block_size: int | None = None) -> str | None:
         """Return None if the backend can run on tensors like q, otherwise one sentence that says why it cannot.
 
         Args:
-            q: (B, H, N, D), whose device, dtype and D count
+            q: (B, H, N, D); only its device, dtype and D matter
             block_size: tokens per block; None for a call without blocks
         """
 
     def draw_seed(self, device: torch.device) -> int | Tensor:
-        """Draw a seed for the dropout of one call from torch's random generator."""
+        """Draw a seed for the dropout of one call from torch's random generator.
+
+        Returns: an int, or a tensor (1,) on the device if reading the seed would make the host wait (Triton)
+        """
 
     def forward(
         self,

@@ -1,6 +1,6 @@
-"""The computation of a worker that holds no token of a sequence that several workers share.
+"""Hybrid attention on a worker that holds no tokens of the sequences that it shares with other workers.
 
-Its output and gradients are empty, but it must still take part in the exchange, which every worker has to call.
+Its output and gradients are empty, but it must still take part in the exchanges, or the other workers would hang.
 """
 
 from collections.abc import Sequence

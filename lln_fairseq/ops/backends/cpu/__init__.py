@@ -1,8 +1,8 @@
 """Hybrid attention and moment matching on a CPU: the Python side of the C kernels in csrc/.
 
-The kernels pass over the tokens two or three times where PyTorch takes a dozen passes. They read tensors of any layout
-whose features are contiguous, and need a C compiler when they are first used. Where they cannot run, the backend
-`torch` computes the same.
+The kernels pass over the tokens two or three times; PyTorch needs a dozen passes. They read tensors of any layout whose
+features are contiguous, and need a C compiler when they are first used. `choose_backend` selects the backend "torch"
+if they cannot run.
 """
 
 import ctypes
@@ -137,7 +137,8 @@ def _call_kernel(
     Args:
         views: the first tensors of VIEWS, (B, H, N, D) with contiguous features
         pointers: the first tensors of POINTERS, contiguous; those left out are None
-        table: the calibration table, with which the kernel first matches α and β; None if they are given
+        spec: the settings of the call
+        table: the calibration table with which the kernel first matches α and β; None if α and β are inputs
     """
     batch, heads, tokens, dim = views[0].shape
     tile_size = TILE_SIZE
@@ -162,7 +163,7 @@ def _call_kernel(
 
 
 def _state_rows(dim: int, spec: HybridSpec) -> int:
-    """Return the rows of a head's state: S, L and, for a joint form or an exchange, the two parts of L."""
+    """Return the rows of a head's state: S, L and, for the joint form or an exchange, the maximum and sum of L."""
     if spec.joint or spec.exchange:
         return dim + 3
     return dim + 1
@@ -182,7 +183,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """Compute hybrid attention; see `Backend.forward`.
 
-    If alpha or beta is None, the kernel matches both, head by head, which brings q and k into the cache.
+    If alpha or beta is None, the kernel matches both head by head, right before it uses them.
     """
     q, k, v = (_with_contiguous_features(x) for x in (q, k, v))
     batch, heads, _, dim = q.shape
@@ -206,7 +207,7 @@ def forward(
 
 
 def _merge_states(states: Tensor, exchange: Exchange) -> None:
-    """Replace S and L of this worker's keys by those of all workers' keys; states is (B, H, D + 3, D)."""
+    """Replace S and L over this worker's keys by those over all workers' keys; states is (B, H, D + 3, D)."""
     dim = states.shape[-1]
     state, log_sum, key_max, key_sum = states.split((dim, 1, 1, 1), dim=2)
     merged_max, merged_sum, merged_state = exchange.merge_states(key_max[:, :, 0], key_sum[:, :, 0], state)

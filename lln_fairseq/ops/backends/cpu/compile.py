@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class CannotCompile(Exception):
-    """The library cannot be compiled or loaded: no compiler, its error, or an error of the operating system."""
+    """The library cannot be compiled or loaded. The message names the cause, such as a missing compiler."""
 
 
 def load_library(main: Path, **macros: int) -> ctypes.CDLL:

@@ -1,8 +1,8 @@
 """Hybrid attention in PyTorch, forward and closed-form backward, one group of heads after another.
 
 This backend runs on every device and dtype. Within a group, tensors are contiguous (G, N, D) in the compute dtype, and
-padding is bool (G, N) or None. The backward pass needs q, k, v and, per head, L (D), the state S (D × D) and, for a
-joint form, the two parts of L; it recomputes everything else.
+padding is bool (G, N) or None. The backward pass needs q, k, v and, per head, L (D) and the state S (D × D) of lln.py;
+it recomputes everything else. The joint form (ops/joint.py) also needs the maximum and the sum that make up L.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,10 @@ def forward(
 
 
 def _forward_group(call: CallContext, group: slice, inputs: Sequence[Tensor], heads: HeadTensors, out: Tensor) -> None:
-    """Compute one group's part of `out` (B·H, N, D) and of log_sum, state, key_max and key_sum of `heads`."""
+    """Compute the output of one group of heads, and the tensors of `heads` that the backward pass needs.
+
+    inputs are q, k, v (B·H, N, D). The group's part of `out` (B·H, N, D) and of the tensors of `heads` is filled.
+    """
     loaded = call.load_inputs(group, inputs)
     outputs = call.select(group, [out])
     buffers = call.output_buffers(outputs)
@@ -86,10 +89,7 @@ def backward(
     grad: Tensor,
     needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """Compute the gradients; see `Backend.backward`.
-
-    Returns: the gradients of q, k and v, and those of α, β and the offset (B, H), each None if it is not needed
-    """
+    """Compute the gradients of q, k, v, α, β and the offset; see `Backend.backward`."""
     call = CallContext(q, mask, spec)
     grads = empty_results(q, k, v)
     scalar_grads = HeadGradients(*(_zeros_per_head(call) if is_needed else None for is_needed in needed))
@@ -142,7 +142,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
 def empty_saved(q: Tensor, spec: HybridSpec) -> Sequence[Tensor]:
     """Return uninitialized tensors for L (B·H, 1, D) and S (B·H, D, D) in the compute dtype of q.
 
-    For a joint form, two tensors (B·H, 1, D) for the parts of L follow: max_j β k_j and Σ_j exp(β k_j - max).
+    For the joint form, max_j β k_j and Σ_j exp(β k_j - max), both (B·H, 1, D), follow. L is max + log Σ.
     """
     batch, heads, _, dim = q.shape
     shapes = [(1, dim), (dim, dim)]

@@ -23,7 +23,7 @@ def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
 
 
 class BlockDiagAttention:
-    """diag_weight · softmax(q kᵀ / √D) v inside the blocks of one group of heads.
+    """Computes diag_weight · softmax(q kᵀ / √D) v inside the blocks of one group of heads.
 
     With dropout, forward and backward passes of the same call and group drop the same probabilities.
     """
@@ -78,8 +78,7 @@ class BlockDiagAttention:
         Args:
             q, k: as blocks
 
-        Returns: (G · blocks, block size, block size) in scratch memory; 0 for padded keys, also where a block has none
-            but padded keys
+        Returns: (G · blocks, block size, block size) in scratch memory; 0 for padded keys, even if all are padded
         """
         scores = self.scratch("scores", q.shape[0], self.block_size, self.block_size)
         torch.baddbmm(scores, q, k.mT, beta=0, alpha=1 / math.sqrt(q.shape[-1]), out=scores)
@@ -92,7 +91,7 @@ class BlockDiagAttention:
         return p
 
     def dropout_factors(self, p: Tensor) -> Tensor | None:
-        """Draw what multiplies the probabilities p: 0 if dropped, else diag_weight / (probability of keeping).
+        """Draw the dropout factors of the probabilities p: 0 if dropped, else diag_weight / (probability of keeping).
 
         Returns: a tensor like p in scratch memory; None without dropout
         """

@@ -1,7 +1,7 @@
 """The context of one forward or backward call of the PyTorch backend.
 
 Heads are computed in groups that fit the cache. `CallContext` holds the groups, the scratch memory that they reuse, and
-the padding of every head. `HeadTensors` holds what the computation knows per head.
+the padding of every head. `HeadTensors` holds α, β and the other tensors that have one entry per head.
 """
 
 from collections.abc import Sequence
@@ -101,8 +101,8 @@ class CallContext:
             tensors: q, k, v and, in a backward pass, the gradient of the output, each (B·H, N, D)
 
         Returns: contiguous tensors (G, rounded-up N, D) in the compute dtype, zero beyond N. Padded keys and values are
-            0, and in padded queries so are the numbers that are not finite or too large. The result may be an input
-            itself or scratch memory, and must not be written to.
+            0, and so are values of padded queries that are not finite or too large. A result can be an input itself
+            or scratch memory; do not write to it.
         """
         inputs = list(self.select(group, tensors))
         if self.padding is not None and self.has_mask:

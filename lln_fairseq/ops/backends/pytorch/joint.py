@@ -26,7 +26,7 @@ from lln_fairseq.ops.joint import BlockKinds, classify_blocks, outside_mass, out
 
 
 class JointAttention:
-    """The joint form for one group of G heads.
+    """Computes the joint form for one group of G heads.
 
     Numbers of a block are (G · blocks, 1, 1), numbers of a query (G · blocks, block size, 1), and matrices of a block
     (G · blocks, block size, block size).
@@ -118,8 +118,8 @@ class JointAttention:
         """Compute the gradients of the blocks' matrices.
 
         Args:
-            tensors: q, k, v, do, A, W, do Sᵀ and the gradient of v, as blocks; the last is overwritten by the block's
-                share of it, (a D - c M)ᵀ do
+            tensors: q, k, v, do, A, W, do Sᵀ and the gradient of v, as blocks; the last is overwritten by the part
+                from inside the block, (a D - c M)ᵀ do
             grad_offset: (B·H, 1, 1), of which the group's part is filled; None if it is not needed
 
         Returns: the gradient of the softmax's scores and X, both matrices of the blocks, and c for each query

@@ -6,7 +6,7 @@ S = lln_weight · Wᵀ v. The backward pass computes, from do, the gradient of t
     dA = do Sᵀ        dx = A (dA - Σ_d A dA)        dS = Aᵀ do
     dv = W dS         dy = W (v dSᵀ - g)            with x = α q and y = β k
 
-where g collects the gradient that flows through L:
+where g = -dL, the gradient of L with its sign changed, is
 
     g_d = Σ_i A_id Σ_d' A_id' dA_id' = Σ_i A_id dA_id - Σ_i dx_id = (S dSᵀ)_dd - Σ_i dx_id
 
@@ -24,7 +24,7 @@ from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradi
 
 
 class LLNAttention:
-    """lln_weight · LLN attention for one group of G heads."""
+    """Computes lln_weight · LLN attention for one group of G heads."""
 
     def __init__(self, call: CallContext, group: slice, heads: HeadTensors) -> None:
         """heads: the tensors of the group; the forward pass fills log_sum and state."""
@@ -37,7 +37,7 @@ class LLNAttention:
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the output into `out`, and fill log_sum and state of the heads; inputs are q, k and v.
 
-        Returns: A in scratch memory, and the two parts of L: max_j β k_j and Σ_j exp(β k_j - max), here at least 1
+        Returns: A in scratch memory, then max_j β k_j and Σ_j exp(β k_j - max), clamped to at least 1, both (G, 1, D)
         """
         q, k, v = inputs
         key_max, key_sum = self.sum_keys(k, v)
@@ -55,9 +55,10 @@ class LLNAttention:
         self.keys_backward(k, v, grad_state, g, grads[1:], scalar_grads.beta)
 
     def sum_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute S = lln_weight · Wᵀ v into heads.state, and the two parts of L.
+        """Compute S = lln_weight · Wᵀ v into heads.state.
 
-        Returns: max_j β k_j and Σ_j exp(β k_j - max), both (G, 1, D) and both 0 for a sequence without a real key
+        Returns: max_j β k_j and Σ_j exp(β k_j - max), the parts of L = max + log Σ. Both are (G, 1, D), and 0 for a
+            sequence without a real key
         """
         key_max = self._key_max(k)
         w = self.key_features(k, key_max)

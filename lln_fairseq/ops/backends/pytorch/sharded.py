@@ -1,7 +1,7 @@
 """Hybrid attention in PyTorch for a sequence whose tokens are on several workers.
 
-Each direction passes twice over the groups of heads, once before and once after the workers exchange their sums (see
-ops/exchange.py). In the forward pass the keys come first; in the backward pass the queries do.
+The forward and the backward pass each loop twice over the groups of heads, before and after the workers exchange their
+sums (see ops/exchange.py). The forward pass starts with the keys, the backward pass with the queries.
 """
 
 from collections.abc import Sequence

@@ -52,9 +52,9 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
 
 
 def empty_saved(q: Tensor, spec: HybridSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized tensors for what `forward` saves, see forward_kernels.py.
+    """Return uninitialized tensors for the state that `forward` saves: m, log s and S of forward_kernels.py.
 
-    They are m and log s, (B H, D) float32 in base 2, and S, (B H, D, D) in the dtype of q.
+    m and log s are (B H, D) float32 in base 2, S is (B H, D, D) in the dtype of q.
     """
     bh = q.shape[0] * q.shape[1]
     dim = q.shape[3]
@@ -76,8 +76,8 @@ def forward(
         q, k, v: (B, H, N, D) with any strides; copied only if their strides differ or the features are not dense.
         alpha, beta: (B, H) float32. If either is None, both are matched to the moments of q and k.
         mask: bool (B, N), True = padded, or None.
-        spec: which of the three to compute. Its weights are 1 and 0, or ½ and ½; both are 1 for the joint form. With
-            an exchange, which the joint form does not support, α and β must be given.
+        spec: selects the form: its (lln_weight, diag_weight) are (1, 0), (½, ½) or, with joint=True, (1, 1). With
+            spec.exchange (tokens on several workers; not for the joint form), α and β must be given.
 
     Returns:
         The output (B, H, N, D), α and β as they were used, and the tensors of `empty_saved` for `backward`.
@@ -212,8 +212,8 @@ def backward(
         needed: whether the gradients of α, of β and of the joint form's offset are needed.
 
     Returns:
-        dq, dk, dv (B, H, N, D), then the gradients of α, β and the joint form's offset, (B, H) float32. Those that are
-        not needed are None, except that ½ (LLN + block-diagonal softmax) returns both dα and dβ if either is needed.
+        dq, dk, dv (B, H, N, D), then the gradients of α, β and the joint form's offset, (B, H) float32. A gradient that
+        is not needed is None, except that ½ (LLN + block-diagonal softmax) returns both dα and dβ if either is needed.
     """
     q, k, v = aligned(q, k, v)
     if grad.stride(-1) != 1:  # an expanded gradient, such as that of .sum()

@@ -55,7 +55,7 @@ def _rounding_error(b_x, p):
 def _exp2_at_most_1(b_x):
     """Return 2^min(x, 0), and NaN for NaN.
 
-    In exact arithmetic x is never above 0, but rounding may leave it there if it is a difference of large numbers.
+    In exact arithmetic x is never above 0, but rounding can lift it above 0 if it is a difference of large numbers.
     """
     return tl.exp2(tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL))
 

@@ -14,11 +14,11 @@ The kernels, in the order of their launches:
 k and v are read once or twice, q is read once, and the output is written once. W is not normalized, so that it lies in
 [0, 1]: a normalized W would be about 1/N, which half precision represents badly. Sums and the arguments of exponentials
 are float32. Only the operands of `tl.dot` are rounded, to the dtype DOT. Reductions have a fixed order and there are no
-atomics, so results repeat to the bit.
+atomics, so repeated runs give identical results, bit for bit.
 
-All logarithms and exponentials have base 2, and m and log s are stored in base 2 too: e^x = 2^(x log2 e) takes one
-instruction where `tl.exp` takes five, and the factor log2 e joins a product that is computed anyway. m and log s are 0
-for a sequence without a real key.
+All logarithms and exponentials have base 2, and m and log s are stored in base 2 too: 2^x takes one instruction, but
+`tl.exp` takes five, and the factor log2 e is folded into a multiplication that is needed anyway. m and log s are 0 for
+a sequence without a real key.
 
 Names: prefix b_ for a block in registers, p_ for pointers, o_ for offsets along an axis, i_ for an index; bh counts
 batch x head, and T is the number of tokens of a split. q, k and v share one set of strides. Row indices are int64
@@ -83,7 +83,7 @@ def _load_keys(k, v, pad, i_b, i_t, end, stride_n, N, D: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _is_usable_query(b_q, pad, i_b, o_q, end, N):
-    """Return which of the queries o_q, b_q (ROWS, D), lie before `end` and hold numbers that can be computed with.
+    """Return which of the queries o_q, with values b_q (ROWS, D), lie before `end` and can be used, as bool (ROWS,).
 
     A padded query is not usable if one of its numbers is not finite or has a magnitude of 3e4 or more, see
     ops/padding.py. Callers replace unusable queries by 0, which keeps them out of all sums.

@@ -1,6 +1,8 @@
-"""Host side of the Triton kernels of the joint form: 6 passes over N x D forward, 13 backward.
+"""Launch the Triton kernels of the joint form of LLN+Diag, which ops/joint.py defines together with its offset o.
 
-`state` is m, log s and S as `empty_saved` of this backend makes them. `pad` is bytes (B, N), 1 = padded, or None.
+The forward pass makes 6 passes over N x D, the backward pass 13. `state` is the state of the keys that
+forward_kernels.py defines: m and log s, (B H, D) float32, and S, (B H, D, D) in the dtype of q. `pad` is bytes (B, N),
+1 = padded, or None.
 """
 
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ def joint_out(
     Args:
         q, k, v: (B, H, N, D) with common strides and dense features.
         alpha, beta: (B, H) float32, contiguous.
-        spec: with the offset of the joint form, (B, H), as its offset.
+        spec: the settings of the call, with an offset (B, H).
     """
     batch, heads, length, dim = q.shape
     out = torch.empty_like(q)

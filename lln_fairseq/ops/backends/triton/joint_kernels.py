@@ -99,7 +99,7 @@ def _outside_weight(b_u, b_offset, b_block_keys, sequence_keys):
 
 @triton.jit
 def _outside_mass(b_inside):
-    """Return u = 1 - the mass inside the block, clamped to [0, 1] because rounding may leave it."""
+    """Return u = 1 - the mass inside the block, clamped to [0, 1], which rounding could exceed."""
     return tl.minimum(tl.maximum(1.0 - b_inside, 0.0), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Decide how the Triton kernels are launched: supported tensors, tile sizes, splits of the tokens, layouts, options."""
+"""Choose the launch settings of the Triton kernels: supported tensors, tile sizes, splits of the tokens, layouts."""
 
 import os
 from contextlib import nullcontext
@@ -147,10 +147,10 @@ def split_tokens(length: int, dim: int) -> tuple[int, int]:
 
 
 def chunk_size(block_size: int | None, rows: int) -> int:
-    """Return the number of tokens that a program computes with tiles of `rows` tokens.
+    """Return the number of tokens that one program processes with tiles of `rows` tokens.
 
-    With blocks these are as many whole blocks as fit in one tile, or one block that takes several tiles. Without blocks
-    (None) they are four tiles.
+    With blocks it is as many whole blocks as fit in one tile, or one block that takes several tiles. Without blocks
+    (None) it is four tiles.
     """
     if block_size is None:
         return 4 * rows
