@@ -18,13 +18,9 @@ class KernelFeatureAttention(Attention):
     """
 
     def features(self, x: Tensor) -> Tensor:
-        """Compute φ.
+        """Compute φ(x) >= 0, (B, H, N, F) in the dtype of x, for queries or keys x (B, H, N, D).
 
-        Args:
-            x: queries or keys (B, H, N, D), in float32 or float64.
-
-        Returns:
-            φ(x) >= 0, (B, H, N, F), in the dtype of x.
+        x is float32 or float64.
         """
         raise NotImplementedError
 

@@ -30,9 +30,9 @@ from lln_fairseq.attention.registry import (
 class EncoderLayer(nn.Module):
     """A sequence of units, each in a residual connection: x + dropout(unit(x)).
 
-    A unit maps (x (B, N, C), key_padding_mask (B, N) bool or None) to (B, N, C). It normalizes its own input, whatever
-    --encoder-normalize-before says, and must not let padding influence the real tokens. The encoder therefore ends with
-    a layer norm.
+    A unit maps (x (B, N, C), key_padding_mask (B, N) bool or None) to (B, N, C). It normalizes its own input,
+    with and without --encoder-normalize-before, and must not let padding influence the real tokens. The encoder
+    therefore ends with a layer norm.
 
     Args:
         units: the units, applied in this order.
@@ -47,14 +47,10 @@ class EncoderLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None = None) -> Tensor:
-        """Apply the units in turn.
+        """Apply the units in turn to x (T, B, C). If x has no elements, return x itself.
 
-        Args:
-            x: (T, B, C). Padded tokens may contain anything; they are set to 0 first, in a copy.
-            encoder_padding_mask: (B, T), True or nonzero = padded, or None.
-
-        Returns:
-            (T, B, C). x itself if it has no elements.
+        encoder_padding_mask is (B, T), True or nonzero = padded, or None. Padded tokens can have any values; they are
+        set to 0 first, in a copy.
         """
         if not x.numel():
             return x

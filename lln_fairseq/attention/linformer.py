@@ -32,9 +32,7 @@ class LinformerAttention(Attention):
     columns are only trained up to the length of the training sequences. Padded keys and values count as 0, so a short
     sequence uses the first columns only. Attention dropout applies to the weights of the projected keys. E and F are
     initialized from N(0, 1/k), the random projections of Theorem 1. The paper can also share projections between
-    layers; here every layer has its own.
-
-    Sequences longer than max_positions raise ValueError.
+    layers; here every layer has its own. Sequences longer than max_positions raise ValueError.
     """
 
     config: LinformerConfig

@@ -33,10 +33,8 @@ class MomentMatchedAttention(Attention):
     """Base class of attentions that have α and β.
 
     α and β are fixed numbers, or matched to the queries and keys of every call. With gain="learned", each head
-    multiplies each of them by a learned factor.
-
-    Raises:
-        ValueError: if only one of α and β is given, or if one is not positive.
+    multiplies each of them by a learned factor. Raises ValueError if only one of α and β is given, or if one is not
+    positive.
     """
 
     shard_multiple: int | None = 1

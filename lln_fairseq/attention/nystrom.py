@@ -37,9 +37,7 @@ class NystromAttention(Attention):
     optional convolution adds a band of weights to P, one band per head, and sees padded values as 0.
 
     The product of the three matrices is never formed, so attention dropout does not apply, as in the published code.
-
-    Raises:
-        ValueError: if conv_kernel is even and not 0.
+    Raises ValueError if conv_kernel is even and not 0.
     """
 
     config: NystromConfig

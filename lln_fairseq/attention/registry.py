@@ -65,7 +65,7 @@ class Attention(nn.Module):
             key_padding_mask: bool (B, N), True = padded, or None if nothing is padded.
 
         Returns:
-            (B, H, N, D). Padding may contain anything, NaN included, without changing the outputs of real tokens. The
+            (B, H, N, D). Padding can hold any values, even NaN, without changing the outputs of real tokens. The
             outputs of padded tokens are finite but meaningless.
         """
         raise NotImplementedError
@@ -162,9 +162,9 @@ def register_attention(name: str, config: type = NoOptions) -> Callable[[_Module
         name: the value of --attention that selects the class.
         config: the dataclass of its options, whose fields are made with `option`.
 
-    Raises:
-        ValueError: when the decorator is applied, if the name is already registered.
-        TypeError: when the decorator is applied, if `config` is not a dataclass.
+    Raises (when the decorator is applied):
+        ValueError: if the name is already registered.
+        TypeError: if `config` is not a dataclass.
     """
     return register_in(ATTENTION_REGISTRY, name, config)
 
@@ -205,9 +205,7 @@ def build_attention(
 
     Args:
         name: a key of ATTENTION_REGISTRY.
-        num_heads, head_dim: H and D of the tensors that forward receives.
-        max_positions: number of tokens of the longest sequence.
-        dropout: probability of dropping an attention weight during training.
+        num_heads, head_dim, max_positions, dropout: as for `Attention`.
         options: values for the fields of the options dataclass; fields that are left out keep their defaults.
 
     Raises:

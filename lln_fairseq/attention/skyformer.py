@@ -31,10 +31,7 @@ class SkyformerAttention(Attention):
 
     P has no normalizer: a key far from all landmarks gets no weight. There are no probabilities, so attention dropout
     does not apply. Everything is computed in float32 (float64 for float64 values), since half precision would lose the
-    differences between squares.
-
-    Raises:
-        ValueError: if gamma is not positive.
+    differences between squares. Raises ValueError if gamma is not positive.
     """
 
     config: SkyformerConfig
@@ -115,15 +112,7 @@ class SkyformerAttention(Attention):
 
 
 def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """Compute exp(-|x_i - y_j|² / 2) of all pairs.
-
-    Args:
-        x: (..., N, D).
-        y: (..., M, D).
-
-    Returns:
-        (..., N, M), at most 1.
-    """
+    """Compute exp(-|x_i - y_j|² / 2), (..., N, M) and at most 1, for x (..., N, D) and y (..., M, D)."""
     squares = 0.5 * (x.square().sum(dim=-1, keepdim=True) + y.square().sum(dim=-1).unsqueeze(-2))
     # Rounding can make a squared distance negative.
     return (x @ y.mT - squares).clamp(max=0.0).exp()

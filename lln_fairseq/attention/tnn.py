@@ -25,7 +25,7 @@ class TnnConfig:
 
 
 class InputDtypeLinear(nn.Linear):
-    """A linear layer that computes in the dtype of its input, whatever the dtype of its parameters is."""
+    """A linear layer that computes in the dtype of its input instead of the dtype of its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))

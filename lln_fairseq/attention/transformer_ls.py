@@ -115,8 +115,7 @@ class TransformerLSAttention(Attention):
 def _norm_over_heads(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """Apply a layer norm to all heads and features of each token of x (B, H, N, D).
 
-    The result has the shape and dtype of x. It is computed in float32 (float64 for float64 inputs), whatever the dtype
-    of the norm's parameters is.
+    The result has the shape and dtype of x. It is computed in float32 (float64 for float64 inputs).
     """
     dtype = compute_dtype(x.dtype)
     tokens = x.transpose(1, 2).flatten(2).to(dtype)

@@ -96,8 +96,7 @@ def norm_attention(
     """Compute RMSNorm(φ(q) (φ(k)ᵀ v)) in linear time, without a denominator that could vanish.
 
     Args:
-        q, k: (B, H, N, D).
-        v: (B, H, N, D), 0 at padding.
+        q, k, v: (B, H, N, D). v is 0 at padding.
         features: φ, elementwise. It is called with float32 tensors (float64 for float64 values).
         key_padding_mask: bool (B, N), True = padded, or None. φ(k) is set to 0 at padding.
 
@@ -117,8 +116,7 @@ def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropo
     """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012).
 
     Args:
-        q, k: (B, H, N, D).
-        v: (B, H, N, D), 0 at padding.
+        q, k, v: (B, H, N, D). v is 0 at padding.
         block_size: tokens in a block; the last block may be shorter.
         dropout_p: probability of dropping a weight.
 

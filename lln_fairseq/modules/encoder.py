@@ -47,15 +47,9 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
         self.can_use_fastpath = False
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None) -> Tensor:
-        """Apply the layer.
+        """Apply the layer to x (T, B, C), and return the same shape. attn_mask must be None.
 
-        Args:
-            x: (T, B, C).
-            encoder_padding_mask: (B, T), True or nonzero = padded, or None.
-            attn_mask: must be None.
-
-        Returns:
-            (T, B, C).
+        encoder_padding_mask is (B, T), True or nonzero = padded, or None.
         """
         if not self.feed_forward_tokens:
             return super().forward(x, encoder_padding_mask, attn_mask)

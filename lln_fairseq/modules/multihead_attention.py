@@ -66,14 +66,10 @@ class LLNMultiheadAttention(MultiheadAttention):
             query: (T, B, C).
             key, value: ignored, since queries, keys and values are projections of the same tokens.
             key_padding_mask: (B, T), True or nonzero = padded, or None.
-            need_weights: must be False.
-            attn_mask: must be None.
+            need_weights, attn_mask: must be False and None, otherwise ValueError is raised.
 
         Returns:
             The output (T, B, C), and None in place of attention weights.
-
-        Raises:
-            ValueError: if attention weights or a mask of token pairs are requested. An encoder needs neither.
         """
         if need_weights or attn_mask is not None:
             raise ValueError("the attention of an encoder takes no attn_mask and returns no attention weights")

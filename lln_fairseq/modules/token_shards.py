@@ -44,10 +44,8 @@ def shard_bounds(tokens: int, workers: int, multiple: int = 1) -> list[tuple[int
 def create_neighbor_group(size: int) -> dist.ProcessGroup:
     """Divide all workers into groups of `size` consecutive ranks, and return the group of this worker.
 
-    All workers of the run must call this, because it creates process groups.
-
-    Raises:
-        ValueError: if the number of workers is not a multiple of size.
+    All workers of the run must call this, because it creates process groups. Raises ValueError if the number of workers
+    is not a multiple of size.
     """
     workers = dist.get_world_size()
     if workers % size:

@@ -158,7 +158,6 @@ def running_moments(
 
 
 def _check_constants(constants: str) -> None:
-    """Raise ValueError for unknown constants."""
     if constants not in CONSTANTS:
         raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
 

@@ -43,7 +43,7 @@ def lln_matrix(
     """
     x = per_head(alpha, q) * q
     y = per_head(beta, k) * k
-    # Before the logsumexp, every entry of the matrix takes D numbers. So it is computed for 64 rows at a time.
+    # In batches of 64 rows, because the logsumexp reads D numbers for every entry of the matrix.
     rows = [(part.unsqueeze(-2) + y.unsqueeze(-3)).logsumexp(dim=-1) for part in x.split(64, dim=-2)]
     log_kernel = torch.cat(rows, dim=-2)
     return _softmax_over_keys(log_kernel, key_padding_mask)

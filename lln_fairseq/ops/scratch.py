@@ -49,7 +49,7 @@ def forget_scratch() -> None:
 class Scratch:
     """Named buffers in the compute dtype of `like`, on its device.
 
-    A name always refers to the same memory, whatever the shape, so reusing a name overwrites the earlier contents.
+    A name refers to the same memory for all shapes, so reusing a name overwrites the earlier contents.
     Inputs and results of a group are (G, N, D), and their buffers (G, length, D).
     """
 

@@ -36,7 +36,7 @@ SIZES = split_options("""
 
 @pytest.fixture(scope="module", autouse=True)
 def decoder_sizes():
-    """Replace the sizes of an encoder in the default options of trainings by those of a decoder."""
+    """Replace the sizes of an encoder in the default options of a run by those of a decoder."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(fairseq_runs, "TRAINING", [*TRAINING[: TRAINING.index("--encoder-layers")], *SIZES])
         yield

@@ -39,8 +39,8 @@ class HybridSpec:
     dropout_p: float = 0.0  # probability of dropping a block-diagonal attention probability
     seed: int | Tensor | None = None  # seed of the dropout, from the backend's draw_seed
     joint: bool = False
-    offset: Tensor | None = None  # offset of the joint form, (B, H) like α and β
-    exchange: Exchange | None = None  # exchange with the workers that hold the other tokens; not for a joint form
+    offset: Tensor | None = None  # offset o of the joint form, (B, H)
+    exchange: Exchange | None = None  # exchange with the workers that hold the other tokens; not for the joint form
 
     @property
     def keep_threshold(self) -> int:

@@ -27,7 +27,7 @@ def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
 
 
 def draw_seed(device: torch.device) -> int:
-    """Draw a seed from torch's global CPU generator, whatever the device.
+    """Draw a seed from torch's global CPU generator for every device.
 
     torch.manual_seed and activation checkpointing therefore reproduce it.
     """

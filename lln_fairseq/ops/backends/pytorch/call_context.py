@@ -22,9 +22,9 @@ class HeadTensors(NamedTuple):
     beta: Tensor  # (G, 1, 1)
     log_sum: Tensor  # L = logsumexp_j(β k_j), (G, 1, D)
     state: Tensor  # S = lln_weight · Wᵀ v, (G, D, D)
-    key_max: Tensor | None = None  # max_j β k_j, (G, 1, D); only for a joint form
-    key_sum: Tensor | None = None  # Σ_j exp(β k_j - key_max), (G, 1, D); only for a joint form
-    offset: Tensor | None = None  # the offset of a joint form, (G, 1, 1)
+    key_max: Tensor | None = None  # max_j β k_j, (G, 1, D); only for the joint form
+    key_sum: Tensor | None = None  # Σ_j exp(β k_j - key_max), (G, 1, D); only for the joint form
+    offset: Tensor | None = None  # the offset o of the joint form, (G, 1, 1)
 
     def select(self, group: slice) -> "HeadTensors":
         """Return views of the heads of one group."""

@@ -1,7 +1,7 @@
 """The Triton backend: LLN and LLN+Diag attention and moment matching on a GPU. This is the host side of its kernels.
 
 The functions never wait for the device, and every launch depends on shapes only, so CUDA graphs can capture them. The
-number of splits of a sequence depends on N and D only, so a sentence gets the same bits whatever else is in its batch.
+number of splits of a sequence depends on N and D only, so the rest of the batch does not change a sequence's results.
 """
 
 import math
@@ -347,9 +347,9 @@ def _compute_grad_state(
     """Return g (B H, D) float32 and c dS / s (B H, D, D) in the dtype of q, see backward_kernels.py.
 
     Args:
-        inputs: of the backward pass. With an exchange, the sums run over the queries of all workers.
-        dq: filled in with the gradient of q (LLN without blocks), if not None.
-        partial_dalpha: (B H, splits) float32, filled in with dα of each split, if not None; it requires dq.
+        inputs: the inputs of the backward pass. With an exchange, the sums run over the queries of all workers.
+        dq: if not None (only for LLN without blocks), filled in with the gradient of q.
+        partial_dalpha: if not None, filled in with dα of each split, (B H, splits) float32; it requires dq.
     """
     q = inputs.q
     batch, heads, length, dim = q.shape

@@ -156,7 +156,7 @@ def _log_sum_exp(b_row_max, b_row_sum):
 
 @triton.jit
 def _finish_key_sums(b_m, b_s):
-    """Return m and log s as they are stored, both 0 where there is no real key (s = 0), and 1 / s, which is then 1."""
+    """Return m, log s and 1 / s. Without a real key (s = 0) they are 0, 0 and 1."""
     has_keys = b_s > 0
     b_s = tl.where(has_keys, b_s, 1.0)
     return tl.where(has_keys, b_m, 0.0), tl.log2(b_s), 1.0 / b_s

@@ -147,7 +147,7 @@ def _compute_dq(
     do: Tensor,
     query_stats: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq (B, H, N, D), and dα and the gradient of the offset of each program, (B H, programs) float32.
+    """Return dq (B, H, N, D), and each program's part of dα and of the offset's gradient, (B H, programs) float32.
 
     Fills in query_stats, (6, B H, N) float32.
     """

@@ -1,6 +1,6 @@
-"""Triton kernels of the later backward launches of the joint form. Formulas and notation: backends/pytorch/joint.py.
+"""Triton kernels that finish the backward pass of the joint form; backends/pytorch/joint.py has formulas and notation.
 
-The kernels, in the order of their launches:
+All kernels of the backward pass, in the order of their launches:
 
     _joint_dq_kernel       of joint_query_kernels.py: reads q, k, v, do, writes dq, dα and six numbers of each query
     _joint_dstate_kernel   reads q and do, writes dS = Aᵀ (c do) and g = Σ_i A δ of each split of the tokens

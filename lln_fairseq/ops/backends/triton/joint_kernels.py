@@ -82,7 +82,7 @@ def _outside_weight(b_u, b_offset, b_block_keys, sequence_keys):
 
     Args:
         b_u: (queries,) mass that LLN gives to the keys outside the block.
-        b_offset: the learned offset of the head.
+        b_offset: the head's offset o.
         b_block_keys: (queries,) number of real keys in the query's block.
         sequence_keys: number of real keys of the sequence.
     """
@@ -130,7 +130,9 @@ def _block_and_outside(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Walk over the keys of the block of the queries o_q, in tiles of ROWS from the chunk [start, end).
+    """Compute the softmax inside the block and the LLN output from outside it, for the queries o_q.
+
+    The keys come in tiles of ROWS from the chunk [start, end).
 
     Args:
         b_q: (ROWS, D) queries.

@@ -1,5 +1,5 @@
-"""Triton kernel of the first backward launch of the joint form: it reads q, k, v and do and writes dq, dα, the gradient
-of the offset, and six numbers of each query that the later launches need.
+"""Triton kernel that starts the backward pass of the joint form: it reads q, k, v and do and writes dq, dα, the
+gradient of the offset o, and six numbers of each query that the later kernels need.
 
 The formulas are those of backends/pytorch/joint.py: E = do v_bᵀ, de_i = Σ_j D_ij E_ij and oe_i = do_i O_i. The numbers
 are the rows of `query_stats`, (6, B H, N) float32:

@@ -139,7 +139,7 @@ def split_tokens(length: int, dim: int) -> tuple[int, int]:
     """Return the number of splits of a sequence and the tokens of each; the last split may be shorter.
 
     There are enough splits to occupy a GPU and few enough that their states (D, D) cause little memory traffic. They
-    depend on N and D only, so that a sentence gets the same bits whatever else is in its batch.
+    depend on N and D only, so that the rest of the batch does not change a sequence's results.
     """
     splits = min(max(length // max(1024, 16 * dim), 1), MAX_SPLITS)
     tokens = triton.cdiv(triton.cdiv(length, splits), 128) * 128
