@@ -16,7 +16,7 @@ from lln_fairseq.ops import reference
 MAX_TOKENS = 1024
 ROWS = 256  # the evenly spaced rows that are measured of a longer sequence, by linear mechanisms only
 
-# The order of the instruments below: entropy in bits; 1 - |λ2|; mean variance of a row; number of singular values above
+# The order of the measures below: entropy in bits; 1 - |λ2|; mean variance of a row; number of singular values above
 # 1e-3 of the largest; mean and variance of ln P; Kolmogorov-Smirnov distance of P to that log-normal distribution.
 NAMES = ("entropy", "spectral_gap", "variance", "rank", "log_mean", "log_variance", "log_ks")
 

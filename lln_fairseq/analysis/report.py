@@ -26,7 +26,7 @@ VARIANTS = {
 class Column(NamedTuple):
     """A column of a table: the measure, its heading and the format of its numbers."""
 
-    instrument: str
+    measure: str
     heading: str
     form: str = ".3f"
 
@@ -106,7 +106,7 @@ def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionRep
     """
     report = AttentionReport()
     limit = model.max_positions()
-    # By layer and instrument (or by name and variant), the values of every batch: the first dimension is the sequences.
+    # By layer and measure (or by name and variant), the values of every batch: the first dimension is the sequences.
     by_layer: dict[int, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     by_depth: dict[str, dict[str, list[Tensor]]] = {name: defaultdict(list) for name in BY_DEPTH}
     for net_input in batches:
@@ -129,8 +129,8 @@ def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionRep
         report.sequences += size
         report.tokens += size * length if mask is None else int((~mask).sum())
         report.longest = max(report.longest, length)
-    for instruments in by_layer.values():
-        report.layers.append({name: torch.cat(values).nanmean(dim=0) for name, values in instruments.items()})
+    for measures in by_layer.values():
+        report.layers.append({name: torch.cat(values).nanmean(dim=0) for name, values in measures.items()})
     for name, variants in by_depth.items():
         report.by_depth[name] = {}
         for variant, batch_values in variants.items():
@@ -167,7 +167,7 @@ def format_report(report: AttentionReport) -> str:
     for title, columns in TABLES.items():
         rows = [["layer", *(column.heading for column in columns)]]
         for number, layer in enumerate(report.layers):
-            means = [f"{layer[column.instrument].nanmean():{column.form}}" for column in columns]
+            means = [f"{layer[column.measure].nanmean():{column.form}}" for column in columns]
             rows.append([str(number), *means])
         lines += ["", title, *_align_columns(rows)]
     for name, (title, form) in BY_DEPTH.items():
@@ -191,7 +191,7 @@ def draw_report(report: AttentionReport, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    # The label of the panel's axis, and the instruments to draw by their name in the legend.
+    # The label of the panel's axis, and the measures to draw by their name in the legend.
     panels = (
         ("temperature 1/(σ_q σ_k)", {"softmax (τ_sm)": "tau_sm", "LLN (τ_lln)": "tau_lln"}),
         ("entropy of a row [bits]", {"mean over heads": "entropy"}),
@@ -202,9 +202,9 @@ def draw_report(report: AttentionReport, path: Path) -> None:
     figure = Figure(figsize=(15, 8), layout="constrained")
     FigureCanvasAgg(figure)
     *layer_axes, depth_axis = figure.subplots(2, 3).flat
-    for axis, (label, instruments) in zip(layer_axes, panels, strict=True):
-        for (heading, name), style in zip(instruments.items(), ("o-", "x--", "s:"), strict=False):
-            _draw_instrument(axis, [layer[name] for layer in report.layers], style, heading)
+    for axis, (label, measures) in zip(layer_axes, panels, strict=True):
+        for (heading, name), style in zip(measures.items(), ("o-", "x--", "s:"), strict=False):
+            _draw_measure(axis, [layer[name] for layer in report.layers], style, heading)
         axis.set(xlabel="layer", ylabel=label)
     for variant, residuals in report.by_depth["residual"].items():
         depth_axis.semilogy(residuals, "o-", label=variant)
@@ -217,7 +217,7 @@ def draw_report(report: AttentionReport, path: Path) -> None:
     figure.savefig(path, format="png", dpi=110)
 
 
-def _draw_instrument(axis: Any, values: Sequence[Tensor], style: str, heading: str) -> None:
+def _draw_measure(axis: Any, values: Sequence[Tensor], style: str, heading: str) -> None:
     """Draw the mean over heads as a line over the layers, and single heads as points; nothing if all is NaN.
 
     values: for each layer, the values of the heads, (H,) or (1,).

@@ -16,7 +16,8 @@ class CausalSelfAttention(MultiheadAttention):
     """Causal LLN attention with fairseq's parameter names.
 
     α and β are fixed, or matched to the queries and keys up to each token, so no output depends on a later token. P is
-    never formed, so attention dropout does not apply.
+    never formed, so attention dropout does not apply. Raises ValueError if only one of α and β is given, or if one is
+    not positive and finite.
 
     Args:
         embed_dim: number of features C of a token.
@@ -24,9 +25,6 @@ class CausalSelfAttention(MultiheadAttention):
         alpha, beta: fixed α and β; None for both = moment matching.
         constants: the constants of the moment matching.
         options: further arguments of fairseq's MultiheadAttention.
-
-    Raises:
-        ValueError: if only one of α and β is given, or if one is not positive and finite.
     """
 
     def __init__(
@@ -66,15 +64,12 @@ class CausalSelfAttention(MultiheadAttention):
             key_padding_mask: (B, T), True or nonzero = padded, or None.
             incremental_state: fairseq's state of incremental decoding, updated in place, or None. It stores a running
                 maximum, sums and moments, whose size does not depend on the number of tokens seen.
-            need_weights: must be False.
-            attn_mask: any tensor means that later tokens are hidden; its content is ignored. It may only be None
-                together with an incremental state.
+            need_weights: must be False, otherwise ValueError is raised.
+            attn_mask: any tensor means that later tokens are hidden; its content is ignored. None without an
+                incremental state raises ValueError.
 
         Returns:
             The output (T, B, C), and None in place of attention weights.
-
-        Raises:
-            ValueError: if weights are requested, or if attn_mask and incremental_state are both None.
         """
         if need_weights:
             raise ValueError("causal LLN attention has no attention weights to return")

@@ -11,7 +11,8 @@ from lln_fairseq.attention import build_attention
 class LLNMultiheadAttention(MultiheadAttention):
     """Self-attention with fairseq's projections and parameter names, so that stock checkpoints load in both directions.
 
-    It is a subclass because fairseq recognizes its own class when it initializes and prunes parameters.
+    It is a subclass because fairseq recognizes its own class when it initializes and prunes parameters. Raises
+    ValueError if num_heads does not divide embed_dim, or if the attention cannot be built.
 
     Args:
         embed_dim: number of features C of a token.
@@ -21,9 +22,6 @@ class LLNMultiheadAttention(MultiheadAttention):
         max_positions: number of tokens of the longest sequence.
         dropout: probability of dropping an attention weight during training.
         q_noise, qn_block_size: fairseq's quantization noise of the projections.
-
-    Raises:
-        ValueError: if num_heads does not divide embed_dim, or if the attention cannot be built.
     """
 
     def __init__(

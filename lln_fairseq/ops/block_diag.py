@@ -24,7 +24,7 @@ def block_diag_attention(
         dropout_p: probability of dropping an attention weight, drawn from torch's global generator.
 
     Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, with dropout once.
-    Raises: ValueError for shapes, dtypes, devices, a mask, a block size or a dropout that do not fit.
+    Raises: ValueError for invalid arguments.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])

@@ -176,7 +176,7 @@ def _cuts(y: Tensor, state: CausalState) -> list[tuple[int, int]]:
 def _rises_too_far(y: Tensor, before: Tensor, cuts: Sequence[tuple[int, int]]) -> list[bool]:
     """Return for every piece whether a running maximum rises by more than MAX_RISE after the piece's first row.
 
-    NaN counts as no rise. The call waits for the device once.
+    NaN counts as no rise. The call synchronizes with the device once.
 
     Args:
         y: (B, H, N, D).
@@ -204,7 +204,7 @@ def _pieces(x: Tensor, y: Tensor, v: Tensor, cuts: Sequence[tuple[int, int]], st
 def _piece(x: Tensor, y: Tensor, v: Tensor, state: CausalState) -> _Piece:
     """Compute one piece, x, y, v (B, H, C, D), from the state before it.
 
-    It is differentiable. Maxima are detached, for the result does not depend on them.
+    It is differentiable. Maxima are detached, because the result does not depend on them.
     """
     values = F.pad(v, (0, 1), value=1.0)
     maxima = y.detach().cummax(dim=2).values.maximum(state.maximum)

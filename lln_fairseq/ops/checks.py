@@ -52,7 +52,7 @@ def per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
         q: (B, H, N, D).
         name: the argument's name, for the error message.
 
-    Returns: (B, H) on the device of q, in float32 (float64 for float64 q); a view where x is a tensor of that kind.
+    Returns: (B, H) on the device of q, in float32 (float64 for float64 q); a view of x if its dtype and device match.
     Raises: ValueError if x does not broadcast to (B, H).
     """
     dtype = compute_dtype(q.dtype)

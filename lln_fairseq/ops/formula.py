@@ -1,7 +1,7 @@
 """LLN and block-diagonal attention in plain operations, differentiable any number of times, in time linear in N.
 
-It is used for second derivatives, for traced or transformed operations (tracing, export, functorch, meta tensors) and
-for tensors without elements. It takes several times the memory and the time of the backends.
+This formula is used for second derivatives, for traced or transformed operations (tracing, export, functorch, meta
+tensors) and for tensors without elements. It takes several times the memory and the time of the backends.
 """
 
 import math

@@ -32,9 +32,9 @@ class BlockKinds(NamedTuple):
 
 
 def classify_blocks(padding: Tensor) -> BlockKinds:
-    """Classify blocks by the padding of their keys, bool (..., blocks, tokens of a block), True = padded.
+    """Return the kinds of blocks, bool (..., blocks), from the padding of their keys.
 
-    Returns: the kinds of the blocks, bool (..., blocks).
+    padding is bool (..., blocks, tokens of a block), True = padded.
     """
     real = (~padding).sum(dim=-1)
     no_key = real == 0
@@ -49,7 +49,7 @@ def outside_mass(inside: Tensor) -> Tensor:
 def outside_weight(u: Tensor, offset: Tensor, kinds: BlockKinds) -> Tensor:
     """Return the weight c, at most 1/FLOOR = 16, in the shape of u. It is differentiable.
 
-    The offset o and the kinds must broadcast to u. c is 0 in blocks with all keys and 1 in blocks without a key.
+    The offset o and the kinds must broadcast to u. c is 0 if a block has all real keys, and 1 if it has none.
     """
     c = 1 / _divisor(u, offset).clamp_min(FLOOR)
     return torch.where(kinds.no_key, 1.0, c).masked_fill(kinds.all_keys, 0.0)
@@ -58,7 +58,7 @@ def outside_weight(u: Tensor, offset: Tensor, kinds: BlockKinds) -> Tensor:
 def outside_weight_gradients(c: Tensor, u: Tensor, offset: Tensor, kinds: BlockKinds) -> tuple[Tensor, Tensor]:
     """Return dc/du and dc/do, in the shape of u, for c = outside_weight(u, offset, kinds).
 
-    Both are 0 where c is constant: where the divisor is at most FLOOR, and in blocks with all keys or no key.
+    Both are 0 where c is constant: where the divisor is at most FLOOR, and in both kinds of blocks.
     """
     is_constant = kinds.all_keys | kinds.no_key | (_divisor(u, offset) <= FLOOR)
     by_u = -c.square() * (1 - (-offset).exp())

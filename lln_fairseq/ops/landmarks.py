@@ -10,8 +10,8 @@ class Landmarks:
     """Means over consecutive segments of the real tokens of each sequence.
 
     The n real tokens of a sequence are divided into l = min(n, count) segments: token i belongs to segment ⌊i l / n⌋.
-    So segments differ by at most one token, and a sequence of at most `count` tokens is its own landmarks. Padding and
-    the other sequences of the batch have no influence.
+    So the lengths of segments differ by at most one token, and in a sequence of at most `count` tokens every token is a
+    landmark. Padding and the other sequences of the batch have no influence.
 
     Args:
         length: N, the tokens of the batch with padding.
@@ -19,9 +19,9 @@ class Landmarks:
         key_padding_mask: bool (B, N), True = padded, or None.
         device: the device of the tokens; a mask has its own.
 
-    Attributes, which exist only with a mask (`padding` is None without one):
-        padding: bool (B, M), True for the landmarks that a short sequence lacks.
-        is_short: bool (B,), True for a sequence of at most M tokens.
+    Attributes:
+        padding: bool (B, M), True for the landmarks that a short sequence lacks; None without a mask.
+        is_short: bool (B,), True for a sequence of at most M tokens; only with a mask.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ def iterative_pinv(a: Tensor, iterations: int) -> Tensor:
 
     Z_0 = aᵀ / (‖a‖_1 ‖a‖_∞),  Z_{j+1} = ¼ Z_j (13 I - a Z_j (15 I - a Z_j (7 I - a Z_j))).
 
-    Singular values below about 3^-iterations of the largest one stay damped. Each matrix has its own norms. The
-    published code takes the maximum over the batch, which makes a sentence's result depend on the other sentences.
+    The inverses of singular values below about 3^-iterations of the largest one come out too small. The norms are those
+    of each matrix; the published code takes their maximum over the batch, so sequences influence each other.
 
     Args:
         a: (..., M, M), non-negative, float32 or float64. Autocast does not apply.

@@ -66,7 +66,7 @@ def lln_attention(
 
     Returns: (B, H, N, D) in the dtype of q, and with the strides of q if its batch and heads can be viewed as one
         dimension. Without a group it can be differentiated any number of times.
-    Raises: ValueError for shapes, dtypes, a mask, a backend, a scope, constants or a group that do not fit.
+    Raises: ValueError for invalid arguments, or if the backend cannot run on these tensors.
     """
     check_inputs(q, k, v, key_padding_mask)
     exchange = create_exchange(group, q)
@@ -123,7 +123,7 @@ def lln_diag_attention(
             block_size tokens, so that no block lies on two workers.
 
     Returns: as `lln_attention`. With dropout, the result can be differentiated once.
-    Raises: ValueError for arguments that do not fit.
+    Raises: ValueError for invalid arguments, or if the backend cannot run on these tensors.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])

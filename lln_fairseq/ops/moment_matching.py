@@ -74,7 +74,7 @@ def match_moments(
         group: as for `lln_attention`; all workers of the group must make the call.
 
     Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), finite, positive and without gradient.
-    Raises: ValueError for an unknown scope or constants, for a backend that cannot run, or for tensors that do not fit.
+    Raises: ValueError for invalid arguments, or if the backend cannot run on these tensors.
     """
     check_inputs(q, k, k, key_padding_mask)
     if scope not in SCOPES:
@@ -138,7 +138,7 @@ def running_moments(
 
     Returns: α and β, (B, H, N), without gradient, and the moments of all tokens so far, (B, H, 6) in float64: counts,
         sums and sums of squares of q and then of k. For N = 0 the moments are `before`, or zeros.
-    Raises: ValueError for unknown constants or tensors that do not fit.
+    Raises: ValueError for invalid arguments.
     """
     check_inputs(q, k, k, key_padding_mask)
     _check_constants(constants)

@@ -37,7 +37,7 @@ def random_feature_attention(
         key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
 
     Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times.
-    Raises: ValueError for q, k, v or a mask that do not fit.
+    Raises: ValueError for an invalid q, k, v or mask (see `check_inputs`).
     """
     check_inputs(q, k, v, key_padding_mask)
     q, k, v = clear_padding(q, k, v, key_padding_mask)
