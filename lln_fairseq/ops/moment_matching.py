@@ -268,7 +268,7 @@ def calibration_table(
 def _table_for(q: Tensor, constants: str) -> Sequence[Tensor]:
     """Return the table for the head dimension of q (B, H, N, D) on its device; an empty one for constants "paper".
 
-    Where operations are traced or transformed, these are new tensors, because a trace cannot use cached ones.
+    While operations are traced or transformed, the tensors are new, because a trace cannot use cached ones.
     """
     if constants == "paper":
         return ()
@@ -322,11 +322,12 @@ MEASURES: dict[str, Callable[[Tensor], float]] = {"calibrated": log_variance, "e
 def simulate_table(
     head_dim: int, tokens: int = 1024, heads: int = 4, seed: int = 0, constants: str = "calibrated"
 ) -> tuple[list[float], list[float]]:
-    """Find the pairs (log s, log σ̃²) at which LLN and softmax attention have the same variance of log P, or entropy.
+    """Find the pairs (log s, log σ̃²) for which LLN attention has the same variance of log P as softmax attention.
 
-    `constants` selects which of the two (MEASURES). Both attentions get the same x, y ~ N(0, 1) of shape
-    (heads, tokens, head_dim), and the result is deterministic for a seed. It depends little on `tokens`: from 512 to
-    2048 the variances change by at most 4% for s up to 16, and matching the entropies lowers log σ̃² by at most 0.05.
+    With the constants "entropy", the mean entropy of the rows is the same instead (see MEASURES). Both attentions get
+    the same x, y ~ N(0, 1) of shape (heads, tokens, head_dim), and the result is deterministic for a seed. It depends
+    little on `tokens`: from 512 to 2048 the variances change by at most 4% for s up to 16; for the entropies, log σ̃²
+    falls by about 0.05 or less.
 
     Returns: S_POINTS values of log s, ascending over S_RANGE, and the log σ̃² of each.
     """

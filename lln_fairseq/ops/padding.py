@@ -1,4 +1,4 @@
-"""Padding may hold any values, also NaN and inf. These functions keep them out of the results and gradients.
+"""Padding can hold any values, including NaN and inf. These functions keep them out of the results and gradients.
 
 Padded keys and values count as 0 in every sum. Padded queries are computed like the others, but their output is
 meaningless; only values that could overflow are replaced by 0. Values are replaced, not multiplied, as 0 · NaN is NaN.

@@ -110,7 +110,7 @@ def _gradients(
 ) -> Sequence[Tensor]:
     """Compute the gradients of q, k and v, (B, H, N, D), in closed form.
 
-    As for LLN, the terms of the logsumexp cancel. The norm in y adds -k/√D Σ_m dy to dk.
+    The formulas are those of LLN attention (backends/pytorch/lln.py). The term |k|² in y adds -k/√D Σ_m dy to dk.
 
     Args:
         grad: the gradient of the output, (B, H, N, D).

@@ -1,7 +1,7 @@
 """Scratch memory for computing heads in groups that fit the cache, with the same buffers for every group.
 
 On a CPU, a new tensor of 50 MB costs about 18 ms of page faults, more than most operations on it, and every new tensor
-adds to the peak of memory. One set of small buffers avoids both. On a CPU a thread keeps its buffers between calls.
+adds to the peak memory. One set of small buffers avoids both. On a CPU, each thread keeps its buffers between calls.
 """
 
 import threading

@@ -56,12 +56,12 @@ class Backend(Protocol):
 
     The callers have checked the tensors: they are plain tensors on one device with at least one element. q, k, v and
     the gradient of the output are (B, H, N, D) with any strides. α and β are (B, H) with any strides, in float32, or in
-    float64 if q is float64. The mask is bool (B, N), True = padded, or None. Values at padded positions may be NaN or
+    float64 if q is float64. The mask is bool (B, N), True = padded, or None. Values at padded positions can be NaN or
     infinite and must not affect the results of other tokens (ops/padding.py).
 
     If the spec has an exchange, the callers pass α and β. `forward` then calls the exchange's `merge_states` once,
     after summing over the keys. `backward` calls its `sum` once, after summing over the queries, for dS and -dL: the
-    gradients of the state S and of L = logsumexp_j(β k_j).
+    gradient of the state S, and the negated gradient of L = logsumexp_j(β k_j).
     """
 
     def is_supported(self, q: Tensor, block_size: int | None = None) -> str | None:

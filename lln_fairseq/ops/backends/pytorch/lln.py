@@ -6,7 +6,7 @@ S = lln_weight · Wᵀ v. The backward pass computes, from do, the gradient of t
     dA = do Sᵀ        dx = A (dA - Σ_d A dA)        dS = Aᵀ do
     dv = W dS         dy = W (v dSᵀ - g)            with x = α q and y = β k
 
-where g = -dL, the gradient of L with its sign changed, is
+where g = -dL, the negated gradient of L, is
 
     g_d = Σ_i A_id Σ_d' A_id' dA_id' = Σ_i A_id dA_id - Σ_i dx_id = (S dSᵀ)_dd - Σ_i dx_id
 
