@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from lln_fairseq.data.encode import ignore_interrupts, map_in_order
+from lln_fairseq.data.encode import map_in_order, prepare_worker
 from lln_fairseq.data.reporting import print_status
 
 
@@ -87,7 +87,7 @@ def _draw_chunks(
     if workers <= 1:
         yield from map(draw_numbered_chunk, count())
     context = multiprocessing.get_context("spawn")  # for the same reason as in lln_fairseq/data/encode.py
-    pool = ProcessPoolExecutor(workers, context, initializer=ignore_interrupts)
+    pool = ProcessPoolExecutor(workers, context, initializer=prepare_worker)
     try:
         yield from map_in_order(pool, draw_numbered_chunk, count(), workers)
     finally:

@@ -46,7 +46,7 @@ from lln_fairseq.data.tokenizers import SentencePieceTokenizer, load_sentencepie
 from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 
 from .command import run_command
-from .folders import folder_files, write_labels
+from .directories import directory_files, write_labels
 
 FORMAT = 2  # increase it when the same settings give another result, so that old directories are rejected
 NEUTRAL_SCORE = 0.5
@@ -180,8 +180,8 @@ def demo_result_files(tokenizer_files: Sequence[str]) -> list[str]:
     """Return the path of every result file relative to OUT, the tokenizer's files included, except manifest.json."""
     names = list(tokenizer_files)
     names += [f"raw/SST-2/{glue_name}.tsv" for glue_name in GLUE_NAMES.values()]
-    for folder in ("lm", "sentiment/input0", "sentiment/label"):
-        names += folder_files(folder, SPLITS)
+    for directory in ("lm", "sentiment/input0", "sentiment/label"):
+        names += directory_files(directory, SPLITS)
     return names
 
 
@@ -237,7 +237,7 @@ def build_demo(
         vocabulary, datasets = write_demo(out, vocabulary, source.lines, source.rows)
         return {
             "sources": [{"name": ARCHIVE.name, "sha256": ARCHIVE.sha256, "members": list(MEMBERS)}],
-            "tokenizer": vocabulary.record(folder="lm/"),
+            "tokenizer": vocabulary.record(directory="lm/"),
             "counts": source.counts,
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "torch", "numpy"]),
@@ -263,7 +263,7 @@ def write_demo(
 
     Returns:
         The vocabulary, with the symbol counts of the train text in its dictionary; and the counts of each data set,
-        read back from it, by folder and split.
+        read back from it, by directory and split.
     """
     for name, content in vocabulary.tokenizer.files.items():
         write_bytes(out / name, content)
@@ -277,16 +277,16 @@ def write_demo(
     sentences = {split: [text for text, _ in rows[split]] for split in SPLITS}
     datasets: dict[str, dict[str, Any]] = {"lm": {}, "sentiment/input0": {}}
     with ParallelEncoder(vocabulary) as encoder:
-        for folder, samples in (("lm", lines), ("sentiment/input0", sentences)):
+        for directory, samples in (("lm", lines), ("sentiment/input0", sentences)):
             for split in SPLITS:
                 blocks = partial(encoder.blocks, samples[split])
-                counts = binarize(blocks, vocabulary.size, out / folder / split, len(samples[split]))
-                datasets[folder][split] = counts.record()
-                if folder == "lm" and split == "train":
+                counts = binarize(blocks, vocabulary.size, out / directory / split, len(samples[split]))
+                datasets[directory][split] = counts.record()
+                if directory == "lm" and split == "train":
                     symbol_counts = counts.by_id
     vocabulary = vocabulary.with_counts(symbol_counts)
-    for folder in ("lm", "sentiment/input0"):
-        write_bytes(out / folder / "dict.txt", vocabulary.dictionary.encode())
+    for directory in ("lm", "sentiment/input0"):
+        write_bytes(out / directory / "dict.txt", vocabulary.dictionary.encode())
     labels = {split: [label for _, label in rows[split]] for split in SPLITS}
     datasets["sentiment/label"] = write_labels(out / "sentiment/label", LABELS, labels)
     return vocabulary, datasets

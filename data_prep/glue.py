@@ -33,7 +33,7 @@ from lln_fairseq.data.text import read_lines
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
 from .command import run_command
-from .folders import folder_files, write_labels
+from .directories import directory_files, write_labels
 from .glue_tasks import GLUE_TASKS, GlueRows, GlueTask, read_glue_rows, split_cells
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
@@ -61,7 +61,7 @@ class GlueSource:
             names = {"train": MRPC_TRAIN, "test": MRPC_TEST, "dev ids": MRPC_DEV_IDS}
         self.members: dict[str, str] = {}
         for split, name in names.items():
-            member = tree.find(name, folder=task.name, excluded_folders=GLUE_TASKS)
+            member = tree.find(name, directory=task.name, excluded_directories=GLUE_TASKS)
             if member is not None:
                 self.members[split] = member
             elif not split.startswith("test"):
@@ -123,9 +123,9 @@ def glue_result_files(
     if not task.labels:
         names += [f"label/{split}.label" for split in labeled_splits]
     for i in range(len(task.inputs)):
-        names += folder_files(f"input{i}", splits)
+        names += directory_files(f"input{i}", splits)
     if task.labels:
-        names += folder_files("label", labeled_splits)
+        names += directory_files("label", labeled_splits)
     return names
 
 
@@ -186,7 +186,7 @@ def build_glue_task(
             sources.append({"name": name, "sha256": sha256, "published": published})
         return {
             "sources": sources,
-            "tokenizer": vocabulary.record(folder="input0/"),
+            "tokenizer": vocabulary.record(directory="input0/"),
             "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
             "counts": {split: count_glue_rows(task, rows[split]) for split in splits},
             "datasets": datasets,
@@ -217,7 +217,7 @@ def write_glue_task(
     """Write every result file except the manifest.
 
     Returns:
-        The counts of each data set, read back from it, by folder and split. A regression has no entry "label".
+        The counts of each data set, read back from it, by directory and split. A regression has no entry "label".
 
     Raises:
         DataError: if the number of samples of a data set is not the number of rows.
@@ -227,13 +227,13 @@ def write_glue_task(
         write_bytes(out / name, data)
     datasets: dict[str, dict[str, Any]] = {}
     for i in range(len(task.inputs)):
-        folder = f"input{i}"
-        write_bytes(out / folder / DICTIONARY, vocabulary.dictionary.encode())
-        datasets[folder] = {}
+        directory = f"input{i}"
+        write_bytes(out / directory / DICTIONARY, vocabulary.dictionary.encode())
+        datasets[directory] = {}
         for split, split_rows in rows.items():
             blocks = partial(encoder.blocks, split_rows.inputs[i])
-            counts = binarize(blocks, vocabulary.size, out / folder / split, len(split_rows))
-            datasets[folder][split] = counts.record()
+            counts = binarize(blocks, vocabulary.size, out / directory / split, len(split_rows))
+            datasets[directory][split] = counts.record()
     labels = {split: split_rows.labels for split, split_rows in rows.items() if split_rows.labels is not None}
     if task.labels:
         datasets["label"] = write_labels(out / "label", task.labels, labels)
@@ -254,7 +254,7 @@ def build_glue_tasks(
     """Build the named tasks of GLUE_TASKS, each in OUT/TASK, and return their manifests by name.
 
     Args:
-        out: the directory that holds a folder per task.
+        out: the directory that holds a directory per task.
         tokenizer: the tokenizer, in a form that load_vocabulary accepts.
         tasks: keys of GLUE_TASKS.
         source: archive or directory; None downloads the published files.
@@ -287,8 +287,8 @@ def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
             first_lines = ", ".join(map(str, counts["broken_lines"][:5]))
             line += f"; LEFT OUT {counts['broken']} broken rows, first at line {first_lines}"
         unknown = 0
-        for folder, datasets in content["datasets"].items():
-            if folder != "label":
+        for directory, datasets in content["datasets"].items():
+            if directory != "label":
                 unknown += datasets[split]["unknown"]
         if unknown:
             line += f"; {unknown} tokens are unknown to the tokenizer"
@@ -305,7 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.glue", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("data-bin/glue"), help="directory of the folders TASK (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("data-bin/glue"),
+        help="directory of the directories TASK (default: %(default)s)",
     )
     parser.add_argument(
         "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"

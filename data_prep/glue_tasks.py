@@ -18,7 +18,7 @@ class GlueTask:
     """One task.
 
     Attributes:
-        name: name of the task and of its folder.
+        name: name of the task and of its directory.
         inputs: the columns with the input texts.
         labels: the labels in the order of the classes; empty for a regression, which has a single target.
         metric: the metric of the task, in words.

@@ -42,7 +42,7 @@ from lln_fairseq.data.vocabulary import DICTIONARY
 from . import listops, pathfinder
 from .chunks import DrawFunction, draw_rows
 from .command import run_command
-from .folders import split_files, write_labels
+from .directories import split_files, write_labels
 from .lra_sources import (
     LraRows,
     RowsBySplit,
@@ -80,7 +80,7 @@ def choose_task(options: LraOptions) -> LraTask:
     """Return the requested task or its stand-in.
 
     ListOps comes back with the symbols of the requested reading. A reading other than "fixed" is also part of its
-    name, and so of the name of its folder.
+    name, and so of the name of its directory.
 
     Raises:
         DataError: if a stand-in is requested for a task that has none.
@@ -139,12 +139,12 @@ def fill_in_defaults(task: LraTask, options: LraOptions) -> LraOptions:
 
 
 def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> dict[str, Any]:
-    """Build one task in a folder of `out` with the task's name and return its manifest.
+    """Build one task in a directory of `out` with the task's name and return its manifest.
 
     A finished directory with the same settings is kept; its manifest is then returned without other work.
 
     Args:
-        out: the directory that holds a folder per task.
+        out: the directory that holds a directory per task.
         options: the options of the command line.
         overwrite: build again even if the directory holds a result.
 
@@ -249,10 +249,10 @@ def make_rows(task: LraTask, options: LraOptions) -> RowsBySplit:
 
 def lra_result_files(task: LraTask) -> list[str]:
     """Return the path of every result file relative to OUT/TASK, except manifest.json."""
-    folders = [f"input{i}" for i in range(task.inputs)] + ["label"]
-    names = [f"{folder}/{DICTIONARY}" for folder in folders]
-    for folder in folders:
-        names += split_files(folder, SPLITS)
+    directories = [f"input{i}" for i in range(task.inputs)] + ["label"]
+    names = [f"{directory}/{DICTIONARY}" for directory in directories]
+    for directory in directories:
+        names += split_files(directory, SPLITS)
     return names
 
 
@@ -279,19 +279,19 @@ def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dic
     """Write every result file except the manifest.
 
     Returns:
-        The counts of each data set, read back from it, by folder and split.
+        The counts of each data set, read back from it, by directory and split.
     """
     dictionary = dictionary_text(task.symbols, {}, reserved=1)
     size = NUM_SPECIAL + dictionary.count("\n")
     datasets: dict[str, dict[str, Any]] = {}
     for i in range(task.inputs):
-        folder = f"input{i}"
-        write_bytes(out / folder / DICTIONARY, dictionary.encode())
-        datasets[folder] = {}
+        directory = f"input{i}"
+        write_bytes(out / directory / DICTIONARY, dictionary.encode())
+        datasets[directory] = {}
         for split, split_rows in rows.items():
             blocks = partial(symbol_blocks, split_rows.inputs[i])
-            counts = binarize(blocks, size, out / folder / split, len(split_rows))
-            datasets[folder][split] = counts.record()
+            counts = binarize(blocks, size, out / directory / split, len(split_rows))
+            datasets[directory][split] = counts.record()
     labels = {split: split_rows.labels for split, split_rows in rows.items()}
     datasets["label"] = write_labels(out / "label", task.labels, labels)
     return datasets
@@ -335,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("task", choices=LRA_TASKS)
     parser.add_argument(
-        "--out", type=Path, default=Path("data-bin/lra"), help="directory of the folder TASK (default: %(default)s)"
+        "--out", type=Path, default=Path("data-bin/lra"), help="directory of the directory TASK (default: %(default)s)"
     )
     parser.add_argument("--source", type=Path, help="archive or directory with the published files")
     parser.add_argument(

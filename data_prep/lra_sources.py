@@ -209,7 +209,7 @@ def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) 
             for number, line in _stripped_lines(stream, name):
                 cells = line.decode(errors="replace").split(" ")
                 if len(cells) < 4 or cells[3] not in task.labels:
-                    raise DataError(f"{path}, line {number}: expected a folder, a file, a number and a label")
+                    raise DataError(f"{path}, line {number}: expected a directory, a file, a number and a label")
                 labels.append((f"{cells[0]}/{cells[1]}", cells[3]))
             continue
         content = stream.read(1 << 20)

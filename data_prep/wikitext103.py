@@ -36,7 +36,7 @@ from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_senten
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
 
 from .command import run_command
-from .folders import split_files
+from .directories import split_files
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 MB = 10**6
