@@ -1,4 +1,4 @@
-"""Name the files of a directory of fairseq data sets, and write the labels of a classification task."""
+"""List the files of a directory of fairseq data sets, and write the labels of a classification task."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from lln_fairseq.data.vocabulary import DICTIONARY
 
 
 def split_files(directory: str, splits: Iterable[str]) -> list[str]:
-    """Return the paths SUBDIRECTORY/SPLIT.bin and SUBDIRECTORY/SPLIT.idx of every split, in fairseq's order of both."""
+    """Return the paths DIRECTORY/SPLIT.bin and DIRECTORY/SPLIT.idx of each split, in the order of `splits`."""
     paths = []
     for split in splits:
         paths += [str(path) for path in dataset_files(Path(directory, split))]
@@ -21,24 +21,24 @@ def split_files(directory: str, splits: Iterable[str]) -> list[str]:
 
 
 def directory_files(directory: str, splits: Iterable[str]) -> list[str]:
-    """Return the paths of SUBDIRECTORY/dict.txt and of the data set files of every split."""
+    """Return DIRECTORY/dict.txt, followed by the paths that `split_files` returns."""
     return [f"{directory}/{DICTIONARY}", *split_files(directory, splits)]
 
 
 def write_labels(
     directory: Path, classes: Sequence[str], labels: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, int]]:
-    """Write dict.txt and the labels of every split in fairseq's binary format.
+    """Write the labels of every split in fairseq's binary format, and a dict.txt with the classes in order.
 
-    dict.txt lists the classes in the given order, each with its number of rows in the train split.
+    dict.txt also has the number of rows of each class in the train split.
 
     Args:
         directory: the directory to write to.
-        classes: the name of every class; class k of the model is classes[k].
-        labels: for each split the name of the class of every row. It must contain the split "train".
+        classes: the name of each class; class k of the model is classes[k].
+        labels: by split, the class name of each row. It must contain the split "train".
 
     Returns:
-        For each split the counts of the written data set, read back from it (DatasetCounts.record).
+        The counts of each written data set (DatasetCounts.record) by split.
     """
     dictionary = dictionary_text(classes, Counter(labels["train"]))
     write_bytes(directory / DICTIONARY, dictionary.encode())

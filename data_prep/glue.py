@@ -2,9 +2,9 @@
 
     python -m data_prep.glue --out data-bin/glue --tokenizer data-bin/wikitext-103 --tasks MNLI QNLI QQP SST-2
 
-The tokenizer has no default because it must be that of pre-training: name the pre-training data (or see docs/data.md).
-The published archives are downloaded, unless --source names a directory or an archive in GLUE's layout
-(TASK/train.tsv, ...) or a directory with the published archives.
+--tokenizer is required, because it must be that of pre-training: name the directory of the pre-training data, or see
+docs/data.md. The published archives are downloaded, unless --source names a directory that contains them, or a
+directory or archive in GLUE's layout (TASK/train.tsv, ...).
 
     OUT/TASK/{input0,input1}/                 dict.txt and {train,valid,test}.{bin,idx}; for MNLI also valid1, test1
     OUT/TASK/label/                           dict.txt in the order of GLUE_TASKS, and the labels of all splits except
@@ -44,9 +44,14 @@ MRPC_DEV_IDS = "mrpc_dev_ids.tsv"
 
 
 class GlueSource:
-    """The files of one task, in GLUE's layout, or for MRPC also as Microsoft publishes it with GLUE's list of dev ids.
+    """Reads the files of one task in GLUE's layout. MRPC may also be in Microsoft's files with GLUE's list of dev ids.
 
-    Creating it raises DataError if a file other than a test set is missing.
+    Args:
+        tree: the files.
+        task: the task to read.
+
+    Raises:
+        DataError: if a file other than a test set is missing.
     """
 
     def __init__(self, tree: FileTree, task: GlueTask) -> None:
@@ -69,14 +74,14 @@ class GlueSource:
 
     @property
     def splits(self) -> list[str]:
-        """fairseq's names of the available splits, in the order of the task. Test sets may be missing."""
+        """fairseq's names of the splits that the source has, in the order of `task.files`. Test sets may be missing."""
         available = set(self.members)
         if self.is_microsoft_mrpc:
             available.add("valid")
         return [split for split in self.task.files if split in available]
 
     def checksums(self) -> dict[str, str]:
-        """Return the SHA-256 of the archive or, in a directory, of each file of the task, by name."""
+        """Return {archive name: SHA-256} for an archive, or {file name: SHA-256} for a directory with the task."""
         return self.tree.checksums(list(self.members.values()))
 
     def read_rows(self, split: str) -> GlueRows:
@@ -92,9 +97,9 @@ class GlueSource:
         return read_glue_rows(read_lines(content, name), name, self.task, split, keep)
 
     def _mrpc_filter(self, split: str) -> Callable[[list[str]], bool]:
-        """Return a predicate for the rows of Microsoft's training file that GLUE counts to "train" or to "valid".
+        """Return a predicate that selects the rows of "train" or of "valid" from Microsoft's training file.
 
-        GLUE defines its dev set as a list of pairs of sentence ids.
+        GLUE defines its dev set by a list of pairs of sentence ids.
         """
         with self.tree.open(self.members["dev ids"]) as stream:
             dev_ids = {tuple(cells) for _, cells in split_cells(read_lines(stream, MRPC_DEV_IDS))}
@@ -115,7 +120,7 @@ def glue_result_files(
         task: the task.
         splits: all splits of the task.
         vocabulary: the vocabulary, whose tokenizer files belong to the result.
-        labeled_splits: the splits with labels; by default all whose name does not start with "test".
+        labeled_splits: the splits with labels; None stands for those whose name does not start with "test".
     """
     if labeled_splits is None:
         labeled_splits = [split for split in splits if not split.startswith("test")]
@@ -143,7 +148,7 @@ def build_glue_task(
         out: the output directory, which is created.
         task: the task.
         vocabulary: the tokenizer and its dictionary.
-        source: archive or directory; None downloads the published files if they are needed.
+        source: archive or directory; None downloads the published files if necessary.
         encoder: an encoder with this vocabulary, so that tasks can share its processes; None encodes in one process.
         overwrite: build again even if the directory holds a result.
 
@@ -156,7 +161,7 @@ def build_glue_task(
         tree, published = fetch_tree(task.published, source)
         given_source = GlueSource(tree, task)
     if given_source is None or published:
-        # Nothing is downloaded here, because the result may turn out to be finished.
+        # Nothing is downloaded yet, because the result may already be finished.
         checksums = {file.name: file.sha256 for file in task.published}
         splits = list(task.files)
     else:
@@ -198,9 +203,9 @@ def build_glue_task(
 
 
 def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
-    """Return the entry of a split in the manifest: its rows, broken rows, empty inputs, and the rows of each class.
+    """Return the manifest's counts of a split: its rows, broken rows, empty inputs, and the rows of each class.
 
-    The line numbers of broken rows are present only if there are any, the classes only for labeled splits.
+    "broken_lines" is present only if rows are broken, and "labels" only for a labeled split of a classification.
     """
     counts: dict[str, Any] = {"rows": len(rows), "broken": len(rows.broken), "empty_inputs": rows.empty}
     if rows.broken:
@@ -217,7 +222,7 @@ def write_glue_task(
     """Write every result file except the manifest.
 
     Returns:
-        The counts of each data set, read back from it, by directory and split. A regression has no entry "label".
+        The counts of each data set, by directory and split. A regression has no entry "label".
 
     Raises:
         DataError: if the number of samples of a data set is not the number of rows.
@@ -255,14 +260,14 @@ def build_glue_tasks(
 
     Args:
         out: the directory that holds a directory per task.
-        tokenizer: the tokenizer, in a form that load_vocabulary accepts.
+        tokenizer: a tokenizer that load_vocabulary accepts.
         tasks: keys of GLUE_TASKS.
         source: archive or directory; None downloads the published files.
         workers: number of processes; None uses all cores.
         overwrite: build again even if a directory holds a result.
 
     Raises:
-        DataError: like build_glue_task. The tasks before the failing one are finished.
+        DataError: for the reasons listed at build_glue_task. Tasks that were built before remain.
     """
     vocabulary = load_vocabulary(tokenizer)
     manifests = {}
@@ -275,7 +280,7 @@ def build_glue_tasks(
 
 
 def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split, with a last line for splits without a file."""
+    """Format the counts of a manifest: one line per split, and a last line if the source lacks some splits."""
     lines = []
     for split, counts in content["counts"].items():
         line = f"{task.name} {split}: {counts['rows']} rows"
@@ -308,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         default=Path("data-bin/glue"),
-        help="directory of the directories TASK (default: %(default)s)",
+        help="directory that gets a directory TASK for each task (default: %(default)s)",
     )
     parser.add_argument(
         "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"

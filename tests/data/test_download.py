@@ -94,7 +94,7 @@ def test_mirrors_are_tried_in_order(server):
 def test_unverified_files_do_not_enter_the_cache(server, cache):
     with pytest.raises(DataError, match=r"wrong: .* is not data\.zip: sha256.*none: 404") as error:
         fetch_file(published(f"{server.url}/wrong", f"{server.url}/none"))
-    assert f"put it into {cache}" in str(error.value)
+    assert f"copy it into {cache}" in str(error.value)
     with pytest.raises(DataError, match="it has 1024000 bytes, expected 5"):
         fetch_file(published(f"{server.url}/whole", size=5))
     assert [path.name for path in cache.iterdir()] == [".lock"]
