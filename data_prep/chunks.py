@@ -34,15 +34,7 @@ def random_below(generator: random.Random, limit: int) -> int:
 
 
 def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) -> list[DrawnRow]:
-    """Draw `size` rows with the generator of one chunk; rows may occur twice.
-
-    Args:
-        draw: draws one row.
-        name: name of the task, a part of the generator's seed.
-        seed: seed of all chunks.
-        size: number of rows of the chunk.
-        chunk: number of the chunk, counted from 0.
-    """
+    """Draw the `size` rows of chunk number `chunk`, counted from 0; rows can repeat. See `draw_rows`."""
     generator = random.Random(f"{seed} {name} {chunk}")
     return [draw(generator) for _ in range(size)]
 

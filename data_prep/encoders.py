@@ -50,10 +50,7 @@ def unpack_encoder(name: str, out: Path) -> Path:
     """Write the files of an encoder to `out`, the weights last, and return the path to pass to `lln-fairseq convert`.
 
     Existing files are kept. The path is that of the checkpoint for a fairseq model, and `out` for a Hugging Face model.
-
-    Args:
-        name: a key of ENCODERS.
-        out: the output directory, which is created.
+    `name` is a key of ENCODERS. `out` is created.
 
     Raises:
         DataError: if the package cannot be fetched or the directory cannot be used.

@@ -100,10 +100,7 @@ def parse_listops_row(source: str) -> bytes:
 
 
 def evaluate_listops_row(symbols: Sequence[int]) -> int:
-    """Return the digit that a row evaluates to.
-
-    Args:
-        symbols: indices into SYMBOLS.
+    """Return the digit that a row evaluates to; `symbols` are indices into SYMBOLS.
 
     Raises:
         ValueError: if a closing bracket closes no list or an empty list, or if the row is not a single list or digit.

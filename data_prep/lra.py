@@ -217,9 +217,7 @@ def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
 def make_rows(task: LraTask, options: LraOptions) -> RowsBySplit:
     """Draw the rows of a task, or read them from --source or from a published file, which is downloaded if necessary.
 
-    Args:
-        task: the task that choose_task returned.
-        options: options that have passed check_options and fill_in_defaults.
+    `options` must have passed check_options and fill_in_defaults.
     """
     assert options.rows is not None
     assert options.length is not None

@@ -231,11 +231,7 @@ def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) 
 
 
 def read_png(content: bytes, name: str) -> bytes:
-    """Return the IMAGE_SIZE² pixels of an 8-bit gray PNG picture, row by row.
-
-    Args:
-        content: the content of the file.
-        name: the name of the file, for error messages.
+    """Return the IMAGE_SIZE² pixels of an 8-bit gray PNG file, row by row. `name` is for error messages.
 
     Raises:
         DataError: if the picture cannot be read, or has another size or color mode.
@@ -292,10 +288,8 @@ def add_rows_to_splits(
 ) -> None:
     """Add rows to `rows` in place, in order: the first ones to train, the next to valid, the remaining to test.
 
-    Args:
-        labeled_rows: label and symbols of each row.
-        shares: the fractions that go to train and to valid. If they sum to 1, test gets no rows.
-        rows: the splits to extend.
+    `labeled_rows` has the label and the symbols of each row. `shares` are the fractions that go to train and to valid. If
+    they sum to 1, test gets no rows.
     """
     train_end = round(len(labeled_rows) * shares[0])
     valid_end = round(len(labeled_rows) * (shares[0] + shares[1]))

@@ -150,10 +150,8 @@ def render_scene(scene: Scene) -> np.ndarray:
 def _stamp(image: np.ndarray, center: Point, shape: np.ndarray) -> None:
     """Draw a shape into the image in place. Each pixel becomes the maximum of its value and the shape's.
 
-    Args:
-        image: the board, of shape (_BOARD_SIZE, _BOARD_SIZE).
-        center: the picture's pixel on which the shape is centered.
-        shape: pixel values, of shape (2 _REACH + 1, 2 _REACH + 1).
+    `image` is the board, (_BOARD_SIZE, _BOARD_SIZE). `shape`, (2 _REACH + 1, 2 _REACH + 1), is centered on the picture's
+    pixel `center`.
     """
     top = center[0] + _BOARD_MARGIN - _REACH
     left = center[1] + _BOARD_MARGIN - _REACH
@@ -261,10 +259,7 @@ def _step_weights(direction: Direction) -> list[float]:
 def _extend_line(generator: random.Random, line: Line, occupied: int) -> bool:
     """Append a dash to the line in place.
 
-    Args:
-        generator: the source of random numbers.
-        line: the line to extend.
-        occupied: the bits of the occupied pixels, without those of the last dash of the line.
+    `occupied` are the bits of the occupied pixels, without those of the line's last dash.
 
     Returns:
         False if the next bend leaves the picture, if all steps are blocked by occupied pixels, or if DASH_TRIES draws

@@ -128,7 +128,6 @@ _worker_table: np.ndarray
 
 
 def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
-    """Create the tokenizer of a worker process."""
     global _worker_tokenizer, _worker_table
     prepare_worker()
     _worker_tokenizer = make_tokenizer(kind, files)

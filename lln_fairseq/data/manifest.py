@@ -99,7 +99,6 @@ def _remove_empty(directories: Sequence[Path]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise DataError if it cannot be read or is not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
