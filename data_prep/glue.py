@@ -116,7 +116,7 @@ def glue_result_files(
 ) -> list[str]:
     """Return the path of every result file relative to OUT/TASK, except manifest.json.
 
-    `labeled_splits` are those of `splits` that have labels; None stands for those whose name does not start with "test".
+    `labeled_splits` are the splits with labels; None stands for those whose name does not start with "test".
     """
     if labeled_splits is None:
         labeled_splits = [split for split in splits if not split.startswith("test")]

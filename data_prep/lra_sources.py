@@ -288,8 +288,8 @@ def add_rows_to_splits(
 ) -> None:
     """Add rows to `rows` in place, in order: the first ones to train, the next to valid, the remaining to test.
 
-    `labeled_rows` has the label and the symbols of each row. `shares` are the fractions that go to train and to valid. If
-    they sum to 1, test gets no rows.
+    `labeled_rows` has the label and the symbols of each row. `shares` are the fractions of train and of valid; if they
+    sum to 1, test gets no rows.
     """
     train_end = round(len(labeled_rows) * shares[0])
     valid_end = round(len(labeled_rows) * (shares[0] + shares[1]))

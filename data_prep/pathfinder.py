@@ -150,8 +150,8 @@ def render_scene(scene: Scene) -> np.ndarray:
 def _stamp(image: np.ndarray, center: Point, shape: np.ndarray) -> None:
     """Draw a shape into the image in place. Each pixel becomes the maximum of its value and the shape's.
 
-    `image` is the board, (_BOARD_SIZE, _BOARD_SIZE). `shape`, (2 _REACH + 1, 2 _REACH + 1), is centered on the picture's
-    pixel `center`.
+    `image` is the board, (_BOARD_SIZE, _BOARD_SIZE). `shape`, (2 _REACH + 1, 2 _REACH + 1), is centered on the pixel
+    `center` of the picture.
     """
     top = center[0] + _BOARD_MARGIN - _REACH
     left = center[1] + _BOARD_MARGIN - _REACH

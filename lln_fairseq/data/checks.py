@@ -36,11 +36,7 @@ def read_symbols(path: Path) -> list[str]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file as fairseq splits them: only LF, CR and CRLF end a line.
-
-    Raises:
-        InputError: if the file cannot be read or is not UTF-8.
-    """
+    """Return the lines of a UTF-8 file as fairseq splits them: only LF, CR and CRLF end a line."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.readlines()

@@ -89,9 +89,8 @@ def prepare_worker() -> None:
     threading.Thread(target=_exit_with_parent, args=(parent.sentinel,), daemon=True).start()
 
 
-def _exit_with_parent(parent: int) -> None:
-    """Wait until the parent process ends, then end this process; `parent` is the parent's sentinel."""
-    wait([parent])
+def _exit_with_parent(parent_sentinel: int) -> None:
+    wait([parent_sentinel])
     os._exit(1)
 
 

@@ -188,9 +188,6 @@ def _from_files(directory: Path) -> Vocabulary | None:
     """Return the vocabulary of the tokenizer files in a directory, or None if it contains none.
 
     Without dict.txt the dictionary is made from the tokenizer, except for GPT-2, whose dict.txt is required.
-
-    Raises:
-        DataError: if a file is damaged, or GPT-2's dict.txt is missing.
     """
     dictionary = directory / DICTIONARY
     for kind, names in TOKENIZER_FILES.items():
