@@ -197,12 +197,12 @@ def build_demo(
         out: the output directory, which is created.
         archive: a local copy of the vaderSentiment archive, which is verified; None downloads it if necessary.
         vocab_size: number of SentencePiece pieces. It is ignored if `tokenizer` is given.
-        overwrite: build again even if the directory holds a result.
+        overwrite: build again even if the directory contains a result.
         tokenizer: a tokenizer that load_vocabulary accepts; None trains one, or reuses the one that an interrupted
             build of `out` with the same settings has trained.
 
     Raises:
-        DataError: if the archive is not the published file, the directory cannot be used or holds other data, or the
+        DataError: if the archive is not the published file, the directory cannot be used or contains other data, or the
             text is too small for `vocab_size` pieces.
     """
     given_vocabulary = None

