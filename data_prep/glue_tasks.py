@@ -142,7 +142,7 @@ GLUE_TASKS = {
 
 @dataclass
 class GlueRows:
-    """The rows of one split.
+    """The texts and labels of one split of a GLUE task.
 
     Attributes:
         inputs: for each input the text of every row.

