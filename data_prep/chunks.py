@@ -1,8 +1,8 @@
-"""Draw rows at random in chunks over several processes, so that the rows do not depend on the number of processes.
+"""Draw the rows of generated data sets in several processes, reproducibly for any number of processes.
 
-Chunk k of a seed has its own generator, random.Random("SEED NAME k"), and the chunks are concatenated in order. Only
-the generator's method `random` is used, because its numbers are the same in every version of Python and on every
-machine.
+Rows are drawn in chunks. Chunk k has its own generator, random.Random("SEED NAME k"), and the chunks are concatenated
+in order. Use only the generator's method `random`: its numbers are the same in all versions of Python and on all
+machines.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from lln_fairseq.data.encode import ignore_interrupts, map_in_order
+from lln_fairseq.data.encode import map_in_order, prepare_worker
 from lln_fairseq.data.reporting import print_status
 
 
@@ -34,15 +34,7 @@ def random_below(generator: random.Random, limit: int) -> int:
 
 
 def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) -> list[DrawnRow]:
-    """Draw `size` rows with the generator of one chunk; rows may occur twice.
-
-    Args:
-        draw: draws one row.
-        name: name of the task, a part of the generator's seed.
-        seed: seed of all chunks.
-        size: number of rows of the chunk.
-        chunk: number of the chunk, counted from 0.
-    """
+    """Draw the `size` rows of chunk number `chunk`, counted from 0; rows can repeat. See `draw_rows`."""
     generator = random.Random(f"{seed} {name} {chunk}")
     return [draw(generator) for _ in range(size)]
 
@@ -50,10 +42,10 @@ def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) 
 def draw_rows(
     draw: DrawFunction, name: str, seed: int, rows: int, workers: int, chunk_size: int = 25
 ) -> list[DrawnRow]:
-    """Draw rows until `rows` of them have different symbols, and return these in the order of their first occurrence.
+    """Draw `rows` distinct rows, and return them in the order in which they were drawn.
 
-    The result depends on `chunk_size`, but not on `workers`. The function does not end if there are fewer than `rows`
-    different rows.
+    The result depends on `chunk_size`, but not on `workers`. The function never returns if fewer than `rows` distinct
+    rows exist.
 
     Args:
         draw: draws one row. It must be a function at the top level of a module, so that it can be pickled.
@@ -82,12 +74,12 @@ def draw_rows(
 def _draw_chunks(
     draw: DrawFunction, name: str, seed: int, workers: int, chunk_size: int
 ) -> Generator[list[DrawnRow], None, None]:
-    """Yield chunk 0, 1, 2, ... without end; closing the generator ends the processes."""
+    """Yield chunks 0, 1, 2, ... without end. Closing the generator ends the processes."""
     draw_numbered_chunk = partial(draw_chunk, draw, name, seed, chunk_size)
     if workers <= 1:
         yield from map(draw_numbered_chunk, count())
     context = multiprocessing.get_context("spawn")  # for the same reason as in lln_fairseq/data/encode.py
-    pool = ProcessPoolExecutor(workers, context, initializer=ignore_interrupts)
+    pool = ProcessPoolExecutor(workers, context, initializer=prepare_worker)
     try:
         yield from map_in_order(pool, draw_numbered_chunk, count(), workers)
     finally:

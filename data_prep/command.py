@@ -8,8 +8,8 @@ from lln_fairseq.command import run_main
 def run_command(program: Callable[[], object]) -> int:
     """Run a program, ignore what it returns, and return the exit code.
 
-    The exit code is 0, or that of the error that lln_fairseq.command.run_main reports in one line on stderr. After
-    Ctrl-C the message says that running the same command again continues with the next unfinished step.
+    Errors that the user can fix are reported as one line on stderr (see lln_fairseq.command.run_main). After Ctrl-C the
+    message says that the same command resumes the program.
     """
 
     def run() -> None:

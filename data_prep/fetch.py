@@ -1,7 +1,7 @@
 """Fetch published files into the cache, for example to copy the cache to a machine without internet access.
 
-python -m data_prep.fetch                     lists the published files and says which of them are cached
-python -m data_prep.fetch MNLI.zip dict.txt   fetches the files MNLI.zip and dict.txt
+python -m data_prep.fetch                       list the published files, and which of them are cached
+python -m data_prep.fetch MNLI.zip dict.txt     fetch MNLI.zip and dict.txt
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m data_prep.glue --out data-bin/glue --tokenizer data-bin/wikitext-103 --tasks MNLI QNLI QQP SST-2
 
-The tokenizer has no default because it must be that of pre-training: name the pre-training data (or see docs/data.md).
-The published archives are downloaded, unless --source names a directory or an archive in GLUE's layout
-(TASK/train.tsv, ...) or a directory with the published archives.
+--tokenizer is required, because it must be that of pre-training: name the directory of the pre-training data, or see
+docs/data.md. The published archives are downloaded, unless --source names a directory that contains them, or a
+directory or archive in GLUE's layout (TASK/train.tsv, ...).
 
     OUT/TASK/{input0,input1}/                 dict.txt and {train,valid,test}.{bin,idx}; for MNLI also valid1, test1
     OUT/TASK/label/                           dict.txt in the order of GLUE_TASKS, and the labels of all splits except
@@ -33,7 +33,7 @@ from lln_fairseq.data.text import read_lines
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
 from .command import run_command
-from .folders import folder_files, write_labels
+from .directories import directory_files, write_labels
 from .glue_tasks import GLUE_TASKS, GlueRows, GlueTask, read_glue_rows, split_cells
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
@@ -44,9 +44,14 @@ MRPC_DEV_IDS = "mrpc_dev_ids.tsv"
 
 
 class GlueSource:
-    """The files of one task, in GLUE's layout, or for MRPC also as Microsoft publishes it with GLUE's list of dev ids.
+    """Reads the files of one task in GLUE's layout. MRPC may also be in Microsoft's files with GLUE's list of dev ids.
 
-    Creating it raises DataError if a file other than a test set is missing.
+    Args:
+        tree: the files.
+        task: the task to read.
+
+    Raises:
+        DataError: if a file other than a test set is missing.
     """
 
     def __init__(self, tree: FileTree, task: GlueTask) -> None:
@@ -61,7 +66,7 @@ class GlueSource:
             names = {"train": MRPC_TRAIN, "test": MRPC_TEST, "dev ids": MRPC_DEV_IDS}
         self.members: dict[str, str] = {}
         for split, name in names.items():
-            member = tree.find(name, folder=task.name, excluded_folders=GLUE_TASKS)
+            member = tree.find(name, directory=task.name, excluded_directories=GLUE_TASKS)
             if member is not None:
                 self.members[split] = member
             elif not split.startswith("test"):
@@ -69,14 +74,14 @@ class GlueSource:
 
     @property
     def splits(self) -> list[str]:
-        """fairseq's names of the available splits, in the order of the task. Test sets may be missing."""
+        """fairseq's names of the splits that the source has, in the order of `task.files`. Test sets may be missing."""
         available = set(self.members)
         if self.is_microsoft_mrpc:
             available.add("valid")
         return [split for split in self.task.files if split in available]
 
     def checksums(self) -> dict[str, str]:
-        """Return the SHA-256 of the archive or, in a directory, of each file of the task, by name."""
+        """Return {archive name: SHA-256} for an archive, or {file name: SHA-256} for a directory with the task."""
         return self.tree.checksums(list(self.members.values()))
 
     def read_rows(self, split: str) -> GlueRows:
@@ -92,9 +97,9 @@ class GlueSource:
         return read_glue_rows(read_lines(content, name), name, self.task, split, keep)
 
     def _mrpc_filter(self, split: str) -> Callable[[list[str]], bool]:
-        """Return a predicate for the rows of Microsoft's training file that GLUE counts to "train" or to "valid".
+        """Return a predicate that selects the rows of "train" or of "valid" from Microsoft's training file.
 
-        GLUE defines its dev set as a list of pairs of sentence ids.
+        GLUE defines its dev set by a list of pairs of sentence ids.
         """
         with self.tree.open(self.members["dev ids"]) as stream:
             dev_ids = {tuple(cells) for _, cells in split_cells(read_lines(stream, MRPC_DEV_IDS))}
@@ -111,11 +116,7 @@ def glue_result_files(
 ) -> list[str]:
     """Return the path of every result file relative to OUT/TASK, except manifest.json.
 
-    Args:
-        task: the task.
-        splits: all splits of the task.
-        vocabulary: the vocabulary, whose tokenizer files belong to the result.
-        labeled_splits: the splits with labels; by default all whose name does not start with "test".
+    `labeled_splits` are the splits with labels; None stands for those whose name does not start with "test".
     """
     if labeled_splits is None:
         labeled_splits = [split for split in splits if not split.startswith("test")]
@@ -123,9 +124,9 @@ def glue_result_files(
     if not task.labels:
         names += [f"label/{split}.label" for split in labeled_splits]
     for i in range(len(task.inputs)):
-        names += folder_files(f"input{i}", splits)
+        names += directory_files(f"input{i}", splits)
     if task.labels:
-        names += folder_files("label", labeled_splits)
+        names += directory_files("label", labeled_splits)
     return names
 
 
@@ -143,12 +144,12 @@ def build_glue_task(
         out: the output directory, which is created.
         task: the task.
         vocabulary: the tokenizer and its dictionary.
-        source: archive or directory; None downloads the published files if they are needed.
+        source: archive or directory; None downloads the published files if necessary.
         encoder: an encoder with this vocabulary, so that tasks can share its processes; None encodes in one process.
-        overwrite: build again even if the directory holds a result.
+        overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if the source cannot be used, or the directory cannot be used or holds other data.
+        DataError: if the source cannot be used, or the directory cannot be used or contains other data.
     """
     given_source = None
     published = True
@@ -156,7 +157,7 @@ def build_glue_task(
         tree, published = fetch_tree(task.published, source)
         given_source = GlueSource(tree, task)
     if given_source is None or published:
-        # Nothing is downloaded here, because the result may turn out to be finished.
+        # Nothing is downloaded yet, because the result may already be finished.
         checksums = {file.name: file.sha256 for file in task.published}
         splits = list(task.files)
     else:
@@ -186,7 +187,7 @@ def build_glue_task(
             sources.append({"name": name, "sha256": sha256, "published": published})
         return {
             "sources": sources,
-            "tokenizer": vocabulary.record(folder="input0/"),
+            "tokenizer": vocabulary.record(directory="input0/"),
             "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
             "counts": {split: count_glue_rows(task, rows[split]) for split in splits},
             "datasets": datasets,
@@ -198,9 +199,9 @@ def build_glue_task(
 
 
 def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
-    """Return the entry of a split in the manifest: its rows, broken rows, empty inputs, and the rows of each class.
+    """Return the manifest's counts of a split: its rows, broken rows, empty inputs, and the rows of each class.
 
-    The line numbers of broken rows are present only if there are any, the classes only for labeled splits.
+    "broken_lines" is present only if rows are broken, and "labels" only for a labeled split of a classification.
     """
     counts: dict[str, Any] = {"rows": len(rows), "broken": len(rows.broken), "empty_inputs": rows.empty}
     if rows.broken:
@@ -217,7 +218,7 @@ def write_glue_task(
     """Write every result file except the manifest.
 
     Returns:
-        The counts of each data set, read back from it, by folder and split. A regression has no entry "label".
+        The counts of each data set, by directory and split. A regression has no entry "label".
 
     Raises:
         DataError: if the number of samples of a data set is not the number of rows.
@@ -227,13 +228,13 @@ def write_glue_task(
         write_bytes(out / name, data)
     datasets: dict[str, dict[str, Any]] = {}
     for i in range(len(task.inputs)):
-        folder = f"input{i}"
-        write_bytes(out / folder / DICTIONARY, vocabulary.dictionary.encode())
-        datasets[folder] = {}
+        directory = f"input{i}"
+        write_bytes(out / directory / DICTIONARY, vocabulary.dictionary.encode())
+        datasets[directory] = {}
         for split, split_rows in rows.items():
             blocks = partial(encoder.blocks, split_rows.inputs[i])
-            counts = binarize(blocks, vocabulary.size, out / folder / split, len(split_rows))
-            datasets[folder][split] = counts.record()
+            counts = binarize(blocks, vocabulary.size, out / directory / split, len(split_rows))
+            datasets[directory][split] = counts.record()
     labels = {split: split_rows.labels for split, split_rows in rows.items() if split_rows.labels is not None}
     if task.labels:
         datasets["label"] = write_labels(out / "label", task.labels, labels)
@@ -254,15 +255,15 @@ def build_glue_tasks(
     """Build the named tasks of GLUE_TASKS, each in OUT/TASK, and return their manifests by name.
 
     Args:
-        out: the directory that holds a folder per task.
-        tokenizer: the tokenizer, in a form that load_vocabulary accepts.
+        out: the directory that gets a directory per task.
+        tokenizer: a tokenizer that load_vocabulary accepts.
         tasks: keys of GLUE_TASKS.
         source: archive or directory; None downloads the published files.
         workers: number of processes; None uses all cores.
-        overwrite: build again even if a directory holds a result.
+        overwrite: build again even if a directory contains a result.
 
     Raises:
-        DataError: like build_glue_task. The tasks before the failing one are finished.
+        DataError: for the reasons listed at build_glue_task. Tasks that were built before remain.
     """
     vocabulary = load_vocabulary(tokenizer)
     manifests = {}
@@ -275,7 +276,7 @@ def build_glue_tasks(
 
 
 def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split, with a last line for splits without a file."""
+    """Format the counts of a manifest: one line per split, and a last line if the source lacks some splits."""
     lines = []
     for split, counts in content["counts"].items():
         line = f"{task.name} {split}: {counts['rows']} rows"
@@ -287,8 +288,8 @@ def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
             first_lines = ", ".join(map(str, counts["broken_lines"][:5]))
             line += f"; LEFT OUT {counts['broken']} broken rows, first at line {first_lines}"
         unknown = 0
-        for folder, datasets in content["datasets"].items():
-            if folder != "label":
+        for directory, datasets in content["datasets"].items():
+            if directory != "label":
                 unknown += datasets[split]["unknown"]
         if unknown:
             line += f"; {unknown} tokens are unknown to the tokenizer"
@@ -305,7 +306,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.glue", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("data-bin/glue"), help="directory of the folders TASK (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("data-bin/glue"),
+        help="directory that gets a directory TASK for each task (default: %(default)s)",
     )
     parser.add_argument(
         "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"

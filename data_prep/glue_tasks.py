@@ -1,7 +1,4 @@
-"""List the GLUE tasks, and read the rows of their files.
-
-The order of `labels` is the order of label/dict.txt: class k of a model is labels[k], whatever its frequency.
-"""
+"""List the GLUE tasks, and read the rows of their files."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,21 +12,21 @@ MAX_SCORE = 5.0  # of STS-B; targets are scores divided by it, in [0, 1] as in f
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One task.
+    """Describes a GLUE task and the format of its files.
 
     Attributes:
-        name: name of the task and of its folder.
-        inputs: the columns with the input texts.
-        labels: the labels in the order of the classes; empty for a regression, which has a single target.
+        name: name of the task and of its directory.
+        inputs: names of the columns with the input texts.
+        labels: the labels; class k of a model is labels[k]. Empty for a regression, which has a single target.
         metric: the metric of the task, in words.
         rows: the published number of rows of each split.
         published: the files to download if --source is not given.
-        label: the column with the label or the score.
-        meaning: descriptions of the classes where the labels are digits, otherwise empty.
-        files: the name of the file of each split, by fairseq's name of the split.
-        header: the columns of splits whose files have no header line.
-        skip_broken: True if labeled rows with a wrong number of columns are left out and counted. They are an error
-            otherwise.
+        label: name of the column with the label or the score.
+        meaning: descriptions of the classes if the labels are digits, otherwise empty.
+        files: file names by fairseq's names of the splits.
+        header: the column names of the splits whose files have no header line.
+        skip_broken: True if labeled rows with a wrong number of columns are left out and counted. Otherwise they raise
+            DataError.
     """
 
     name: str
@@ -145,11 +142,11 @@ GLUE_TASKS = {
 
 @dataclass
 class GlueRows:
-    """The rows of one split.
+    """The texts and labels of one split of a GLUE task.
 
     Attributes:
         inputs: for each input the text of every row.
-        labels: the label of every row, for a regression the scaled score as text; None for a test set.
+        labels: the label of every row, or the scaled score of a regression as text; None for a test set.
         broken: the line numbers of the rows that were left out because they have a wrong number of columns.
         empty: the number of rows with an empty input. They are kept.
     """
@@ -164,10 +161,10 @@ class GlueRows:
 
 
 def split_cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line, counted from 1, and its cells; empty lines at the end of the file are left out.
+    """Yield the number of each line, counted from 1, and its cells, except for empty lines at the end of the file.
 
-    Only tabs separate cells. Quotes are ordinary characters, because a CSV reader that interprets them silently joins
-    the lines between one stray quote and the next.
+    Cells are separated by tabs. Quotes are ordinary characters; a CSV reader would join all lines between two stray
+    quotes.
     """
     empty_lines: list[int] = []
     for number, line in enumerate(lines, start=1):
@@ -190,11 +187,11 @@ def read_glue_rows(
     """Read the rows of one split. Texts and labels are stripped, as in fairseq's recipe.
 
     Args:
-        lines: the lines of the file without line breaks, the header included.
+        lines: the lines of the file, header included, without line breaks.
         name: the name of the file, for error messages.
         task: the task of the file.
         split: fairseq's name of the split; a name that starts with "test" means that labels are not read.
-        keep: returns True for the cells of a row that belongs to the split; None keeps all rows.
+        keep: takes the cells of a row and returns True if it belongs to the split; None keeps all rows.
 
     Raises:
         DataError: if a column is missing, a row has a wrong number of columns (unless the task skips such rows), a

@@ -1,11 +1,10 @@
-"""Draw, read and evaluate rows of ListOps: nested lists of digits, whose class is the digit that they evaluate to.
+"""Draw, parse and evaluate rows of ListOps: nested operations on digits, labeled with the digit they evaluate to.
 
     [SM 3 [MAX 1 9 ] [MED 4 4 7 ] ]   ->   6
 
 Rows are drawn as in the Long Range Arena (arXiv 2011.04006, section 2.2.1). An argument is a list with probability
-1/4, at most 10 levels deep, and a digit otherwise. A list has 2 to 10 arguments. The length of a row counts one for
-each digit and two for each list, its operator and its closing bracket. Rows longer than 500 and shorter than 2,000
-are kept.
+1/4, up to a depth of 10, and a digit otherwise. A list has 2 to 10 arguments. The length of a row is the number of its
+digits, operators and closing brackets; rows of 501 to 1,999 are kept.
 """
 
 import random
@@ -41,8 +40,8 @@ LIST_PROBABILITY = 0.25
 MIN_LENGTH = 501
 MAX_LENGTH = 1999
 
-# The symbols of the two ways to read a row. "skyformer" is what that code base, and so the paper, trained on: its
-# tokenizer keeps only letters and digits, so the closing brackets are lost and no model can know where a list ends.
+# The symbols of the two ways to tokenize a row. "skyformer" is that of Skyformer's code base, which the paper used: it
+# keeps only letters and digits, so closing brackets are lost, and no model can know where a list ends.
 READINGS = {
     "fixed": (*(f"[{name}" for name in OPERATORS), CLOSING_BRACKET, *DIGITS),
     "skyformer": (*OPERATORS, *DIGITS),
@@ -54,7 +53,7 @@ _ZERO_ID = SYMBOLS.index("0")
 
 
 class _RowTooLongError(Exception):
-    """A row that is being drawn has exceeded MAX_LENGTH."""
+    """Raised when a row that is being drawn exceeds MAX_LENGTH."""
 
 
 def draw_listops_row(generator: random.Random) -> DrawnRow:
@@ -91,7 +90,7 @@ def _draw_argument(generator: random.Random, depth: int, symbols: bytearray) -> 
 
 
 def parse_listops_row(source: str) -> bytes:
-    """Return a row of the published files as indices into SYMBOLS. The round brackets in these files are ignored.
+    """Return a row of the published files as indices into SYMBOLS. Parentheses in these files are ignored.
 
     Raises:
         KeyError: if a word is not a symbol.
@@ -101,10 +100,7 @@ def parse_listops_row(source: str) -> bytes:
 
 
 def evaluate_listops_row(symbols: Sequence[int]) -> int:
-    """Return the digit that a row evaluates to.
-
-    Args:
-        symbols: indices into SYMBOLS.
+    """Return the digit that a row evaluates to; `symbols` are indices into SYMBOLS.
 
     Raises:
         ValueError: if a closing bracket closes no list or an empty list, or if the row is not a single list or digit.

@@ -8,8 +8,8 @@
     python -m data_prep.lra text --stand-in                  20 newsgroups as bytes; digits as a stand-in for image
 
 --source is LRA's release (lra_release.gz), the archive that the task comes from, or a directory with its files.
-A stand-in is another task of the same shape, for machines that cannot reach the original data. It is written to
-OUT/TASK-stand-in.
+A stand-in is a different task with inputs of the same form, for machines that cannot download the original data. It is
+written to OUT/TASK-stand-in.
 
     OUT/TASK/input0/, input1/   dict.txt and {train,valid,test}.{bin,idx}; symbol s of a row has the id 4 + s
     OUT/TASK/label/             dict.txt with class k in line k, and the labels of all three splits
@@ -42,7 +42,7 @@ from lln_fairseq.data.vocabulary import DICTIONARY
 from . import listops, pathfinder
 from .chunks import DrawFunction, draw_rows
 from .command import run_command
-from .folders import split_files, write_labels
+from .directories import split_files, write_labels
 from .lra_sources import (
     LraRows,
     RowsBySplit,
@@ -64,7 +64,7 @@ ROWS_PER_BLOCK = 1000
 
 @dataclasses.dataclass(frozen=True)
 class LraOptions:
-    """The options of the command line; None stands for the default of the task."""
+    """The options of the command line. None for `rows` or `length` stands for the task's default."""
 
     task: str
     source: Path | None = None
@@ -79,8 +79,8 @@ class LraOptions:
 def choose_task(options: LraOptions) -> LraTask:
     """Return the requested task or its stand-in.
 
-    ListOps comes back with the symbols of the requested reading. A reading other than "fixed" is also part of its
-    name, and so of the name of its folder.
+    The task listops has the symbols of the requested reading. A reading other than "fixed" becomes part of the task's
+    name, and thereby of its directory's.
 
     Raises:
         DataError: if a stand-in is requested for a task that has none.
@@ -100,7 +100,7 @@ def choose_task(options: LraOptions) -> LraTask:
 
 
 def is_drawn(task: LraTask, options: LraOptions) -> bool:
-    """Return True if the rows are drawn at random and not read from files."""
+    """Return True if the rows are drawn at random instead of read from files."""
     return task.drawn > 0 and options.source is None
 
 
@@ -125,12 +125,12 @@ def check_options(task: LraTask, options: LraOptions) -> None:
     if not has_data:
         raise DataError(
             f"{options.task} needs --source: lra_release.gz from https://storage.googleapis.com/long-range-arena, or a "
-            "directory with its files; --stand-in builds another task of the same shape instead"
+            "directory with its files; or use --stand-in for a different task with inputs of the same form"
         )
 
 
 def fill_in_defaults(task: LraTask, options: LraOptions) -> LraOptions:
-    """Return the options with the task's default number of rows and the default length where they are None."""
+    """Return the options with `rows` and `length` replaced by their defaults if they are None."""
     if options.rows is None:
         options = dataclasses.replace(options, rows=task.drawn)
     if options.length is None:
@@ -139,17 +139,15 @@ def fill_in_defaults(task: LraTask, options: LraOptions) -> LraOptions:
 
 
 def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> dict[str, Any]:
-    """Build one task in a folder of `out` with the task's name and return its manifest.
-
-    A finished directory with the same settings is kept; its manifest is then returned without other work.
+    """Build one task in the directory OUT/TASK and return its manifest. A finished one with the same settings is kept.
 
     Args:
-        out: the directory that holds a folder per task.
+        out: the directory OUT.
         options: the options of the command line.
-        overwrite: build again even if the directory holds a result.
+        overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if options are invalid, the source cannot be used, or the directory holds other data.
+        DataError: if options are invalid, the source cannot be used, or the directory contains other data.
     """
     task = choose_task(options)
     check_options(task, options)
@@ -187,7 +185,7 @@ def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> d
 
 
 def data_origin(task: LraTask, options: LraOptions) -> str:
-    """Return "drawn", "stand-in" or "published"."""
+    """Return where the rows come from: "drawn", "stand-in" or "published"."""
     if is_drawn(task, options):
         return "drawn"
     if options.stand_in:
@@ -198,8 +196,7 @@ def data_origin(task: LraTask, options: LraOptions) -> str:
 def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
     """Return the SHA-256 of each source by its name, without downloading anything.
 
-    Without --source these are the recorded checksums of the published files; a task that is drawn has none. A --source
-    with the name of a published file must be that file.
+    Without --source these are the recorded checksums of the published files; rows that are drawn have no source.
 
     Raises:
         DataError: if the source does not exist, or has the name but not the content of a published file.
@@ -218,11 +215,9 @@ def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
 
 
 def make_rows(task: LraTask, options: LraOptions) -> RowsBySplit:
-    """Draw the rows of a task or read them; a published file is downloaded if --source is not given.
+    """Draw the rows of a task, or read them from --source or from a published file, which is downloaded if necessary.
 
-    Args:
-        task: the task, from choose_task.
-        options: checked options with the defaults filled in.
+    `options` must have passed check_options and fill_in_defaults.
     """
     assert options.rows is not None
     assert options.length is not None
@@ -249,19 +244,15 @@ def make_rows(task: LraTask, options: LraOptions) -> RowsBySplit:
 
 def lra_result_files(task: LraTask) -> list[str]:
     """Return the path of every result file relative to OUT/TASK, except manifest.json."""
-    folders = [f"input{i}" for i in range(task.inputs)] + ["label"]
-    names = [f"{folder}/{DICTIONARY}" for folder in folders]
-    for folder in folders:
-        names += split_files(folder, SPLITS)
+    directories = [f"input{i}" for i in range(task.inputs)] + ["label"]
+    names = [f"{directory}/{DICTIONARY}" for directory in directories]
+    for directory in directories:
+        names += split_files(directory, SPLITS)
     return names
 
 
 def symbol_blocks(rows: Sequence[bytes]) -> Iterator[Block]:
-    """Yield blocks of up to ROWS_PER_BLOCK samples, for binarize. The id of a symbol is 4 + its byte; </s> ends a row.
-
-    Yields:
-        Pairs of an int32 array with the ids of all samples in a row and an int64 array with the lengths of the samples.
-    """
+    """Yield blocks of up to ROWS_PER_BLOCK samples, for binarize. Byte b gets the id 4 + b; </s> ends each sample."""
     for start in range(0, len(rows), ROWS_PER_BLOCK):
         yield _symbol_block(rows[start : start + ROWS_PER_BLOCK])
 
@@ -279,32 +270,32 @@ def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dic
     """Write every result file except the manifest.
 
     Returns:
-        The counts of each data set, read back from it, by folder and split.
+        The counts of each data set, read back from it, by directory and split.
     """
     dictionary = dictionary_text(task.symbols, {}, reserved=1)
     size = NUM_SPECIAL + dictionary.count("\n")
     datasets: dict[str, dict[str, Any]] = {}
     for i in range(task.inputs):
-        folder = f"input{i}"
-        write_bytes(out / folder / DICTIONARY, dictionary.encode())
-        datasets[folder] = {}
+        directory = f"input{i}"
+        write_bytes(out / directory / DICTIONARY, dictionary.encode())
+        datasets[directory] = {}
         for split, split_rows in rows.items():
             blocks = partial(symbol_blocks, split_rows.inputs[i])
-            counts = binarize(blocks, size, out / folder / split, len(split_rows))
-            datasets[folder][split] = counts.record()
+            counts = binarize(blocks, size, out / directory / split, len(split_rows))
+            datasets[directory][split] = counts.record()
     labels = {split: split_rows.labels for split, split_rows in rows.items()}
     datasets["label"] = write_labels(out / "label", task.labels, labels)
     return datasets
 
 
 def count_lra_rows(task: LraTask, rows: LraRows) -> dict[str, Any]:
-    """Return the entry of a split in the manifest: the rows, the rows left out as empty, and the rows of each class."""
+    """Return the manifest's counts of a split: rows, rows left out because they were empty, and rows of each class."""
     counts = Counter(rows.labels)
     return {"rows": len(rows), "empty": rows.empty, "labels": {label: counts[label] for label in task.labels}}
 
 
 def summarize_lra_task(content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split; a stand-in has a line before them."""
+    """Format the counts of a manifest: one line per split, after a line that describes the stand-in if it is one."""
     lines = []
     if "stand_in" in content:
         lines.append(f"stand-in: {content['stand_in']}")
@@ -335,11 +326,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("task", choices=LRA_TASKS)
     parser.add_argument(
-        "--out", type=Path, default=Path("data-bin/lra"), help="directory of the folder TASK (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("data-bin/lra"),
+        help="directory that gets the directory TASK (default: %(default)s)",
     )
     parser.add_argument("--source", type=Path, help="archive or directory with the published files")
     parser.add_argument(
-        "--stand-in", action="store_true", help="build a task of the same shape from data in Python packages"
+        "--stand-in",
+        action="store_true",
+        help="build a different task with inputs of the same form from data in Python packages",
     )
     parser.add_argument(
         "--rows",
@@ -347,9 +343,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="number of rows to draw, over all splits (default: listops 100000, pathfinder 200000)",
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of drawing and shuffling (default: %(default)s)")
-    parser.add_argument("--length", type=int, help=f"bytes per text to keep (default: {TEXT_LENGTH})")
+    parser.add_argument("--length", type=int, help=f"cut texts to this number of bytes (default: {TEXT_LENGTH})")
     parser.add_argument(
-        "--reading", choices=listops.READINGS, default="fixed", help="symbols of listops (default: %(default)s)"
+        "--reading",
+        choices=listops.READINGS,
+        default="fixed",
+        help="tokenization of listops; skyformer drops the closing brackets (default: %(default)s)",
     )
     parser.add_argument(
         "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"

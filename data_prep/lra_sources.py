@@ -2,12 +2,12 @@
 
 The published files of each task are:
 
-listops     basic_{train,val,test}.tsv of LRA's release
-text        aclImdb/{train,test}/{neg,pos}/*.txt; the test split is also the valid split, as in LRA
-retrieval   new_aan_pairs.{train,eval,test}.tsv of LRA's release
-pathfinder  pathfinder32/curv_contour_length_14/{metadata,imgs} of LRA's release
-image       {data_batch_1,...,test_batch}.bin of CIFAR-10's binary version, converted to gray; the last tenth of the
-            training data is the valid split
+    listops     basic_{train,val,test}.tsv of LRA's release
+    text        aclImdb/{train,test}/{neg,pos}/*.txt; the test split is also the valid split, as in LRA
+    retrieval   new_aan_pairs.{train,eval,test}.tsv of LRA's release
+    pathfinder  pathfinder32/curv_contour_length_14/{metadata,imgs} of LRA's release
+    image       {data_batch_1,...,test_batch}.bin of CIFAR-10's binary version, converted to gray; the last tenth of
+                the training data is the valid split
 """
 
 import hashlib
@@ -46,17 +46,17 @@ FILE_DESCRIPTIONS = {  # FILE_PATTERNS in words, for error messages
     "pathfinder": "pathfinder32/curv_contour_length_14 with metadata/ and imgs/",
     "image": "data_batch_1.bin to data_batch_5.bin and test_batch.bin, CIFAR-10's binary version",
 }
-# fairseq's name of a split by its name in the names of LRA's files
+# fairseq's name of a split, by the word for it in LRA's file names
 _FAIRSEQ_SPLITS = {"train": "train", "val": "valid", "eval": "valid", "test": "test"}
 
 
 @dataclass
 class LraRows:
-    """The rows of one split.
+    """The inputs and labels of one split of an LRA task.
 
     Attributes:
-        inputs: for each input one byte string per row; a byte is an index into the symbols of the task.
-        labels: the name of the class of each row.
+        inputs: for each input of the task, one byte string per row. A byte is an index into the task's symbols.
+        labels: the class name of each row.
         empty: number of rows that were left out because an input was empty.
     """
 
@@ -68,7 +68,7 @@ class LraRows:
         return len(self.labels)
 
     def add(self, label: str, *inputs: bytes) -> None:
-        """Append a row."""
+        """Append a row with this label and one byte string for each input."""
         self.labels.append(label)
         for column, content in zip(self.inputs, inputs, strict=True):
             column.append(content)
@@ -78,7 +78,7 @@ RowsBySplit = dict[str, LraRows]
 
 
 def no_rows(num_inputs: int) -> RowsBySplit:
-    """Return the splits train, valid and test without any rows."""
+    """Return an empty LraRows for each of train, valid and test, to be filled in place."""
     rows: RowsBySplit = {}
     for split in SPLITS:
         columns: list[list[bytes]] = [[] for _ in range(num_inputs)]
@@ -87,7 +87,7 @@ def no_rows(num_inputs: int) -> RowsBySplit:
 
 
 def file_filter(task: str) -> Callable[[str], bool]:
-    """Return a predicate that is True for the names of the files that belong to a task."""
+    """Return a predicate on file names that selects the files of a task."""
     pattern = re.compile(FILE_PATTERNS[task])
     return lambda name: pattern.search(name) is not None
 
@@ -95,7 +95,7 @@ def file_filter(task: str) -> Callable[[str], bool]:
 def source_checksum(source: Path, task: str) -> str:
     """Return the SHA-256 of an archive, or one over the names and contents of a task's files in a directory.
 
-    The name of the directory itself has no influence.
+    The name of the directory itself does not matter.
     """
     if not source.is_dir():
         return sha256_of(source)
@@ -111,8 +111,8 @@ def read_published_rows(task: LraTask, source: Path, length: int, seed: int) -> 
     Args:
         task: a task of LRA_TASKS.
         source: an archive or a directory.
-        length: bytes per text to keep.
-        seed: seed of the order of Pathfinder's pictures, which decides their splits.
+        length: number of bytes to which texts are cut.
+        seed: seed of the shuffle that assigns Pathfinder's pictures to splits.
 
     Raises:
         DataError: if the archive is damaged, a file is malformed (with file and line), or a split has no rows.
@@ -146,7 +146,7 @@ def _stripped_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 def _read_listops(source: Path, rows: RowsBySplit) -> None:
     """Read ListOps and add the rows to `rows` in place.
 
-    Raises DataError for a malformed row, or a row whose target is not the value of its list.
+    Raises DataError for a malformed row, or a row whose target is not the value of its expression.
     """
     for name, stream in read_matching_files(source, file_filter("listops")):
         split = _FAIRSEQ_SPLITS[name.removesuffix(".tsv").rpartition("_")[2]]
@@ -196,8 +196,8 @@ def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
 def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) -> None:
     """Read Pathfinder's pictures, shuffle them with the seed, split them, and add them to `rows` in place.
 
-    Empty pictures are left out; their number is stored with the train split. Raises DataError for a malformed line of
-    the metadata, an unreadable picture, or a picture that the metadata lists but the source does not have.
+    Empty picture files are left out, and counted in the train split. Raises DataError if a line of the metadata is
+    malformed, or a listed picture is missing or unreadable.
     """
     pictures: dict[str, bytes] = {}
     labels: list[tuple[str, str]] = []  # name of the picture, label
@@ -209,7 +209,7 @@ def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) 
             for number, line in _stripped_lines(stream, name):
                 cells = line.decode(errors="replace").split(" ")
                 if len(cells) < 4 or cells[3] not in task.labels:
-                    raise DataError(f"{path}, line {number}: expected a folder, a file, a number and a label")
+                    raise DataError(f"{path}, line {number}: expected a directory, a file, a number and a label")
                 labels.append((f"{cells[0]}/{cells[1]}", cells[3]))
             continue
         content = stream.read(1 << 20)
@@ -231,11 +231,7 @@ def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) 
 
 
 def read_png(content: bytes, name: str) -> bytes:
-    """Return the IMAGE_SIZE² pixels of an 8-bit gray PNG picture, row by row.
-
-    Args:
-        content: the content of the file.
-        name: the name of the file, for error messages.
+    """Return the IMAGE_SIZE² pixels of an 8-bit gray PNG file, row by row. `name` is for error messages.
 
     Raises:
         DataError: if the picture cannot be read, or has another size or color mode.
@@ -278,7 +274,7 @@ def to_gray(colors: np.ndarray) -> np.ndarray:
     """Convert pictures to gray: 0.2989 red + 0.587 green + 0.114 blue, rounded like TensorFlow, in integers.
 
     Args:
-        colors: uint8 array of shape (pictures, 3 IMAGE_SIZE²), the three colors one after the other.
+        colors: uint8 array of shape (pictures, 3 IMAGE_SIZE²): all red values, then all green, then all blue.
 
     Returns:
         A uint8 array of shape (pictures, IMAGE_SIZE²).
@@ -290,12 +286,10 @@ def to_gray(colors: np.ndarray) -> np.ndarray:
 def add_rows_to_splits(
     labeled_rows: Sequence[tuple[str, bytes]], shares: tuple[float, float], rows: RowsBySplit
 ) -> None:
-    """Add rows to `rows` in place, in order: the first part to train, the next to valid, the remaining to test.
+    """Add rows to `rows` in place, in order: the first ones to train, the next to valid, the remaining to test.
 
-    Args:
-        labeled_rows: label and symbols of each row.
-        shares: the fractions that go to train and to valid. If they sum to 1, test gets no rows.
-        rows: the splits to extend.
+    `labeled_rows` has the label and the symbols of each row. `shares` are the fractions of train and of valid; if they
+    sum to 1, test gets no rows.
     """
     train_end = round(len(labeled_rows) * shares[0])
     valid_end = round(len(labeled_rows) * (shares[0] + shares[1]))
@@ -311,14 +305,14 @@ def add_rows_to_splits(
 def read_stand_in_rows(name: str, wheel: Path | None, length: int, seed: int) -> RowsBySplit:
     """Return the rows of a stand-in: posts of 20 newsgroups as bytes, or scikit-learn's digits.
 
-    Posts keep their published splits; posts without text are left out and counted. Of every ten digits, the first is in
-    valid, the second in test, and the others are in train.
+    Posts have the splits of data_prep.newsgroups; those without text are left out and counted. Of every ten digits, the
+    first goes to valid, the second to test, and the remaining eight to train.
 
     Args:
         name: a key of STAND_INS.
         wheel: the wheel with the posts; None for the digits.
-        length: bytes per post to keep.
-        seed: seed of the choice of pairs for the task "retrieval".
+        length: number of bytes to which posts are cut.
+        seed: seed of the choice of pairs for "retrieval".
     """
     task = STAND_INS[name]
     rows = no_rows(task.inputs)
@@ -344,10 +338,10 @@ def read_stand_in_rows(name: str, wheel: Path | None, length: int, seed: int) ->
 
 
 def _pair_posts(posts: list[tuple[str, bytes]], generator: random.Random) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield a label and a pair of posts for every post.
+    """Yield, for every post, a label and the post with a random partner.
 
-    Odd rows have a post of the same newsgroup, which may be the post itself, and label 1. Even rows have a post of
-    another newsgroup, or of the same if there is only one, and label 0.
+    Counted from 0, odd rows have label 1 and a partner from the same newsgroup, which can be the post itself. Even rows
+    have label 0 and a partner from another newsgroup, or from the same if there is only one.
     """
     texts_by_group: dict[str, list[bytes]] = {}
     for group, text in posts:

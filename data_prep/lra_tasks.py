@@ -1,4 +1,4 @@
-"""List the tasks of the Long Range Arena, and the stand-ins for tasks whose texts or pictures are not available."""
+"""List the tasks of the Long Range Arena, and the stand-ins that replace them where their data is not available."""
 
 from dataclasses import dataclass
 
@@ -14,19 +14,19 @@ STAND_IN = "stand-in"
 
 @dataclass(frozen=True)
 class LraTask:
-    """One task.
+    """Describes a task of the Long Range Arena or a stand-in.
 
     Attributes:
-        name: name of the task and of its folder.
+        name: name of the task and of its directory.
         labels: names of the classes in the files; class k is labels[k].
-        symbols: the symbols of the rows; a byte b of a row stands for symbols[b].
+        symbols: the symbols of the rows; a byte b in a row stands for symbols[b].
         inputs: number of inputs per row, 1 or 2.
         meaning: descriptions of the classes; empty if the labels describe themselves.
-        published: files that are downloaded if --source is not given; empty if the task is drawn or needs --source.
-        drawn: default number of rows of a task that is drawn at random, 0 for other tasks.
-        shares: the fractions of train and valid in data that is not split yet; the rest is test.
+        published: files to download if --source is not given; empty if the rows are generated or need --source.
+        drawn: default number of rows if the rows are generated at random, otherwise 0.
+        shares: the fractions of train and valid in data without published splits; the rest is test.
         is_text: True if the rows are texts, which are truncated to --length bytes.
-        instead: for a stand-in, what it is and what it replaces.
+        instead: for a stand-in, a description of it and of the data that it replaces; otherwise empty.
     """
 
     name: str

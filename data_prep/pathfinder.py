@@ -1,16 +1,16 @@
-"""Draw pictures of Pathfinder-32, whose class says whether the two discs lie on the same dashed line.
+"""Draw pictures of Pathfinder-32: two dashed lines and two discs, labeled 1 if both discs are on the same line.
 
-    label 1: one of two long lines has a disc at both ends; label 0: each of them has a disc at one end. Short lines
-    distract.
+With label 1, one of the two long lines has a disc at each end; with label 0, each has a disc at one end. Short lines
+are distractors.
 
 The task is that of the Long Range Arena (arXiv 2011.04006, section 2.2.5). The lines are those of Linsley et al. 2018
 (arXiv 1805.08315): each dash continues roughly in the direction of the previous one. The parameters are those of LRA's
-hardest set, which has 14 dashes. The pictures are drawn anew instead of reproducing the published ones, which come
-from image libraries with their own rounding. All arithmetic in this module gives the same bits on every machine.
+hardest set, with 14 dashes. The published pictures are not reproduced, since they depend on the rounding of image
+libraries. All arithmetic in this module gives the same bits on every machine.
 
-The occupied pixels are the bits of one integer. It has a bit for each pixel, row by row, of a board that is larger than
-the picture on every side. A shape is moved by shifting its bits, and the margin of the board prevents that it wraps
-around into another row.
+A set of pixels, such as the occupied ones, is stored as the bits of one integer. The bits are the pixels, row by row,
+of a board that is larger than the picture on every side. A shape is moved by shifting its bits. The board's margin
+keeps a shape from wrapping around into another row.
 """
 
 import math
@@ -28,7 +28,7 @@ DASH_GAP = 1  # pixels between the dashes of a line, and around a dash
 DASH_LENGTH = 2  # pixels
 DASH_THICKNESS = 0.5  # pixels
 LONG_DASHES = 14  # dashes of a long line
-SEED_DISTANCE = 7  # pixels between the first dashes of the two long lines
+SEED_DISTANCE = 7  # pixels between the origins of the two long lines
 SHORT_LINES = 5  # at most; a short line that does not fit is left out
 SHORT_DASHES = 4  # dashes of a short line
 DISC_RADIUS = 1.5  # pixels
@@ -52,9 +52,9 @@ class Dash(NamedTuple):
     """One dash of a line.
 
     Attributes:
-        head: the end that is farther from the origin of the line.
-        direction: the direction that points to the head.
-        bend: the point in the gap before the dash, where the line changes its direction.
+        head: the end of the dash that is farther along the line.
+        direction: the direction from the other end to the head.
+        bend: the point in the gap before the dash where the line changes direction.
     """
 
     head: Point
@@ -75,7 +75,7 @@ class Line(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """The content of a picture: two long lines, at most SHORT_LINES short ones, the places of the discs, the label."""
+    """The content of a picture: two long lines, at most SHORT_LINES short lines, the disc positions, and the label."""
 
     long: list[Line]
     short: list[Line]
@@ -112,7 +112,7 @@ def draw_pathfinder_row(generator: random.Random) -> DrawnRow:
 
 
 def draw_scene(generator: random.Random) -> Scene:
-    """Draw a scene: two long lines, short lines that keep clear of all others, and the discs."""
+    """Draw a scene: two long lines, short lines that touch no other line, and the discs."""
     long_lines = None
     while long_lines is None:
         long_lines = _draw_long_lines(generator)
@@ -148,12 +148,10 @@ def render_scene(scene: Scene) -> np.ndarray:
 
 
 def _stamp(image: np.ndarray, center: Point, shape: np.ndarray) -> None:
-    """Draw a shape into the image in place; where both have a value, the larger one stays.
+    """Draw a shape into the image in place. Each pixel becomes the maximum of its value and the shape's.
 
-    Args:
-        image: the board, of shape (_BOARD_SIZE, _BOARD_SIZE).
-        center: the pixel of the picture where the middle of the shape goes.
-        shape: a square of 2 _REACH + 1 pixels.
+    `image` is the board, (_BOARD_SIZE, _BOARD_SIZE). `shape`, (2 _REACH + 1, 2 _REACH + 1), is centered on the pixel
+    `center` of the picture.
     """
     top = center[0] + _BOARD_MARGIN - _REACH
     left = center[1] + _BOARD_MARGIN - _REACH
@@ -230,7 +228,7 @@ def _occupied_by(dash: Dash) -> int:
 
 
 def _move_point(point: Point, direction: Direction, distance: float) -> Point:
-    """Return the pixel at a distance from a point, rounded."""
+    """Return the pixel nearest to the point that lies `distance` pixels from `point` in this direction."""
     y = math.floor(point[0] + distance * direction[0] + 0.5)
     x = math.floor(point[1] + distance * direction[1] + 0.5)
     return y, x
@@ -253,7 +251,7 @@ def _start_line(origin: Point, direction: Direction) -> Line | None:
 def _step_weights(direction: Direction) -> list[float]:
     """Return the unnormalized probability of every step after a dash with this direction.
 
-    It is the squared cosine of the angle between both, and 0 for angles of more than 90 degrees.
+    It is the squared cosine of the angle between step and dash, and 0 for angles of more than 90 degrees.
     """
     return [max(0.0, direction[0] * y + direction[1] * x) ** 2 for y, x in STEP_DIRECTIONS]
 
@@ -261,10 +259,7 @@ def _step_weights(direction: Direction) -> list[float]:
 def _extend_line(generator: random.Random, line: Line, occupied: int) -> bool:
     """Append a dash to the line in place.
 
-    Args:
-        generator: the source of random numbers.
-        line: the line to extend.
-        occupied: the bits of the occupied pixels, without those of the last dash of the line.
+    `occupied` are the bits of the occupied pixels, without those of the line's last dash.
 
     Returns:
         False if the next bend leaves the picture, if all steps are blocked by occupied pixels, or if DASH_TRIES draws
@@ -297,7 +292,7 @@ def _extend_line(generator: random.Random, line: Line, occupied: int) -> bool:
 def _choose_index(weights: list[float], position: float) -> int:
     """Return the index of the interval that contains `position` if intervals of these lengths follow each other.
 
-    Past the end, which rounding makes possible, it is the last interval with a positive length.
+    If `position` lies past the end because of rounding, return the last interval with a positive length.
     """
     chosen = 0
     for index, weight in enumerate(weights):
@@ -310,7 +305,7 @@ def _choose_index(weights: list[float], position: float) -> int:
 
 
 def _draw_long_lines(generator: random.Random) -> tuple[list[Line], int] | None:
-    """Draw two long lines whose first dashes are SEED_DISTANCE apart.
+    """Draw two long lines whose origins are SEED_DISTANCE apart.
 
     Returns:
         The lines and the bits of the pixels that they and the border occupy, or None if they do not fit.
@@ -340,7 +335,7 @@ def _draw_short_line(generator: random.Random, occupied: int) -> tuple[Line, int
     """Draw a short line on free pixels.
 
     Returns:
-        The line and the bits of the occupied pixels with those of the line, or None if it does not fit.
+        The line, and `occupied` with the bits of the line added, or None if the line does not fit.
     """
     row = random_below(generator, IMAGE_SIZE)
     column = random_below(generator, IMAGE_SIZE)

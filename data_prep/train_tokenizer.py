@@ -1,6 +1,8 @@
 """Train a SentencePiece model that encodes every text without loss.
 
-python -m data_prep.train_tokenizer --text FILE --out DIR      then pass `--tokenizer DIR` to the other programs
+    python -m data_prep.train_tokenizer --text FILE --out DIR
+
+Then pass `--tokenizer DIR` to the other programs.
 """
 
 import argparse
@@ -28,7 +30,7 @@ def read_stripped_lines(paths: Sequence[Path]) -> Iterable[str]:
 def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type: str) -> None:
     """Train a SentencePiece model on text files and write OUT/spm.model and OUT/spm.vocab.
 
-    spm.model is written last, so a directory that contains it is complete.
+    spm.model is written last: if it exists, so does spm.vocab.
 
     Args:
         text: UTF-8 files with one sentence or paragraph per line.

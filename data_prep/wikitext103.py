@@ -1,12 +1,12 @@
-"""Build WikiText-103, or text files in its format, for fairseq's masked_lm task from the published archive.
+"""Encode WikiText-103, or other text in its format, for fairseq's masked_lm task.
 
     python -m data_prep.wikitext103 --out data-bin/wikitext-103 --tokenizer gpt2
 
 The program reads wiki.train.raw, wiki.valid.raw and wiki.test.raw (each may be .xz or .gz) from the published zip
-archive, which is downloaded, or from --source: that archive, another one, or a directory. As in fairseq's recipe, every
-line is stripped and becomes one sample, headings and blank lines included. A blank line is a sample that consists only
-of </s>, and --sample-break-mode complete_doc takes it for the end of a document: the end of a section, or with
---articles of an article. Text is read, encoded and written as a stream.
+archive, which is downloaded, or from --source: a copy of it, another archive, or a directory. As in fairseq's recipe,
+every line is stripped and becomes one sample, headings and blank lines included. A blank line becomes a sample of only
+</s>, and `--sample-break-mode complete_doc` treats it as the end of a document. Without --articles a document is a
+section, with it a whole article. Text is read, encoded and written as a stream.
 
     OUT/dict.txt, {train,valid,test}.{bin,idx}    for --task masked_lm
     OUT/encoder.json, vocab.bpe or spm.model      the tokenizer; `--tokenizer OUT` selects it for other data
@@ -36,7 +36,7 @@ from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_senten
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
 
 from .command import run_command
-from .folders import split_files
+from .directories import split_files
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 MB = 10**6
@@ -48,12 +48,15 @@ ARCHIVE = FILES["wikitext-103-raw-v1.zip"]
 
 
 class WikiTextCorpus:
-    """The text files of the three splits. Creating it raises DataError if one of them is missing.
+    """Reads the text files of the three splits.
 
     Args:
         tree: the archive or directory.
-        train_bytes: how many bytes of the train split to use; None uses all of it.
+        train_bytes: use only the first lines of the train split, of at most this many bytes; None uses all of it.
         articles: True separates articles by blank lines, but not the sections of an article (see article_lines).
+
+    Raises:
+        DataError: if the file of a split is missing.
     """
 
     def __init__(self, tree: FileTree, train_bytes: int | None = None, articles: bool = False) -> None:
@@ -81,9 +84,9 @@ class WikiTextCorpus:
                 yield from lines
 
     def count_lines(self, split: str) -> int:
-        """Return the number of lines.
+        """Return the number of lines of a split.
 
-        This reads the whole file, so that bad input is detected before anything is built.
+        This reads the whole split, so that bad input is detected before anything is written.
 
         Raises:
             DataError: if a line is not UTF-8, or all lines are blank.
@@ -104,9 +107,9 @@ class WikiTextCorpus:
 
 
 def article_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines with one blank line before the title of each article and no other blank lines.
+    """Yield the lines with a blank line before the title of each article and no other blank lines.
 
-    A title counts only if it follows a blank line or starts the file. The files have blank lines around every heading.
+    A line in the form of a title is one only if it starts the file or follows a blank line, as every heading does.
     """
     follows_blank_line = True
     for line in lines:
@@ -118,26 +121,22 @@ def article_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def wikitext_result_files(tokenizer_kind: str) -> list[str]:
-    """Return the path of every result file relative to OUT, except manifest.json.
-
-    Args:
-        tokenizer_kind: a key of TOKENIZER_FILES.
-    """
+    """Return the paths of all result files but manifest.json relative to OUT, with a key of TOKENIZER_FILES."""
     names = [*TOKENIZER_FILES[tokenizer_kind], DICTIONARY]
     return names + split_files("", SPLITS)
 
 
 def train_vocabulary(corpus: WikiTextCorpus, tokenizer: str, vocab_size: int) -> Vocabulary:
-    """Train a SentencePiece model with `vocab_size` pieces on the train text; `tokenizer` is in TRAINED_TOKENIZERS."""
+    """Train a SentencePiece model of `vocab_size` pieces on the train text; `tokenizer` is in TRAINED_TOKENIZERS."""
     with closing(corpus.lines("train")) as lines:
         return new_vocabulary(train_on_corpus(lines, vocab_size, TRAINED_TOKENIZERS[tokenizer]))
 
 
 @dataclass(frozen=True)
 class WikiTextSource:
-    """The requested source: its tree, None for the published archive that is not downloaded yet; and its checksums."""
+    """The source of the text, described without downloading it."""
 
-    tree: FileTree | None
+    tree: FileTree | None  # None for the published archive, which `open` downloads
     is_published: bool
     checksums: dict[str, str]
 
@@ -149,7 +148,7 @@ class WikiTextSource:
         return tree
 
     def record(self) -> list[dict[str, Any]]:
-        """Return the entry "sources" of the manifest."""
+        """Return the value of "sources" in the manifest."""
         entries = []
         for name, sha256 in self.checksums.items():
             entries.append({"name": name, "sha256": sha256, "published": self.is_published})
@@ -184,18 +183,18 @@ def build_wikitext(
 
     Args:
         out: the output directory, which is created.
-        tokenizer: a key of TRAINED_TOKENIZERS, to train a SentencePiece model on the train text (an interrupted build
-            with the same settings keeps its model), or what load_vocabulary accepts.
-        source: archive or directory; None downloads the published archive if it is needed.
+        tokenizer: a tokenizer that load_vocabulary accepts, or a key of TRAINED_TOKENIZERS to train one on the train
+            text, unless an interrupted build with the same settings has already trained it.
+        source: archive or directory; None downloads the published archive if necessary.
         vocab_size: number of pieces of a trained tokenizer. It is ignored for other tokenizers.
-        limit_mb: use only the first `limit_mb` * 10^6 bytes of the train text; None uses all of it.
+        limit_mb: use only the first `limit_mb` * 10^6 bytes of the train text, in whole lines; None uses all of it.
         workers: number of processes; None uses all cores.
-        overwrite: build again even if the directory holds a result.
+        overwrite: build again even if the directory contains a result.
         articles: True separates articles by blank lines, but not the sections of an article.
 
     Raises:
         DataError: if limit_mb is not positive, the source or the tokenizer cannot be used, or the directory cannot be
-            used or holds other data.
+            used or contains other data.
     """
     if limit_mb is not None and limit_mb <= 0:
         raise DataError(f"--limit-mb must be more than 0, got {limit_mb}")
@@ -217,28 +216,21 @@ def build_wikitext(
     if articles:
         settings["articles"] = True
 
-    def read() -> tuple[WikiTextCorpus, dict[str, int], Vocabulary]:
-        train_bytes = None
-        if limit_mb is not None:
-            train_bytes = int(limit_mb * MB)
-        corpus = WikiTextCorpus(wikitext_source.open(), train_bytes, articles)
-        print_status(f"reading {corpus.tree.where}")
-        line_counts = {split: corpus.count_lines(split) for split in SPLITS}
-        if given_vocabulary is not None:
-            return corpus, line_counts, given_vocabulary
-        model = out / "spm.model"
-        if not overwrite and manifest.is_under_way(out) and model.is_file():
-            return corpus, line_counts, new_vocabulary(load_sentencepiece(model))
-        return corpus, line_counts, train_vocabulary(corpus, tokenizer, vocab_size)
+    train_bytes = None
+    if limit_mb is not None:
+        train_bytes = int(limit_mb * MB)
 
-    def write(data: tuple[WikiTextCorpus, dict[str, int], Vocabulary]) -> dict[str, Any]:
-        corpus, line_counts, vocabulary = data
-        count_symbols = given_vocabulary is None
-        datasets = write_wikitext(out, corpus, vocabulary, line_counts, workers, count_symbols)
+    def read() -> WikiTextInput:
+        corpus = WikiTextCorpus(wikitext_source.open(), train_bytes, articles)
+        reuse_model = not overwrite and manifest.is_under_way(out)
+        return read_wikitext(corpus, given_vocabulary, tokenizer, vocab_size, out / "spm.model", reuse_model)
+
+    def write(data: WikiTextInput) -> dict[str, Any]:
+        datasets = write_wikitext(out, data, workers, count_symbols=given_vocabulary is None)
         return {
             "sources": wikitext_source.record(),
-            "tokenizer": vocabulary.record(),
-            "counts": line_counts,
+            "tokenizer": data.vocabulary.record(),
+            "counts": data.line_counts,
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
@@ -246,36 +238,56 @@ def build_wikitext(
     return manifest.build_directory(out, settings, wikitext_result_files(tokenizer_kind), read, write, overwrite)
 
 
-def write_wikitext(
-    out: Path,
+@dataclass(frozen=True)
+class WikiTextInput:
+    """The checked text, its number of lines by split, and the vocabulary that encodes it."""
+
+    corpus: WikiTextCorpus
+    line_counts: dict[str, int]
+    vocabulary: Vocabulary
+
+
+def read_wikitext(
     corpus: WikiTextCorpus,
-    vocabulary: Vocabulary,
-    line_counts: dict[str, int],
-    workers: int | None,
-    count_symbols: bool,
-) -> dict[str, dict[str, int]]:
-    """Write the tokenizer, the data sets and dict.txt, in this order.
+    given_vocabulary: Vocabulary | None,
+    tokenizer: str,
+    vocab_size: int,
+    model: Path,
+    reuse_model: bool,
+) -> WikiTextInput:
+    """Check the text, and train its tokenizer if `given_vocabulary` is None.
 
-    Args:
-        out: the output directory.
-        corpus: the text.
-        vocabulary: the tokenizer and its dictionary.
-        line_counts: the number of lines of each split.
-        workers: number of processes; None uses all cores.
-        count_symbols: True writes the symbol counts of the train text to dict.txt; False writes the dictionary of
-            `vocabulary` unchanged.
-
-    Returns:
-        The counts of each data set, read back from it, by split.
+    With `reuse_model`, the SentencePiece model in the file `model` is used instead of training if the file exists.
+    `tokenizer` and `vocab_size` are those of `train_vocabulary`.
     """
-    for name, data in vocabulary.tokenizer.files.items():
-        write_bytes(out / name, data)
+    print_status(f"reading {corpus.tree.where}")
+    line_counts = {split: corpus.count_lines(split) for split in SPLITS}
+    if given_vocabulary is not None:
+        vocabulary = given_vocabulary
+    elif reuse_model and model.is_file():
+        vocabulary = new_vocabulary(load_sentencepiece(model))
+    else:
+        vocabulary = train_vocabulary(corpus, tokenizer, vocab_size)
+    return WikiTextInput(corpus, line_counts, vocabulary)
+
+
+def write_wikitext(
+    out: Path, data: WikiTextInput, workers: int | None, count_symbols: bool
+) -> dict[str, dict[str, int]]:
+    """Write the tokenizer, the data sets and dict.txt, in this order, and return the counts of each data set by split.
+
+    `workers` is the number of processes; None uses all cores. With `count_symbols`, dict.txt gets the symbol counts of
+    the train text instead of those of the vocabulary's dictionary.
+    """
+    vocabulary = data.vocabulary
+    for name, content in vocabulary.tokenizer.files.items():
+        write_bytes(out / name, content)
     datasets = {}
     with ParallelEncoder(vocabulary, workers) as encoder:
-        for split in SPLITS:
-            print_status(f"encoding {split}: {line_counts[split]} lines")
-            blocks = partial(_encoded_blocks, encoder, corpus, split, line_counts[split])
-            datasets[split] = binarize(blocks, vocabulary.size, out / split, line_counts[split])
+        for split, num_lines in data.line_counts.items():
+            print_status(f"encoding {split}: {num_lines} lines")
+            blocks = partial(_encoded_blocks, encoder, data.corpus, split, num_lines)
+            datasets[split] = binarize(blocks, vocabulary.size, out / split, num_lines)
     if count_symbols:
         vocabulary = vocabulary.with_counts(datasets["train"].by_id)
     write_bytes(out / DICTIONARY, vocabulary.dictionary.encode())
@@ -291,7 +303,7 @@ def _encoded_blocks(encoder: ParallelEncoder, corpus: WikiTextCorpus, split: str
 
 
 def summarize_wikitext(content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split."""
+    """Format the counts of a manifest, one line per split."""
     lines = []
     for split, counts in content["datasets"].items():
         lines.append(
@@ -303,14 +315,14 @@ def summarize_wikitext(content: dict[str, Any]) -> str:
 
 def _build_and_report(args: argparse.Namespace) -> None:
     content = build_wikitext(
-        args.out,
-        args.tokenizer,
-        args.source,
-        args.vocab_size,
-        args.limit_mb,
-        args.workers,
-        args.overwrite,
-        args.articles,
+        out=args.out,
+        tokenizer=args.tokenizer,
+        source=args.source,
+        vocab_size=args.vocab_size,
+        limit_mb=args.limit_mb,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        articles=args.articles,
     )
     print_status(summarize_wikitext(content))
 
@@ -327,8 +339,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tokenizer",
         default="gpt2",
-        help="gpt2 (default); sentencepiece-bpe or sentencepiece-unigram, which is trained on the text; or a "
-        "SentencePiece model, or the directory of a tokenizer or of other data",
+        help="gpt2 (default); sentencepiece-bpe or sentencepiece-unigram, to train one on the text; a SentencePiece "
+        "model; or the directory of a tokenizer or of prepared data",
     )
     parser.add_argument(
         "--vocab-size", type=int, default=VOCAB_SIZE, help="number of pieces of a trained tokenizer (%(default)s)"
@@ -336,9 +348,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--articles",
         action="store_true",
-        help="write blank lines only between articles, so that --sample-break-mode complete_doc keeps them together",
+        help="write blank lines only between articles, so that --sample-break-mode complete_doc does not split them",
     )
-    parser.add_argument("--limit-mb", type=float, help="use only the first LIMIT_MB MB of the train text, for trials")
+    parser.add_argument(
+        "--limit-mb", type=float, metavar="MB", help="use only the first MB megabytes of the train text"
+    )
     parser.add_argument(
         "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
     )

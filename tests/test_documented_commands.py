@@ -29,7 +29,7 @@ STARTS_PROGRAM = re.compile(
 
 
 def documented_commands():
-    """Yield the page and the words of every command of this project in a bash block; `pip install` is none."""
+    """Yield the page and the words of every command in a bash block that runs a program of this project."""
     for page in PAGES:
         for block in code_blocks(page, "bash"):
             for line in block.replace("\\\n", "").splitlines():

@@ -50,7 +50,7 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
     else:
         files |= vocabulary.tokenizer.files
         dictionary_folder = "input0/" if "input0/dict.txt" in files else ""
-        record = vocabulary.record(folder=dictionary_folder)
+        record = vocabulary.record(directory=dictionary_folder)
         # Last, so that it is written when all other files are there.
         files[MANIFEST] = (json.dumps({"tokenizer": record}, indent=1) + "\n").encode()
     for name in {*DICTIONARIES, MANIFEST} - files.keys():

@@ -43,20 +43,20 @@ def damage_as_data_error(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FileTree:
-    """The files of a directory or of an archive, or a set of single files, by their relative names."""
+    """Read-only access to the files of a directory or an archive, or to a set of single files, by relative name."""
 
     where: str  # the name of the tree in messages
     openers: Mapping[str, Callable[[], Any]]  # for each file name a function that opens the file for reading bytes
-    paths: Mapping[str, Path] = field(default_factory=dict)  # of the files on the disk; empty for an archive
-    archive: Path | None = None  # the archive that holds the files, if there is one
+    paths: Mapping[str, Path] = field(default_factory=dict)  # for each file name its path; empty for an archive
+    archive: Path | None = None  # the archive that contains the files; None for a directory
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
-        """Open the file with the full name `name` for reading bytes; files in .xz and .gz are decompressed.
+        """Open the file with the full name `name` for reading bytes; .xz and .gz files are decompressed.
 
         Raises:
             KeyError: if there is no such file.
-            DataError: while you read in the `with` block, if the data is damaged.
+            DataError: if the data is damaged; it may be raised at any read within the `with` block.
         """
         with damage_as_data_error(f"{self.where}: {name}"), self.openers[name]() as stream:
             decompress = DECOMPRESSORS.get(PurePosixPath(name).suffix)
@@ -75,11 +75,11 @@ class FileTree:
         with self.open(name) as stream:
             return stream.read()
 
-    def find(self, name: str, folder: str = "", excluded_folders: Collection[str] = ()) -> str | None:
+    def find(self, name: str, directory: str = "", excluded_directories: Collection[str] = ()) -> str | None:
         """Return the full name of the file whose last part is `name`, `name`.xz or `name`.gz, or None.
 
-        A file is preferred whose innermost folder has the name `folder`; the empty string stands for the top level. If
-        there is none, the file may be in any folder whose name is not in `excluded_folders`.
+        Files whose parent directory is called `directory` take precedence; the empty string stands for the top level.
+        Otherwise files match if the name of their parent directory is not in `excluded_directories`.
 
         Raises:
             DataError: if several files match equally well.
@@ -88,9 +88,9 @@ class FileTree:
         for suffix in DECOMPRESSORS:
             accepted.add(name + suffix)
         candidates = [path for path in map(PurePosixPath, self.openers) if path.name in accepted]
-        matches = [path for path in candidates if path.parent.name == folder]
+        matches = [path for path in candidates if path.parent.name == directory]
         if not matches:
-            matches = [path for path in candidates if path.parent.name not in excluded_folders]
+            matches = [path for path in candidates if path.parent.name not in excluded_directories]
         if not matches:
             return None
         if len(matches) > 1:
@@ -98,14 +98,14 @@ class FileTree:
         return str(matches[0])
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the sha256 of the whole archive by its name, or of the files `names` if the tree is not an archive."""
+        """Return {archive name: sha256} for an archive, or {name: sha256} for each of `names` in any other tree."""
         if self.archive is not None:
             return {self.archive.name: sha256_of(self.archive)}
         return {name: sha256_of(self.paths[name]) for name in names}
 
 
 def loose_files(paths: Mapping[str, Path], where: str) -> FileTree:
-    """Return a tree of files on the disk; `paths` maps their names in the tree to their paths. See FileTree."""
+    """Return a tree of single files; `paths` maps their names in the tree to their paths on the disk."""
     openers = {name: partial(path.open, "rb") for name, path in paths.items()}
     return FileTree(where, openers, paths)
 
@@ -113,11 +113,11 @@ def loose_files(paths: Mapping[str, Path], where: str) -> FileTree:
 def open_tree(path: Path) -> FileTree:
     """Return the files of a directory (with its subdirectories), of a zip archive or of a tar archive.
 
-    A file that is not an archive becomes a tree with that one file. An archive stays open as long as its tree lives.
-    Links and directories inside an archive are left out.
+    A file that is not an archive becomes a tree with that one file. An archive stays open until its tree is
+    garbage-collected. Links inside a tar archive are left out.
 
     Raises:
-        DataError: if the archive is damaged, or a file with the suffix of an archive is none.
+        DataError: if the archive is damaged, or a file with the suffix of an archive is not an archive.
         OSError: if there is no such file.
     """
     if path.is_dir():
@@ -147,7 +147,7 @@ def _open_zip(path: Path) -> FileTree:
 
 
 def read_to_end(archive: tarfile.TarFile) -> None:
-    """Read the rest of a tar archive, so that the checksum of its compression is verified; tarfile stops before it."""
+    """Read the rest of a tar archive, so that the checksum of a compressed one is verified; tarfile skips it."""
     assert archive.fileobj is not None
     while archive.fileobj.read(CHUNK_BYTES):
         pass
@@ -156,11 +156,10 @@ def read_to_end(archive: tarfile.TarFile) -> None:
 def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, BinaryIO]]:
     """Yield the name and the open stream of every matching file of a directory or an archive, in one pass.
 
-    Read each stream before you ask for the next one. Iterate within `damage_as_data_error`: damage of the archive
-    itself raises the standard library's errors. Files are not decompressed, except .xz and .gz in a zip archive.
-
-    Names have forward slashes; in a directory they begin with the directory's own name. They are passed to `matches`,
-    which returns True for the files to read.
+    Read each stream before you ask for the next one. A damaged archive raises the standard library's errors; wrap the
+    loop in `with damage_as_data_error(...)` to get a DataError instead. Only in a zip archive are .xz and .gz files
+    decompressed. `matches` gets the name of each file, with forward slashes, and returns True for the files to read. In
+    a directory, names begin with the directory's own name.
 
     Raises:
         DataError: if `source` is neither a directory nor an archive.
@@ -186,12 +185,12 @@ def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterato
         raise DataError(f"{source} is not a readable archive; if it was downloaded, download it again")
 
 
-def list_matching_files(folder: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
+def list_matching_files(directory: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
     """Yield the name and the path of every matching file below a directory, sorted by path.
 
-    Names have forward slashes and begin with the directory's own name. They are passed to `matches`.
+    Names have forward slashes and begin with the directory's own name. `matches` gets the name.
     """
-    root = folder.resolve()
+    root = directory.resolve()
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root.parent).as_posix()
         if matches(name) and path.is_file():

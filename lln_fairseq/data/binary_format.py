@@ -1,8 +1,7 @@
 """Write and read fairseq's memory-mapped data sets, without importing fairseq.
 
-PREFIX.bin holds the ids of all samples, one after the other. PREFIX.idx holds a magic number, a version, a code for the
-type of the ids, the number of samples, and for every sample its length and its offset in PREFIX.bin. Every sample ends
-with </s>.
+PREFIX.bin holds the concatenated ids of all samples. PREFIX.idx holds a magic number, a version, a code for the
+ids' integer type, the number of samples, and the length and the offset of each. Every sample ends with </s>.
 """
 
 import struct
@@ -33,12 +32,12 @@ TYPE_CODES: dict[int, Any] = {
 }
 CHUNK_ELEMENTS = 1 << 22  # elements of a memory-mapped array that are read at a time
 
-# The ids of several samples, </s> included (int32, (tokens,)), and the length of each sample (int64, (samples,)).
+# Several samples: their concatenated ids, </s> included, int32 (tokens,), and the length of each, int64 (samples,).
 Block = tuple[np.ndarray, np.ndarray]
 
 
 class Samples(NamedTuple):
-    """The contents of a data set, as memory maps."""
+    """The contents of a data set, memory-mapped from its files."""
 
     ids: np.ndarray  # of all samples, one after the other, (tokens,), in the stored integer type
     lengths: np.ndarray  # the number of ids of each sample, int32 (samples,)
@@ -46,7 +45,7 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetCounts:
-    """Statistics of a data set. Two of them are equal if all but `by_id` are."""
+    """Statistics of a data set, for its manifest. `==` ignores `by_id`."""
 
     samples: int
     tokens: int  # </s> included
@@ -76,8 +75,8 @@ def id_type(size: int) -> Any:
 def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int, int]:
     """Write the data set `prefix` and return its numbers of samples and tokens.
 
-    Both files appear under their names only after everything has been written. Ids are not checked. `size` is the
-    number of symbols of the dictionary, special ones included; it determines the integer type.
+    Neither file exists under its final name until it is complete. Ids are not checked. `size`, the number of symbols of
+    the dictionary with special ones, determines the integer type.
     """
     dtype = id_type(size)
     block_lengths = [np.zeros(0, dtype=np.int64)]
@@ -102,7 +101,7 @@ def index_bytes(lengths: np.ndarray, dtype: Any) -> bytes:
 def read_dataset(prefix: str | Path) -> Samples | None:
     """Return the data set in `prefix`.idx and `prefix`.bin, memory-mapped.
 
-    Return None if neither file exists, or if the index has another of fairseq's formats. Ids are not checked.
+    Return None if neither file exists, or if the index is not in this memory-mapped format. Ids are not checked.
 
     Raises:
         DataError: if only one of the files exists, they are empty, damaged or cut off, or do not match each other.
@@ -114,13 +113,13 @@ def read_dataset(prefix: str | Path) -> Samples | None:
     if not has_index and not has_data:
         return None
     if not has_index:
-        raise DataError(f"{index} is missing beside {data}; prepare the data again")
+        raise DataError(f"{data} exists, but {index} is missing; prepare the data again")
     if not has_data:
-        raise DataError(f"{data} is missing beside {index}; prepare the data again")
+        raise DataError(f"{index} exists, but {data} is missing; prepare the data again")
     try:
         return _read_files(index, data)
     except OSError as error:
-        raise DataError(f"{index} and .bin cannot be read: {error}; prepare the data again") from error
+        raise DataError(f"{index} or {data} cannot be read: {error}; prepare the data again") from error
 
 
 def _read_files(index: Path, data: Path) -> Samples | None:
@@ -176,7 +175,7 @@ def count_dataset(prefix: Path, size: int) -> DatasetCounts:
     if samples is None:
         raise DataError(f"{prefix}.idx is missing or damaged; use --overwrite to build it again")
     ids, lengths = samples
-    message = f"{prefix} does not hold samples of a dictionary of {size} symbols that end with </s>"
+    message = f"{prefix}.bin is damaged: samples must end with </s>, and ids must be below {size}"
     by_id = np.zeros(size, dtype=np.int64)
     for id_chunk in iterate_chunks(ids):
         if id_chunk.max() >= size:
@@ -207,8 +206,8 @@ def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, sam
         samples: the expected number of samples.
 
     Raises:
-        DataError: if `samples` is 0, the files do not hold exactly `samples` samples or other numbers than were
-            written, or in the cases of `count_dataset`.
+        DataError: if `samples` is 0, if the files do not hold exactly `samples` samples or the number of tokens that
+            was written, or for the reasons listed at `count_dataset`.
     """
     if not samples:
         raise DataError(f"no lines for {prefix}: fairseq cannot load an empty data set")
@@ -227,7 +226,7 @@ def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, sam
 
 
 def label_blocks(labels: Sequence[str], classes: Sequence[str]) -> list[Block]:
-    """Return one block with a sample for each label: the id of the label and </s>. classes[k] has the id 4 + k."""
+    """Return a single block with a sample for each label: its id and </s>. The label classes[k] has the id 4 + k."""
     id_of = {name: NUM_SPECIAL + number for number, name in enumerate(classes)}
     ids = np.full((len(labels), 2), EOS, dtype=np.int32)
     ids[:, 0] = [id_of[label] for label in labels]

@@ -1,9 +1,8 @@
 """Check binarized data before fairseq reads it, and report what is damaged or does not belong together in one line.
 
-Without these checks fairseq fails in the middle of a training (a truncated .bin file, or an id beyond the embedding,
-which on a GPU is a failed assertion of the device), or not at all: with a dictionary that lost its last line, <mask>
-gets the id of a word. The ids are read once, in chunks. That takes 0.1 s for 500 MB, a tenth of the time that fairseq
-takes to read the same file before it.
+Without these checks, fairseq fails in the middle of a run on a truncated .bin file or an id that the embedding lacks
+(on a GPU with a device-side assert). If dict.txt lost its last line, fairseq does not fail at all, and <mask> gets the
+id of a word. The ids are read once, in chunks, which takes 0.1 s for 500 MB.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ def read_symbols(path: Path) -> list[str]:
     """Return the symbols of a dict.txt; symbol i has fairseq's id 4 + i.
 
     Raises:
-        InputError: if the file cannot be read, is empty, or has a line that fairseq could not parse or a symbol twice.
+        InputError: if the file cannot be read, is empty, repeats a symbol, or has a line that fairseq cannot parse.
     """
     try:
         symbols = parse_dictionary(_read_lines(path))
@@ -37,11 +36,7 @@ def read_symbols(path: Path) -> list[str]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file as fairseq splits them: only LF, CR and CRLF end a line.
-
-    Raises:
-        InputError: if the file cannot be read or is not UTF-8.
-    """
+    """Return the lines of a UTF-8 file as fairseq splits them: only LF, CR and CRLF end a line."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.readlines()
@@ -52,19 +47,21 @@ def _read_lines(path: Path) -> list[str]:
 def require_same_symbols(first: Path, *remaining: Path) -> None:
     """Raise InputError unless all these dict.txt files have the same symbols in the same order.
 
-    Data that was binarized with different dictionaries would get the wrong ids if it were mixed.
+    The same id stands for different symbols in data that was binarized with different dictionaries.
     """
     symbols = read_symbols(first)
     for path in remaining:
         if read_symbols(path) != symbols:
-            raise InputError(f"{path} has other symbols than {first}: data with several dictionaries cannot be mixed")
+            raise InputError(
+                f"{path} has other symbols than {first}: data sets can be combined only if their dictionaries are equal"
+            )
 
 
 def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
     """Check the ids of a binarized data set of text, and return the number of its samples.
 
-    Return 0 if there is no such data set, or it is stored in another of fairseq's formats. `dictionary` is the dict.txt
-    to which the ids must belong. With `combine`, prefix1, prefix2, ... are checked and counted too, up to the first one
+    Return 0 if the data set does not exist or is not in fairseq's memory-mapped format. `dictionary` is the dict.txt to
+    which the ids must belong. With `combine`, prefix1, prefix2, ... are checked and counted too, up to the first one
     that does not exist.
 
     Raises:
@@ -87,7 +84,7 @@ def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) ->
     """Check the binarized labels of a classification, and return their number: `rows`, or 0 if there are none.
 
     `classes` is the number of classes; class k has the id 4 + k. `rows` is the number of rows of the inputs. `combine`
-    is that of `check_lines`.
+    has the same meaning as in `check_lines`.
 
     Raises:
         InputError: if a file is missing or damaged, a sample is not exactly one label with or without </s>, or the
@@ -113,8 +110,8 @@ def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) ->
 def check_targets(path: Path, rows: int, targets: int) -> int:
     """Check the targets of a regression, which are text, and return `rows`, or 0 if there is no such file.
 
-    The file has one line per row, with `targets` numbers that are separated by white space. `rows` is the number of
-    rows of the inputs.
+    The file has one line per row, each with `targets` numbers separated by white space. `rows` is the number of rows of
+    the inputs.
 
     Raises:
         InputError: if the number of lines is not `rows`, or a line is not `targets` finite numbers.
@@ -143,8 +140,8 @@ def _is_finite_number(text: str) -> bool:
 def _read_datasets(prefix: str, combine: bool) -> Iterator[tuple[str, Samples]]:
     """Yield the prefix and the samples of every data set that fairseq's load_indexed_dataset would read.
 
-    That is `prefix`, and with `combine` also prefix1, prefix2, ... up to the first one that does not exist or has
-    another format.
+    These are `prefix` and, with `combine`, prefix1, prefix2, ... up to the first one that does not exist or is not in
+    fairseq's memory-mapped format.
 
     Raises:
         InputError: if a data set is damaged.

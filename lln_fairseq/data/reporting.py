@@ -1,4 +1,4 @@
-"""How the data programs report to the user: status lines on stdout, and one exception for bad input."""
+"""Report to the user of a program: status lines on stdout, and an exception for bad input."""
 
 from lln_fairseq.command import UserError
 
@@ -8,5 +8,5 @@ class DataError(UserError):
 
 
 def print_status(message: str) -> None:
-    """Print a status line on stdout at once. Errors and progress bars go to stderr instead."""
+    """Print a line on stdout and flush it. Errors and progress bars go to stderr instead."""
     print(message, flush=True)

@@ -1,7 +1,7 @@
-"""Build the data sets of sentence prediction that fairseq's own task does not offer.
+"""Build the data sets of sentence prediction.
 
-The two inputs of a pair can stay separate, and samples can do without </s>. The functions take the task of
-`lln_fairseq.tasks.sentence_prediction`, whose options they read.
+Unlike in fairseq's own task, the two inputs of a pair can stay separate, and </s> can be removed. `task` is the task of
+`lln_fairseq.tasks.sentence_prediction`, whose options decide this.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from lln_fairseq.data.split_lines import ResizedDataset
 
 
 class WithoutLast(ResizedDataset):
-    """A data set of lines without the last token of each line, which is </s>."""
+    """Wraps a data set of lines and removes the last token of each line, which is </s>."""
 
     def __getitem__(self, index: int) -> Tensor:
         return self.dataset[index][:-1]
@@ -41,20 +41,20 @@ class WithoutLast(ResizedDataset):
         return np.asarray(self.dataset.sizes) - 1
 
 
-def read_inputs(task: Any, split: str, folders: Sequence[str], combine: bool) -> list[BaseWrapperDataset]:
+def read_inputs(task: Any, split: str, directories: Sequence[str], combine: bool) -> list[BaseWrapperDataset]:
     """Return the input data sets of a split, prepared for the model.
 
-    Depending on the task's options, </s> is removed (strip_eos), init_token is put in front, and rows are cut to
-    max_positions tokens (shorten_method=truncate). Without truncation longer rows stay as they are.
+    Depending on the task's options, </s> is removed (strip_eos), init_token is prepended, and rows are cut to
+    max_positions tokens (shorten_method=truncate). Without truncation longer rows are kept whole.
 
-    `folders` are the folders of the inputs, in order; the first one without data ends the list. With `combine`, the
-    data of split1, split2, ... is appended.
+    `directories` are the inputs' directories in order, such as input0 and input1; inputs from the first one without
+    data on are left out. With `combine`, the data of split1, split2, ... is appended.
     """
     cfg = task.cfg
     dictionary = task.source_dictionary
     inputs = []
-    for folder in folders:
-        lines = data_utils.load_indexed_dataset(str(Path(cfg.data, folder, split)), dictionary, combine=combine)
+    for directory in directories:
+        lines = data_utils.load_indexed_dataset(str(Path(cfg.data, directory, split)), dictionary, combine=combine)
         if lines is None:
             break
         if cfg.strip_eos:
@@ -70,8 +70,8 @@ def read_inputs(task: Any, split: str, folders: Sequence[str], combine: bool) ->
 def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -> NestedDictionaryDataset:
     """Return the samples in the layout of fairseq's sentence_prediction task.
 
-    `inputs` are one or two data sets of equal length. The second one becomes `net_input.other_tokens`, and the size of
-    a sample is that of its longer input. `labels` is None for a split without labels.
+    `inputs` are one or two data sets of equal length. The second one becomes `net_input.other_tokens`. The size of a
+    sample is that of its longer input. `labels` is the data set of the targets, None for a split without labels.
     """
     pad = task.source_dictionary.pad()
     first = inputs[0]
@@ -100,8 +100,8 @@ def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -
 def read_labels(task: Any, split: str, combine: bool) -> Any:
     """Return the data set of a split's targets, or None if the split has none.
 
-    The targets are class numbers from 0, or lists of floats in label/SPLIT.label for a regression. With `combine`, the
-    class numbers of split1, split2, ... are appended.
+    The targets of a classification are class numbers from 0; with `combine`, those of split1, split2, ... are appended.
+    The targets of a regression are lists of floats, read from label/SPLIT.label.
     """
     prefix = Path(task.cfg.data, "label", split)
     if task.cfg.regression_target:

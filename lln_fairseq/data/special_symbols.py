@@ -1,4 +1,4 @@
-"""fairseq's special symbols, and the parser of its dict.txt.
+"""Define fairseq's special symbols, and parse its dict.txt.
 
 Every fairseq dictionary begins with four special symbols, which dict.txt does not list.
 """
@@ -18,11 +18,11 @@ OVERWRITE = " #fairseq:overwrite"  # ends a line of dict.txt whose symbol may oc
 
 
 def parse_dictionary(lines: Iterable[str]) -> list[str]:
-    """Return the symbols in the lines of a dict.txt, "symbol count" each; symbol i has fairseq's id 4 + i.
+    """Return the symbols of a dict.txt, which has a line "symbol count" for each; symbol i has fairseq's id 4 + i.
 
     Raises:
-        DataError: with the number of the line, if a line is not a symbol and an integer, or its symbol has occurred
-            before or is one of fairseq's special symbols. The line may end with OVERWRITE to repeat a symbol.
+        DataError: with the line number, if a line is not a symbol and an integer, or if it repeats an earlier or
+            special symbol without ending with OVERWRITE.
     """
     seen = set(SPECIAL_SYMBOLS)
     symbols = []

@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 class ResizedDataset(BaseWrapperDataset):
-    """The base of data sets whose items have other lengths than those of the data set they wrap.
+    """Base class of data sets that wrap another one and change the lengths of its items.
 
-    Subclasses override `sizes`. fairseq's base class would report the lengths of the wrapped data set.
+    Subclasses override `sizes`. fairseq's base class would report the lengths in the wrapped data set.
     """
 
     def num_tokens(self, index: int) -> int:
@@ -21,11 +21,10 @@ class ResizedDataset(BaseWrapperDataset):
 class SplitLines(ResizedDataset):
     """A data set in which a line of more than `limit` tokens is split into several consecutive items.
 
-    No token is lost: the tail of a long paragraph becomes an item of its own and begins the next sample. fairseq would
-    make the whole paragraph one sample instead, which training skips and validation rejects.
+    fairseq would make such a line one sample, which training skips and validation rejects.
 
-    Every item but the last of a line has `limit` tokens. If the last item would be a single token, it takes one more
-    from the item before it: sample_break_mode=complete_doc takes an item of one token for the end of a document.
+    All items of a line except the last have `limit` tokens. If the last would be a single token, the item before it
+    gives up one, because sample_break_mode=complete_doc treats an item of one token as the end of a document.
 
     Args:
         dataset: the lines, each a tensor of ids (N,).

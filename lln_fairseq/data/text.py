@@ -1,4 +1,4 @@
-"""Read, clean and split text: lines of files, sentences that count as equal, and the split of a sentence."""
+"""Read and clean lines of text, recognize repeated sentences, and assign sentences to train, valid and test."""
 
 import hashlib
 import html
@@ -20,8 +20,8 @@ _ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 def clean_text(text: str) -> str:
     """Return the text without HTML entities, in Unicode NFC, and with single spaces.
 
-    Entities are resolved once, two apostrophes become a double quote, every run of white space and control characters
-    becomes one space, and the ends are stripped.
+    Entities are resolved once, so "&amp;lt;" becomes "&lt;". Two apostrophes become a double quote. Every run of white
+    space and control characters becomes one space, and the ends are stripped.
     """
     text = _ENTITY.sub(lambda entity: html.unescape(entity.group()), text)
     text = text.replace("''", '"')
@@ -31,10 +31,9 @@ def clean_text(text: str) -> str:
 
 
 def sentence_key(text: str) -> str:
-    """Return a key that is the same for texts that count as the same sentence.
+    """Return a key that is equal for texts that differ only in case, accents, punctuation and white space.
 
-    The key consists of the letters and digits, without case and accents. A text without letters and digits is its own
-    key, without white space.
+    The key of a text without letters and digits is the text without white space.
     """
     text = unicodedata.normalize("NFKD", text).casefold()
     letters_and_digits = "".join(character for character in text if character.isalnum())
@@ -44,10 +43,10 @@ def sentence_key(text: str) -> str:
 
 
 def assign_split(text: str) -> str:
-    """Return the split of a sentence: "valid" (10 %), "test" (10 %) or "train" (80 %), by a hash of its key.
+    """Return the split of a sentence: "valid" (10 %), "test" (10 %) or "train" (80 %), by a hash of its `sentence_key`.
 
-    The split depends on nothing else, so the same sentence gets the same split in every corpus: the "train" sentences
-    of one corpus never contain a "valid" or "test" sentence of another.
+    A sentence gets the same split in every corpus, so the "train" sentences of one corpus never include a "valid" or
+    "test" sentence of another.
     """
     digest = hashlib.sha256(sentence_key(text).encode()).digest()
     bucket = int.from_bytes(digest[:8], "big") % 10
@@ -59,10 +58,10 @@ def assign_split(text: str) -> str:
 
 
 def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of each line, from 1, and its bytes, with the LF that ends it.
+    """Yield the number of each line, from 1, and its bytes, including the final LF. `name` is for error messages.
 
     Raises:
-        DataError: with the file's name, at a line of more than MAX_LINE bytes, which is not read to its end.
+        DataError: if a line has more than MAX_LINE bytes.
     """
     for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
         if len(line) > MAX_LINE:
@@ -73,11 +72,11 @@ def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterator[str]:
     """Yield the lines of a UTF-8 file without their ends (LF or CRLF) and without a byte order mark.
 
-    No other character ends a line. With `limit`, reading ends before the line with which more than `limit` bytes would
-    have been yielded, line ends included.
+    No other character ends a line. With `limit`, only the first lines are yielded, as many as fit into `limit` bytes
+    with their ends. `name` is for error messages.
 
     Raises:
-        DataError: with the file's name, at a line that is not UTF-8 or has more than MAX_LINE bytes.
+        DataError: if a line is not UTF-8 or has more than MAX_LINE bytes.
     """
     total_bytes = 0
     for number, raw in read_raw_lines(stream, name):
@@ -92,10 +91,10 @@ def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterato
 
 
 def sample_lines_evenly(lines: Iterable[str], limit: int) -> list[str]:
-    """Return every k-th non-empty line, where k is the smallest power of two for which the lines fit the limit.
+    """Return every k-th non-empty line, with the smallest power of two k that keeps the sample within `limit`.
 
-    The lines are read once, and nothing is random. The sample always contains the first non-empty line, even if that
-    line is longer. `limit` is the number of characters of the sample, and about as many are held in memory.
+    `limit` is a number of characters, and about as many are held in memory. The lines are read once, and nothing is
+    random. The first non-empty line is always part of the sample, even if it exceeds the limit.
     """
     sample: list[str] = []
     characters = 0

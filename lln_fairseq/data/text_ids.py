@@ -1,4 +1,4 @@
-"""Turn texts into the samples that a task would make of the same data, and samples into batches, for prediction."""
+"""Turn texts into the token ids that a task's data set would have for them, and into batches, for prediction."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,18 +12,18 @@ from lln_fairseq.data.special_symbols import MASK
 
 Text = str | Sequence[str]  # one text, or a pair of texts as a tuple or list
 BATCH_TOKENS = 8192  # padding included; a longer sample becomes a batch of its own
-CHUNK_TEXTS = 2048  # rows that are tokenized and sorted by length together
+CHUNK_TEXTS = 2048  # number of rows that are tokenized and sorted by length together
 CHUNK_CHARACTERS = 1 << 20
-CONTINUATION = "\ue000"  # a private-use character, put in front of text that continues a line
+CONTINUATION = "\ue000"  # a private-use character, prepended to text that continues a line
 
 
 class TextIds:
-    """Turns texts into samples that are identical to those of fairseq's data sets, and cut to the same length.
+    """Encodes texts into the samples that the training data would have for them, cut to a maximum length.
 
     Args:
-        task: the task of the model, which is asked for its dictionary and for how its samples begin and end.
+        task: the task of the model, which determines the dictionary and the tokens at the ends of a sample.
         vocabulary: the Vocabulary of the data.
-        longest: the largest number of tokens of a sample.
+        longest: the maximum number of tokens of a sample.
     """
 
     def __init__(self, task: Any, vocabulary: Any, longest: int) -> None:
@@ -39,10 +39,10 @@ class TextIds:
     def encode_rows(self, rows: Sequence[Sequence[str]]) -> list[Tensor]:
         """Return the ids of each row, int64 (N,), cut to `longest` tokens.
 
-        There must be at least one row. All rows have one text, or all have two, which are joined.
+        There must be at least one row. Every row has one text, or every row has two, whose ids are concatenated.
 
         Raises:
-            DataError: as `encode_lines` does.
+            DataError: for the reasons listed at `encode_lines`.
         """
         first_tokens = (self.init_token, self.separator_token)
         joined: list[list[Tensor]] = [[] for _ in rows]
@@ -53,13 +53,13 @@ class TextIds:
         return [torch.cat(parts)[: self.longest] for parts in joined]
 
     def encode_masked(self, left: str, right: str) -> Tensor:
-        """Return the ids of the text left<mask>right, int64 (N,), cut to `longest` tokens, which may cut <mask> off.
+        """Return the ids of the text left<mask>right, int64 (N,), cut to `longest` tokens.
 
-        White space before <mask> is dropped: it belongs to the word that <mask> stands for. The text after <mask> is
-        encoded as the continuation of a line. The task must not strip </s>.
+        The cut may remove <mask>. White space before <mask> is dropped, because it belongs to the masked word. The text
+        after <mask> is encoded as the continuation of a line. The task must not strip </s>.
 
         Raises:
-            DataError: as `encode_lines` does.
+            DataError: for the reasons listed at `encode_lines`.
         """
         # A tokenizer treats the start of a line in a special way. A character in front of `right` prevents that, and
         # its ids are removed again. They cannot be removed if the tokenizer merged them with the text that follows.
@@ -78,7 +78,7 @@ class TextIds:
         Line breaks inside a line become spaces, and white space at the ends is removed.
 
         Raises:
-            DataError: if a line contains half a character, or cannot be encoded.
+            DataError: if a line contains a lone surrogate, or the tokenizer cannot encode it.
         """
         lines = [line.replace("\n", " ").strip() for line in lines]
         for line in lines:
@@ -91,17 +91,17 @@ class TextIds:
 
 
 def _prepend(token: int | None, ids: Tensor) -> Tensor:
-    """Return `ids` (N,) with the token in front, or `ids` itself if the token is None."""
+    """Return `ids` (N,) with the token prepended, or `ids` itself if the token is None."""
     if token is None:
         return ids
     return torch.cat([torch.tensor([token]), ids])
 
 
 def texts_to_rows(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...]]:
-    """Yield each text as a tuple of one string, or each pair as a tuple of two.
+    """Yield each text as a tuple of one string, or each pair of texts as a tuple of two.
 
     Raises:
-        DataError: at anything but a string if `inputs` is 1, or a tuple or list of two strings if `inputs` is 2.
+        DataError: if `inputs` is 1 and an item is not a string, or `inputs` is 2 and it is not a pair of strings.
     """
     for text in texts:
         row: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ def texts_to_rows(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...
 
 
 def check_characters(text: str) -> None:
-    """Raise DataError if the text contains a lone surrogate, half a character, which no tokenizer accepts."""
+    """Raise DataError if the text contains a lone surrogate (half of a UTF-16 pair), which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -128,7 +128,7 @@ def check_characters(text: str) -> None:
 def split_into_chunks(rows: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:
     """Yield lists of consecutive rows, of CHUNK_TEXTS rows or ending with the row that reaches CHUNK_CHARACTERS.
 
-    Rows are taken as needed. The last list may be shorter; no rows yield no list.
+    Rows are read as needed. The last list may be shorter. Without rows nothing is yielded.
     """
     chunk: list[Sequence[str]] = []
     characters = 0
@@ -146,7 +146,7 @@ def split_into_chunks(rows: Iterable[Sequence[str]]) -> Iterator[list[Sequence[s
 def batch_by_length(samples: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield batches of samples of similar length, shortest first, as lists of indices into `samples`.
 
-    A batch has at most BATCH_TOKENS tokens with its padding, or is a single longer sample.
+    A batch has at most BATCH_TOKENS tokens, padding included. A longer sample becomes a batch of its own.
     """
     batch: list[int] = []
     for index in sorted(range(len(samples)), key=lambda index: len(samples[index])):

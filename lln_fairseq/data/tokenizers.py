@@ -1,7 +1,7 @@
 """Tokenizers with a common interface: they turn lines of text into integer ids and the symbols of a dictionary.
 
-There are SentencePiece models, which can be trained here, the byte-level BPE of GPT-2, and every tokenizer.json of
-Hugging Face. To add a tokenizer, write a subclass of Tokenizer and add it to TOKENIZERS and TOKENIZER_FILES.
+Supported are SentencePiece models, which this module can also train, GPT-2's byte-level BPE, and Hugging Face's
+tokenizer.json. To add a tokenizer, write a subclass of Tokenizer and add it to TOKENIZERS and TOKENIZER_FILES.
 """
 
 import io
@@ -21,16 +21,16 @@ from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL, SPECIAL_SYMBOLS
 from lln_fairseq.data.text import MAX_LINE, sample_lines_evenly
 
 VOCAB_SIZE = 32000
-TRAIN_CHARACTERS = 20_000_000  # for training a model; more improves little, and unigram needs 30 bytes for each
+TRAIN_CHARACTERS = 20_000_000  # for training a model; more hardly improves it, and unigram needs 30 bytes for each
 MAX_IDS = 1 << 24  # ten times as many as any known tokenizer has
 _OTHER_SPACE = re.compile(r"[^\S ]")  # white space other than the space itself
 
 
 class Tokenizer(ABC):
-    """The interface of all tokenizers. Symbols are the entries of fairseq's dictionary and contain no white space."""
+    """Interface of all tokenizers. Symbols are the entries of fairseq's dictionary and contain no white space."""
 
-    kind: ClassVar[str]  # in manifests; a key of TOKENIZERS
-    files: Mapping[str, bytes]  # the contents of the files from which `make_tokenizer` can make the tokenizer again
+    kind: ClassVar[str]  # a key of TOKENIZERS, which manifests record
+    files: Mapping[str, bytes]  # the contents of the files from which `make_tokenizer` recreates the tokenizer
     symbols_by_id: Sequence[str | None]  # the symbol for each of the tokenizer's ids; None for ids that become <unk>
 
     @abstractmethod
@@ -38,24 +38,25 @@ class Tokenizer(ABC):
         """Return the tokenizer's own ids of each line, without special tokens."""
 
     def symbols(self) -> list[str]:
-        """Return all symbols in the order of the tokenizer's ids, without special ones."""
+        """Return all symbols in the order of the tokenizer's ids, without special tokens."""
         return [symbol for symbol in self.symbols_by_id if symbol is not None]
 
     @abstractmethod
     def symbol_text(self, symbol: str) -> str:
-        """Return the text of a symbol in the middle of a line, with the space in front if the symbol contains it.
+        """Return the text of a symbol in the middle of a line, including a leading space that belongs to the symbol.
 
-        A symbol that is only a part of a character has the text "�".
+        The text of a symbol that encodes only some of a character's bytes is "�".
         """
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, used through the SentencePiece library (fairseq: `--bpe sentencepiece`).
 
-    The symbols are the pieces. Control pieces and the unknown piece have no symbol.
+    `model` is the content of a model file. The symbols are the pieces. Control pieces and the unknown piece have no
+    symbol.
 
     Raises:
-        DataError: if it is not a SentencePiece model, or has no pieces.
+        DataError: if `model` is not a SentencePiece model, or has no pieces.
     """
 
     kind = "sentencepiece"
@@ -94,9 +95,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of GPT-2's alphabet stands for, in the order of GPT-2's ids.
+    """Return {character: byte} for the characters by which GPT-2's files represent bytes, in the order of GPT-2's ids.
 
-    Printable bytes stand for themselves. The remaining bytes follow, as the letters from U+0100 on.
+    Printable bytes are represented by themselves. The remaining bytes follow, as the characters from U+0100 on.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {chr(byte): byte for byte in printable}
@@ -107,11 +108,11 @@ def _byte_letters() -> dict[str, int]:
 
 
 def _read_gpt2_files(encoder_json: bytes, vocab_bpe: bytes) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Return the id of each byte sequence that is a token, and the ids of the special tokens, such as <|endoftext|>.
+    """Return {bytes of a token: id}, and {name: id} for the special tokens, such as <|endoftext|>.
 
     Raises:
-        DataError: if the files are damaged, do not belong together, or do not number the tokens from 0 in the order of
-            the merges with the special tokens last.
+        DataError: if the files are damaged, do not belong together, or do not number the tokens from 0: first bytes,
+            then merges in order, then special tokens.
     """
     try:
         ids = json.loads(encoder_json)
@@ -135,12 +136,11 @@ def _read_gpt2_files(encoder_json: bytes, vocab_bpe: bytes) -> tuple[dict[bytes,
 
 
 class GPT2Tokenizer(Tokenizer):
-    """The byte-level BPE in encoder.json and vocab.bpe (fairseq: `--bpe gpt2`), with the ids of fairseq's GPT2BPE.
+    """A byte-level BPE, given by the contents of encoder.json and vocab.bpe, with the ids of fairseq's `--bpe gpt2`.
 
-    The symbol of id i is the decimal number i. A special token such as <|endoftext|> in a text is encoded as text.
-
-    The ids come from tiktoken. It merges two neighbors if their concatenation is a token; GPT-2 merges them if the pair
-    is listed as a merge. Both give the same ids if every token encodes to itself, which a test verifies.
+    The symbol of id i is the decimal number i. A special token such as <|endoftext|> in a text is encoded as ordinary
+    text. The ids are computed by tiktoken, which merges two neighbors if their concatenation is a token, even if the
+    pair is not a listed merge. The ids are the same if every token encodes to itself, which a test verifies for GPT-2.
 
     Raises:
         DataError: if the files are damaged or do not belong together.
@@ -168,7 +168,7 @@ class GPT2Tokenizer(Tokenizer):
 def _library_errors_as_data_errors(problem: str) -> Iterator[None]:
     """Turn every error of Hugging Face's library into a DataError that begins with `problem`.
 
-    The library raises plain Exceptions, and panics of its Rust code are not even Exceptions.
+    The library raises plain Exceptions, and its Rust panics derive from BaseException only.
     """
     try:
         yield
@@ -179,14 +179,14 @@ def _library_errors_as_data_errors(problem: str) -> Iterator[None]:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face (byte-level BPE, WordPiece, ...), used through the library tokenizers.
+    """A Hugging Face tokenizer (byte-level BPE, WordPiece, ...), given by the content of a tokenizer.json.
 
-    The symbol of id i is the decimal number i, since tokens may contain characters that a dictionary cannot. Special
-    tokens have no symbol, so a special token that is spelled in a text becomes <unk>. The file's truncation, padding
-    and dropout are switched off. `lln-fairseq convert` writes such files.
+    The symbol of id i is the decimal number i, since tokens can contain characters that a dictionary cannot. Special
+    tokens have no symbol: where a text contains the name of one, it becomes <unk>. Truncation, padding and dropout are
+    turned off. `lln-fairseq convert` writes such files.
 
     Raises:
-        DataError: if it is not a tokenizer.json, has an id of MAX_IDS or more, or the library is not installed.
+        DataError: if the content is not a tokenizer.json, an id is MAX_IDS or more, or the library is not installed.
     """
 
     kind = "huggingface"
@@ -242,7 +242,7 @@ TOKENIZER_FILES = {  # in the order of the constructors' arguments
 
 
 def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
-    """Return the tokenizer of this kind, a key of TOKENIZERS, from the contents of the files in TOKENIZER_FILES.
+    """Return a tokenizer of this kind, a key of TOKENIZERS; `files` has the contents of TOKENIZER_FILES[kind] by name.
 
     Raises:
         DataError: if the files are damaged.
@@ -252,7 +252,7 @@ def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
 
 
 def flat_ids(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of all lines in one array, int32 (tokens,), and the length of each line, int64 (lines,)."""
+    """Concatenate the ids of all lines, int32 (tokens,), and return them with the length of each, int64 (lines,)."""
     lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
     ids = np.fromiter(chain.from_iterable(encoded), dtype=np.int32, count=int(lengths.sum()))
     return ids, lengths
@@ -263,18 +263,18 @@ def train_sentencepiece(
 ) -> bytes:
     """Train a SentencePiece model and return the content of its file; the same input gives the same bytes.
 
-    To be reproducible, training uses one thread and no random sample, and the model contains no path. Text is not
-    normalized, so decoding gives back what was encoded, unless `fold` is set.
+    Training uses one thread and no random sampling, and the model contains no path. Without `fold`, text is not
+    normalized, so decoding restores what was encoded.
 
     Args:
         lines: the text; it is read once. Lines of more than MAX_LINE bytes are skipped.
         vocab_size: the number of pieces, SentencePiece's three special pieces included.
         model_type: "bpe" or "unigram".
-        byte_fallback: for text with thousands of different characters. The rarest 0.05 % of the characters and all
-            unseen ones are encoded as bytes, and repeated spaces are kept. Without it, every character of the text is
-            in the vocabulary.
-        fold: let the model ignore case and variants of characters (NFKC) wherever it is used, so that a small text has
-            more examples of each word.
+        byte_fallback: encode unseen characters, and the rarest ones (0.05 % of the text), as bytes, and keep repeated
+            spaces. Use it for text with thousands of different characters. Without it, the vocabulary contains every
+            character of the text.
+        fold: make the model ignore case and character variants (NFKC), so that a small text has more examples of each
+            word.
 
     Raises:
         DataError: if the text is too small, or has too many different characters, for `vocab_size` pieces.
@@ -318,7 +318,7 @@ def train_sentencepiece(
 def train_on_corpus(lines: Iterable[str], vocab_size: int, model_type: str) -> SentencePieceTokenizer:
     """Train a tokenizer with byte fallback on at most TRAIN_CHARACTERS characters, sampled evenly from the lines.
 
-    `vocab_size`, `model_type` and the errors are those of `train_sentencepiece`.
+    `vocab_size`, `model_type` and the exceptions are those of `train_sentencepiece`.
     """
     sample = sample_lines_evenly(lines, TRAIN_CHARACTERS)
     millions = sum(map(len, sample)) / 1e6
@@ -327,19 +327,19 @@ def train_on_corpus(lines: Iterable[str], vocab_size: int, model_type: str) -> S
 
 
 def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved: int = 0, multiple: int = 8) -> str:
-    """Return the content of fairseq's dict.txt: a line "symbol count" for each symbol, so that symbol i has id 4 + i.
+    """Return the content of a dict.txt: a line "symbol count" for each symbol, so that symbol i has fairseq's id 4 + i.
 
-    "madeupword" symbols with the count 0 are appended until the size of the dictionary is divisible by `multiple`,
-    which is faster on tensor cores.
+    "madeupword" symbols with the count 0 are appended until the size is divisible by `multiple`, which makes matrix
+    products faster on tensor cores.
 
     Args:
         symbols: the symbols, in order.
         counts: how often symbols occur; a missing one has the count 0.
-        reserved: the number of symbols that a task will append later. They and the special symbols count for the size.
-        multiple: the divisor of the size.
+        reserved: the number of symbols that a task will append later, such as <mask>.
+        multiple: a divisor of the dictionary's size, which includes fairseq's special symbols and reserved ones.
 
     Raises:
-        DataError: if fairseq could not read a symbol back: it occurs twice, is special, is empty or has white space.
+        DataError: if fairseq could not read a symbol: it is repeated, special or empty, or contains white space.
     """
     taken = {*SPECIAL_SYMBOLS, MASK}
     for symbol in symbols:

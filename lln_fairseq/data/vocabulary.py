@@ -1,15 +1,15 @@
-"""A tokenizer with its dict.txt: pre-training and fine-tuning must use the same one.
+"""Load a tokenizer together with its dict.txt. Pre-training and fine-tuning must use the same pair.
 
-The option `--tokenizer` of the programs accepts
+The option `--tokenizer` of the programs in data_prep accepts
 
     gpt2                the published GPT-2 BPE with fairseq's dict.txt, which is downloaded once
-    DIR                 a directory built by a data program, whose manifest.json names tokenizer and dictionary
+    DIR                 a directory built by data_prep, whose manifest.json names the tokenizer and the dictionary
     DIR                 a directory with encoder.json, vocab.bpe and dict.txt, or with spm.model or tokenizer.json and
                         optionally dict.txt; `lln-fairseq convert` writes such directories
     FILE.model          a SentencePiece model
 
-Fine-tuning data has no default. The manifest records the vocabulary's `identity`: two data sets with the same identity
-give every text the same ids.
+Every manifest records the vocabulary's `identity`. If it is the same in two data sets, both encode a text to the same
+ids.
 """
 
 import io
@@ -38,7 +38,7 @@ from lln_fairseq.data.tokenizers import (
 
 DICTIONARY = "dict.txt"
 MAX_FILE = 256 << 20  # bytes
-# A manifest may name dict.txt or FOLDER/dict.txt, and no file outside its directory.
+# A manifest may name dict.txt or SUBDIRECTORY/dict.txt, and no file outside its directory.
 _DICTIONARY_NAME = re.compile(rf"(\w+/)?{re.escape(DICTIONARY)}")
 
 GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONARY)}
@@ -46,10 +46,10 @@ GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONAR
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer with its dictionary, the content of dict.txt.
+    """A tokenizer with its dictionary, which encodes text into fairseq's ids. `dictionary` is the content of dict.txt.
 
     Raises:
-        DataError: if fairseq could not read the dictionary, or it lacks a symbol of the tokenizer.
+        DataError: if the dictionary is malformed or lacks a symbol of the tokenizer.
     """
 
     tokenizer: Tokenizer
@@ -88,29 +88,30 @@ class Vocabulary:
 
     @cached_property
     def identity(self) -> str:
-        """The sha256 of the tokenizer's files and of the dictionary's symbols in order. Counts do not matter."""
+        """A sha256 over the tokenizer's files and the dictionary's symbols in order, but not their counts."""
         checksums = [sha256_bytes(content) for _, content in sorted(self.tokenizer.files.items())]
         return sha256_bytes("\n".join([self.tokenizer.kind, *checksums, *self.symbols]).encode())
 
     def with_counts(self, counts: np.ndarray) -> "Vocabulary":
-        """Return this vocabulary with other counts in dict.txt.
+        """Return a copy of this vocabulary with these counts in dict.txt.
 
-        `counts` (size,) has the count of each of fairseq's ids; those of the special symbols are ignored.
+        `counts`, (size,), has the count of each of fairseq's ids; those of the special symbols are ignored.
         """
         symbol_counts = counts[NUM_SPECIAL:].tolist()
         lines = (f"{symbol} {count}\n" for symbol, count in zip(self.symbols, symbol_counts, strict=True))
         return Vocabulary(self.tokenizer, "".join(lines))
 
-    def record(self, folder: str = "") -> dict[str, Any]:
+    def record(self, directory: str = "") -> dict[str, Any]:
         """Return the entry "tokenizer" of a manifest.
 
-        `folder`, such as "input0/", is the folder of dict.txt in the manifest's directory; empty for the directory.
+        `directory`, such as "input0/", says where dict.txt is, relative to the manifest; it is empty if both are in the
+        same directory.
         """
         return {
             "kind": self.tokenizer.kind,
             "identity": self.identity,
             "files": {name: sha256_bytes(content) for name, content in self.tokenizer.files.items()},
-            "dictionary": {"file": folder + DICTIONARY, "symbols": len(self.symbols)},
+            "dictionary": {"file": directory + DICTIONARY, "symbols": len(self.symbols)},
         }
 
 
@@ -123,14 +124,14 @@ def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def load_vocabulary(source: str) -> Vocabulary:
-    """Return the vocabulary that the value of `--tokenizer` names; see the top of this file.
+    """Return the vocabulary that the value of `--tokenizer` names; see the module's docstring.
 
-    In a directory, manifest.json comes first, then the tokenizer's own files, then manifest.json of the parent
-    directory, since a data program may put dict.txt and the data into a subdirectory.
+    In a directory, the first of these is used: manifest.json, the tokenizer's own files, or manifest.json of the parent
+    directory, since some programs of data_prep write the data into a subdirectory.
 
     Raises:
-        DataError: if there is no such file or directory, it holds no tokenizer, or a file is damaged, does not match
-            the manifest, or cannot be downloaded.
+        DataError: if there is no such file or directory, it contains no tokenizer, or a file is damaged, does not
+            match the manifest, or cannot be downloaded.
     """
     if source == "gpt2":
         return _download_gpt2()
@@ -138,7 +139,7 @@ def load_vocabulary(source: str) -> Vocabulary:
     if path.is_file():
         return new_vocabulary(load_sentencepiece(path))
     if not path.is_dir():
-        raise DataError(f"--tokenizer {source}: no such file or directory (or the word gpt2)")
+        raise DataError(f"--tokenizer {source}: no such file or directory; it must be one of them, or gpt2")
     if (path / MANIFEST).is_file():
         return _from_manifest(path / MANIFEST)
     vocabulary = _from_files(path)
@@ -146,7 +147,7 @@ def load_vocabulary(source: str) -> Vocabulary:
         return vocabulary
     if (path.parent / MANIFEST).is_file():
         return _from_manifest(path.parent / MANIFEST)
-    raise DataError(f"{path} holds neither a {MANIFEST} nor spm.model, encoder.json and vocab.bpe, or tokenizer.json")
+    raise DataError(f"{path} has neither {MANIFEST} nor spm.model, encoder.json and vocab.bpe, or tokenizer.json")
 
 
 def _download_gpt2() -> Vocabulary:
@@ -156,24 +157,25 @@ def _download_gpt2() -> Vocabulary:
 
 
 def _from_manifest(manifest: Path) -> Vocabulary:
-    """Return the vocabulary that a manifest names, from files in the manifest's directory and nowhere else.
+    """Return the vocabulary that a manifest names. Files outside the manifest's directory are never read.
 
     Raises:
         DataError: if the manifest is damaged or names no tokenizer, or a file does not match its checksum.
     """
-    folder = manifest.parent
+    directory = manifest.parent
     try:
         record = json.loads(_read(manifest))["tokenizer"]
-        files = {name: _read(folder / name) for name in TOKENIZER_FILES[record["kind"]]}
+        files = {name: _read(directory / name) for name in TOKENIZER_FILES[record["kind"]]}
         for name, content in files.items():
             if sha256_bytes(content) != record["files"][name]:
-                raise DataError(f"{folder / name} is not the file that {manifest} lists")
+                raise DataError(f"{directory / name} is not the file that {manifest} lists")
         dictionary_name = record["dictionary"]["file"]
         if not _DICTIONARY_NAME.fullmatch(dictionary_name):
             raise DataError(
-                f"{manifest} names {dictionary_name!r:.80}: expected {DICTIONARY}, or FOLDER/{DICTIONARY}, beside it"
+                f"{manifest} names the dictionary {dictionary_name!r:.80}: it must be {DICTIONARY} or "
+                f"SUBDIRECTORY/{DICTIONARY}"
             )
-        dictionary = folder / dictionary_name
+        dictionary = directory / dictionary_name
         vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), dictionary)
         if vocabulary.identity != record["identity"]:
             raise DataError(f"{dictionary} is not the dictionary that {manifest} was written with")
@@ -182,18 +184,15 @@ def _from_manifest(manifest: Path) -> Vocabulary:
     return vocabulary
 
 
-def _from_files(folder: Path) -> Vocabulary | None:
-    """Return the vocabulary of the tokenizer's own files in a directory, or None if there are none.
+def _from_files(directory: Path) -> Vocabulary | None:
+    """Return the vocabulary of the tokenizer files in a directory, or None if it contains none.
 
     Without dict.txt the dictionary is made from the tokenizer, except for GPT-2, whose dict.txt is required.
-
-    Raises:
-        DataError: if a file is damaged, or GPT-2's dict.txt is missing.
     """
-    dictionary = folder / DICTIONARY
+    dictionary = directory / DICTIONARY
     for kind, names in TOKENIZER_FILES.items():
-        if all((folder / name).is_file() for name in names):
-            tokenizer = make_tokenizer(kind, {name: _read(folder / name) for name in names})
+        if all((directory / name).is_file() for name in names):
+            tokenizer = make_tokenizer(kind, {name: _read(directory / name) for name in names})
             if kind == "gpt2" or dictionary.is_file():
                 return _with_dictionary(tokenizer, dictionary)
             return new_vocabulary(tokenizer)
@@ -201,7 +200,7 @@ def _from_files(folder: Path) -> Vocabulary | None:
 
 
 def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
-    """Return the vocabulary of a tokenizer and a dict.txt. Raise DataError, with the path, if they do not match."""
+    """Return the vocabulary of a tokenizer and the dict.txt at `path`. Raise DataError if they do not match."""
     try:
         return Vocabulary(tokenizer, _read(path).decode())
     except UnicodeDecodeError as error:

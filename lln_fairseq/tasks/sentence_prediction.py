@@ -55,7 +55,7 @@ class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
 
 @register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
 class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
-    """The task lln_sentence_prediction, on data with the folders input0, label and, for pairs, input1."""
+    """The task lln_sentence_prediction, on data with the directories input0, label and, for pairs, input1."""
 
     @classmethod
     def setup_task(cls, cfg: LLNSentencePredictionConfig, **kwargs: Any) -> "LLNSentencePredictionTask":

@@ -35,7 +35,7 @@ FILES = {
 def packed_files(request, tmp_path):
     """Return the path of a directory or an archive that holds FILES."""
     if request.param == "directory":
-        path = tmp_path / "folder"
+        path = tmp_path / "directory"
         for name, content in FILES.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(content)
@@ -58,9 +58,9 @@ def test_open_tree_finds_and_decompresses_files(packed_files):
     assert read_lines("wiki.raw") == [b"one\n", b"two\n"]
     assert read_lines("d.raw") == [b"d\n"]
     assert read_lines("e.raw") == [b"e\n"]
-    assert read_lines("b.tsv", folder="c") == [b"c"]
-    assert read_lines("b.tsv", excluded_folders=["a"]) == [b"c"]
-    assert tree.find("b.tsv", folder="x", excluded_folders=["a", "c"]) is None
+    assert read_lines("b.tsv", directory="c") == [b"c"]
+    assert read_lines("b.tsv", excluded_directories=["a"]) == [b"c"]
+    assert tree.find("b.tsv", directory="x", excluded_directories=["a", "c"]) is None
     assert tree.find("raw") is None
     assert tree.find("link.raw") is None
     with pytest.raises(DataError, match=r"more than one b\.tsv"):
@@ -87,7 +87,7 @@ def test_checksums_are_of_the_archive_or_of_the_files(packed_files):
 def test_read_matching_files(packed_files):
     contents = {}
     for name, file in read_matching_files(packed_files, lambda name: "tsv" in name):
-        contents[name.removeprefix("folder/")] = file.read()
+        contents[name.removeprefix("directory/")] = file.read()
 
     assert contents == {"a/b.tsv": b"b", "c/b.tsv": b"c"}
 

@@ -62,7 +62,7 @@ def test_wrong_number_of_samples_raises(tmp_path):
 
 @pytest.mark.parametrize("samples", [[[4, 6, 2]], [[4], [4, 2]], [[4, 2], [4, 5]]])
 def test_id_beyond_the_dictionary_or_missing_end_raises(tmp_path, samples):
-    with pytest.raises(DataError, match="does not hold samples"):
+    with pytest.raises(DataError, match="samples must end with </s>"):
         binarize(lambda: [make_block(samples)], SIZE, tmp_path / "train", len(samples))
 
 

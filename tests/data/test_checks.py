@@ -18,10 +18,10 @@ ROWS = 9
 @pytest.fixture(scope="module")
 def intact_data(tmp_path_factory):
     """Return a directory with a corpus in lm/ and a classification in task/."""
-    folder = tmp_path_factory.mktemp("intact")
-    make_corpus(folder / "lm", sizes=(("train", ROWS), ("valid", ROWS)))
-    make_classification(folder / "task", sizes=(("train", ROWS),))
-    return folder
+    directory = tmp_path_factory.mktemp("intact")
+    make_corpus(directory / "lm", sizes=(("train", ROWS), ("valid", ROWS)))
+    make_classification(directory / "task", sizes=(("train", ROWS),))
+    return directory
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_damaged_corpus_is_rejected(corpus, file, damage, message):
 def test_missing_file_of_a_part_is_rejected(corpus):
     shutil.copy(corpus / "valid.idx", corpus / "train1.idx")
 
-    assert_rejected(corpus, r"train1\.bin is missing beside .*train1\.idx")
+    assert_rejected(corpus, r"train1\.idx exists, but .*train1\.bin is missing")
 
 
 def test_parts_of_a_split_are_checked(corpus):
@@ -174,7 +174,7 @@ def test_pairs_are_loaded(pairs):
 def test_missing_file_of_the_second_input_is_rejected(pairs):
     (pairs / "input1/train.idx").unlink()
 
-    assert_rejected(pairs, r"input1/train\.idx is missing beside")
+    assert_rejected(pairs, r"input1/train\.idx is missing")
 
 
 def test_missing_second_input_is_rejected(pairs):

@@ -94,7 +94,7 @@ def test_mirrors_are_tried_in_order(server):
 def test_unverified_files_do_not_enter_the_cache(server, cache):
     with pytest.raises(DataError, match=r"wrong: .* is not data\.zip: sha256.*none: 404") as error:
         fetch_file(published(f"{server.url}/wrong", f"{server.url}/none"))
-    assert f"put it into {cache}" in str(error.value)
+    assert f"copy it into {cache}" in str(error.value)
     with pytest.raises(DataError, match="it has 1024000 bytes, expected 5"):
         fetch_file(published(f"{server.url}/whole", size=5))
     assert [path.name for path in cache.iterdir()] == [".lock"]
@@ -185,8 +185,8 @@ def pip(monkeypatch):
 
 
 def test_pip_is_tried_after_all_mirrors(server, cache, pip):
-    def write_wheel(folder):
-        with zipfile.ZipFile(folder / "p.whl", "w") as wheel:
+    def write_wheel(directory):
+        with zipfile.ZipFile(directory / "p.whl", "w") as wheel:
             wheel.writestr("p/data/data.zip", CONTENT)
 
     pip.write = write_wheel
@@ -201,7 +201,7 @@ def test_pip_is_tried_after_all_mirrors(server, cache, pip):
 def test_pip_gets_the_checksum_and_its_error_is_reported(pip, name, form):
     requirements = []
     pip.code = 1
-    pip.write = lambda folder: requirements.append((folder / "requirements.txt").read_text())
+    pip.write = lambda directory: requirements.append((directory / "requirements.txt").read_text())
 
     with pytest.raises(DataError, match=r"pip could not download pkg==1: .*no index") as error:
         fetch_file(Published(name, SHA256, pip=PipSource("pkg", "1", name)))

@@ -38,9 +38,9 @@ def texts_with_all_characters(step):
         yield "".join(f"a{c}1{c} {c}!  {c}{c} " for c in characters)
 
 
-def assert_same_ids_as_fairseq(folder, texts):
-    tokenizer = load_vocabulary(str(folder)).tokenizer
-    fairseq_encoder = get_encoder(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
+def assert_same_ids_as_fairseq(directory, texts):
+    tokenizer = load_vocabulary(str(directory)).tokenizer
+    fairseq_encoder = get_encoder(str(directory / "encoder.json"), str(directory / "vocab.bpe"))
     for text in texts:
         ids = tokenizer.encode_ids([text])[0]
         assert ids == fairseq_encoder.encode(text), repr(text)

@@ -31,7 +31,7 @@ def prepared(tmp_path, model):
     (out / "spm.model").write_bytes(model)
     counts = np.arange(new.size)
     (out / "lm/dict.txt").write_text(new.with_counts(counts).dictionary, encoding="utf-8")
-    (out / "manifest.json").write_text(json.dumps({"tokenizer": new.record(folder="lm/")}))
+    (out / "manifest.json").write_text(json.dumps({"tokenizer": new.record(directory="lm/")}))
     return out
 
 
@@ -118,7 +118,7 @@ def test_manifest_without_a_tokenizer_raises(prepared):
 def test_missing_tokenizer_raises(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         load_vocabulary(str(tmp_path / "none"))
-    with pytest.raises(DataError, match="holds neither"):
+    with pytest.raises(DataError, match="has neither"):
         load_vocabulary(str(tmp_path))
 
 
@@ -132,7 +132,9 @@ def test_manifest_reads_only_regular_tokenizer_files_beside_it(prepared, monkeyp
 
     for name in ("../prepared/lm/dict.txt", str(prepared / "lm/dict.txt"), "spm.model"):
         path.write_text(json.dumps({"tokenizer": {**record, "dictionary": {"file": name}}}))
-        with pytest.raises(DataError, match=r"names '.*: expected dict\.txt, or FOLDER/dict\.txt, beside it"):
+        with pytest.raises(
+            DataError, match=r"names the dictionary '.*: it must be dict\.txt or SUBDIRECTORY/dict\.txt"
+        ):
             load_vocabulary(str(prepared))
 
     path.write_text(json.dumps({"tokenizer": record}))

@@ -109,7 +109,7 @@ def read_files(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
-def small_gpt2(folder: Path, text: str, merges: int = 300) -> Path:
+def small_gpt2(directory: Path, text: str, merges: int = 300) -> Path:
     """Write encoder.json, vocab.bpe and dict.txt of a byte-level BPE trained on `text`; return the directory."""
     letters = _byte_letters()
     letter_of_byte = {byte: letter for letter, byte in letters.items()}
@@ -131,12 +131,12 @@ def small_gpt2(folder: Path, text: str, merges: int = 300) -> Path:
                 i += 1
     tokens = [*letters, *map("".join, learned), "<|endoftext|>"]
     assert len(set(tokens)) == len(tokens) == len(letters) + merges + 1
-    folder.mkdir()
-    (folder / "encoder.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    (folder / "vocab.bpe").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in learned), encoding="utf-8")
+    directory.mkdir()
+    (directory / "encoder.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (directory / "vocab.bpe").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in learned), encoding="utf-8")
     order = random.Random(0).sample(range(len(tokens)), len(tokens))  # the published dict.txt is not in order either
-    (folder / "dict.txt").write_text("".join(f"{i} 1\n" for i in order) + "madeupword0000 0\n")
-    return folder
+    (directory / "dict.txt").write_text("".join(f"{i} 1\n" for i in order) + "madeupword0000 0\n")
+    return directory
 
 
 def encode_line(tokenizer: Tokenizer, line: str) -> list[str]:

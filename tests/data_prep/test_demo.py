@@ -149,8 +149,8 @@ def test_fairseq_loads_sentiment_task_and_label_k_is_class_k(tmp_path, build):
     assert len(task.dictionary) % 8 == 0  # with <mask>
 
 
-def modification_times(folder):
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+def modification_times(directory):
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
 def test_finished_data_are_kept_without_importing_torch(tmp_path, build, monkeypatch):

@@ -75,12 +75,12 @@ def make_files(name, end="\n"):
 
 @pytest.fixture
 def source(tmp_path):
-    folder = tmp_path / "glue_data"
+    directory = tmp_path / "glue_data"
     for name in GLUE_TASKS:
         for file, content in make_files(name).items():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_bytes(content)
-    return folder
+            (directory / file).parent.mkdir(parents=True, exist_ok=True)
+            (directory / file).write_bytes(content)
+    return directory
 
 
 @pytest.fixture
@@ -180,14 +180,14 @@ def test_broken_rows_of_qqp_are_counted_and_left_out(build, source, capsys):
 
 
 def test_mrpc_in_format_of_microsoft(tmp_path, build):
-    folder = tmp_path / "msr" / "MRPC"
-    folder.mkdir(parents=True)
+    directory = tmp_path / "msr" / "MRPC"
+    directory.mkdir(parents=True)
     rows = ROWS["MRPC"]["train"]
-    (folder / "msr_paraphrase_train.txt").write_bytes(make_file("MRPC", "train", rows, end="\r\n"))
-    (folder / "msr_paraphrase_test.txt").write_bytes(make_file("MRPC", "valid", ROWS["MRPC"]["test"], end="\r\n"))
-    (folder / "mrpc_dev_ids.tsv").write_text("1\t1\n6\t6\n")  # the ids of row i are i, i
+    (directory / "msr_paraphrase_train.txt").write_bytes(make_file("MRPC", "train", rows, end="\r\n"))
+    (directory / "msr_paraphrase_test.txt").write_bytes(make_file("MRPC", "valid", ROWS["MRPC"]["test"], end="\r\n"))
+    (directory / "mrpc_dev_ids.tsv").write_text("1\t1\n6\t6\n")  # the ids of row i are i, i
 
-    counts = build("MRPC", source=folder.parent)["MRPC"]["counts"]
+    counts = build("MRPC", source=directory.parent)["MRPC"]["counts"]
 
     assert {split: counts[split]["rows"] for split in counts} == {"train": 6, "valid": 2, "test": 3}
     dataset = load_task(tmp_path / "out", "MRPC").load_dataset("valid")

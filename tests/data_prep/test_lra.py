@@ -22,11 +22,11 @@ def build(out, task, *options):
     return lra.main([task, "--out", str(out), "--workers", "1", *map(str, options)])
 
 
-def read_rows(folder, split, inputs=1):
+def read_rows(directory, split, inputs=1):
     """Return (label, symbols, ...) of every row, as fairseq reads them."""
-    labels = [line.split()[0] for line in (folder / "label/dict.txt").read_text().splitlines()]
+    labels = [line.split()[0] for line in (directory / "label/dict.txt").read_text().splitlines()]
     labels = [label for label in labels if not label.startswith("madeup")]
-    config = SentencePredictionConfig(data=str(folder), num_classes=len(labels), no_shuffle=True, seed=1)
+    config = SentencePredictionConfig(data=str(directory), num_classes=len(labels), no_shuffle=True, seed=1)
     config.regression_target = False
     config.separator_token = 2
     dataset = SentencePredictionTask.setup_task(config).load_dataset(split)
@@ -42,10 +42,10 @@ def read_rows(folder, split, inputs=1):
     return rows
 
 
-def read_all_rows(folder):
+def read_all_rows(directory):
     rows = []
     for split in ("train", "valid", "test"):
-        rows += read_rows(folder, split)
+        rows += read_rows(directory, split)
     return rows
 
 
@@ -80,15 +80,15 @@ def review_files():
 
 
 def pathfinder_files():
-    """Return the pictures of the release, the last of them empty, and one of another size in another folder."""
-    folder = "lra_release/lra_release/pathfinder32/curv_contour_length_14"
-    other_folder = "lra_release/lra_release/pathfinder64/curv_contour_length_14"
+    """Return the pictures of the release, the last of them empty, and one of another size in another directory."""
+    directory = "lra_release/lra_release/pathfinder32/curv_contour_length_14"
+    other_directory = "lra_release/lra_release/pathfinder64/curv_contour_length_14"
     metadata = "".join(f"imgs/0 sample_{i}.png {i} {i % 2} 1.0 14 4 2 0.5 1 1\n" for i in range(PICTURES))
-    files = {f"{folder}/metadata/0.npy": metadata.encode()}
+    files = {f"{directory}/metadata/0.npy": metadata.encode()}
     for i in range(PICTURES - 1):
-        files[f"{folder}/imgs/0/sample_{i}.png"] = png(pixels(i))
-    files[f"{folder}/imgs/0/sample_{PICTURES - 1}.png"] = b""
-    files[f"{other_folder}/imgs/0/sample_0.png"] = b"another size"
+        files[f"{directory}/imgs/0/sample_{i}.png"] = png(pixels(i))
+    files[f"{directory}/imgs/0/sample_{PICTURES - 1}.png"] = b""
+    files[f"{other_directory}/imgs/0/sample_0.png"] = b"another size"
     return files
 
 
@@ -194,9 +194,9 @@ def test_pairs_of_papers(make_source, tmp_path):
 def test_pathfinder_of_release(make_source, tmp_path):
     assert build(tmp_path, "pathfinder", "--source", make_source("pathfinder")) == 0
 
-    folder = tmp_path / "pathfinder"
-    assert sorted(read_all_rows(folder)) == sorted((str(i % 2), pixels(i)) for i in range(PICTURES - 1))
-    counts = json.loads((folder / "manifest.json").read_text())["counts"]
+    directory = tmp_path / "pathfinder"
+    assert sorted(read_all_rows(directory)) == sorted((str(i % 2), pixels(i)) for i in range(PICTURES - 1))
+    counts = json.loads((directory / "manifest.json").read_text())["counts"]
     assert [counts[split]["rows"] for split in counts] == [15, 2, 2]
     assert counts["train"]["empty"] == 1
 
@@ -263,9 +263,9 @@ def test_posts_are_stand_in_for_reviews(wheel, tmp_path, monkeypatch, capsys):  
     assert build(tmp_path, "text", "--stand-in", "--length", "12") == 0
 
     assert "stand-in: 20 newsgroups as bytes" in capsys.readouterr().out
-    folder = tmp_path / "text-stand-in"
-    assert read_rows(folder, "test") == [(label, text.encode()[:12]) for label, text in TEST]
-    manifest = json.loads((folder / "manifest.json").read_text())
+    directory = tmp_path / "text-stand-in"
+    assert read_rows(directory, "test") == [(label, text.encode()[:12]) for label, text in TEST]
+    manifest = json.loads((directory / "manifest.json").read_text())
     assert manifest["settings"]["data"] == "stand-in"
     assert not (tmp_path / "text").exists()
 
@@ -320,7 +320,7 @@ BAD_FILES = [
     ("retrieval", {"train_tsv": b"1.0\t1\t2\ta\n"}, "line 1: expected a label, two numbers and two texts"),
     ("retrieval", {"train_tsv": b"2.0\t1\t2\ta\tb\n"}, "line 1: expected a label"),
     ("retrieval", {"train_tsv": b"1.0\t1\t2\ta\t\n"}, "line 1: expected a label"),
-    ("pathfinder", {"0_npy": b"\x93NUMPY\1\0"}, "line 1: expected a folder, a file, a number and a label"),
+    ("pathfinder", {"0_npy": b"\x93NUMPY\1\0"}, "line 1: expected a directory, a file, a number and a label"),
     ("pathfinder", {"sample_3_png": png(bytes(64 * 64), side=64)}, "got 64 x 64 pixels"),
     ("pathfinder", {"sample_3_png": None}, "has no imgs/0/sample_3.png, which its metadata lists"),
     ("image", {"test_batch": b"\x0b" + bytes(3072)}, "does not hold pictures of 32 x 32"),

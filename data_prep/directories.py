@@ -1,0 +1,50 @@
+"""List the files of a directory of fairseq data sets, and write the labels of a classification task."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from lln_fairseq.data.binary_format import binarize, dataset_files, label_blocks
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.special_symbols import NUM_SPECIAL
+from lln_fairseq.data.tokenizers import dictionary_text
+from lln_fairseq.data.vocabulary import DICTIONARY
+
+
+def split_files(directory: str, splits: Iterable[str]) -> list[str]:
+    """Return the paths DIRECTORY/SPLIT.bin and DIRECTORY/SPLIT.idx of each split, in the order of `splits`."""
+    paths = []
+    for split in splits:
+        paths += [str(path) for path in dataset_files(Path(directory, split))]
+    return paths
+
+
+def directory_files(directory: str, splits: Iterable[str]) -> list[str]:
+    """Return DIRECTORY/dict.txt, followed by the paths that `split_files` returns."""
+    return [f"{directory}/{DICTIONARY}", *split_files(directory, splits)]
+
+
+def write_labels(
+    directory: Path, classes: Sequence[str], labels: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, int]]:
+    """Write the labels of every split in fairseq's binary format, and a dict.txt with the classes in order.
+
+    dict.txt also has the number of rows of each class in the train split.
+
+    Args:
+        directory: the directory to write to.
+        classes: the name of each class; class k of the model is classes[k].
+        labels: by split, the class name of each row. It must contain the split "train".
+
+    Returns:
+        The counts of each written data set (DatasetCounts.record) by split.
+    """
+    dictionary = dictionary_text(classes, Counter(labels["train"]))
+    write_bytes(directory / DICTIONARY, dictionary.encode())
+    size = NUM_SPECIAL + dictionary.count("\n")
+    records = {}
+    for split, names in labels.items():
+        counts = binarize(partial(label_blocks, names, classes), size, directory / split, len(names))
+        records[split] = counts.record()
+    return records
