@@ -40,7 +40,7 @@ def export(
     Args:
         checkpoint: a pre-trained or fine-tuned checkpoint.
         out: the directory to create.
-        data: the data directory with the dictionaries; None takes that of the training.
+        data: the data directory with the dictionaries; None takes that of the training run.
         tokenizer: the directory of the tokenizer; None looks for it near the checkpoint and the data, and exports
             no tokenizer if there is none.
         onnx: also write model.onnx.
@@ -117,7 +117,7 @@ def _tokenizer_files(tokenizer: Path | None, folders: list[Path]) -> dict[str, b
 
 
 def _logits_function(model: Any, head: str) -> Callable[[Tensor], Tensor]:
-    """Return a function from tokens (B, N) to the logits of a classification head, or of the language model.
+    """Return a function from tokens (B, N) to the logits of the classification head `head`, or of the LM head.
 
     The model is converted to float32 in place.
     """
@@ -145,10 +145,12 @@ def main(argv: list[str]) -> None:
         prog="lln-fairseq export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="a pre-trained or fine-tuned checkpoint")
-    parser.add_argument("out", type=Path, help="a new directory")
-    parser.add_argument("--data", type=Path, help="the data directory (default: that of the training)")
+    parser.add_argument("out", type=Path, help="the directory to create")
+    parser.add_argument("--data", type=Path, help="the data directory (default: that of the training run)")
     parser.add_argument(
-        "--tokenizer", type=Path, help="the tokenizer's directory (default: that of the checkpoint or the data)"
+        "--tokenizer",
+        type=Path,
+        help="the tokenizer's directory (default: near the checkpoint or the data)",
     )
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx, checked with onnxruntime")
     args = parser.parse_args(argv)

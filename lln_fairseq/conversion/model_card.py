@@ -1,4 +1,4 @@
-"""Write the model card (README.md) of an exported model from its configuration and from files of its training."""
+"""Write the model card (README.md) of an exported model from its configuration, data manifest and scores."""
 
 import json
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def model_card(
         config: the content of the exported config.json.
         purpose: "ForMaskedLM" or "ForSequenceClassification".
         has_tokenizer: whether the model is exported with a tokenizer.
-        is_approximate: whether that tokenizer gives some texts other ids than the original one.
+        is_approximate: whether the exported tokenizer encodes some texts differently from the original one.
         folders: where the manifest of the data and the scores of the checkpoint may be, in the order of search. A file
             that no folder has is left out of the card.
 
@@ -109,8 +109,8 @@ def _describe_scores(folders: list[Path]) -> list[str]:
 def _read_first(folders: list[Path], name: str) -> dict[str, Any]:
     """Return the JSON object in the first file of this name.
 
-    Returns an empty dictionary if no folder has the file, or the file holds something else than an object. Raises
-    InputError if the file is not JSON.
+    Returns an empty dictionary if no folder has the file, or the file does not hold a JSON object. Raises InputError
+    if the file is not JSON.
     """
     for folder in folders:
         path = folder / name

@@ -1,8 +1,7 @@
-"""Read the tokenizer of a Hugging Face directory in the form that data_prep uses, and the order of its embedding.
+"""Read the tokenizer of a Hugging Face directory in the form that data_prep uses, and match its ids to fairseq's.
 
-fairseq's ids are those of <s> <pad> </s> <unk>, the symbols of dict.txt, and <mask>. data/tokenizers.py expects
-dict.txt to name a symbol by its id in the tokenizer, in decimal (tokenizer.json), or by its SentencePiece
-piece (XLM-R).
+fairseq's ids begin with <s> <pad> </s> <unk>, go on with the symbols of dict.txt, and end with <mask>. In dict.txt, a
+symbol is a token's id in tokenizer.json, in decimal, or a SentencePiece piece (XLM-R).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ BPE_TOKENS = "vocab.json"  # RoBERTa's, with BPE_MERGES
 BPE_MERGES = "merges.txt"
 PIECES = "sentencepiece.bpe.model"  # XLM-R's
 VOCABULARY_FILES = (PIECES, TOKENIZER, BPE_TOKENS, WORDS)  # the files that state the ids of tokens
-PIECE_OFFSET = 1  # the id that XLM-R gives to a piece, minus the piece's id in SentencePiece; except for special pieces
+PIECE_OFFSET = 1  # XLM-R's id of a piece minus the piece's id in SentencePiece, except for special pieces
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDITIONAL = "additional_special_tokens"
@@ -42,10 +41,10 @@ KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTra
 
 @dataclass(frozen=True)
 class SourceVocabulary:
-    """A tokenizer with the relation of its ids to fairseq's.
+    """A tokenizer, and which of its ids corresponds to each of fairseq's.
 
     Attributes:
-        order: the row of the source's embedding for each of fairseq's ids.
+        order: for each of fairseq's ids, the id in the source, which is also the row of the source's embedding.
         symbols: the symbols of dict.txt, see ImportedEncoder.
         files: the files of the tokenizer, see ImportedEncoder.
     """
@@ -58,16 +57,17 @@ class SourceVocabulary:
 def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> SourceVocabulary:
     """Read the tokenizer in a directory as AutoTokenizer of transformers loads it.
 
-    A SentencePiece model that has every token is kept as it is. Every other tokenizer becomes a tokenizer.json.
+    A SentencePiece model is kept if it contains all tokens, added tokens included. Any other tokenizer becomes a
+    tokenizer.json.
 
     Args:
         folder: the Hugging Face directory.
-        rows: the number of rows of the embedding. Rows without a token get a symbol that no text contains.
+        rows: the number of rows of the embedding; a row that belongs to no token gets an unused symbol.
         config: the content of config.json, with a supported model_type.
 
     Raises:
-        InputError: if there is no tokenizer, it is damaged or of an unknown class, or a token does not fit the
-            embedding or config.json.
+        InputError: if there is no tokenizer, it is damaged or of an unknown class, a token's id has no row in the
+            embedding, or the padding contradicts config.json.
     """
     ids = _read_token_ids(folder)
     settings: dict[str, Any] = {}
@@ -101,10 +101,7 @@ def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> Sourc
 
 
 def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
-    """Raise InputError if the dict.txt at `path` does not fit the tokenizer with these files.
-
-    Without files there is nothing to check.
-    """
+    """Raise InputError if the dict.txt at `path` does not fit the tokenizer in `files`, unless `files` is empty."""
     for kind, names in TOKENIZER_FILES.items():
         if names[0] in files:
             try:
@@ -126,7 +123,7 @@ def _tokenizer_class(folder: Path, settings: Mapping[str, Any], config: Mapping[
 
 
 def _check_ids_in_embedding(ids: Mapping[str, int], rows: int, folder: Path) -> None:
-    """Raise InputError that names the token with the smallest id for which the embedding has no row."""
+    """Raise InputError if the embedding has no row for a token; the message names the one with the smallest id."""
     outside = [(number, token) for token, number in ids.items() if not 0 <= number < rows]
     if outside:
         number, token = min(outside)
@@ -151,8 +148,8 @@ def _special_ids(ids: Mapping[str, int], folder: Path) -> list[int]:
 def _read_token_ids(folder: Path) -> dict[str, int]:
     """Return the id of every token in the tokenizer's files.
 
-    Raises InputError if there is no file, one is damaged, or a file contradicts the first one. Tokens that only some
-    of the files have are no contradiction: tokenizer.json also lists tokens that were added later.
+    Raises InputError if there is no file, one is damaged, or a token has another id than in the first file. A token may
+    be missing from some of the files: only tokenizer.json lists tokens that were added later.
     """
     ids_by_file: dict[str, dict[str, int]] = {}
     for name in VOCABULARY_FILES:
@@ -180,7 +177,7 @@ def _read_token_ids(folder: Path) -> dict[str, int]:
 
 
 def _read_ids_in_file(path: Path) -> dict[str, int]:
-    """Return the id of every token in one of VOCABULARY_FILES; exceptions are those of damaged files."""
+    """Return the id of every token in one of VOCABULARY_FILES. A damaged file raises many types of exceptions."""
     if path.name == PIECES:
         return _read_piece_ids(path)
     if path.name == TOKENIZER:
@@ -191,13 +188,13 @@ def _read_ids_in_file(path: Path) -> dict[str, int]:
 
 
 def _read_word_ids(path: Path) -> dict[str, int]:
-    """Return the line number, from 0, of every token in vocab.txt."""
+    """Return the id of every token in vocab.txt: the number of its line, counted from 0."""
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     return {line: number for number, line in enumerate(lines)}
 
 
 def _read_json_ids(path: Path) -> dict[str, int]:
-    """Return the ids in a JSON object of tokens and ids."""
+    """Return the id of every token in a JSON file that maps tokens to ids."""
     return {str(token): int(number) for token, number in read_json(path).items()}
 
 
@@ -220,9 +217,9 @@ def _read_piece_ids(path: Path) -> dict[str, int]:
 
 
 def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
-    """Return the pieces of these rows of the embedding; a row without a piece gets a symbol that no text contains.
+    """Return the piece of each of these rows of the embedding; a row without a piece gets an unused symbol.
 
-    Raises InputError for a piece with white space, which dict.txt cannot hold.
+    Raises InputError for an empty piece or one with white space, which dict.txt cannot hold.
     """
     pieces = {number: token for token, number in ids.items()}
     symbols = [pieces.get(row, f"madeupword{row}") for row in rows]
@@ -233,9 +230,9 @@ def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
 
 
 def _read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tokens that files other than the vocabulary add, in the order in which transformers adds them.
+    """Return the tokens that the settings files add to the vocabulary, in the order in which transformers adds them.
 
-    Tokens with an id come first, sorted by it, then the special tokens, whose id is None. Each one is an entry of
+    Tokens with an id come first, sorted by it, then the special tokens, whose id is None. Each is an entry of
     `added_tokens` in tokenizer.json. If tokenizer_config.json has "added_tokens_decoder", the older files are ignored,
     as transformers does.
     """
@@ -258,14 +255,14 @@ def _read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[dict[s
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> list[Any]:
-    """Return the special tokens, strings or objects, that a settings file names by role or as additional ones."""
+    """Return the special tokens of a settings file, strings or objects: those with a role and the additional ones."""
     tokens = [settings.get(role) for role in ROLES]
     tokens += settings.get(ADDITIONAL) or ()
     return [token for token in tokens if token is not None]
 
 
 def _token_text(token: str | Mapping[str, Any]) -> str:
-    """Return the text of a token that a file states as a string or as an object with flags."""
+    """Return the text of a token, which is a string or an object with flags."""
     if isinstance(token, str):
         return token
     return str(token["content"])
@@ -290,9 +287,9 @@ def _added_token_entry(token: str | Mapping[str, Any], number: int | None, speci
 
 
 def _is_complete_sentencepiece(folder: Path, ids: Mapping[str, int], added_tokens: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the directory has a SentencePiece model, and that model has every token.
+    """Return True if the directory has a SentencePiece model that contains all tokens.
 
-    Raises InputError if the model lacks a token and there is no tokenizer.json, which could hold it.
+    Raises InputError if the model lacks a token and there is no tokenizer.json to take it from.
     """
     if not (folder / PIECES).is_file():
         return False
@@ -312,7 +309,7 @@ def _build_tokenizer_json(
 ) -> dict[str, Any]:
     """Return the content of tokenizer.json, with the changes that transformers makes when it loads the tokenizer.
 
-    Without a tokenizer.json it is made from vocab.txt, or from vocab.json and merges.txt. Raises InputError if
+    Without a tokenizer.json, it is made from vocab.txt, or from vocab.json and merges.txt. Raises InputError if
     merges.txt is missing or damaged, or an added token has another id than transformers gives it.
     """
     if (folder / TOKENIZER).is_file():
@@ -337,7 +334,7 @@ def _build_tokenizer_json(
 
 
 def _tokenizer_json_bytes(content: Mapping[str, Any], source: Path) -> bytes:
-    """Return the bytes of a tokenizer.json; if `source` has the same content, its own bytes, to keep its checksum."""
+    """Return a tokenizer.json as bytes: those of `source`, to keep its checksum, if its content is the same."""
     if source.is_file() and read_json(source) == content:
         return source.read_bytes()
     return tokenizer_json.as_bytes(content)
