@@ -112,11 +112,7 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def plain_options(group: Any) -> dict[str, Any]:
-    """Return the options of a group whose values satisfy `is_plain` and can therefore be compared.
-
-    Args:
-        group: a Namespace or a mapping; for anything else, the result is empty
-    """
+    """Return the options in a Namespace or mapping whose values satisfy `is_plain`; empty for any other `group`."""
     if isinstance(group, argparse.Namespace):
         group = vars(group)
     if not isinstance(group, Mapping):

@@ -163,10 +163,10 @@ def _advice(path: str) -> str:
 
     Returns: an empty string if `path` is not a last checkpoint, or if no other checkpoint is undamaged
     """
-    folder, name = os.path.split(path)
+    directory, name = os.path.split(path)
     if not name.startswith("checkpoint_last"):
         return ""
-    newest_first = sorted(Path(folder).glob("checkpoint*.pt"), key=os.path.getmtime, reverse=True)
+    newest_first = sorted(Path(directory).glob("checkpoint*.pt"), key=os.path.getmtime, reverse=True)
     for candidate in newest_first:
         if candidate.name == name:
             continue

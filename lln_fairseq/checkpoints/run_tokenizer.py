@@ -38,7 +38,7 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
     Raises: OSError if the files cannot be written.
     """
     data = Path(split_paths(task.cfg.data)[0])
-    folder = Path(save_dir, FOLDER)
+    directory = Path(save_dir, FOLDER)
     files = {name: (data / name).read_bytes() for name in DICTIONARIES if (data / name).is_file()}
     if (data / "input1").is_dir() and "input0/dict.txt" in files:  # input1 has the same dictionary if it has no file
         files.setdefault("input1/dict.txt", files["input0/dict.txt"])
@@ -54,17 +54,13 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
         # Last, so that it is written when all other files are there.
         files[MANIFEST] = (json.dumps({"tokenizer": record}, indent=1) + "\n").encode()
     for name in {*DICTIONARIES, MANIFEST} - files.keys():
-        (folder / name).unlink(missing_ok=True)
+        (directory / name).unlink(missing_ok=True)
     for name, content in files.items():
-        write_bytes(folder / name, content)
+        write_bytes(directory / name, content)
 
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
-    """Raise InputError if the symbols of a vocabulary do not have the same ids in the task's dictionary.
-
-    Args:
-        where: the directory of the vocabulary, for the message
-    """
+    """Raise InputError if the symbols of a vocabulary, read from `where`, have other ids in the task's dictionary."""
     symbols = task.source_dictionary.symbols[NUM_SPECIAL : NUM_SPECIAL + len(vocabulary.symbols)]
     if symbols != vocabulary.symbols:
         raise InputError(f"the tokenizer of {where} has other symbols than the dictionary of {task.cfg.data}")
@@ -80,7 +76,7 @@ def directories(checkpoint: str, data: str | None) -> list[Path]:
     candidates = [checkpoint_directory / FOLDER, checkpoint_directory]
     candidates += [Path(part) for part in split_paths(data or "")[:1]]
     with_dictionaries = []
-    for folder in candidates:
-        if (folder / "dict.txt").is_file() or (folder / "input0/dict.txt").is_file():
-            with_dictionaries.append(folder)
+    for directory in candidates:
+        if (directory / "dict.txt").is_file() or (directory / "input0/dict.txt").is_file():
+            with_dictionaries.append(directory)
     return with_dictionaries

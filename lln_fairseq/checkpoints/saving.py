@@ -112,18 +112,18 @@ def remove_superseded(cfg: Any) -> None:
 
 def _save_error(path: str, error: BaseException) -> InputError:
     """Return the error to raise when `path` cannot be written: the reason, and how to resume."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if getattr(error, "errno", None) == errno.ENOENT or not os.path.isdir(folder):
+    directory = os.path.dirname(os.path.abspath(path))
+    if getattr(error, "errno", None) == errno.ENOENT or not os.path.isdir(directory):
         return InputError(
-            f"cannot save {path}: {folder}, or what was being written in it, was removed by another program; give the "
+            f"cannot save {path}: {directory}, or a file being written in it, was removed by another program; give the "
             "same command again to resume from the last checkpoint that is left"
         )
     reason = getattr(error, "strerror", None) or first_line(error)
-    free_megabytes = shutil.disk_usage(folder).free / 1e6
-    if os.path.isfile(os.path.join(folder, LAST)):
+    free_megabytes = shutil.disk_usage(directory).free / 1e6
+    if os.path.isfile(os.path.join(directory, LAST)):
         advice = "the last saved checkpoint is complete: make room and give the same command again to resume from it"
     else:
-        advice = f"{folder} has no {LAST} yet: make room and give the same command again, which begins anew"
+        advice = f"{directory} has no {LAST} yet: make room and give the same command again, which begins anew"
     return InputError(f"cannot save {path}: {reason} ({free_megabytes:.0f} MB free); {advice}")
 
 

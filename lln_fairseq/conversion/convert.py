@@ -68,14 +68,14 @@ def convert(
         raise InputError(f"--heads is for a fairseq checkpoint, but {source} is a directory: leave it out")
     if source.is_dir() and dictionary is not None:
         raise InputError(f"--dictionary is for a fairseq checkpoint, but {source} is a directory: leave it out")
-    with new_directory(out) as folder:
+    with new_directory(out) as directory:
         if source.is_dir():
             encoder = read_hugging_face_directory(source)
         else:
             encoder = read_fairseq_checkpoint(source, dictionary, heads, attention)
         if positions is not None:
             change_max_positions(encoder, positions)
-        write_converted_encoder(encoder, attention, folder)
+        write_converted_encoder(encoder, attention, directory)
     return encoder
 
 
@@ -102,7 +102,7 @@ def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
         )
 
 
-def write_converted_encoder(encoder: ImportedEncoder, attention: str, folder: Path) -> None:
+def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory: Path) -> None:
     """Write dict.txt, the tokenizer's files and, last, model.pt to an existing directory.
 
     Parameters that the attention does not have are removed from `encoder.parameters`, and notes are added, in place.
@@ -111,11 +111,11 @@ def write_converted_encoder(encoder: ImportedEncoder, attention: str, folder: Pa
         InputError: if a parameter does not have the shape that the model needs, or the checkpoint cannot be written.
     """
     text = "".join(f"{symbol} 0\n" for symbol in encoder.symbols)
-    (folder / DICTIONARY).write_text(text, encoding="utf-8")
+    (directory / DICTIONARY).write_text(text, encoding="utf-8")
     for name, data in encoder.files.items():
-        (folder / name).write_bytes(data)
-    state = build_checkpoint(encoder, attention, folder)
-    write_large(folder / CHECKPOINT, lambda path: torch.save(state, path))
+        (directory / name).write_bytes(data)
+    state = build_checkpoint(encoder, attention, directory)
+    write_large(directory / CHECKPOINT, lambda path: torch.save(state, path))
 
 
 def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> dict[str, Any]:

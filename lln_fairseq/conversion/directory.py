@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(directory: Path) -> dict[str, Tensor]:
     """Read all tensors of a Hugging Face model, by name.
 
     If there are several weight files, the first of WEIGHTS is read. Loading executes no code: a pickle that needs
@@ -46,11 +46,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     path = None
     for name in WEIGHTS:
-        if (folder / name).is_file():
-            path = folder / name
+        if (directory / name).is_file():
+            path = directory / name
             break
     if path is None:
-        raise InputError(f"{folder} holds no weights: it needs {' or '.join(WEIGHTS)}")
+        raise InputError(f"{directory} holds no weights: it needs {' or '.join(WEIGHTS)}")
     files = [path]
     if path.suffix == ".json":
         files = _files_in_index(path)
@@ -145,10 +145,7 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 def write_large(path: Path, write: Callable[[Path], None]) -> None:
-    """Call write(path), and turn any exception into an InputError that states the free disk space.
-
-    Use it for libraries that raise their own exceptions when the disk is full.
-    """
+    """Call write(path), and turn any exception, such as a library's own for a full disk, into an InputError."""
     try:
         write(path)
     except Exception as error:

@@ -76,10 +76,10 @@ def read_fairseq_checkpoint(
     if stored.get("attention") == attention:
         parameters |= {name: value for name, value in tensors.items() if ATTENTION_PARAMETERS in name}
         options |= {key: value for key, value in stored.items() if key.startswith(f"{attention}_")}
-    folder = _tokenizer_directory(path, dictionary)
-    dictionary_path = _find_dictionary(dictionary, folder)
+    directory = _tokenizer_directory(path, dictionary)
+    dictionary_path = _find_dictionary(dictionary, directory)
     symbols = _read_symbols(dictionary_path, sizes.vocabulary, path)
-    files = find_tokenizer([folder])
+    files = find_tokenizer([directory])
     check_dictionary(files, dictionary_path)
     return ImportedEncoder(as_float32(parameters), options, symbols, files, notes)
 
@@ -225,8 +225,8 @@ def _tokenizer_directory(path: Path, dictionary: Path | None) -> Path:
     return path.parent
 
 
-def _find_dictionary(dictionary: Path | None, folder: Path) -> Path:
-    """Return `dictionary` if it is given, otherwise dict.txt or input0/dict.txt (a classification task's) in `folder`.
+def _find_dictionary(dictionary: Path | None, directory: Path) -> Path:
+    """Return `dictionary` if it is given, or else dict.txt or input0/dict.txt (of a classification task) in `directory`.
 
     Raises InputError if the file does not exist.
     """
@@ -235,9 +235,9 @@ def _find_dictionary(dictionary: Path | None, folder: Path) -> Path:
             raise InputError(f"no such dictionary: {dictionary}")
         return dictionary
     for name in DICTIONARIES[:2]:
-        if (folder / name).is_file():
-            return folder / name
-    raise InputError(f"no {DICTIONARY} in {folder}: give --dictionary FILE")
+        if (directory / name).is_file():
+            return directory / name
+    raise InputError(f"no {DICTIONARY} in {directory}: give --dictionary FILE")
 
 
 def _read_symbols(dictionary: Path, rows: int, checkpoint: Path) -> list[str]:

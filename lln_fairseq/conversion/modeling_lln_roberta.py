@@ -113,16 +113,9 @@ class LLNSelfAttention(RobertaSelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *unused: Any, **unused_too: Any
     ) -> tuple[Tensor, None]:
-        """Compute the attention of hidden_states (B, N, C).
+        """Compute the attention's output (B, N, C) for hidden_states (B, N, C); None takes the place of weights.
 
-        Args:
-            hidden_states: the inputs of the layer, (B, N, C).
-            attention_mask: transformers' mask, see `padding_from_mask`.
-            *unused: further arguments of RobertaSelfAttention, which are ignored.
-            **unused_too: the same.
-
-        Returns:
-            The output (B, N, C), and None, because there are no attention weights.
+        For `attention_mask` see `padding_from_mask`. Further arguments of RobertaSelfAttention are ignored.
         """
         q = self.split_heads(self.query(hidden_states))
         k = self.split_heads(self.key(hidden_states))
@@ -135,11 +128,7 @@ class LLNSelfAttention(RobertaSelfAttention):
         return x.unflatten(-1, (self.num_attention_heads, self.attention_head_size)).transpose(1, 2).contiguous()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
-        """Compute the attention of q, k, v (B, H, N, D), with the kernels of lln_fairseq if they are installed.
-
-        Returns:
-            The output (B, H, N, D) in the dtype of the inputs.
-        """
+        """Compute the attention of q, k, v (B, H, N, D), in their shape and dtype, with lln_fairseq if installed."""
         dropout = 0.0
         if self.training:
             dropout = self.dropout.p
@@ -298,10 +287,9 @@ class Blocks:
 
 
 def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, block_size: int, dropout: float) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v inside blocks of tokens, with dropout on the weights.
+    """Compute softmax(q k^T / sqrt(D)) v, (B, H, N, D), inside blocks of tokens, with dropout on the weights.
 
-    Returns:
-        The output (B, H, N, D), which is 0 in a block without a real token.
+    The output is 0 in a block whose tokens are all padded.
     """
     blocks = Blocks(q, padded, block_size)
     q = blocks.cut(q)
@@ -327,7 +315,7 @@ def plain_joint(
 
     u is the weight that LLN gives to tokens outside the query's block. c is 1 without an offset, and
     1 / (u + (1 - u) exp(-offset)) with one, where the denominator is at least DENOMINATOR_FLOOR. If all tokens of a
-    sequence that are not padding are in one block, the output is that of softmax.
+    sequence that are not padding are in one block, the output (B, H, N, D) is that of softmax.
 
     Args:
         q, k, v: (B, H, N, D).
@@ -336,9 +324,6 @@ def plain_joint(
         block_size: tokens of a block.
         dropout: dropout probability of the softmax weights.
         offset: (H,) or None.
-
-    Returns:
-        The output (B, H, N, D).
     """
     blocks = Blocks(q, padded, block_size)
     diag = plain_block_diag(q, k, v, padded, block_size, dropout)

@@ -48,11 +48,11 @@ def check_packages() -> None:
         raise InputError(f"--onnx needs {', '.join(missing)}: pip install 'lln-fairseq[onnx]'")
 
 
-def write_onnx(folder: Path, config: Mapping[str, Any], logits: Callable[[Tensor], Tensor]) -> None:
+def write_onnx(directory: Path, config: Mapping[str, Any], logits: Callable[[Tensor], Tensor]) -> None:
     """Add model.onnx, and model.onnx.data for large weights, to a directory with config.json and model.safetensors.
 
     Args:
-        folder: the directory of the exported model.
+        directory: the directory of the exported model.
         config: the content of config.json.
         logits: the model that was exported, a function from tokens (B, N), padded at the right, to its logits.
 
@@ -62,7 +62,7 @@ def write_onnx(folder: Path, config: Mapping[str, Any], logits: Callable[[Tensor
     longest = longest_exported_sequence(config)
     block_size = config.get("block_size") or config["hidden_size"] // config["num_attention_heads"]
     with _silence(), _modeling_without_kernels() as modeling, torch.no_grad():
-        model = _load_exported_model(modeling, folder, config["architectures"][0])
+        model = _load_exported_model(modeling, directory, config["architectures"][0])
         length = min(longest, block_size + 3)  # more than one block, if the model takes so many tokens
         tokens = _random_tokens(2, length, config["vocab_size"])
         try:
@@ -80,8 +80,8 @@ def write_onnx(folder: Path, config: Mapping[str, Any], logits: Callable[[Tensor
         assert program is not None  # it is None only if the exporter writes a file itself
         _remove_source_locations(program.model.graph)
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        write_large(folder / FILE, lambda path: program.save(path, external_data=size > ONE_FILE_BYTES))
-        _check_onnx_logits(folder / FILE, _test_batches(config["vocab_size"], longest, block_size), logits)
+        write_large(directory / FILE, lambda path: program.save(path, external_data=size > ONE_FILE_BYTES))
+        _check_onnx_logits(directory / FILE, _test_batches(config["vocab_size"], longest, block_size), logits)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def _modeling_without_kernels() -> Iterator[Any]:
         modeling.HAS_KERNELS = has_kernels
 
 
-def _load_exported_model(modeling: Any, folder: Path, architecture: str) -> nn.Module:
+def _load_exported_model(modeling: Any, directory: Path, architecture: str) -> nn.Module:
     """Load the exported model in evaluation mode; its class is in the modeling file or else in transformers."""
     import transformers
 
@@ -105,7 +105,7 @@ def _load_exported_model(modeling: Any, folder: Path, architecture: str) -> nn.M
     if hasattr(modeling, architecture):
         module = modeling
     model_class = getattr(module, architecture)
-    model = model_class.from_pretrained(folder, attn_implementation="eager", local_files_only=True)
+    model = model_class.from_pretrained(directory, attn_implementation="eager", local_files_only=True)
     return model.eval()
 
 

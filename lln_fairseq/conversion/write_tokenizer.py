@@ -31,12 +31,12 @@ SENTENCEPIECE_UNIGRAM = 1
 SENTENCEPIECE_BPE = 2
 
 
-def find_tokenizer(folders: Sequence[Path]) -> dict[str, bytes]:
+def find_tokenizer(directories: Sequence[Path]) -> dict[str, bytes]:
     """Return the files, by name, of the first tokenizer in these directories; an empty dictionary if there is none."""
-    for folder in folders:
+    for directory in directories:
         for names in TOKENIZER_FILES.values():
-            if all((folder / name).is_file() for name in names):
-                return {name: (folder / name).read_bytes() for name in names}
+            if all((directory / name).is_file() for name in names):
+                return {name: (directory / name).read_bytes() for name in names}
     return {}
 
 
@@ -109,11 +109,8 @@ def _convert_gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[st
 def _renumber_tokens(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
     """Return a tokenizer.json with the ids of the dictionary, without truncation, padding and dropout.
 
-    The dictionary lists each token, except special ones, as its id before the conversion in decimal.
-
-    Args:
-        content: the tokenizer.json before the conversion; it is not changed.
-        ids: the dictionary.
+    The dictionary `ids` lists each token, except special ones, as its id in `content` in decimal. `content` is not
+    changed.
     """
     old_ids = tokenizer_json.token_ids(content)
     special_names = {tokenizer_json.special_token(old_ids, name): name for name in (*SPECIAL_SYMBOLS, MASK)}

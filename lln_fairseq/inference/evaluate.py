@@ -51,11 +51,7 @@ class SplitOutputs:
 
 
 def load_finetuned_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
-    """Load a fine-tuned model and its task; see `load_model`.
-
-    Raises:
-        InputError: if the checkpoint was not fine-tuned, and for the reasons of `load_model`.
-    """
+    """Load a fine-tuned model and its task as `load_model` does. Raises InputError also if it was not fine-tuned."""
     task_name = stored_options(load_checkpoint_lazily(checkpoint))["task"].get("_name")
     if not is_finetuned(task_name):
         raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
@@ -158,12 +154,8 @@ def write_predictions(path: Path, predictions: list[str]) -> None:
 def report_split(task: Any, outputs: SplitOutputs, json_file: Path | None, tsv_file: Path | None, scale: float) -> None:
     """Print the scores of a split, and write its scores and predictions to files.
 
-    Args:
-        task: the task of the model.
-        outputs: the outputs for the split.
-        json_file: where to write the scores; None writes none. SPLIT_PLACEHOLDER in the name is replaced.
-        tsv_file: where to write the predictions, in the same way.
-        scale: see `format_predictions`.
+    The scores are written to `json_file` and the predictions to `tsv_file`, unless these are None; SPLIT_PLACEHOLDER in
+    the file names is replaced. `scale` is explained in `format_predictions`.
 
     Raises:
         InputError: if the split has no labels, but scores are requested or no predictions are.

@@ -38,9 +38,9 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
         raise InputError(f"{checkpoint} holds a language model: score it with fairseq-eval-lm")
     check_weights(state["model"], checkpoint)
     task_config = state["cfg"].task
-    folder = os.path.dirname(os.path.abspath(checkpoint))
-    if data is None and task_config.data == "." and os.path.isfile(os.path.join(folder, "dict.txt")):
-        task_config.data = folder
+    directory = os.path.dirname(os.path.abspath(checkpoint))
+    if data is None and task_config.data == "." and os.path.isfile(os.path.join(directory, "dict.txt")):
+        task_config.data = directory
     task = setup_task(task_config, from_checkpoint=True)
     check_dictionary(state, task, checkpoint)
     check_labels(state, task, checkpoint)

@@ -151,12 +151,9 @@ class TextModel(nn.Module):
     def _map_texts(
         self, texts: Iterable[Text], inputs: int, model_function: Callable[[Tensor], Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the output of a function of the model for each text, in float32 on the CPU, in order.
+        """Yield the output of `model_function` for each text, or pair if `inputs` is 2, in order, float32 on the CPU.
 
-        Args:
-            texts: the texts, or pairs of texts if `inputs` is 2.
-            inputs: number of texts in a row.
-            model_function: maps padded tokens (B, N) on the model's device to outputs, one row for each sequence.
+        The function maps padded tokens (B, N) on the model's device to outputs, one row for each sequence.
         """
         if isinstance(texts, str):
             raise InputError("expected a list of texts, got a single one: put it in a list")

@@ -269,16 +269,16 @@ def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
     """
     from fairseq.data import Dictionary, data_utils
 
-    folder = data / "input0" if (data / "input0").is_dir() else data
-    dictionary_file = folder / "dict.txt"
+    directory = data / "input0" if (data / "input0").is_dir() else data
+    dictionary_file = directory / "dict.txt"
     if not dictionary_file.is_file():
         raise InputError(f"{data} is not a binarized data directory: {dictionary_file} is missing")
-    check_lines(str(folder / split), dictionary_file)
+    check_lines(str(directory / split), dictionary_file)
     teacher_symbols = [symbol for symbol in dictionary.symbols if symbol != "<mask>"]
     if Dictionary.load(str(dictionary_file)).symbols != teacher_symbols:
         raise InputError(f"the dictionary of {data} is not the teacher's: binarize with the teacher's tokenizer")
     try:
-        dataset = data_utils.load_indexed_dataset(str(folder / split), dictionary)
+        dataset = data_utils.load_indexed_dataset(str(directory / split), dictionary)
     except Exception as error:  # fairseq's readers raise many kinds of exceptions on damaged files
         raise InputError(f"cannot load split '{split}' of {data}: {first_line(error)}") from error
     if dataset is None or len(dataset) == 0:
