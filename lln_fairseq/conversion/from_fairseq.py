@@ -226,7 +226,7 @@ def _tokenizer_directory(path: Path, dictionary: Path | None) -> Path:
 
 
 def _find_dictionary(dictionary: Path | None, directory: Path) -> Path:
-    """Return `dictionary` if it is given, or else dict.txt or input0/dict.txt (of a classification task) in `directory`.
+    """Return `dictionary` if given, or else dict.txt or input0/dict.txt (of a classification task) in `directory`.
 
     Raises InputError if the file does not exist.
     """

@@ -113,7 +113,7 @@ class LLNSelfAttention(RobertaSelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *unused: Any, **unused_too: Any
     ) -> tuple[Tensor, None]:
-        """Compute the attention's output (B, N, C) for hidden_states (B, N, C); None takes the place of weights.
+        """Return the attention's output (B, N, C) for hidden_states (B, N, C), and None in place of the weights.
 
         For `attention_mask` see `padding_from_mask`. Further arguments of RobertaSelfAttention are ignored.
         """

@@ -39,7 +39,7 @@ class AttentionCall(NamedTuple):
 
 
 class QKReparameterization(nn.Module):
-    """The learned rotation R = exp(X - Xᵀ), scale d = exp(s) and shift c of `num_heads` H heads, `head_dim` D each.
+    """Learned rotation R = exp(X - Xᵀ), scale d = exp(s) and shift c for each of H = num_heads heads, D = head_dim.
 
     The parameters start at X = 0, s = 0 and c = 0, where q and k are unchanged.
     """
@@ -75,7 +75,7 @@ class QKReparameterization(nn.Module):
 
 
 class Student(nn.Module):
-    """The linear attention of one layer, applied to reparameterized queries and keys of `num_heads` heads."""
+    """The linear attention of one layer, applied to queries and keys that a QKReparameterization has changed."""
 
     def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]
 
 @contextmanager
 def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace each layer's attention module with the one for it in `attentions`, inside the context."""
+    """Use `attentions`, one module per layer, in place of the layers' own attentions inside the context."""
     originals = [layer.self_attn.attention for layer in layers]
     try:
         for layer, attention in zip(layers, attentions, strict=True):
