@@ -25,7 +25,7 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     """Check that a checkpoint can be loaded into a model, and log a warning if its attention or an option differs.
 
     Args:
-        state: the checkpoint, which may be loaded lazily
+        state: the checkpoint; it can be loaded lazily
         model: the model
         task: the model's task, whose dictionary is compared
         path: the checkpoint's file, for messages
@@ -109,7 +109,7 @@ def label_names(task: Any) -> list[str]:
     """Return the label of every class, in the order of label/dict.txt; empty for a regression.
 
     data_prep writes that file in the order of its table of tasks, but fairseq-preprocess orders labels by frequency, so
-    that "1" may be class 0. Without this list, the number of a class has no meaning.
+    that "1" can be class 0. Without this list, the number of a class has no meaning.
     """
     if task.cfg.regression_target:
         return []

@@ -55,7 +55,7 @@ def model_card(
         lines.append(APPROXIMATE)
     lines += _describe_data(directories)
     lines += _describe_scores(directories)
-    lines += ["", "## License", "", "To be stated by whoever publishes this model.", ""]
+    lines += ["", "## License", "", "To be stated by the publisher of this model.", ""]
     return "\n".join(lines)
 
 

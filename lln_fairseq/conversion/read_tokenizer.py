@@ -41,7 +41,7 @@ KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTra
 
 @dataclass(frozen=True)
 class SourceVocabulary:
-    """A tokenizer, and which of its ids corresponds to each of fairseq's.
+    """A tokenizer, and the mapping of fairseq's ids to its own.
 
     Attributes:
         order: for each of fairseq's ids, the id in the source, which is also the row of the source's embedding.

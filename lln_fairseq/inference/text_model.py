@@ -123,7 +123,7 @@ class TextModel(nn.Module):
         probabilities = self._mask_probabilities(ids)
         tokenizer = self.vocabulary.tokenizer
         symbols = self.vocabulary.symbols
-        text_symbols = set(tokenizer.symbols())  # the dictionary may have fillers besides
+        text_symbols = set(tokenizer.symbols())  # the dictionary can also have fillers
         known = [number for number, symbol in enumerate(symbols) if symbol in text_symbols]
         if not 1 <= k <= len(known):
             raise InputError(f"k must be between 1 and {len(known)}, the number of tokens, got {k}")

@@ -39,9 +39,10 @@ class AttentionCall(NamedTuple):
 
 
 class QKReparameterization(nn.Module):
-    """Learned rotation R = exp(X - Xᵀ), scale d = exp(s) and shift c for each of H = num_heads heads, D = head_dim.
+    """A learned change of the queries and keys of H = num_heads heads with D = head_dim features each.
 
-    The parameters start at X = 0, s = 0 and c = 0, where q and k are unchanged.
+    Each head has a rotation R = exp(X - Xᵀ), a scale d = exp(s) and a shift c of the keys. The parameters X, s
+    and c start at 0, where q and k are unchanged.
     """
 
     def __init__(self, num_heads: int, head_dim: int) -> None:

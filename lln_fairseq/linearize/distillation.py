@@ -15,7 +15,7 @@ from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 
 
 class Distillation(LayerwiseTrainer):
-    """The trainer of all layers of `model` on the hidden states of `teacher`."""
+    """Trains all layers of `model` to match the hidden states of `teacher`."""
 
     warmup = 20
 

@@ -24,7 +24,7 @@ TOKENS_PER_BATCH = 4096  # tokens of a held-out batch, approximately
 
 
 class Students(LayerwiseTrainer):
-    """The trainer of one student per layer of a softmax encoder, all at the same time."""
+    """Trains one student per layer of a softmax encoder, all at the same time."""
 
     def __init__(self, model: Any, attention: str, options: dict[str, Any], lr: float, steps: int, seed: int) -> None:
         """Create the students on the model's device; `model` stays unchanged until `fold`.

@@ -146,7 +146,7 @@ def _write_model(encoder: ImportedEncoder, attention: str, out: Path) -> None:
 
 
 class Progress:
-    """The progress of the stages, saved in OUT/linearize.pt.
+    """The training state of both stages, saved in OUT/linearize.pt and restored from it.
 
     The file stays there after the end, because a later run may add the second stage to a finished first one.
 
