@@ -1,4 +1,4 @@
-"""The command `lln-fairseq`, also `python -m lln_fairseq`, with one table of programs."""
+"""The command `lln-fairseq` (or `python -m lln_fairseq`), which runs one of the programs in PROGRAMS."""
 
 import argparse
 import importlib
@@ -12,10 +12,10 @@ PROGRAMS = {
     "train": ("training.train", "pre-train or fine-tune a model with a recipe"),
     "evaluate": ("inference.evaluate", "score a fine-tuned model on a split of its data"),
     "predict": ("inference.predict", "write a label or a score for every line of text"),
-    "convert": ("conversion.convert", "read a model of Hugging Face or fairseq"),
-    "export": ("conversion.export", "write a model for Hugging Face or ONNX"),
-    "linearize": ("linearize.linearize", "give a trained softmax encoder a linear attention"),
-    "analyze": ("analysis.analyze", "measure what the attention of a trained model does"),
+    "convert": ("conversion.convert", "convert a Hugging Face or fairseq model to a checkpoint"),
+    "export": ("conversion.export", "convert a checkpoint to Hugging Face format or ONNX"),
+    "linearize": ("linearize.linearize", "replace the softmax attention of a trained encoder"),
+    "analyze": ("analysis.analyze", "measure the attention of a trained model"),
 }
 
 

@@ -1,4 +1,4 @@
-"""How every program ends: its exit code, its last line on stderr, and what a signal does.
+"""Run a program so that errors and signals end it with a fixed exit code and one line on stderr.
 
 0    success
 1    a foreseeable failure, described in one line on stderr; any other exception is a bug and keeps its traceback
@@ -69,8 +69,8 @@ def handle_signals() -> Iterator[None]:
     """Make SIGTERM raise KeyboardInterrupt as SIGINT does, unless the caller installed a handler.
 
     After a signal, any exception that ends the context becomes a KeyboardInterrupt (SystemExit stays), because C code
-    that imports or calls back turns a KeyboardInterrupt into exceptions of its own. Processes of multiprocessing are
-    terminated then: they get a Ctrl-C in a terminal, but no SIGTERM.
+    that calls back into Python can turn a KeyboardInterrupt into another exception. The child processes of
+    multiprocessing are terminated then: Ctrl-C in a terminal reaches them, but SIGTERM does not.
 
     The handlers are restored at the end. Outside the main thread, where Python allows no handlers, nothing is changed.
     """
@@ -112,10 +112,10 @@ def interrupt_code() -> int:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies in any way; if that has happened already, kill it now.
+    """Kill this process now if its parent has died; on Linux, also let the kernel kill it when the parent dies later.
 
-    Only Linux can do the former. Elsewhere, a process outlives a parent that is killed with SIGKILL; it keeps its lock
-    on the directory of the run, so that no other training starts there.
+    On other systems, a process outlives a parent that is killed with SIGKILL. It keeps its lock on the directory of the
+    run, so that no other run starts there.
 
     Args:
         parent: the process id that the parent must have.

@@ -1,4 +1,4 @@
-"""Exceptions for mistakes that the user can fix: they are reported in one line, all others with their traceback."""
+"""Exceptions for mistakes that the user can fix, which are reported in one line, and helpers that raise them."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ class InputError(CompactHydraException, command.UserError, ValueError):
 
 
 class TrainingError(InputError, FloatingPointError):
-    """A training that cannot continue, for example because of NaN, infinite gradients or a lost worker."""
+    """A training run that cannot continue, for example because of NaN, infinite gradients or a lost worker."""
 
 
 def first_line(error: BaseException) -> str:
@@ -74,11 +74,11 @@ def report_lost_workers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exit_with_one_line() -> Iterator[None]:
-    """End a whole training with one line instead of a traceback.
+    """End a training run with one line instead of a traceback.
 
     Ctrl-C and SIGTERM end it with exit code 130 or 143. A full disk, or a file that cannot be read or written, becomes
     an InputError. Under Hydra, which prints further lines around an InputError, an InputError is printed here and ends
-    the training with exit code 1. It is raised instead in a sweep, which continues with its next job, and with
+    the run with exit code 1. It is raised instead in a sweep, which continues with its next job, and with
     HYDRA_FULL_ERROR=1.
     """
     try:

@@ -25,13 +25,13 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     """Check that a checkpoint can be loaded into a model, and log a warning if its attention or an option differs.
 
     Args:
-        state: the checkpoint, which may be loaded lazily
+        state: the checkpoint; it can be loaded lazily
         model: the model
-        task: the model's task, whose dictionary counts
+        task: the model's task, whose dictionary is compared
         path: the checkpoint's file, for messages
 
-    Raises: InputError if the checkpoint was trained with another dictionary, or if its attention differs and one of the
-        two replaces whole encoder layers.
+    Raises: InputError if the checkpoint was trained with another dictionary, or if the two attentions differ and one of
+        them replaces whole encoder layers.
     """
     check_dictionary(state, task, path)
     options = getattr(model, "args", {})
@@ -63,7 +63,7 @@ def require_roberta_layers(options: Mapping[str, Any], path: Any) -> None:
         path: the model's file, for the message
     """
     with input_errors():
-        require_attention(str(options.get("attention")), f"{path} is therefore no RoBERTa")
+        require_attention(str(options.get("attention")), f"{path} is therefore not a RoBERTa")
 
 
 def dictionary_hash(dictionary: Any) -> str:
@@ -72,10 +72,10 @@ def dictionary_hash(dictionary: Any) -> str:
 
 
 def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
-    """Raise InputError if a checkpoint was trained with another dictionary than the task has.
+    """Raise InputError if a checkpoint was trained with a dictionary that differs from the task's.
 
     The number of symbols is always compared with the embedding, if there is one. The symbols themselves are compared
-    only if a training of this project has recorded their hash in the checkpoint.
+    only if this project recorded their hash in the checkpoint.
     """
     dictionary = task.source_dictionary
     embedding = _find_parameter(state, EMBEDDING)
@@ -88,13 +88,13 @@ def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
     recorded_hash = plugin_state(state).get("dictionary")
     if recorded_hash and recorded_hash != dictionary_hash(dictionary):
         raise InputError(
-            f"{message}: it has as many symbols, but other ones or another order. Binarize with the checkpoint's "
-            "dict.txt"
+            f"{message}: it has the same number of symbols, but different ones or another order. Binarize with the "
+            "checkpoint's dict.txt"
         )
 
 
 def check_labels(state: Mapping[str, Any], task: Any, path: str) -> None:
-    """Raise InputError if the labels recorded in a checkpoint differ from the task's, also if only the order differs.
+    """Raise InputError if the labels recorded in a checkpoint differ from the task's, even if only the order differs.
 
     Nothing is checked if the task has no labels, or if the checkpoint records none.
     """
@@ -109,7 +109,7 @@ def label_names(task: Any) -> list[str]:
     """Return the label of every class, in the order of label/dict.txt; empty for a regression.
 
     data_prep writes that file in the order of its table of tasks, but fairseq-preprocess orders labels by frequency, so
-    that "1" may be class 0. Without this list, the number of a class has no meaning.
+    that "1" can be class 0. Without this list, the number of a class has no meaning.
     """
     if task.cfg.regression_target:
         return []
@@ -118,17 +118,16 @@ def label_names(task: Any) -> list[str]:
 
 
 def is_finetuned(task: Any) -> bool:
-    """Return True if the task of this name is sentence prediction, fairseq's or ours, whose models predict labels."""
+    """Return True if this is the name of a sentence prediction task, fairseq's or this project's."""
     return str(task).endswith("sentence_prediction")
 
 
 def longest_sequence(path: str) -> int | None:
-    """Return how many tokens a sequence may have for the model in a checkpoint.
+    """Return the length in tokens of the longest sequence that the model in a checkpoint accepts.
 
-    That is the number of positions in its positional table. A model without a table has the first positive length among
-    the model's max_positions and the task's max_positions and tokens_per_sample.
+    That is the number of positions in its positional table. Without a table, it is the first positive length among the
+    model's max_positions and the task's max_positions and tokens_per_sample, or None if there is none.
 
-    Returns: None if the checkpoint has none of them
     Raises: InputError if the file is missing, damaged or not a checkpoint.
     """
     state = load_checkpoint_lazily(path)

@@ -1,9 +1,9 @@
 """Check the configuration in a checkpoint, so that only known options of known models and tasks reach fairseq.
 
-Anybody may have made a checkpoint, and fairseq builds whatever its configuration names; some of fairseq's models and
-optimizers even call `eval` on their options. Therefore the configuration is not passed on but written anew: from the
-fields of the dataclasses of the models, tasks and criterions in KNOWN, each value with the type that its field
-declares. Other models, tasks and values are rejected; other options are left out.
+A checkpoint can come from anyone, and fairseq builds every model that its configuration names; some of fairseq's models
+and optimizers even call `eval` on their options. Therefore a new configuration is built from the dataclasses of the
+models, tasks and criterions in KNOWN, with the stored values of their fields, converted to the type of the field. Other
+models, tasks and values are rejected; other options are left out.
 """
 
 import argparse
@@ -31,7 +31,7 @@ KNOWN = {  # the presets of these models (roberta_large, ...) are known too
 }
 NAME_ARGUMENTS = {"model": "arch", "task": "task", "criterion": "criterion"}  # of a Namespace of arguments
 
-NO_POSITIONS = 2  # first rows of the positional table that are no positions: fairseq counts from the padding's id + 1
+NO_POSITIONS = 2  # unused rows at the start of the positional table: fairseq counts from the padding's id + 1
 PLAIN_TYPES = (str, int, float, bool, type(None))
 # Options that state the size of a parameter, with its name and axis. They are compared with the parameter, because a
 # wrong number could make fairseq allocate any amount of memory.
@@ -46,7 +46,7 @@ EVALUATED = ("character_embeddings", "adaptive_input", "adaptive_softmax_cutoff"
 
 
 def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
-    """Return the checked configuration of a checkpoint, with every group that fairseq expects.
+    """Return a checked copy of a checkpoint's configuration, with every group that fairseq expects.
 
     The groups other than model, task and criterion have fairseq's defaults. The criterion is None if it is unknown. The
     model of a stock RoBERTa is a Namespace of the stored options, which fairseq completes.
@@ -82,7 +82,8 @@ def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
 def stored_options(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the options of the model, the task and the criterion of a checkpoint, as they are stored.
 
-    Nothing is checked. Each group has its name under `_name`, if it is known; a group that is not stored is empty.
+    Nothing is checked. A group that is not stored is empty; others have the name of the model, task or criterion under
+    `_name`, if that is stored.
     """
     arguments = state.get("args")
     if isinstance(arguments, argparse.Namespace):  # a checkpoint from before Hydra: one Namespace for all groups
@@ -111,11 +112,7 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def plain_options(group: Any) -> dict[str, Any]:
-    """Return the options of a group that are plain values and can therefore be compared; see `is_plain`.
-
-    Args:
-        group: a Namespace or a mapping; for anything else, the result is empty
-    """
+    """Return the options in a Namespace or mapping whose values satisfy `is_plain`; empty for any other `group`."""
     if isinstance(group, argparse.Namespace):
         group = vars(group)
     if not isinstance(group, Mapping):
@@ -139,7 +136,7 @@ def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str
 
     Options that are not fields of the group's dataclass are left out.
 
-    Returns: None for a criterion that is not in KNOWN: a loss belongs to the training and is not needed again
+    Returns: None for a criterion that is not in KNOWN, because only training needs the loss
     Raises: InputError as `checked_config`.
     """
     name = stored.get("_name")
@@ -148,7 +145,7 @@ def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str
         if group == "criterion":
             return None
         raise InputError(
-            f"{path} holds the {group} {str(name)[:80]!r}, and may hold only one of {', '.join(KNOWN[group])}"
+            f"{path} holds the {group} {str(name)[:80]!r}, but only these are supported: {', '.join(KNOWN[group])}"
         )
     schema = OmegaConf.structured(_dataclass(group, registered_name))
     values = {key: value for key, value in stored.items() if key in schema._content and value is not None}
@@ -165,7 +162,7 @@ def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str
 
 
 def _registered_name(group: str, name: Any) -> Any:
-    """Return the registered model of a preset such as roberta_large; any other name unchanged."""
+    """Return the registered name of the model of a preset such as roberta_large, and any other name unchanged."""
     if group == "model" and isinstance(name, str):
         return ARCH_MODEL_NAME_REGISTRY.get(name, name)
     return name
@@ -181,7 +178,7 @@ def _dataclass(group: str, name: str) -> type:
 
 
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
-    """Compare the sizes in the options of a model with its parameters; options that are not stated are not compared.
+    """Compare the sizes that a model's options state with its parameters.
 
     Returns: the number of positions of the positional table; None if there is no table
     Raises: InputError if an option does not fit the parameters.

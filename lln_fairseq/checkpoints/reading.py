@@ -23,7 +23,7 @@ from torch import Tensor
 from lln_fairseq.checkpoints.config import checked_config
 from lln_fairseq.errors import InputError, first_line
 
-# Classes that a checkpoint may hold. argparse.Namespace is in checkpoints of models without a dataclass, such as the
+# Classes that a checkpoint can contain. argparse.Namespace is in checkpoints of models without a dataclass, such as the
 # stock RoBERTa. The others are in what the first worker sends to the rest when several workers resume.
 FAIRSEQ_CLASSES = (
     argparse.Namespace,
@@ -82,11 +82,11 @@ def load_checkpoint(
 
     Args:
         arg_overrides: options that replace those of the checkpoint's configuration
-        load_on_all_ranks: None returns the checked configuration under `cfg`; a training passes True or False, has a
-            configuration of its own, and gets None under `cfg`
+        load_on_all_ranks: None returns the checked configuration under `cfg`; a training run, which has its own
+            configuration, passes True or False and gets None under `cfg`
 
-    Raises: InputError as `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if the state of the
-        training is incomplete or has values that cannot be right.
+    Raises: InputError as `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if the
+        training state is incomplete or has impossible values.
     """
     state = load_checkpoint_lazily(path, mmap=False)
     verify_checksums(path)
@@ -112,7 +112,7 @@ def load_checkpoint(
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number or a tensor of one element, as which several workers save the time of the training."""
+    """Return True for a number or a tensor of one element, which is how several workers save the training time."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
@@ -120,9 +120,9 @@ def load_plain_data(path: str, mmap: bool = True) -> Any:
     """Load a file that torch.save wrote to the CPU, if it holds only tensors, containers and FAIRSEQ_CLASSES.
 
     Args:
-        mmap: leave tensors on the disk until they are used, if the file's format allows it
+        mmap: leave tensors on the disk until they are used, if the file's format supports it
 
-    Raises: InputError if the file is missing or damaged, or if loading it would call anything else.
+    Raises: InputError if the file is missing, damaged, or contains other classes or functions.
     """
     if not os.path.isfile(path):
         raise InputError(f"no such checkpoint: {path}")
@@ -149,7 +149,7 @@ def _torch_load(path: str, mmap: bool) -> Any:
 
 
 def _loading_reason(error: Exception) -> str:
-    """Return the reason in torch's message, without its advice to load an unsafe file nevertheless."""
+    """Return the reason in torch's message, without its advice to load an unsafe file anyway."""
     match = re.search(r"[Uu]nsupported (?:global: )?(?:GLOBAL|class) (\S+)", str(error))
     if match:
         return f"it wants to call {match[1]}, which no checkpoint may"
@@ -159,14 +159,14 @@ def _loading_reason(error: Exception) -> str:
 
 
 def _advice(path: str) -> str:
-    """Return the advice to use the newest undamaged checkpoint of the directory instead of a damaged last checkpoint.
+    """Return the advice to replace a damaged last checkpoint with the newest undamaged one of its directory.
 
     Returns: an empty string if `path` is not a last checkpoint, or if no other checkpoint is undamaged
     """
-    folder, name = os.path.split(path)
+    directory, name = os.path.split(path)
     if not name.startswith("checkpoint_last"):
         return ""
-    newest_first = sorted(Path(folder).glob("checkpoint*.pt"), key=os.path.getmtime, reverse=True)
+    newest_first = sorted(Path(directory).glob("checkpoint*.pt"), key=os.path.getmtime, reverse=True)
     for candidate in newest_first:
         if candidate.name == name:
             continue
@@ -182,9 +182,9 @@ def _advice(path: str) -> str:
 def verify_checksums(path: str) -> None:
     """Compare every part of a checkpoint with its checksum, at about 1 GB per second.
 
-    torch writes the checksums but does not check them. Files in torch's format before 1.6 have none and pass.
+    torch writes the checksums but does not check them. Files in torch's format before 1.6 have none and are accepted.
 
-    Raises: InputError if a part has changed or cannot be read.
+    Raises: InputError if a part does not match its checksum or cannot be read.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -203,8 +203,8 @@ def verify_checksums(path: str) -> None:
 def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
     """Raise InputError if a weight is not floating-point, or has NaN or infinite values.
 
-    Every program that uses a model without training it calls this. A training does not, so that it can still load what
-    a diverged run has saved.
+    Programs that use a model without training it call this. A training run does not, so that it can still load what a
+    diverged run saved.
 
     Args:
         weights: tensors by name; entries that are not weights (NOT_WEIGHTS) are skipped

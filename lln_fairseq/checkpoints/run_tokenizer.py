@@ -1,11 +1,11 @@
-"""Save the tokenizer and the dictionaries of a run next to its checkpoints, so that its model can be given text.
+"""Save the tokenizer and the dictionaries of a run next to its checkpoints, so that the model can later encode text.
 
     SAVE_DIR/tokenizer/     in the layout of the training data, without the data
         dict.txt            or input0/, input1/ (tasks with pairs of sentences) and label/dict.txt
         spm.model           or encoder.json and vocab.bpe, as data_prep puts them next to its data
-        manifest.json       which of these they are, with checksums; `data_prep.glue --tokenizer` takes the folder
+        manifest.json       which of these they are, with checksums; `data_prep.glue --tokenizer` takes the directory
 
-Data that data_prep has not written has no tokenizer: then only the dictionaries are saved.
+Data that data_prep did not write has no tokenizer: then only the dictionaries are saved.
 """
 
 import json
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 def save_tokenizer(task: Any, save_dir: str) -> None:
     """Copy the dictionaries and the tokenizer of the task's data to SAVE_DIR/tokenizer.
 
-    If the data has no tokenizer, or one with another vocabulary, only the dictionaries are copied and the reason is
-    logged. Unchanged files are not written again. Dictionaries and a manifest that an earlier task left there and this
-    one does not have are removed.
+    If the data has no tokenizer that fits its dictionary, only the dictionaries are copied and the reason is logged.
+    Unchanged files are not written again. Dictionaries and a manifest of an earlier task that this one does not have
+    are removed.
 
     Raises: OSError if the files cannot be written.
     """
     data = Path(split_paths(task.cfg.data)[0])
-    folder = Path(save_dir, FOLDER)
+    directory = Path(save_dir, FOLDER)
     files = {name: (data / name).read_bytes() for name in DICTIONARIES if (data / name).is_file()}
     if (data / "input1").is_dir() and "input0/dict.txt" in files:  # input1 has the same dictionary if it has no file
         files.setdefault("input1/dict.txt", files["input0/dict.txt"])
@@ -54,33 +54,29 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
         # Last, so that it is written when all other files are there.
         files[MANIFEST] = (json.dumps({"tokenizer": record}, indent=1) + "\n").encode()
     for name in {*DICTIONARIES, MANIFEST} - files.keys():
-        (folder / name).unlink(missing_ok=True)
+        (directory / name).unlink(missing_ok=True)
     for name, content in files.items():
-        write_bytes(folder / name, content)
+        write_bytes(directory / name, content)
 
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
-    """Raise InputError if the symbols of a vocabulary have other ids in the task's dictionary.
-
-    Args:
-        where: the directory of the vocabulary, for the message
-    """
+    """Raise InputError if the symbols of a vocabulary, read from `where`, have other ids in the task's dictionary."""
     symbols = task.source_dictionary.symbols[NUM_SPECIAL : NUM_SPECIAL + len(vocabulary.symbols)]
     if symbols != vocabulary.symbols:
         raise InputError(f"the tokenizer of {where} has other symbols than the dictionary of {task.cfg.data}")
 
 
 def directories(checkpoint: str, data: str | None) -> list[Path]:
-    """Return the directories that have dictionaries for a checkpoint, in the order of preference.
+    """Return the directories with dictionaries for a checkpoint, in order of preference.
 
-    Candidates are the tokenizer folder next to the checkpoint, the checkpoint's directory, and the first directory of
+    Candidates are the tokenizer directory next to the checkpoint, the checkpoint's directory, and the first part of
     `data`, the path of its training data.
     """
     checkpoint_directory = Path(checkpoint).parent
     candidates = [checkpoint_directory / FOLDER, checkpoint_directory]
     candidates += [Path(part) for part in split_paths(data or "")[:1]]
     with_dictionaries = []
-    for folder in candidates:
-        if (folder / "dict.txt").is_file() or (folder / "input0/dict.txt").is_file():
-            with_dictionaries.append(folder)
+    for directory in candidates:
+        if (directory / "dict.txt").is_file() or (directory / "input0/dict.txt").is_file():
+            with_dictionaries.append(directory)
     return with_dictionaries

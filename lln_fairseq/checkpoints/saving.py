@@ -16,7 +16,7 @@ from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError, first_line
 
 LAST = "checkpoint_last.pt"
-LOCK = "training.lock"  # never removed: otherwise two trainings could lock two different files of this name
+LOCK = "training.lock"  # never removed: otherwise two runs could lock two different files of this name
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def lock_directory(
 
     Args:
         save_dir: an existing directory; if its file system has no locks, a warning is logged and nothing is locked
-        what: the kind of program that works in the directory, for messages
+        what: the kind of program that uses the directory, for messages
         other: what the user can change to use another directory, for messages
 
     Returns: the open lock file, which the caller must keep
@@ -42,8 +42,8 @@ def lock_directory(
         holder = file.read().strip() or "just started"
         file.close()
         raise InputError(
-            f"{save_dir} belongs to a {what} that is running ({holder}): wait for its end, stop it with kill, or "
-            f"give another {other}"
+            f"{save_dir} belongs to a {what} that is running ({holder}): wait until it ends, stop it with "
+            f"kill, or give another {other}"
         ) from None
     except OSError as error:
         logger.warning(f"{save_dir} cannot be locked ({error.strerror}): do not start a second {what} in it")
@@ -58,7 +58,7 @@ def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
     """Copy a file so that `dst_path` is always a complete file, the old or the new one, even if the program is killed.
 
     Returns: True if the file was copied; False if `dst_path` exists and `overwrite` is False
-    Raises: InputError if the file system refuses, for example because it is full; `dst_path` is then unchanged.
+    Raises: InputError if writing fails, for example because the disk is full; `dst_path` is then unchanged.
     """
     if os.path.exists(dst_path) and not overwrite:
         return False
@@ -96,8 +96,8 @@ def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any)
 def remove_superseded(cfg: Any) -> None:
     """Remove the oldest interval checkpoint if there is one more than `keep_interval_updates`.
 
-    A run that was killed during its last save leaves it behind. More than one too many come from a run with a larger
-    setting, and stay; nothing is removed if `keep_interval_updates_pattern` is set.
+    A run that was killed during its last save leaves it behind. If there are two or more too many, they are from a run
+    with a larger setting and are kept. Nothing is removed if `keep_interval_updates_pattern` is set.
 
     Args:
         cfg: fairseq's checkpoint configuration
@@ -112,23 +112,23 @@ def remove_superseded(cfg: Any) -> None:
 
 def _save_error(path: str, error: BaseException) -> InputError:
     """Return the error to raise when `path` cannot be written: the reason, and how to resume."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if getattr(error, "errno", None) == errno.ENOENT or not os.path.isdir(folder):
+    directory = os.path.dirname(os.path.abspath(path))
+    if getattr(error, "errno", None) == errno.ENOENT or not os.path.isdir(directory):
         return InputError(
-            f"cannot save {path}: {folder}, or what was being written in it, was removed by another program; give the "
+            f"cannot save {path}: {directory}, or a file being written in it, was removed by another program; give the "
             "same command again to resume from the last checkpoint that is left"
         )
     reason = getattr(error, "strerror", None) or first_line(error)
-    free_megabytes = shutil.disk_usage(folder).free / 1e6
-    if os.path.isfile(os.path.join(folder, LAST)):
-        advice = "the last checkpoint that was saved is whole: make room and give the same command again to resume it"
+    free_megabytes = shutil.disk_usage(directory).free / 1e6
+    if os.path.isfile(os.path.join(directory, LAST)):
+        advice = "the last saved checkpoint is complete: make room and give the same command again to resume from it"
     else:
-        advice = f"{folder} has no {LAST} yet: make room and give the same command again, which begins anew"
+        advice = f"{directory} has no {LAST} yet: make room and give the same command again, which begins anew"
     return InputError(f"cannot save {path}: {reason} ({free_megabytes:.0f} MB free); {advice}")
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """Return the first OSError in the chain of contexts of `error`, or the last error of the chain if there is none."""
+    """Return the first OSError in the `__context__` chain of `error`, or the last error if there is none."""
     while not isinstance(error, OSError) and error.__context__ is not None:
         error = error.__context__
     return error

@@ -1,10 +1,10 @@
-"""Convert an encoder of Hugging Face or fairseq to a checkpoint of this project, with its dictionary and tokenizer.
+"""Convert a Hugging Face or fairseq encoder to a checkpoint of this project, with its dictionary and tokenizer.
 
     lln-fairseq convert SOURCE OUT --attention lln_diag --positions 4096
 
-SOURCE is a Hugging Face directory (RoBERTa, XLM-R or BERT), or a checkpoint of fairseq's RoBERTa that has its dict.txt
-in the same directory. Train with `checkpoint.finetune_from_model=OUT/model.pt` to fine-tune the result, and give
-`--tokenizer OUT` to the programs of data_prep to encode text for it.
+SOURCE is a Hugging Face directory (RoBERTa, XLM-R or BERT), or a checkpoint of fairseq's RoBERTa with its dict.txt in
+the same directory. To fine-tune the result, run `lln-fairseq train` with `checkpoint.finetune_from_model=OUT/model.pt`.
+To encode text for it, give `--tokenizer OUT` to the programs of data_prep.
 """
 
 import argparse
@@ -44,13 +44,13 @@ def convert(
     dictionary: Path | None = None,
     heads: int | None = None,
 ) -> ImportedEncoder:
-    """Convert an encoder of Hugging Face or fairseq and write it to a new directory, completely or not at all.
+    """Convert a Hugging Face or fairseq encoder and write it to a new directory, completely or not at all.
 
     Args:
         source: a Hugging Face directory or a fairseq checkpoint.
         out: the directory to create.
-        attention: name of the attention that replaces softmax; a mechanism that replaces whole layers is refused.
-        positions: the longest sequence of the new model; None keeps that of the source.
+        attention: name of the new model's attention; a mechanism that replaces whole layers is refused.
+        positions: the longest sequence of the new model; None keeps the source's.
         dictionary: dict.txt of a fairseq checkpoint; None looks for it next to the checkpoint.
         heads: number of attention heads, for a fairseq checkpoint that does not state it.
 
@@ -61,29 +61,28 @@ def convert(
         InputError: if an option or the source cannot be used, or `out` exists.
     """
     with input_errors():
-        require_attention(attention, "takes no parameters of another encoder")
+        require_attention(attention, "cannot use the weights of a converted encoder")
     if not source.exists():
         raise InputError(f"no such directory or checkpoint: {source}")
     if source.is_dir() and heads is not None:
         raise InputError(f"--heads is for a fairseq checkpoint, but {source} is a directory: leave it out")
     if source.is_dir() and dictionary is not None:
         raise InputError(f"--dictionary is for a fairseq checkpoint, but {source} is a directory: leave it out")
-    with new_directory(out) as folder:
+    with new_directory(out) as directory:
         if source.is_dir():
             encoder = read_hugging_face_directory(source)
         else:
             encoder = read_fairseq_checkpoint(source, dictionary, heads, attention)
         if positions is not None:
             change_max_positions(encoder, positions)
-        write_converted_encoder(encoder, attention, folder)
+        write_converted_encoder(encoder, attention, directory)
     return encoder
 
 
 def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
-    """Change the longest sequence of an encoder in place, and add a note if it was another one.
+    """Resize the positional table of an encoder in place, and add a note unless its size stays the same.
 
-    A shorter table is the beginning of the learned one. A longer table repeats the learned one from its start, as
-    Longformer does.
+    A shorter table keeps the first learned positions. A longer table repeats them from the start, as Longformer does.
 
     Raises:
         InputError: if `positions` is not between 1 and MAX_POSITIONS.
@@ -96,29 +95,31 @@ def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
     encoder.parameters[POSITIONS] = resize_positions(encoder.parameters[POSITIONS], positions + POSITION_OFFSET, PAD)
     encoder.options["max_positions"] = positions
     if positions > learned:
-        encoder.notes.append(f"{positions} positions: the {learned} learned positions are repeated")
+        encoder.notes.append(f"extended to {positions} positions by repeating the {learned} learned ones")
     else:
-        encoder.notes.append(f"{positions} positions: the first of {learned} learned positions")
+        encoder.notes.append(
+            f"shortened to {positions} positions: the first {positions} of {learned} learned ones are kept"
+        )
 
 
-def write_converted_encoder(encoder: ImportedEncoder, attention: str, folder: Path) -> None:
+def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory: Path) -> None:
     """Write dict.txt, the tokenizer's files and, last, model.pt to an existing directory.
 
     Parameters that the attention does not have are removed from `encoder.parameters`, and notes are added, in place.
 
     Raises:
-        InputError: if a parameter has another shape than in the model, or the checkpoint cannot be written.
+        InputError: if a parameter does not have the shape that the model needs, or the checkpoint cannot be written.
     """
     text = "".join(f"{symbol} 0\n" for symbol in encoder.symbols)
-    (folder / DICTIONARY).write_text(text, encoding="utf-8")
+    (directory / DICTIONARY).write_text(text, encoding="utf-8")
     for name, data in encoder.files.items():
-        (folder / name).write_bytes(data)
-    state = build_checkpoint(encoder, attention, folder)
-    write_large(folder / CHECKPOINT, lambda path: torch.save(state, path))
+        (directory / name).write_bytes(data)
+    state = build_checkpoint(encoder, attention, directory)
+    write_large(directory / CHECKPOINT, lambda path: torch.save(state, path))
 
 
 def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> dict[str, Any]:
-    """Return the state of a masked-language-model training that has made no update.
+    """Return a masked-language-model checkpoint at update 0.
 
     Parameters that the source does not have are initialized with SEED; the caller's random state does not change.
 
@@ -157,7 +158,7 @@ def load_encoder_parameters(model: nn.Module, encoder: ImportedEncoder) -> None:
     parameters of the attention and about a new language-model head are added to `encoder.notes`.
 
     Raises:
-        InputError: if a parameter has another shape in the model.
+        InputError: if a parameter has a different shape in the model.
     """
     model_state = model.state_dict()
     unknown = [name for name in encoder.parameters if name not in model_state]
@@ -177,9 +178,9 @@ def load_encoder_parameters(model: nn.Module, encoder: ImportedEncoder) -> None:
 
 
 def hydra_overrides(encoder: ImportedEncoder, attention: str) -> list[str]:
-    """Return the Hydra overrides with which a recipe builds this model.
+    """Return the Hydra overrides that make a training recipe build this model.
 
-    Options at their defaults, those of NOT_OVERRIDDEN and those that LLNRobertaConfig does not have are left out.
+    Options at their defaults, those in NOT_OVERRIDDEN and those that LLNRobertaConfig does not have are left out.
     """
     overrides = [f"attention={attention}", f"task.max_positions={encoder.options['max_positions']}"]
     defaults = {field.name: field.default for field in dataclasses.fields(LLNRobertaConfig)}
@@ -201,9 +202,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", type=Path, help="a new directory for model.pt, dict.txt and the tokenizer")
     default = RobertaConfig.attention
     parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="default: %(default)s")
-    parser.add_argument("--positions", type=int, help="the longest sequence (default: that of the source)")
+    parser.add_argument("--positions", type=int, help="the longest sequence (default: the source's)")
     parser.add_argument(
-        "--dictionary", type=Path, help="dict.txt of a fairseq checkpoint (default: in the same directory)"
+        "--dictionary", type=Path, help="dict.txt of a fairseq checkpoint (default: the one next to it)"
     )
     parser.add_argument(
         "--heads", type=int, help="number of attention heads, if a fairseq checkpoint does not state it"

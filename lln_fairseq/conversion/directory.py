@@ -1,4 +1,4 @@
-"""Reading the JSON files and tensors of a Hugging Face model directory, and writing a new output directory."""
+"""Read the JSON files and tensors of a Hugging Face directory, and create output directories atomically."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        InputError: if the file cannot be read, is not JSON, or holds something else than an object.
+        InputError: if the file cannot be read, is not JSON, or does not hold a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -35,22 +35,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(directory: Path) -> dict[str, Tensor]:
     """Read all tensors of a Hugging Face model, by name.
 
-    If there are several weight files, the first of WEIGHTS is read. Loading executes no code: a pickle that calls
-    anything but what tensors need is refused.
+    If there are several weight files, the first of WEIGHTS is read. Loading executes no code: a pickle that needs
+    anything besides tensors and containers is refused.
 
     Raises:
-        InputError: if there are no weights, a file is damaged or missing, or one holds something that is not a tensor.
+        InputError: if there are no weights, a file is damaged or missing, or an entry is not a tensor.
     """
     path = None
     for name in WEIGHTS:
-        if (folder / name).is_file():
-            path = folder / name
+        if (directory / name).is_file():
+            path = directory / name
             break
     if path is None:
-        raise InputError(f"{folder} holds no weights: it needs {' or '.join(WEIGHTS)}")
+        raise InputError(f"{directory} holds no weights: it needs {' or '.join(WEIGHTS)}")
     files = [path]
     if path.suffix == ".json":
         files = _files_in_index(path)
@@ -81,7 +81,7 @@ def _files_in_index(index: Path) -> list[Path]:
 
 
 def _read_tensor_file(path: Path) -> dict[str, Any]:
-    """Read one weight file; what a pickle holds besides tensors is returned too, for the caller to refuse."""
+    """Read one weight file. The caller must reject entries that are not tensors, which a pickle can hold."""
     if path.suffix != ".safetensors":
         content = load_plain_data(str(path))
         verify_checksums(str(path))
@@ -115,8 +115,8 @@ def as_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def new_directory(out: Path) -> Iterator[Path]:
     """Yield a hidden directory next to `out` that is renamed to `out` on a clean exit and removed otherwise.
 
-    Missing parent directories are created. What a killed program left in the hidden directory is removed first. The
-    files get the permissions of the process's umask.
+    Missing parent directories are created. Files that a killed program left in the hidden directory are removed first.
+    The files get the permissions of the process's umask.
 
     Raises:
         InputError: if `out` exists already, or another process is writing it.
@@ -145,10 +145,7 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 def write_large(path: Path, write: Callable[[Path], None]) -> None:
-    """Call write(path), and turn any exception into an InputError that states the free disk space.
-
-    It is for libraries that raise their own exceptions when the disk is full.
-    """
+    """Call write(path), and turn any exception, such as a library's own for a full disk, into an InputError."""
     try:
         write(path)
     except Exception as error:

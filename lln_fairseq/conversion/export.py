@@ -40,7 +40,7 @@ def export(
     Args:
         checkpoint: a pre-trained or fine-tuned checkpoint.
         out: the directory to create.
-        data: the data directory with the dictionaries; None takes that of the training.
+        data: the data directory with the dictionaries; None takes that of the training run.
         tokenizer: the directory of the tokenizer; None looks for it near the checkpoint and the data, and exports
             no tokenizer if there is none.
         onnx: also write model.onnx.
@@ -54,14 +54,14 @@ def export(
     """
     if onnx:
         check_packages()
-    with new_directory(out) as folder:
+    with new_directory(out) as directory:
         model, task = load_model(str(checkpoint), str(data) if data else None)
         head, labels = _classification_head(model, task)
         args = _model_options(model)
         options = attention_options(args.attention, args)
         exported = convert_to_hugging_face(model.cpu().state_dict(), args, options, head, labels)
-        folders = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
-        source_files = _tokenizer_files(tokenizer, folders)
+        directories = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
+        source_files = _tokenizer_files(tokenizer, directories)
         files: dict[str, bytes] = {}
         if source_files:
             symbols = task.source_dictionary.symbols
@@ -71,13 +71,13 @@ def export(
         if "auto_map" in exported.config:
             modeling = Path(__file__).with_name(f"{MODELING}.py")
             files[modeling.name] = modeling.read_bytes()
-        card = model_card(exported.config, exported.purpose, has_tokenizer, is_approximate(source_files), folders)
+        card = model_card(exported.config, exported.purpose, has_tokenizer, is_approximate(source_files), directories)
         files["README.md"] = card.encode()
         for name, content in files.items():
-            (folder / name).write_bytes(content)
-        _write_tensors(exported.tensors, folder / "model.safetensors")
+            (directory / name).write_bytes(content)
+        _write_tensors(exported.tensors, directory / "model.safetensors")
         if onnx:
-            write_onnx(folder, exported.config, _logits_function(model, head))
+            write_onnx(directory, exported.config, _logits_function(model, head))
     lines = [f"{out}: {exported.config['architectures'][0]}"]
     if not has_tokenizer:
         lines.insert(0, "without a tokenizer: give --tokenizer DIRECTORY")
@@ -103,13 +103,13 @@ def _model_options(model: Any) -> argparse.Namespace:
     return argparse.Namespace(**STOCK_OPTIONS | options)
 
 
-def _tokenizer_files(tokenizer: Path | None, folders: list[Path]) -> dict[str, bytes]:
-    """Return the files of the tokenizer in the directory `tokenizer`, or in the first of `folders` that has one.
+def _tokenizer_files(tokenizer: Path | None, directories: list[Path]) -> dict[str, bytes]:
+    """Return the files of the tokenizer in the directory `tokenizer`, or in the first of `directories` that has one.
 
-    Returns an empty dictionary if `tokenizer` is None and no folder has one. Raises InputError if `tokenizer` has none.
+    They are empty if `tokenizer` is None and no directory has one. Raises InputError if `tokenizer` has none.
     """
     if tokenizer is None:
-        return find_tokenizer(folders)
+        return find_tokenizer(directories)
     files = find_tokenizer([tokenizer])
     if not files:
         raise InputError(f"{tokenizer} has no tokenizer")
@@ -117,7 +117,7 @@ def _tokenizer_files(tokenizer: Path | None, folders: list[Path]) -> dict[str, b
 
 
 def _logits_function(model: Any, head: str) -> Callable[[Tensor], Tensor]:
-    """Return a function from tokens (B, N) to the logits of a classification head, or of the language model.
+    """Return a function from tokens (B, N) to the logits of the classification head `head`, or of the LM head.
 
     The model is converted to float32 in place.
     """
@@ -145,10 +145,12 @@ def main(argv: list[str]) -> None:
         prog="lln-fairseq export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="a pre-trained or fine-tuned checkpoint")
-    parser.add_argument("out", type=Path, help="a new directory")
-    parser.add_argument("--data", type=Path, help="the data directory (default: that of the training)")
+    parser.add_argument("out", type=Path, help="the directory to create")
+    parser.add_argument("--data", type=Path, help="the data directory (default: that of the training run)")
     parser.add_argument(
-        "--tokenizer", type=Path, help="the tokenizer's directory (default: that of the checkpoint or the data)"
+        "--tokenizer",
+        type=Path,
+        help="the tokenizer's directory (default: near the checkpoint or the data)",
     )
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx, checked with onnxruntime")
     args = parser.parse_args(argv)

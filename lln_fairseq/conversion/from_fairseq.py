@@ -1,7 +1,7 @@
-"""Read the encoder of a fairseq RoBERTa checkpoint, including checkpoints of architectures that are not registered.
+"""Read the encoder of a fairseq RoBERTa checkpoint, even if its architecture is not registered.
 
 The sizes of the model are read from its tensors. The options that tensors do not show (attention heads, activation,
-dropout) are those that the checkpoint was trained with.
+dropout) are read from the checkpoint's configuration.
 """
 
 import re
@@ -37,7 +37,7 @@ from lln_fairseq.models.adapt import ATTENTION_PARAMETERS
 LAYER_NUMBER = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")
 # Options that the tensors do not show. The number of heads is another one; it has no default and must be known.
 STORED_OPTIONS = ("activation_fn", "dropout", "attention_dropout", "activation_dropout", "layer_norm_eps")
-BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict that are no parameters
+BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict that are not parameters
 FINAL_LAYER_NORM = (ENCODER + "layer_norm.weight", ENCODER + "layer_norm.bias")  # only with encoder_normalize_before
 
 
@@ -51,7 +51,7 @@ def read_fairseq_checkpoint(
     Args:
         path: the checkpoint.
         dictionary: its dict.txt; None looks for it in the run's tokenizer directory and next to the checkpoint.
-        heads: number of attention heads, for a checkpoint that does not state it.
+        heads: number of attention heads, for a checkpoint that does not state it; otherwise it must agree.
         attention: the attention of the converted model. The attention's own parameters and options are taken from
             a checkpoint that has the same attention, and ignored otherwise.
 
@@ -76,10 +76,10 @@ def read_fairseq_checkpoint(
     if stored.get("attention") == attention:
         parameters |= {name: value for name, value in tensors.items() if ATTENTION_PARAMETERS in name}
         options |= {key: value for key, value in stored.items() if key.startswith(f"{attention}_")}
-    folder = _tokenizer_directory(path, dictionary)
-    dictionary_path = _find_dictionary(dictionary, folder)
-    symbols = _read_symbols(dictionary_path, sizes.V, path)
-    files = find_tokenizer([folder])
+    directory = _tokenizer_directory(path, dictionary)
+    dictionary_path = _find_dictionary(dictionary, directory)
+    symbols = _read_symbols(dictionary_path, sizes.vocabulary, path)
+    files = find_tokenizer([directory])
     check_dictionary(files, dictionary_path)
     return ImportedEncoder(as_float32(parameters), options, symbols, files, notes)
 
@@ -105,10 +105,10 @@ def _with_current_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_sizes(tensors: Mapping[str, Tensor], path: Path) -> ModelSizes:
-    """Return the sizes that the embeddings and the first layer have; `require_shapes` compares the rest with them.
+    """Return the model's sizes, read from the token embedding, the positional table and the first layer's fc1 weight.
 
-    Raises InputError if the layers are not numbered 0, 1, ..., one of these three tensors is no matrix, or the
-    positional table has no position.
+    Raises InputError if the layers are not numbered 0, 1, ..., one of these three tensors is not a matrix, or the
+    positional table has no row for position 0.
     """
     layers: set[int] = set()
     for name in tensors:
@@ -128,10 +128,10 @@ def _read_sizes(tensors: Mapping[str, Tensor], path: Path) -> ModelSizes:
             f"{path}: the positional table must have more than {POSITION_OFFSET} rows, got {len(positions)}"
         )
     return ModelSizes(
-        V=embedding.shape[0],
-        P=len(positions),
-        C=embedding.shape[1],
-        F=len(fc1),
+        vocabulary=embedding.shape[0],
+        positions=len(positions),
+        features=embedding.shape[1],
+        ffn_features=len(fc1),
         layers=len(layers),
     )
 
@@ -152,12 +152,12 @@ def _read_options(
         raise InputError(f"--heads must be {stored_heads}, the number of heads of {path}, got {heads}")
     options = {
         "encoder_layers": sizes.layers,
-        "encoder_embed_dim": sizes.C,
-        "encoder_ffn_embed_dim": sizes.F,
+        "encoder_embed_dim": sizes.features,
+        "encoder_ffn_embed_dim": sizes.ffn_features,
         "encoder_attention_heads": stored_heads,
         "encoder_normalize_before": FINAL_LAYER_NORM[0] in tensors,
         "layernorm_embedding": f"{ENCODER}layernorm_embedding.weight" in tensors,
-        "max_positions": sizes.P - POSITION_OFFSET,
+        "max_positions": sizes.positions - POSITION_OFFSET,
         "untie_weights_roberta": False,
     }
     for option in STORED_OPTIONS:
@@ -171,7 +171,7 @@ def _roberta_parameters(
 ) -> dict[str, Tensor]:
     """Return the parameters of the encoder and, if there is one, of the masked-language-model head.
 
-    The head's output matrix is among them under HEAD_WEIGHT; a checkpoint without it shares the embedding.
+    The head's output matrix has the name HEAD_WEIGHT; if the checkpoint has none, it is the embedding.
 
     Raises InputError if a parameter is missing or has another shape.
     """
@@ -182,13 +182,13 @@ def _roberta_parameters(
     shapes = {name.fairseq: name.shape for name in names}
     if options["encoder_normalize_before"]:
         for name in FINAL_LAYER_NORM:
-            shapes[name] = (sizes.C,)
+            shapes[name] = (sizes.features,)
     if not options["layernorm_embedding"]:
         shapes = {name: shape for name, shape in shapes.items() if "layernorm_embedding" not in name}
     available = dict(tensors)
     if has_head:
         available.setdefault(HEAD_WEIGHT, tensors[EMBEDDING])
-        shapes[HEAD_WEIGHT] = (sizes.V, sizes.C)
+        shapes[HEAD_WEIGHT] = (sizes.vocabulary, sizes.features)
     require_shapes(available, shapes, path, "its embeddings and first layer")
     return {name: available[name] for name in shapes}
 
@@ -197,7 +197,7 @@ def _note_unused_tensors(tensors: Mapping[str, Tensor], used: Mapping[str, Tenso
     """Return a note about the heads for other tasks, which are not converted; an empty list if there are none.
 
     Buffers and parameters of an attention are not mentioned. Raises InputError for a parameter of the encoder or the
-    language-model head that no RoBERTa has.
+    language-model head that RoBERTa does not have.
     """
     unused = []
     for name in tensors:
@@ -214,8 +214,8 @@ def _note_unused_tensors(tensors: Mapping[str, Tensor], used: Mapping[str, Tenso
 def _tokenizer_directory(path: Path, dictionary: Path | None) -> Path:
     """Return the directory of dict.txt and the tokenizer.
 
-    It is the directory of `dictionary`, or else the first one with dictionaries among the run's tokenizer directory
-    and the directory of the checkpoint, or else the directory of the checkpoint.
+    That is the directory of `dictionary` if it is given, or else the run's tokenizer directory if it has a dictionary,
+    and otherwise the directory of the checkpoint.
     """
     if dictionary is not None:
         return dictionary.parent
@@ -225,8 +225,8 @@ def _tokenizer_directory(path: Path, dictionary: Path | None) -> Path:
     return path.parent
 
 
-def _find_dictionary(dictionary: Path | None, folder: Path) -> Path:
-    """Return `dictionary` if it is given, otherwise dict.txt or input0/dict.txt (a classification task's) in `folder`.
+def _find_dictionary(dictionary: Path | None, directory: Path) -> Path:
+    """Return `dictionary` if given, or else dict.txt or input0/dict.txt (of a classification task) in `directory`.
 
     Raises InputError if the file does not exist.
     """
@@ -235,15 +235,15 @@ def _find_dictionary(dictionary: Path | None, folder: Path) -> Path:
             raise InputError(f"no such dictionary: {dictionary}")
         return dictionary
     for name in DICTIONARIES[:2]:
-        if (folder / name).is_file():
-            return folder / name
-    raise InputError(f"no {DICTIONARY} in {folder}: give --dictionary FILE")
+        if (directory / name).is_file():
+            return directory / name
+    raise InputError(f"no {DICTIONARY} in {directory}: give --dictionary FILE")
 
 
 def _read_symbols(dictionary: Path, rows: int, checkpoint: Path) -> list[str]:
-    """Return the symbols in a dict.txt, among them the fillers that fairseq adds.
+    """Return the symbols in a dict.txt, including fairseq's fillers ("madeupword0000", ...).
 
-    Raises InputError if the file is not UTF-8, or its symbols and fairseq's special ones are not `rows` in number.
+    Raises InputError if the file is not UTF-8, or the number of symbols, special symbols included, is not `rows`.
     """
     try:
         lines = dictionary.read_text(encoding="utf-8").removesuffix("\n").split("\n")

@@ -1,7 +1,7 @@
 """Read the encoder of a Hugging Face RoBERTa, XLM-R or BERT directory.
 
-Both architectures apply layer norm after each part. To become a RoBERTa, a BERT gets its embedding of token type 0,
-which every token has here, added to the positional table, and the row of position p moves to p + 2.
+All three apply layer norm after each sublayer. A BERT becomes a RoBERTa in two steps: the embedding of token type 0,
+which every token has in this project, is added to the positional embeddings, and row p of their table moves to p + 2.
 """
 
 import re
@@ -40,8 +40,7 @@ XLM_R = "xlm-roberta"
 MODEL_TYPES = ("roberta", XLM_R, BERT)
 # Hugging Face's activations by fairseq's names.
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
-SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers")
-DECODER_OPTIONS = ("is_decoder", "add_cross_attention")  # true only for models that are no encoders
+DECODER_OPTIONS = ("is_decoder", "add_cross_attention")  # true only for decoders
 
 # The names that TensorFlow gives to the parameters of layer norms.
 TENSORFLOW_NAMES = {
@@ -54,50 +53,61 @@ IGNORED = re.compile(r"embeddings\.(position_ids|token_type_ids)$|(lm_head|cls\.
 CONVERTED_PARTS = re.compile(r"(embeddings|encoder|lm_head|cls\.predictions)\.")
 
 
-def read_hugging_face_directory(folder: Path) -> ImportedEncoder:
+def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     """Read the encoder in a Hugging Face directory, with its tokenizer and, if it has one, its language-model head.
 
-    The rows of the embedding are put into the order of fairseq's ids. Heads for other tasks are left out, with a note.
+    The rows of the embedding are put in the order of fairseq's ids. Heads for other tasks are left out, with a note.
 
     Raises:
-        InputError: if the architecture is not supported, a tensor is missing, unknown or of another shape, or the
+        InputError: if the architecture is not supported, a tensor is missing, unknown or of the wrong shape, or the
             tokenizer does not fit the embedding.
     """
-    config_file = folder / CONFIG
+    config_file = directory / CONFIG
     config = read_json(config_file)
     _check_architecture(config, config_file)
     bert = config["model_type"] == BERT
-    sizes = ModelSizes(*(_positive_number(config, key, config_file) for key in SIZES))
+    sizes = _read_sizes(config, config_file)
     options = _read_options(config, sizes, config_file)
-    tensors = _with_current_names(read_tensors(folder))
-    _check_converted_weights(tensors, folder)
+
+    tensors = _with_current_names(read_tensors(directory))
+    _check_converted_weights(tensors, directory)
     if sizes.layers > len(tensors):  # checked before the names of so many layers are made
-        raise InputError(f"{folder}: num_hidden_layers is {sizes.layers}, but there are only {len(tensors)} tensors")
+        raise InputError(f"{directory}: num_hidden_layers is {sizes.layers}, but there are only {len(tensors)} tensors")
+
     names = list(encoder_names(sizes))
     head = list(head_names(sizes, bert))
     has_head = any(name.hugging_face in tensors for name in head)
     if has_head:
         names += head
-    require_shapes(tensors, {name.hugging_face: name.shape for name in names}, folder, CONFIG)
-    notes = _note_unused_tensors(tensors, names, folder)
-    if (folder / PIECES).is_file() and config["model_type"] != XLM_R:
-        raise InputError(f"{folder}: only XLM-R has a {PIECES}, but model_type is {config['model_type']}")
-    vocabulary = read_vocabulary(folder, sizes.V, config)
+    require_shapes(tensors, {name.hugging_face: name.shape for name in names}, directory, CONFIG)
+    notes = _note_unused_tensors(tensors, names, directory)
+
+    if (directory / PIECES).is_file() and config["model_type"] != XLM_R:
+        raise InputError(f"{directory}: only XLM-R has a {PIECES}, but model_type is {config['model_type']}")
+    vocabulary = read_vocabulary(directory, sizes.vocabulary, config)
+
     parameters = as_float32({name.fairseq: tensors[name.hugging_face] for name in names})
     unused_rows = vocabulary.order[PAD] + 1  # RoBERTa counts positions from the id of the padding
     if bert:
         unused_rows = 0
-    _convert_positions(parameters, tensors, unused_rows, sizes, folder)
+    _convert_positions(parameters, tensors, unused_rows, sizes, directory)
     if has_head and not config.get("tie_word_embeddings", True):
         options["untie_weights_roberta"] = True
-        output = "lm_head.decoder.weight"
-        if bert:
-            output = "cls.predictions.decoder.weight"
-        require_shapes(tensors, {output: (sizes.V, sizes.C)}, folder, CONFIG)
-        parameters |= as_float32({HEAD_WEIGHT: tensors[output]})
+        parameters |= _read_output_matrix(tensors, bert, sizes, directory)
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
     _reorder_symbols(parameters, vocabulary)
     return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes)
+
+
+def _read_output_matrix(
+    tensors: dict[str, Tensor], bert: bool, sizes: ModelSizes, directory: Path
+) -> dict[str, Tensor]:
+    """Return the output matrix of an untied head under fairseq's name. Raises InputError if it is missing."""
+    name = "lm_head.decoder.weight"
+    if bert:
+        name = "cls.predictions.decoder.weight"
+    require_shapes(tensors, {name: (sizes.vocabulary, sizes.features)}, directory, CONFIG)
+    return as_float32({HEAD_WEIGHT: tensors[name]})
 
 
 def _check_architecture(config: dict[str, Any], path: Path) -> None:
@@ -111,7 +121,7 @@ def _check_architecture(config: dict[str, Any], path: Path) -> None:
     position_type = config.get("position_embedding_type", "absolute")
     if position_type != "absolute":
         raise InputError(f"{path}: position_embedding_type must be absolute, got {position_type}")
-    activations = ["gelu"]  # the head of fairseq's RoBERTa uses the model's activation, Hugging Face's always gelu
+    activations = ["gelu"]  # fairseq's head uses the model's activation; Hugging Face's always uses gelu
     if model_type == BERT:
         activations = list(ACTIVATIONS)
     activation = str(config.get("hidden_act", "gelu"))
@@ -119,12 +129,23 @@ def _check_architecture(config: dict[str, Any], path: Path) -> None:
         raise InputError(f"{path}: hidden_act must be {' or '.join(activations)}, got {activation}")
 
 
+def _read_sizes(config: dict[str, Any], path: Path) -> ModelSizes:
+    """Return the sizes that config.json states."""
+    return ModelSizes(
+        vocabulary=_positive_number(config, "vocab_size", path),
+        positions=_positive_number(config, "max_position_embeddings", path),
+        features=_positive_number(config, "hidden_size", path),
+        ffn_features=_positive_number(config, "intermediate_size", path),
+        layers=_positive_number(config, "num_hidden_layers", path),
+    )
+
+
 def _read_options(config: dict[str, Any], sizes: ModelSizes, path: Path) -> dict[str, Any]:
     """Return the options of LLNRobertaModel that config.json states, with the defaults of transformers."""
     return {
         "encoder_layers": sizes.layers,
-        "encoder_embed_dim": sizes.C,
-        "encoder_ffn_embed_dim": sizes.F,
+        "encoder_embed_dim": sizes.features,
+        "encoder_ffn_embed_dim": sizes.ffn_features,
         "encoder_attention_heads": _positive_number(config, "num_attention_heads", path),
         "activation_fn": ACTIVATIONS[str(config.get("hidden_act", "gelu"))],
         "dropout": _fraction(config, "hidden_dropout_prob", 0.1, path),
@@ -166,16 +187,16 @@ def _with_current_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def _check_converted_weights(tensors: dict[str, Tensor], folder: Path) -> None:
+def _check_converted_weights(tensors: dict[str, Tensor], directory: Path) -> None:
     """Raise InputError for weights of the converted parts that are not finite floating-point numbers."""
     weights = {}
     for name, value in tensors.items():
         if CONVERTED_PARTS.match(name) and not name.endswith("_ids"):
             weights[name] = value
-    check_weights(weights, folder)
+    check_weights(weights, directory)
 
 
-def _note_unused_tensors(tensors: dict[str, Tensor], names: list[ParameterName], folder: Path) -> list[str]:
+def _note_unused_tensors(tensors: dict[str, Tensor], names: list[ParameterName], directory: Path) -> list[str]:
     """Return a note that lists the heads for other tasks, or an empty list if there are none.
 
     Raises InputError for a parameter of the encoder or the language-model head that is not in `names`.
@@ -185,7 +206,7 @@ def _note_unused_tensors(tensors: dict[str, Tensor], names: list[ParameterName],
     unused = [name for name in tensors if name not in known and not IGNORED.match(name)]
     unknown = [name for name in unused if CONVERTED_PARTS.match(name)]
     if unknown:
-        raise InputError(f"{folder} is not a RoBERTa or BERT: unexpected parameters {summarize_names(unknown)}")
+        raise InputError(f"{directory} is not a RoBERTa or BERT: unexpected parameters {summarize_names(unknown)}")
     heads = set()
     for name in unused:
         parts = name.split(".")
@@ -199,30 +220,24 @@ def _note_unused_tensors(tensors: dict[str, Tensor], names: list[ParameterName],
 
 
 def _convert_positions(
-    parameters: dict[str, Tensor], tensors: dict[str, Tensor], unused_rows: int, sizes: ModelSizes, folder: Path
+    parameters: dict[str, Tensor], tensors: dict[str, Tensor], unused_rows: int, sizes: ModelSizes, directory: Path
 ) -> None:
-    """Move position p to row p + POSITION_OFFSET and add the embedding of token type 0 to all positions, in place.
+    """Add the embedding of token type 0 to all positions and move position p to row p + POSITION_OFFSET.
 
-    If neither is necessary, the table is left exactly as it is.
-
-    Args:
-        parameters: the converted parameters; the positional table is replaced.
-        tensors: the source's tensors by Hugging Face's names; token types are optional.
-        unused_rows: the row of position 0 in the source.
-        sizes: the sizes of the model.
-        folder: the source, for messages.
+    The positional table in `parameters` is replaced; if neither step is necessary, its values stay exactly the same.
+    `unused_rows` is the row of position 0 in the source. `tensors`, the source's, can be without token types.
     """
     table = parameters[POSITIONS]
     if len(table) <= unused_rows:
-        raise InputError(f"{folder}: the positional table must have more than {unused_rows} rows, got {len(table)}")
+        raise InputError(f"{directory}: the positional table must have more than {unused_rows} rows, got {len(table)}")
     if TOKEN_TYPES in tensors:
         token_types = tensors[TOKEN_TYPES]
-        require_shapes(tensors, {TOKEN_TYPES: (token_types.shape[0], sizes.C)}, folder, CONFIG)
+        require_shapes(tensors, {TOKEN_TYPES: (token_types.shape[0], sizes.features)}, directory, CONFIG)
         if token_types[0].any():
             positions = table[unused_rows:] + token_types[0].to(table.dtype)
             table = torch.cat([table[:unused_rows], positions])
     if unused_rows != POSITION_OFFSET:
-        table = torch.cat([table.new_zeros(POSITION_OFFSET, sizes.C), table[unused_rows:]])
+        table = torch.cat([table.new_zeros(POSITION_OFFSET, sizes.features), table[unused_rows:]])
     parameters[POSITIONS] = table
 
 

@@ -1,4 +1,4 @@
-"""Write the model card (README.md) of an exported model from its configuration and from files of its training."""
+"""Write the model card (README.md) of an exported model from its configuration, data manifest and scores."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def model_card(
     purpose: str,
     has_tokenizer: bool,
     is_approximate: bool,
-    folders: list[Path],
+    directories: list[Path],
 ) -> str:
     """Return the text of the model card.
 
@@ -34,9 +34,9 @@ def model_card(
         config: the content of the exported config.json.
         purpose: "ForMaskedLM" or "ForSequenceClassification".
         has_tokenizer: whether the model is exported with a tokenizer.
-        is_approximate: whether that tokenizer gives some texts other ids than the original one.
-        folders: where the manifest of the data and the scores of the checkpoint may be, in the order of search. A file
-            that no folder has is left out of the card.
+        is_approximate: whether the exported tokenizer encodes some texts differently from the original one.
+        directories: where to search for the data's manifest and the checkpoint's scores, in this order. A file that no
+            directory has is left out of the card.
 
     Raises:
         InputError: if the manifest or the scores are not JSON.
@@ -53,9 +53,9 @@ def model_card(
         lines.append(f" - labels: {', '.join(config['id2label'].values())}")
     if is_approximate:
         lines.append(APPROXIMATE)
-    lines += _describe_data(folders)
-    lines += _describe_scores(folders)
-    lines += ["", "## License", "", "To be stated by whoever publishes this model.", ""]
+    lines += _describe_data(directories)
+    lines += _describe_scores(directories)
+    lines += ["", "## License", "", "To be stated by the publisher of this model.", ""]
     return "\n".join(lines)
 
 
@@ -86,19 +86,19 @@ def _usage(config: Mapping[str, Any], purpose: str, has_tokenizer: bool) -> list
     return lines
 
 
-def _describe_data(folders: list[Path]) -> list[str]:
+def _describe_data(directories: list[Path]) -> list[str]:
     """Return a line with the sources that the data's manifest names, or an empty list if it names none."""
-    sources = _read_first(folders, MANIFEST).get("sources") or ()
+    sources = _read_first(directories, MANIFEST).get("sources") or ()
     names = [str(source["name"]) for source in sources if isinstance(source, dict) and "name" in source]
     if not names:
         return []
     return [f" - data: {', '.join(names)}"]
 
 
-def _describe_scores(folders: list[Path]) -> list[str]:
+def _describe_scores(directories: list[Path]) -> list[str]:
     """Return a line with the numbers in the file of scores, or an empty list if there are none."""
     scores = []
-    for name, value in _read_first(folders, SCORES).items():
+    for name, value in _read_first(directories, SCORES).items():
         if isinstance(value, int | float):
             scores.append(f"{name} {value:g}")
     if not scores:
@@ -106,14 +106,14 @@ def _describe_scores(folders: list[Path]) -> list[str]:
     return [f" - on the validation set: {', '.join(scores)}"]
 
 
-def _read_first(folders: list[Path], name: str) -> dict[str, Any]:
+def _read_first(directories: list[Path], name: str) -> dict[str, Any]:
     """Return the JSON object in the first file of this name.
 
-    Returns an empty dictionary if no folder has the file, or the file holds something else than an object. Raises
-    InputError if the file is not JSON.
+    Returns an empty dictionary if no directory has the file, or the file does not hold a JSON object. Raises InputError
+    if the file is not JSON.
     """
-    for folder in folders:
-        path = folder / name
+    for directory in directories:
+        path = directory / name
         if path.is_file():
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))

@@ -85,9 +85,9 @@ class LLNRobertaConfig(RobertaConfig):
 
 
 class LLNSelfAttention(RobertaSelfAttention):
-    """RoBERTa's self-attention module with LLN attention instead of softmax between the projections.
+    """RoBERTa's self-attention module with LLN or LLN+Diag instead of softmax between the projections.
 
-    A parameter exists only if the options use it.
+    Each parameter below exists only if the options in `config` use it.
     """
 
     log_gain: nn.Parameter  # (2, H), logarithms of the factors of alpha and beta
@@ -113,16 +113,9 @@ class LLNSelfAttention(RobertaSelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *unused: Any, **unused_too: Any
     ) -> tuple[Tensor, None]:
-        """Compute the attention of hidden_states (B, N, C).
+        """Return the attention's output (B, N, C) for hidden_states (B, N, C), and None in place of the weights.
 
-        Args:
-            hidden_states: the inputs of the layer, (B, N, C).
-            attention_mask: transformers' mask, see `padding_from_mask`.
-            *unused: further arguments of RobertaSelfAttention, which are ignored.
-            **unused_too: the same.
-
-        Returns:
-            The output (B, N, C), and None, because there are no attention weights.
+        For `attention_mask` see `padding_from_mask`. Further arguments of RobertaSelfAttention are ignored.
         """
         q = self.split_heads(self.query(hidden_states))
         k = self.split_heads(self.key(hidden_states))
@@ -135,11 +128,7 @@ class LLNSelfAttention(RobertaSelfAttention):
         return x.unflatten(-1, (self.num_attention_heads, self.attention_head_size)).transpose(1, 2).contiguous()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
-        """Compute the attention of q, k, v (B, H, N, D), with the kernels of lln_fairseq if they are installed.
-
-        Returns:
-            The output (B, H, N, D) in the dtype of the inputs.
-        """
+        """Compute the attention of q, k, v (B, H, N, D), in their shape and dtype, with lln_fairseq if installed."""
         dropout = 0.0
         if self.training:
             dropout = self.dropout.p
@@ -237,9 +226,10 @@ def padding_from_mask(mask: Tensor | None) -> Tensor | None:
 
 
 def plain_features(q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the normalized features of LLN, equation 8 of the paper in a form that does not overflow.
+    """Compute the normalized features A and W of LLN, whose output is A (W^T v) (equation 8), without overflow.
 
-    With L_d = logsumexp_j beta k_jd, they are A_id = softmax_d(alpha q_id + L_d) and W_jd = exp(beta k_jd - L_d).
+    For query i, key j and feature d: L_d = logsumexp_j(beta k_jd), A_id = softmax_d(alpha q_id + L_d) and
+    W_jd = exp(beta k_jd - L_d).
 
     Args:
         q, k: (B, H, N, D).
@@ -247,18 +237,21 @@ def plain_features(q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, padded: Te
         padded: (B, N) or None. Padded keys get W = 0.
 
     Returns:
-        A and W, (B, H, N, D) each. For a sequence without a token, W is 0 and A a distribution without meaning.
+        A and W, (B, H, N, D) each. If all tokens of a sequence are padded, W is 0 and A is meaningless.
     """
     y = beta[..., None, None] * k
     if padded is not None:
         y = y.masked_fill(padded[:, None, :, None], -math.inf)
     total = y.logsumexp(dim=-2, keepdim=True)
-    total = total.masked_fill(total == -math.inf, 0.0)  # a sequence without a token
+    total = total.masked_fill(total == -math.inf, 0.0)  # all tokens are padded
     return (alpha[..., None, None] * q + total).softmax(dim=-1), (y - total).exp()
 
 
 def plain_lln(a: Tensor, w: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
-    """Compute LLN's output A (W^T v), (B, H, N, D), from its features and v; padded rows of v are ignored."""
+    """Compute LLN's output a (w^T v), (B, H, N, D), from the normalized features a, w of `plain_features`.
+
+    Padded rows of v (B, H, N, D) are ignored.
+    """
     w_transposed = w.mT
     if padded is not None:
         v = v.masked_fill(padded[:, None, :, None], 0.0)
@@ -268,6 +261,8 @@ def plain_lln(a: Tensor, w: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
 class Blocks:
     """Cuts tensors (B, H, N, D) into blocks of `size` tokens, (B, H, blocks, size, D), and joins them again.
 
+    `q` is one of these tensors, for its shape and device; `padded` is (B, N) or None.
+
     Attributes:
         hidden: (B, 1, blocks, 1, size) bool, True for keys that are padding or that fill up the last block.
     """
@@ -275,7 +270,7 @@ class Blocks:
     def __init__(self, q: Tensor, padded: Tensor | None, size: int) -> None:
         self.length = q.shape[2]
         self.size = size
-        self.count = (self.length + size - 1) // size  # ONNX has no floor division of negative numbers
+        self.count = (self.length + size - 1) // size  # not -(-N // size): ONNX has no floor division of negatives
         if padded is None:
             padded = q.new_zeros(q.shape[0], self.length, dtype=torch.bool)
         hidden = F.pad(padded, (0, self.count * size - self.length), value=True).unflatten(1, (self.count, size))
@@ -287,15 +282,14 @@ class Blocks:
         return F.pad(x, (0, 0, 0, missing)).unflatten(2, (self.count, self.size))
 
     def join(self, x: Tensor) -> Tensor:
-        """Return blocks (B, H, blocks, size, D) as (B, H, N, D), without what filled up the last one."""
+        """Return blocks (B, H, blocks, size, D) as (B, H, N, D), without the rows that filled up the last one."""
         return x.flatten(2, 3).narrow(2, 0, self.length)
 
 
 def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, block_size: int, dropout: float) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v inside blocks of tokens, with dropout on the weights.
+    """Compute softmax(q k^T / sqrt(D)) v, (B, H, N, D), inside blocks of tokens, with dropout on the weights.
 
-    Returns:
-        The output (B, H, N, D), which is 0 in a block without a real token.
+    The output is 0 in a block whose tokens are all padded.
     """
     blocks = Blocks(q, padded, block_size)
     q = blocks.cut(q)
@@ -317,22 +311,19 @@ def plain_joint(
     dropout: float,
     offset: Tensor | None,
 ) -> Tensor:
-    """Compute the joint form, (1 - c u) Diag + c (LLN outside the block).
+    """Compute the joint mixes, softmax inside the query's block and LLN outside: (1 - c u) Diag + c (LLN outside).
 
-    u is the weight that LLN gives to tokens outside the block of the query. c is 1 without an offset, and
-    1 / (u + (1 - u) exp(-offset)) with one, where the denominator is at least DENOMINATOR_FLOOR. If all real tokens of
-    a sequence are in one block, its output is softmax.
+    u is the weight that LLN gives to tokens outside the query's block. c is 1 without an offset, and
+    1 / (u + (1 - u) exp(-offset)) with one, where the denominator is at least DENOMINATOR_FLOOR. If all tokens of a
+    sequence that are not padding are in one block, the output (B, H, N, D) is that of softmax.
 
     Args:
         q, k, v: (B, H, N, D).
-        a, w: LLN's features, (B, H, N, D).
+        a, w: LLN's features from `plain_features`, (B, H, N, D).
         padded: (B, N) or None.
         block_size: tokens of a block.
         dropout: dropout probability of the softmax weights.
         offset: (H,) or None.
-
-    Returns:
-        The output (B, H, N, D).
     """
     blocks = Blocks(q, padded, block_size)
     diag = plain_block_diag(q, k, v, padded, block_size, dropout)
@@ -357,9 +348,9 @@ def plain_joint(
 
 @torch.no_grad()
 def match_moments(q: Tensor, k: Tensor, padded: Tensor | None, config: LLNRobertaConfig) -> tuple[Tensor, Tensor]:
-    """Return the alpha and beta (B, H) with which log P of LLN has softmax's variance (section 4.1 of the paper).
+    """Return the alpha and beta (B, H) that match LLN's attention weights to softmax's (section 4.1 of the paper).
 
-    If the configuration states both, those are returned. The result has no gradient.
+    If the configuration states both, those are returned. Neither has a gradient.
 
     Args:
         q, k: float32 (B, H, N, D).
@@ -384,7 +375,7 @@ def match_moments(q: Tensor, k: Tensor, padded: Tensor | None, config: LLNRobert
 
 
 def standard_deviation(x: Tensor, padded: Tensor | None, scope: str) -> Tensor:
-    """Return the standard deviation of x (B, H, N, D) over real tokens and features, (B, H), at least MIN_SIGMA.
+    """Return the standard deviation of x (B, H, N, D) over features and unpadded tokens, (B, H), at least MIN_SIGMA.
 
     The scope "head" measures every sequence and head by itself. The scope "batch" measures all of them together and
     returns the same number for each.
@@ -402,10 +393,10 @@ def standard_deviation(x: Tensor, padded: Tensor | None, scope: str) -> Tensor:
 
 
 class LLNRobertaModel(RobertaModel):
-    """RoBERTa's encoder with LLN attention. It has no pooler unless you ask for one, because none was trained."""
+    """RoBERTa's encoder with LLN attention. By default it has no pooler, because none was trained."""
 
     config_class = LLNRobertaConfig
-    _supports_sdpa = False  # PyTorch's scaled_dot_product_attention is another attention
+    _supports_sdpa = False  # PyTorch's scaled_dot_product_attention computes softmax
 
     def __init__(self, config: LLNRobertaConfig, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=add_pooling_layer)

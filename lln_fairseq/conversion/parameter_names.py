@@ -1,7 +1,7 @@
 """The parameters of RoBERTa and BERT: their names in fairseq, their names in Hugging Face, and their shapes.
 
-The names of modules get ".weight" and ".bias" in both libraries. Hugging Face's names are without the prefix of the
-model ("roberta.", "bert.").
+In both libraries, a module's parameters are its name with ".weight" and ".bias". Hugging Face's names are listed
+without the prefix of the model ("roberta.", "bert.").
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 ENCODER = "encoder.sentence_encoder."
 
-# Each row is (fairseq's name, Hugging Face's name, shape of the weight). The letters of a shape are fields of
-# ModelSizes. A bias has the first dimension of its weight.
+# Each row is (fairseq's name, Hugging Face's name, shape of the weight). ModelSizes.shape translates the letters of a
+# shape. A bias has the first dimension of its weight.
 EMBEDDINGS = (
     (ENCODER + "embed_tokens.weight", "embeddings.word_embeddings.weight", "VC"),
     (ENCODER + "embed_positions.weight", "embeddings.position_embeddings.weight", "PC"),
@@ -42,15 +42,16 @@ HEAD_WEIGHT = "encoder.lm_head.weight"  # the output matrix; the embedding itsel
 class ModelSizes(NamedTuple):
     """The sizes that determine the shape of every parameter."""
 
-    V: int  # symbols of the vocabulary
-    P: int  # rows of the positional table
-    C: int  # features of a token
-    F: int  # features inside the feed-forward part
+    vocabulary: int  # V: symbols
+    positions: int  # P: rows of the positional table
+    features: int  # C: features of a token
+    ffn_features: int  # F: features of the hidden layer between fc1 and fc2
     layers: int
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """Return the sizes that the letters name, for example (V, C) for "VC"."""
-        return tuple(getattr(self, letter) for letter in letters)
+        """Return the shape for letters among V, P, C and F, for example (vocabulary, features) for "VC"."""
+        sizes = {"V": self.vocabulary, "P": self.positions, "C": self.features, "F": self.ffn_features}
+        return tuple(sizes[letter] for letter in letters)
 
 
 class ParameterName(NamedTuple):
@@ -74,7 +75,7 @@ def encoder_names(sizes: ModelSizes) -> Iterator[ParameterName]:
 
 
 def head_names(sizes: ModelSizes, bert: bool = False) -> Iterator[ParameterName]:
-    """Yield every parameter of the masked-language-model head, except the output matrix, which may be tied.
+    """Yield every parameter of the masked-language-model head, except the output matrix, which can be tied.
 
     With `bert`, Hugging Face's names are those of BERT instead of RoBERTa.
     """
@@ -85,7 +86,7 @@ def head_names(sizes: ModelSizes, bert: bool = False) -> Iterator[ParameterName]
         bias = "cls.predictions.bias"
     for fairseq, hugging_face, letters in modules:
         yield from _module_names(fairseq, hugging_face, letters, sizes)
-    yield ParameterName(HEAD_BIAS, bias, (sizes.V,))
+    yield ParameterName(HEAD_BIAS, bias, (sizes.vocabulary,))
 
 
 def _module_names(fairseq: str, hugging_face: str, letters: str, sizes: ModelSizes) -> Iterator[ParameterName]:

@@ -1,8 +1,7 @@
-"""Read the tokenizer of a Hugging Face directory in the form that data_prep uses, and the order of its embedding.
+"""Read the tokenizer of a Hugging Face directory in the form that data_prep uses, and match its ids to fairseq's.
 
-fairseq's ids are those of <s> <pad> </s> <unk>, the symbols of dict.txt, and <mask>. data/tokenizers.py expects
-dict.txt to name a symbol by its id in the tokenizer, in decimal (tokenizer.json), or by its SentencePiece
-piece (XLM-R).
+fairseq's ids begin with <s> <pad> </s> <unk>, go on with the symbols of dict.txt, and end with <mask>. In dict.txt, a
+symbol is a token's id in tokenizer.json, in decimal, or a SentencePiece piece (XLM-R).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ BPE_TOKENS = "vocab.json"  # RoBERTa's, with BPE_MERGES
 BPE_MERGES = "merges.txt"
 PIECES = "sentencepiece.bpe.model"  # XLM-R's
 VOCABULARY_FILES = (PIECES, TOKENIZER, BPE_TOKENS, WORDS)  # the files that state the ids of tokens
-PIECE_OFFSET = 1  # the id that XLM-R gives to a piece, minus the piece's id in SentencePiece; except for special pieces
+PIECE_OFFSET = 1  # XLM-R's id of a piece minus the piece's id in SentencePiece, except for special pieces
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDITIONAL = "additional_special_tokens"
@@ -42,10 +41,10 @@ KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTra
 
 @dataclass(frozen=True)
 class SourceVocabulary:
-    """A tokenizer with the relation of its ids to fairseq's.
+    """A tokenizer, and the mapping of fairseq's ids to its own.
 
     Attributes:
-        order: the row of the source's embedding for each of fairseq's ids.
+        order: for each of fairseq's ids, the id in the source, which is also the row of the source's embedding.
         symbols: the symbols of dict.txt, see ImportedEncoder.
         files: the files of the tokenizer, see ImportedEncoder.
     """
@@ -55,56 +54,54 @@ class SourceVocabulary:
     files: dict[str, bytes]
 
 
-def read_vocabulary(folder: Path, rows: int, config: Mapping[str, Any]) -> SourceVocabulary:
+def read_vocabulary(directory: Path, rows: int, config: Mapping[str, Any]) -> SourceVocabulary:
     """Read the tokenizer in a directory as AutoTokenizer of transformers loads it.
 
-    A SentencePiece model that has every token is kept as it is. Every other tokenizer becomes a tokenizer.json.
+    A SentencePiece model is kept if it contains all tokens, added tokens included. Any other tokenizer becomes a
+    tokenizer.json.
 
     Args:
-        folder: the Hugging Face directory.
-        rows: the number of rows of the embedding. Rows without a token get a symbol that no text contains.
+        directory: the Hugging Face directory.
+        rows: the number of rows of the embedding; a row that belongs to no token gets an unused symbol.
         config: the content of config.json, with a supported model_type.
 
     Raises:
-        InputError: if there is no tokenizer, it is damaged or of an unknown class, or a token does not fit the
-            embedding or config.json.
+        InputError: if there is no tokenizer, it is damaged or of an unknown class, a token's id has no row in the
+            embedding, or the padding contradicts config.json.
     """
-    ids = _read_token_ids(folder)
+    ids = _read_token_ids(directory)
     settings: dict[str, Any] = {}
-    if (folder / SETTINGS).is_file():
-        settings = read_json(folder / SETTINGS)
-    class_name = _tokenizer_class(folder, settings, config)
+    if (directory / SETTINGS).is_file():
+        settings = read_json(directory / SETTINGS)
+    class_name = _tokenizer_class(directory, settings, config)
     document = b""  # stays empty if the SentencePiece model is kept
     try:
-        added_tokens = _read_added_tokens(folder, settings)
-        if not _is_complete_sentencepiece(folder, ids, added_tokens):
-            content = _build_tokenizer_json(folder, settings, class_name, added_tokens)
+        added_tokens = _read_added_tokens(directory, settings)
+        if not _is_complete_sentencepiece(directory, ids, added_tokens):
+            content = _build_tokenizer_json(directory, settings, class_name, added_tokens)
             ids |= tokenizer_json.token_ids(content)
-            document = _tokenizer_json_bytes(content, folder / TOKENIZER)
+            document = _tokenizer_json_bytes(content, directory / TOKENIZER)
     except InputError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder}: the tokenizer or its {SETTINGS} is damaged: {first_line(error)}") from error
-    _check_ids_in_embedding(ids, rows, folder)
-    special_ids = _special_ids(ids, folder)
+        raise InputError(f"{directory}: the tokenizer or its {SETTINGS} is damaged: {first_line(error)}") from error
+    _check_ids_in_embedding(ids, rows, directory)
+    special_ids = _special_ids(ids, directory)
     padding = config.get("pad_token_id")
     if padding is not None and padding != special_ids[PAD]:
         raise InputError(
-            f"{folder}: pad_token_id in {CONFIG} must be {special_ids[PAD]}, the tokenizer's padding, got {padding}"
+            f"{directory}: pad_token_id in {CONFIG} must be {special_ids[PAD]}, the tokenizer's padding, got {padding}"
         )
     ordinary_rows = sorted(set(range(rows)) - set(special_ids))
     order = [*special_ids[:-1], *ordinary_rows, special_ids[-1]]  # <mask> is the last symbol of the dictionary
     if document:
         return SourceVocabulary(order, [str(row) for row in ordinary_rows], {TOKENIZER: document})
     symbols = _piece_symbols(ids, ordinary_rows)
-    return SourceVocabulary(order, symbols, {"spm.model": (folder / PIECES).read_bytes()})
+    return SourceVocabulary(order, symbols, {"spm.model": (directory / PIECES).read_bytes()})
 
 
 def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
-    """Raise InputError if the dict.txt at `path` does not fit the tokenizer with these files.
-
-    Without files there is nothing to check.
-    """
+    """Raise InputError if the dict.txt at `path` does not fit the tokenizer in `files`, unless `files` is empty."""
     for kind, names in TOKENIZER_FILES.items():
         if names[0] in files:
             try:
@@ -113,7 +110,7 @@ def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
                 raise InputError(f"{path}: {error}") from error
 
 
-def _tokenizer_class(folder: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def _tokenizer_class(directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Return the name of the tokenizer's class in transformers, without "Fast".
 
     Raises InputError if it is not one of KNOWN_CLASSES.
@@ -121,57 +118,57 @@ def _tokenizer_class(folder: Path, settings: Mapping[str, Any], config: Mapping[
     name = settings.get("tokenizer_class") or config.get("tokenizer_class") or DEFAULT_CLASSES[config["model_type"]]
     class_name = str(name).removesuffix("Fast")
     if class_name not in KNOWN_CLASSES:
-        raise InputError(f"{folder}: the tokenizer's class must be one of {', '.join(KNOWN_CLASSES)}, got {name}")
+        raise InputError(f"{directory}: the tokenizer's class must be one of {', '.join(KNOWN_CLASSES)}, got {name}")
     return class_name
 
 
-def _check_ids_in_embedding(ids: Mapping[str, int], rows: int, folder: Path) -> None:
-    """Raise InputError that names the token with the smallest id for which the embedding has no row."""
+def _check_ids_in_embedding(ids: Mapping[str, int], rows: int, directory: Path) -> None:
+    """Raise InputError if the embedding has no row for a token; the message names the one with the smallest id."""
     outside = [(number, token) for token, number in ids.items() if not 0 <= number < rows]
     if outside:
         number, token = min(outside)
         raise InputError(
-            f"{folder}: the tokenizer has the token {token!r} with id {number}, but the embedding has {rows} rows"
+            f"{directory}: the tokenizer has the token {token!r} with id {number}, but the embedding has {rows} rows"
         )
 
 
-def _special_ids(ids: Mapping[str, int], folder: Path) -> list[int]:
+def _special_ids(ids: Mapping[str, int], directory: Path) -> list[int]:
     """Return the tokenizer's ids of <s> <pad> </s> <unk> <mask>. Raises InputError if one is missing or not unique."""
     special_ids = []
     for name in (*SPECIAL_SYMBOLS, MASK):
         token = tokenizer_json.special_token(ids, name)
         if token is None:
-            raise InputError(f"{folder}: the tokenizer has no {' or '.join(tokenizer_json.SPECIAL[name])}")
+            raise InputError(f"{directory}: the tokenizer has no {' or '.join(tokenizer_json.SPECIAL[name])}")
         special_ids.append(ids[token])
     if len(set(special_ids)) != len(special_ids):
-        raise InputError(f"{folder}: the tokenizer has special tokens with the same id: {special_ids}")
+        raise InputError(f"{directory}: the tokenizer has special tokens with the same id: {special_ids}")
     return special_ids
 
 
-def _read_token_ids(folder: Path) -> dict[str, int]:
+def _read_token_ids(directory: Path) -> dict[str, int]:
     """Return the id of every token in the tokenizer's files.
 
-    Raises InputError if there is no file, one is damaged, or a file contradicts the first one. Tokens that only some
-    of the files have are no contradiction: tokenizer.json also lists tokens that were added later.
+    Raises InputError if there is no file, one is damaged, or a token has another id than in the first file. A token may
+    be missing from some of the files: only tokenizer.json lists tokens that were added later.
     """
     ids_by_file: dict[str, dict[str, int]] = {}
     for name in VOCABULARY_FILES:
-        path = folder / name
+        path = directory / name
         if path.is_file():
             try:
                 ids_by_file[name] = _read_ids_in_file(path)
             except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
                 raise InputError(f"{path} is damaged: {first_line(error)}") from error
     if not ids_by_file:
-        raise InputError(f"{folder} has no tokenizer: it needs {' or '.join(VOCABULARY_FILES)}")
+        raise InputError(f"{directory} has no tokenizer: it needs {' or '.join(VOCABULARY_FILES)}")
     first, *further = ids_by_file
     ids = ids_by_file[first]
     for name in further:
         for token, number in ids_by_file[name].items():
             if ids.get(token, number) != number:
                 raise InputError(
-                    f"{folder}: the files of the tokenizer contradict each other: {token!r} is {ids[token]} in {first} "
-                    f"and {number} in {name}"
+                    f"{directory}: the files of the tokenizer contradict each other: "
+                    f"{token!r} is {ids[token]} in {first} and {number} in {name}"
                 )
     merged: dict[str, int] = {}
     for name in reversed(ids_by_file):
@@ -180,7 +177,7 @@ def _read_token_ids(folder: Path) -> dict[str, int]:
 
 
 def _read_ids_in_file(path: Path) -> dict[str, int]:
-    """Return the id of every token in one of VOCABULARY_FILES; exceptions are those of damaged files."""
+    """Return the id of every token in one of VOCABULARY_FILES. A damaged file raises many types of exceptions."""
     if path.name == PIECES:
         return _read_piece_ids(path)
     if path.name == TOKENIZER:
@@ -191,13 +188,13 @@ def _read_ids_in_file(path: Path) -> dict[str, int]:
 
 
 def _read_word_ids(path: Path) -> dict[str, int]:
-    """Return the line number, from 0, of every token in vocab.txt."""
+    """Return the id of every token in vocab.txt: the number of its line, counted from 0."""
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     return {line: number for number, line in enumerate(lines)}
 
 
 def _read_json_ids(path: Path) -> dict[str, int]:
-    """Return the ids in a JSON object of tokens and ids."""
+    """Return the id of every token in a JSON file that maps tokens to ids."""
     return {str(token): int(number) for token, number in read_json(path).items()}
 
 
@@ -220,9 +217,9 @@ def _read_piece_ids(path: Path) -> dict[str, int]:
 
 
 def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
-    """Return the pieces of these rows of the embedding; a row without a piece gets a symbol that no text contains.
+    """Return the piece of each of these rows of the embedding; a row without a piece gets an unused symbol.
 
-    Raises InputError for a piece with white space, which dict.txt cannot hold.
+    Raises InputError for an empty piece or one with white space, which dict.txt cannot hold.
     """
     pieces = {number: token for token, number in ids.items()}
     symbols = [pieces.get(row, f"madeupword{row}") for row in rows]
@@ -232,10 +229,10 @@ def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
     return symbols
 
 
-def _read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tokens that files other than the vocabulary add, in the order in which transformers adds them.
+def _read_added_tokens(directory: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tokens that the settings files add to the vocabulary, in the order in which transformers adds them.
 
-    Tokens with an id come first, sorted by it, then the special tokens, whose id is None. Each one is an entry of
+    Tokens with an id come first, sorted by it, then the special tokens, whose id is None. Each is an entry of
     `added_tokens` in tokenizer.json. If tokenizer_config.json has "added_tokens_decoder", the older files are ignored,
     as transformers does.
     """
@@ -244,10 +241,10 @@ def _read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[dict[s
     if "added_tokens_decoder" in settings:
         tokens = {int(number): token for number, token in settings["added_tokens_decoder"].items()}
     else:
-        if (folder / SPECIAL_MAP).is_file():
-            special_tokens += _special_tokens(read_json(folder / SPECIAL_MAP))
-        if (folder / ADDED).is_file():
-            tokens = {number: token for token, number in _read_json_ids(folder / ADDED).items()}
+        if (directory / SPECIAL_MAP).is_file():
+            special_tokens += _special_tokens(read_json(directory / SPECIAL_MAP))
+        if (directory / ADDED).is_file():
+            tokens = {number: token for token, number in _read_json_ids(directory / ADDED).items()}
     special_entries = [_added_token_entry(token, None, special=True) for token in special_tokens]
     special_names = {entry["content"] for entry in special_entries}
     entries = []
@@ -258,14 +255,14 @@ def _read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[dict[s
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> list[Any]:
-    """Return the special tokens, strings or objects, that a settings file names by role or as additional ones."""
+    """Return the special tokens of a settings file, strings or objects: those with a role and the additional ones."""
     tokens = [settings.get(role) for role in ROLES]
     tokens += settings.get(ADDITIONAL) or ()
     return [token for token in tokens if token is not None]
 
 
 def _token_text(token: str | Mapping[str, Any]) -> str:
-    """Return the text of a token that a file states as a string or as an object with flags."""
+    """Return the text of a token, which is a string or an object with flags."""
     if isinstance(token, str):
         return token
     return str(token["content"])
@@ -289,41 +286,43 @@ def _added_token_entry(token: str | Mapping[str, Any], number: int | None, speci
     }
 
 
-def _is_complete_sentencepiece(folder: Path, ids: Mapping[str, int], added_tokens: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the directory has a SentencePiece model, and that model has every token.
+def _is_complete_sentencepiece(
+    directory: Path, ids: Mapping[str, int], added_tokens: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Return True if the directory has a SentencePiece model that contains all tokens.
 
-    Raises InputError if the model lacks a token and there is no tokenizer.json, which could hold it.
+    Raises InputError if the model lacks a token and there is no tokenizer.json to take it from.
     """
-    if not (folder / PIECES).is_file():
+    if not (directory / PIECES).is_file():
         return False
-    pieces = _read_piece_ids(folder / PIECES)
+    pieces = _read_piece_ids(directory / PIECES)
     tokens = [*ids, *(token["content"] for token in added_tokens)]
     missing = [token for token in tokens if token not in pieces]
-    if missing and not (folder / TOKENIZER).is_file():
+    if missing and not (directory / TOKENIZER).is_file():
         raise InputError(
-            f"{folder}: {PIECES} lacks the added token {missing[0]!r}: save the tokenizer with a {TOKENIZER} "
+            f"{directory}: {PIECES} lacks the added token {missing[0]!r}: save the tokenizer with a {TOKENIZER} "
             "(AutoTokenizer's save_pretrained)"
         )
     return not missing
 
 
 def _build_tokenizer_json(
-    folder: Path, settings: Mapping[str, Any], class_name: str, added_tokens: Sequence[Mapping[str, Any]]
+    directory: Path, settings: Mapping[str, Any], class_name: str, added_tokens: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the content of tokenizer.json, with the changes that transformers makes when it loads the tokenizer.
 
-    Without a tokenizer.json it is made from vocab.txt, or from vocab.json and merges.txt. Raises InputError if
+    Without a tokenizer.json, it is made from vocab.txt, or from vocab.json and merges.txt. Raises InputError if
     merges.txt is missing or damaged, or an added token has another id than transformers gives it.
     """
-    if (folder / TOKENIZER).is_file():
-        content = read_json(folder / TOKENIZER)
-    elif (folder / WORDS).is_file():
-        content = tokenizer_json.word_piece(_read_word_ids(folder / WORDS))
-    elif (folder / BPE_MERGES).is_file():
-        ids = _read_json_ids(folder / BPE_TOKENS)
-        content = tokenizer_json.byte_level_bpe(ids, _read_merges(folder / BPE_MERGES, ids))
+    if (directory / TOKENIZER).is_file():
+        content = read_json(directory / TOKENIZER)
+    elif (directory / WORDS).is_file():
+        content = tokenizer_json.word_piece(_read_word_ids(directory / WORDS))
+    elif (directory / BPE_MERGES).is_file():
+        ids = _read_json_ids(directory / BPE_TOKENS)
+        content = tokenizer_json.byte_level_bpe(ids, _read_merges(directory / BPE_MERGES, ids))
     else:
-        raise InputError(f"{folder} has {BPE_TOKENS} without {BPE_MERGES}")
+        raise InputError(f"{directory} has {BPE_TOKENS} without {BPE_MERGES}")
     normalizer = content.get("normalizer") or {}
     if class_name in BERT_CLASSES and normalizer.get("type") == "BertNormalizer":
         normalizer["lowercase"] = bool(settings.get("do_lower_case", True))
@@ -332,18 +331,18 @@ def _build_tokenizer_json(
     pre_tokenizer = content.get("pre_tokenizer") or {}
     if pre_tokenizer.get("type") == "ByteLevel":
         pre_tokenizer["add_prefix_space"] = bool(settings.get("add_prefix_space", False))
-    _add_tokens(content, added_tokens, folder)
+    _add_tokens(content, added_tokens, directory)
     return content
 
 
 def _tokenizer_json_bytes(content: Mapping[str, Any], source: Path) -> bytes:
-    """Return the bytes of a tokenizer.json; if `source` has the same content, its own bytes, to keep its checksum."""
+    """Return a tokenizer.json as bytes: those of `source`, to keep its checksum, if its content is the same."""
     if source.is_file() and read_json(source) == content:
         return source.read_bytes()
     return tokenizer_json.as_bytes(content)
 
 
-def _add_tokens(content: dict[str, Any], added_tokens: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def _add_tokens(content: dict[str, Any], added_tokens: Sequence[Mapping[str, Any]], directory: Path) -> None:
     """Add tokens to the content of a tokenizer.json in place, with the ids that the tokenizers library gives them.
 
     A token that the tokenizer does not have yet gets the id after the largest one. Of all added tokens, only fairseq's
@@ -358,7 +357,7 @@ def _add_tokens(content: dict[str, Any], added_tokens: Sequence[Mapping[str, Any
         number = ids.setdefault(name, max(ids.values()) + 1)
         if token["id"] is not None and token["id"] != number:
             raise InputError(
-                f"{folder}: the added token {name!r} has id {token['id']}, but transformers gives it {number}"
+                f"{directory}: the added token {name!r} has id {token['id']}, but transformers gives it {number}"
             )
         if name not in present:
             entries.append({**token, "id": number})

@@ -49,7 +49,7 @@ ATTENTION_PREFIX = "self_attn.attention."  # of the attention's own parameters i
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """A model in Hugging Face's terms.
+    """A model with Hugging Face's option and parameter names.
 
     Attributes:
         config: the content of config.json.
@@ -80,20 +80,20 @@ def convert_to_hugging_face(
 
     Raises:
         InputError: for an attention or an option that Hugging Face's RoBERTa and the modeling file do not support,
-            a parameter that they do not have, and labels that do not fit the classification head.
+            a parameter that they do not have, or labels that do not fit the classification head.
     """
     _check_options(args, attention_options)
     sizes = _read_sizes(state)
     config = _roberta_config(args, sizes)
-    config |= _attention_config(args.attention, attention_options, sizes.C // args.encoder_attention_heads)
+    config |= _attention_config(args.attention, attention_options, sizes.features // args.encoder_attention_heads)
     tensors = {f"roberta.{name.hugging_face}": state[name.fairseq] for name in encoder_names(sizes)}
-    tensors[f"roberta.{TOKEN_TYPES}"] = torch.zeros(1, sizes.C)
+    tensors[f"roberta.{TOKEN_TYPES}"] = torch.zeros(1, sizes.features)
     tensors |= _attention_parameters(state, sizes.layers)
     purpose = "ForSequenceClassification" if head else "ForMaskedLM"
     prefix = "Roberta" if args.attention == STOCK_ATTENTION else "LLNRoberta"
     config["architectures"] = [prefix + purpose]
     if head:
-        tensors |= _classification_head_tensors(state, head, sizes.C)
+        tensors |= _classification_head_tensors(state, head, sizes.features)
         config |= _label_config(labels, len(tensors["classifier.out_proj.bias"]))
     else:
         tensors |= {name.hugging_face: state[name.fairseq] for name in head_names(sizes)}
@@ -106,7 +106,7 @@ def convert_to_hugging_face(
 
 
 def longest_exported_sequence(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens that a model with this config.json takes."""
+    """Return the length in tokens of the longest sequence that a model with this config.json accepts."""
     return config["max_position_embeddings"] - POSITION_OFFSET
 
 
@@ -128,16 +128,16 @@ def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:
 
 
 def _read_sizes(state: Mapping[str, Tensor]) -> ModelSizes:
-    """Return the sizes that the parameters of the model have."""
+    """Read the sizes of the model from its parameters."""
     layers = set()
     for name in state:
         if name.startswith(f"{ENCODER}layers."):
             layers.add(name.split(".layers.")[1].split(".")[0])
     return ModelSizes(
-        V=len(state[EMBEDDING]),
-        P=len(state[POSITIONS]),
-        C=state[EMBEDDING].shape[1],
-        F=len(state[f"{ENCODER}layers.0.fc1.weight"]),
+        vocabulary=len(state[EMBEDDING]),
+        positions=len(state[POSITIONS]),
+        features=state[EMBEDDING].shape[1],
+        ffn_features=len(state[f"{ENCODER}layers.0.fc1.weight"]),
         layers=len(layers),
     )
 
@@ -146,16 +146,16 @@ def _roberta_config(args: Any, sizes: ModelSizes) -> dict[str, Any]:
     """Return the part of config.json that every RoBERTa has."""
     return {
         "model_type": "roberta",
-        "vocab_size": sizes.V,
-        "hidden_size": sizes.C,
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": sizes.features,
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": args.encoder_attention_heads,
-        "intermediate_size": sizes.F,
+        "intermediate_size": sizes.ffn_features,
         "hidden_act": args.activation_fn,
         "hidden_dropout_prob": args.dropout,
         "attention_probs_dropout_prob": args.attention_dropout,
         "classifier_dropout": args.pooler_dropout,
-        "max_position_embeddings": sizes.P,
+        "max_position_embeddings": sizes.positions,
         "type_vocab_size": 1,
         "layer_norm_eps": args.layer_norm_eps,
         "bos_token_id": BOS,
@@ -196,7 +196,7 @@ def _attention_parameters(state: Mapping[str, Tensor], layers: int) -> dict[str,
 
 
 def _classification_head_tensors(state: Mapping[str, Tensor], head: str, features: int) -> dict[str, Tensor]:
-    """Return the parameters of a classification head. Raises InputError if it has not `features` inner features."""
+    """Return the parameters of a classification head. Raises InputError if its inner size is not `features`."""
     tensors = {}
     for name in ("dense.weight", "dense.bias", "out_proj.weight", "out_proj.bias"):
         tensors[f"classifier.{name}"] = state[f"classification_heads.{head}.{name}"]
@@ -207,7 +207,7 @@ def _classification_head_tensors(state: Mapping[str, Tensor], head: str, feature
 
 
 def _label_config(labels: tuple[str, ...], outputs: int) -> dict[str, Any]:
-    """Return the part of config.json about the labels of a classification head with this number of outputs."""
+    """Return the part of config.json about labels. Raises InputError if their number is not `outputs`."""
     if not labels and outputs == 1:
         return {"id2label": {"0": "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
     if len(labels) != outputs:

@@ -3,7 +3,7 @@
     inputs: input_ids (B, N) int64, attention_mask (B, N) int64, 0 = padding
     output: logits (B, N, V), or (B, classes) of a classifier
 
-The model is traced through transformers. The file is kept only if onnxruntime computes the model's own logits with it.
+The model is traced through transformers. The file is kept only if onnxruntime reproduces the model's logits with it.
 """
 
 import importlib.util
@@ -26,11 +26,11 @@ FILE = "model.onnx"
 INPUT_NAMES = ("input_ids", "attention_mask")
 PACKAGES = ("transformers", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # the largest error of a logit, relative to the largest logit
-ONE_FILE_BYTES = 1.9e9  # a protobuf holds at most 2 GiB: larger weights go into model.onnx.data
+ONE_FILE_BYTES = 1.9e9  # weights above this size go into model.onnx.data: a protobuf holds at most 2 GiB
 
 
 class LogitsModule(nn.Module):
-    """A model of transformers as a module with the two inputs and the one output of model.onnx."""
+    """A model of transformers wrapped to have the inputs and the output of model.onnx."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -48,21 +48,21 @@ def check_packages() -> None:
         raise InputError(f"--onnx needs {', '.join(missing)}: pip install 'lln-fairseq[onnx]'")
 
 
-def write_onnx(folder: Path, config: Mapping[str, Any], logits: Callable[[Tensor], Tensor]) -> None:
+def write_onnx(directory: Path, config: Mapping[str, Any], logits: Callable[[Tensor], Tensor]) -> None:
     """Add model.onnx, and model.onnx.data for large weights, to a directory with config.json and model.safetensors.
 
     Args:
-        folder: the directory of the exported model.
+        directory: the directory of the exported model.
         config: the content of config.json.
         logits: the model that was exported, a function from tokens (B, N), padded at the right, to its logits.
 
     Raises:
-        InputError: if the model cannot be traced, or onnxruntime fails or computes other logits.
+        InputError: if the model cannot be traced, or onnxruntime fails or its logits differ.
     """
     longest = longest_exported_sequence(config)
     block_size = config.get("block_size") or config["hidden_size"] // config["num_attention_heads"]
     with _silence(), _modeling_without_kernels() as modeling, torch.no_grad():
-        model = _load_exported_model(modeling, folder, config["architectures"][0])
+        model = _load_exported_model(modeling, directory, config["architectures"][0])
         length = min(longest, block_size + 3)  # more than one block, if the model takes so many tokens
         tokens = _random_tokens(2, length, config["vocab_size"])
         try:
@@ -80,8 +80,8 @@ def write_onnx(folder: Path, config: Mapping[str, Any], logits: Callable[[Tensor
         assert program is not None  # it is None only if the exporter writes a file itself
         _remove_source_locations(program.model.graph)
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        write_large(folder / FILE, lambda path: program.save(path, external_data=size > ONE_FILE_BYTES))
-        _check_onnx_logits(folder / FILE, _test_batches(config["vocab_size"], longest, block_size), logits)
+        write_large(directory / FILE, lambda path: program.save(path, external_data=size > ONE_FILE_BYTES))
+        _check_onnx_logits(directory / FILE, _test_batches(config["vocab_size"], longest, block_size), logits)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def _modeling_without_kernels() -> Iterator[Any]:
         modeling.HAS_KERNELS = has_kernels
 
 
-def _load_exported_model(modeling: Any, folder: Path, architecture: str) -> nn.Module:
+def _load_exported_model(modeling: Any, directory: Path, architecture: str) -> nn.Module:
     """Load the exported model in evaluation mode; its class is in the modeling file or else in transformers."""
     import transformers
 
@@ -105,12 +105,12 @@ def _load_exported_model(modeling: Any, folder: Path, architecture: str) -> nn.M
     if hasattr(modeling, architecture):
         module = modeling
     model_class = getattr(module, architecture)
-    model = model_class.from_pretrained(folder, attn_implementation="eager", local_files_only=True)
+    model = model_class.from_pretrained(directory, attn_implementation="eager", local_files_only=True)
     return model.eval()
 
 
 def _random_tokens(sequences: int, length: int, vocabulary: int, padded: bool = False) -> Tensor:
-    """Return random tokens (sequences, length), the same ones for the same length.
+    """Return random tokens (sequences, length), seeded with the length.
 
     With `padded`, row i ends with i * length // sequences padding tokens, but always has a first token.
     """
@@ -155,7 +155,7 @@ def _check_onnx_logits(path: Path, batches: Iterator[Tensor], logits: Callable[[
 
 
 def _test_batches(vocabulary: int, longest: int, block_size: int) -> Iterator[Tensor]:
-    """Yield batches of tokens (B, N) of other sizes than the traced one, each without and with padding."""
+    """Yield batches of tokens (B, N) whose sizes differ from the traced one, each without and with padding."""
     for sequences, length in ((1, 1), (1, 3 * block_size), (3, 7), (5, 2 * block_size + 3)):
         for padded in (False, True):
             yield _random_tokens(sequences, min(length, longest), vocabulary, padded)

@@ -39,7 +39,7 @@ def token_ids(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def special_token(ids: Mapping[str, int], name: str) -> str | None:
-    """Return the token with the role of fairseq's special symbol `name`, or None if the tokenizer has none."""
+    """Return the tokenizer's token for fairseq's special symbol `name`, or None if it has none."""
     for token in SPECIAL[name]:
         if token in ids:
             return token
@@ -47,10 +47,10 @@ def special_token(ids: Mapping[str, int], name: str) -> str | None:
 
 
 def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
-    """Return the tokenizer of GPT-2 and RoBERTa.
+    """Return the tokenizer.json of a byte-level BPE, as GPT-2 and RoBERTa have it.
 
     Args:
-        ids: the id of every token; tokens are written in GPT-2's letters, which stand for bytes.
+        ids: the id of every token, spelled in GPT-2's alphabet, in which one character stands for one byte.
         merges: pairs "left right", the first to be merged first.
     """
     model = {
@@ -75,7 +75,7 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, A
 
 
 def word_piece(ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return BERT's uncased tokenizer, which lowercases text and removes accents."""
+    """Return the tokenizer.json of uncased BERT, which lowercases text and removes accents."""
     model = {
         "type": "WordPiece",
         "unk_token": special_token(ids, "<unk>"),
@@ -106,14 +106,14 @@ def document(
     pre_tokenizer: dict[str, Any] | None = None,
     decoder: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a complete tokenizer.json whose special tokens are those of SPECIAL that `ids` has.
+    """Return a complete tokenizer.json whose special tokens are those in SPECIAL that `ids` contains.
 
     Args:
         ids: the id of every token.
-        model: the part that cuts words into tokens.
+        model: the part that splits words into tokens.
         normalizer: the part that changes the text first.
-        pre_tokenizer: the part that cuts the text into words.
-        decoder: the part that joins tokens to a text.
+        pre_tokenizer: the part that splits the text into words.
+        decoder: the part that joins tokens into text.
     """
     added_tokens = []
     for name in SPECIAL:
@@ -146,7 +146,7 @@ def document(
 def sentence_processor(ids: Mapping[str, int]) -> dict[str, Any] | None:
     """Return the post-processor that adds special tokens as the tasks of this project do.
 
-    A text a becomes <s> a </s>, and a pair <s> a </s> </s> b </s>. Returns None if one of the two tokens is missing.
+    A text a becomes <s> a </s>, and a pair <s> a </s> </s> b </s>. Returns None if <s> or </s> is missing.
     """
     first = special_token(ids, "<s>")
     last = special_token(ids, "</s>")

@@ -1,7 +1,7 @@
 """Convert the tokenizer of the training data to files that transformers reads, with the ids of the dictionary.
 
-Every tokenizer becomes a tokenizer.json: GPT-2's byte-level BPE, SentencePiece (BPE and unigram), and tokenizers that
-already are one.
+GPT-2's byte-level BPE and SentencePiece models (BPE and unigram) become a tokenizer.json. An existing tokenizer.json
+gets new ids.
 """
 
 import base64
@@ -24,24 +24,24 @@ ROLES = {
     "<unk>": ("unk_token",),
     MASK: ("mask_token",),
 }
-NEVER = -1e4  # the unigram score of a piece that no text must contain
-# The characters that str.strip removes, as the inside of a regular expression's brackets.
+NEVER = -1e4  # the unigram score of a piece that must never be chosen
+# The characters that str.strip removes, for use inside the brackets of a regular expression.
 SPACES = "\t-\r\x1c- \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 SENTENCEPIECE_UNIGRAM = 1
 SENTENCEPIECE_BPE = 2
 
 
-def find_tokenizer(folders: Sequence[Path]) -> dict[str, bytes]:
+def find_tokenizer(directories: Sequence[Path]) -> dict[str, bytes]:
     """Return the files, by name, of the first tokenizer in these directories; an empty dictionary if there is none."""
-    for folder in folders:
+    for directory in directories:
         for names in TOKENIZER_FILES.values():
-            if all((folder / name).is_file() for name in names):
-                return {name: (folder / name).read_bytes() for name in names}
+            if all((directory / name).is_file() for name in names):
+                return {name: (directory / name).read_bytes() for name in names}
     return {}
 
 
 def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positions: int) -> dict[str, bytes]:
-    """Return tokenizer.json, and the files that AutoTokenizer needs besides, for a dictionary.
+    """Return the files that AutoTokenizer needs, by name, for a tokenizer with the ids of a dictionary.
 
     Args:
         files: the tokenizer's files by name, as `find_tokenizer` returns them.
@@ -85,9 +85,9 @@ def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positi
 
 
 def is_approximate(files: Mapping[str, bytes]) -> bool:
-    """Return True if some texts get other ids from the converted tokenizer than from the tokenizer in `files`.
+    """Return True if the converted tokenizer encodes some texts differently from the tokenizer in `files`.
 
-    That is so for a SentencePiece model that normalizes characters with a table. Raises InputError if it is damaged.
+    This is so for a SentencePiece model that normalizes characters with a table. Raises InputError if it is damaged.
     """
     if "spm.model" not in files:
         return False
@@ -95,12 +95,12 @@ def is_approximate(files: Mapping[str, bytes]) -> bool:
 
 
 def _special_ids(ids: Mapping[str, int]) -> dict[str, int]:
-    """Return the ids of fairseq's special symbols in a dictionary. Raises KeyError for one that it lacks."""
+    """Return the ids of fairseq's special symbols in a dictionary. Raises KeyError if it lacks one."""
     return {name: ids[name] for name in (*SPECIAL_SYMBOLS, MASK)}
 
 
 def _convert_gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return tokenizer.json for GPT-2's BPE, whose tokens are in the dictionary under their own ids in decimal."""
+    """Return tokenizer.json for GPT-2's BPE. The dictionary lists each token as its GPT-2 id in decimal."""
     new_ids = {token: ids[str(number)] for token, number in json.loads(files["encoder.json"]).items()}
     merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # the first line is the version
     return tokenizer_json.byte_level_bpe(new_ids | _special_ids(ids), merges)
@@ -109,11 +109,8 @@ def _convert_gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[st
 def _renumber_tokens(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
     """Return a tokenizer.json with the ids of the dictionary, without truncation, padding and dropout.
 
-    In the dictionary, the tokens of the vocabulary have their ids before the conversion as names, in decimal.
-
-    Args:
-        content: the tokenizer.json before the conversion; it is not changed.
-        ids: the dictionary.
+    The dictionary `ids` lists each token, except special ones, as its id in `content` in decimal. `content` is not
+    changed.
     """
     old_ids = tokenizer_json.token_ids(content)
     special_names = {tokenizer_json.special_token(old_ids, name): name for name in (*SPECIAL_SYMBOLS, MASK)}
@@ -146,12 +143,12 @@ def _renumber_tokens(content: dict[str, Any], ids: Mapping[str, int]) -> dict[st
 
 
 def _fill_unigram_rows(rows: Mapping[int, list[Any]]) -> list[list[Any]]:
-    """Return the entries [piece, score] of a unigram vocabulary by id; other ids get a filler that never occurs."""
+    """Return the rows [piece, score] of a unigram vocabulary, ordered by id; unused ids get a filler piece."""
     return [rows.get(row, [f"madeupword{row}", NEVER]) for row in range(max(rows) + 1)]
 
 
 def _parse_sentencepiece(data: bytes) -> Any:
-    """Return the protobuf message of a SentencePiece model. Raises InputError if the bytes are no such message."""
+    """Return the protobuf message of a SentencePiece model. Raises InputError if it is damaged."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf creates it on import
@@ -163,7 +160,7 @@ def _parse_sentencepiece(data: bytes) -> Any:
 
 
 def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return tokenizer.json for a SentencePiece model, whose pieces are in the dictionary by their text.
+    """Return tokenizer.json for a SentencePiece model. The dictionary lists its pieces as text.
 
     Raises KeyError if the dictionary lacks a piece, and InputError for a model that is neither BPE nor unigram.
     """
@@ -220,7 +217,7 @@ def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any
 
 
 def _find_merges(scores: Mapping[str, float]) -> list[list[str]]:
-    """Return every pair of pieces that together are a piece; pairs that make the piece of the best score come first."""
+    """Return every pair of pieces that joins into a piece; pairs that make pieces of higher scores come first."""
     merges = []
     for piece in sorted(scores, key=lambda piece: -scores[piece]):
         for cut in range(1, len(piece)):
@@ -232,7 +229,7 @@ def _find_merges(scores: Mapping[str, float]) -> list[list[str]]:
 
 
 def _sentencepiece_normalizer(proto: Any) -> dict[str, Any]:
-    """Return the normalizer that does what `predict`, and then SentencePiece, do to a text before it is cut.
+    """Return the normalizer that changes text as `predict` and then SentencePiece do before splitting it.
 
     SentencePiece writes "▁" for a space.
     """
@@ -255,7 +252,7 @@ def _sentencepiece_normalizer(proto: Any) -> dict[str, Any]:
 
 
 def _sentencepiece_decoder() -> dict[str, Any]:
-    """Return the decoder that joins pieces to a text: it replaces "▁" by a space and removes the first space."""
+    """Return the decoder that joins pieces into text: it replaces "▁" with a space and removes the first space."""
     return {
         "type": "Sequence",
         "decoders": [
@@ -268,5 +265,5 @@ def _sentencepiece_decoder() -> dict[str, Any]:
 
 
 def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
-    """Return the step of a normalizer or decoder that replaces a pattern by a text."""
+    """Return the step of a normalizer or decoder that replaces a pattern with a text."""
     return {"type": "Replace", "pattern": pattern, "content": content}

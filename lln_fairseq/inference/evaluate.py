@@ -32,7 +32,7 @@ METRIC_FORMATS = {  # in the order in which the metrics are printed
     "spearman": "Spearman {:.4f}",
     "loss": "loss {:.3f}",
 }
-SPLIT_PLACEHOLDER = "{split}"  # the name of the split replaces it in the names of output files
+SPLIT_PLACEHOLDER = "{split}"  # stands for the name of the split in the names of output files
 
 
 @dataclass
@@ -51,11 +51,7 @@ class SplitOutputs:
 
 
 def load_finetuned_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
-    """Load a fine-tuned model and its task; see `load_model`.
-
-    Raises:
-        InputError: as `load_model`, and if the checkpoint was not fine-tuned.
-    """
+    """Load a fine-tuned model and its task as `load_model` does. Raises InputError also if it was not fine-tuned."""
     task_name = stored_options(load_checkpoint_lazily(checkpoint))["task"].get("_name")
     if not is_finetuned(task_name):
         raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
@@ -94,8 +90,10 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
     if not torch.equal(torch.cat(rows)[order], torch.arange(len(dataset))):
         raise RuntimeError(f"scored {len(order)} of {len(dataset)} rows of split '{split}'")
     all_logits = torch.cat(logits)[order]
-    suspect = int(all_logits.isfinite().all(dim=-1).int().argmin())  # the first row that is not finite, or row 0
-    require_finite(all_logits[suspect], f"row {suspect} of split '{split}'")
+    bad_rows = (~all_logits.isfinite().all(dim=-1)).nonzero()
+    if len(bad_rows) > 0:
+        row = int(bad_rows[0])
+        require_finite(all_logits[row], f"row {row} of split '{split}'")
     all_targets = None
     if targets:
         all_targets = torch.cat(targets)[order]
@@ -105,9 +103,9 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
 def compute_scores(task: Any, outputs: SplitOutputs) -> dict[str, Any]:
     """Compute the loss and the metrics of a split that has labels.
 
-    Classification: accuracy, majority (the fraction of the most frequent class: the accuracy of always predicting it),
-    mcc and, with two classes, f1. Regression: pearson and spearman. The loss is the cross-entropy in bits per row, or
-    the mean squared error of a regression; all other metrics lie in [0, 1] or [-1, 1].
+    Classification: accuracy, majority (the accuracy of always predicting the most frequent class), mcc and, with two
+    classes, f1. Regression: pearson and spearman. The loss is the cross-entropy in bits per row, or the mean squared
+    error of a regression; all other metrics lie in [0, 1] or [-1, 1].
 
     Returns:
         A dictionary with the keys split, rows, loss and the names of the metrics.
@@ -146,51 +144,18 @@ def format_predictions(task: Any, outputs: SplitOutputs, scale: float = 5.0) -> 
 
 
 def write_predictions(path: Path, predictions: list[str]) -> None:
-    """Write the tab-separated file with the columns index and prediction that gluebenchmark.com takes."""
+    """Write the tab-separated file with the columns index and prediction that gluebenchmark.com accepts."""
     lines = ["index\tprediction"]
     for row, prediction in enumerate(predictions):
         lines.append(f"{row}\t{prediction}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def main(argv: list[str]) -> None:
-    """Run `lln-fairseq evaluate` with the arguments that follow the program's name."""
-    parser = argparse.ArgumentParser(
-        prog="lln-fairseq evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
-    parser.add_argument("data", nargs="?", help="a binarized data directory (default: that of the fine-tuning)")
-    parser.add_argument("--split", default="valid", help="one split or several: valid,test (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the scores to this file; {split} in its name is replaced")
-    parser.add_argument("--predict", type=Path, help="write a prediction for every row to this file, as --json")
-    parser.add_argument("--scale", type=float, default=5.0, help="factor of predicted scores (default: 5, for STS-B)")
-    args = parser.parse_args(argv)
-    if not 0 < args.scale < math.inf:
-        parser.error(f"--scale must be above 0 and finite, got {args.scale}")
-    splits = args.split.split(",")
-    if "" in splits:
-        parser.error(f"--split must be a list of splits such as valid,test, got {args.split!r}: one split is empty")
-    for option in ("json", "predict"):
-        file = getattr(args, option)
-        if file and len(splits) > 1 and SPLIT_PLACEHOLDER not in file.name:
-            parser.error(f"--{option} must have {SPLIT_PLACEHOLDER} in the file's name for several splits, got {file}")
-    for file in (args.json, args.predict):
-        if file and not file.parent.is_dir():  # checked before the evaluation, which takes long
-            raise InputError(f"cannot write {file}: no such directory: {file.parent}")
-    model, task = load_finetuned_model(args.checkpoint, args.data)
-    for split in splits:
-        report_split(task, compute_outputs(model, task, split), args.json, args.predict, args.scale)
-
-
 def report_split(task: Any, outputs: SplitOutputs, json_file: Path | None, tsv_file: Path | None, scale: float) -> None:
     """Print the scores of a split, and write its scores and predictions to files.
 
-    Args:
-        task: the task of the model.
-        outputs: the outputs for the split.
-        json_file: where to write the scores; None writes none. SPLIT_PLACEHOLDER in the name is replaced.
-        tsv_file: where to write the predictions, in the same way.
-        scale: factor of a regression's predictions.
+    The scores are written to `json_file` and the predictions to `tsv_file`, unless these are None; SPLIT_PLACEHOLDER in
+    the file names is replaced. `scale` is explained in `format_predictions`.
 
     Raises:
         InputError: if the split has no labels, but scores are requested or no predictions are.
@@ -214,3 +179,41 @@ def report_split(task: Any, outputs: SplitOutputs, json_file: Path | None, tsv_f
 def _file_of_split(file: Path, split: str) -> Path:
     """Return the path with SPLIT_PLACEHOLDER in the file's name replaced by the name of the split."""
     return file.with_name(file.name.replace(SPLIT_PLACEHOLDER, split))
+
+
+def main(argv: list[str]) -> None:
+    """Run `lln-fairseq evaluate` with the arguments that follow the program's name."""
+    parser = argparse.ArgumentParser(
+        prog="lln-fairseq evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
+    parser.add_argument("data", nargs="?", help="a binarized data directory (default: that of the fine-tuning run)")
+    parser.add_argument("--split", default="valid", help="one split or several: valid,test (default: %(default)s)")
+    parser.add_argument(
+        "--json", type=Path, help="write the scores to this file; {split} in the file name stands for the split"
+    )
+    parser.add_argument(
+        "--predict", type=Path, help="write one prediction per row to this file ({split} works as in --json)"
+    )
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=5.0,
+        help="multiply a regression's output by this and clamp it to [0, SCALE] (default: 5, for STS-B)",
+    )
+    args = parser.parse_args(argv)
+    if not 0 < args.scale < math.inf:
+        parser.error(f"--scale must be above 0 and finite, got {args.scale}")
+    splits = args.split.split(",")
+    if "" in splits:
+        parser.error(f"--split must be a list of splits such as valid,test, got {args.split!r}: one split is empty")
+    for option in ("json", "predict"):
+        file = getattr(args, option)
+        if file and len(splits) > 1 and SPLIT_PLACEHOLDER not in file.name:
+            parser.error(f"--{option} must have {SPLIT_PLACEHOLDER} in the file's name for several splits, got {file}")
+    for file in (args.json, args.predict):
+        if file and not file.parent.is_dir():  # checked first, because the evaluation takes long
+            raise InputError(f"cannot write {file}: no such directory: {file.parent}")
+    model, task = load_finetuned_model(args.checkpoint, args.data)
+    for split in splits:
+        report_split(task, compute_outputs(model, task, split), args.json, args.predict, args.scale)

@@ -20,15 +20,15 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
 
     Args:
         checkpoint: the checkpoint file.
-        data: the data directory of the task; None takes that of the training. A checkpoint of `lln-fairseq convert`
-            names the directory that it is in.
+        data: the data directory of the task; None takes that of the training run, or the checkpoint's own directory for
+            a checkpoint of `lln-fairseq convert`.
 
     Returns:
         The model and the task.
 
     Raises:
         InputError: if the checkpoint is missing, damaged or a language model, its weights are not finite numbers, or
-            the data has no dictionaries, or another dictionary or other labels than the checkpoint.
+            the data's dictionaries are missing, or its dictionary or labels differ from the checkpoint's.
     """
     overrides: dict[str, Any] = {"cpu": not torch.cuda.is_available()}
     if data:
@@ -38,9 +38,9 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
         raise InputError(f"{checkpoint} holds a language model: score it with fairseq-eval-lm")
     check_weights(state["model"], checkpoint)
     task_config = state["cfg"].task
-    folder = os.path.dirname(os.path.abspath(checkpoint))
-    if data is None and task_config.data == "." and os.path.isfile(os.path.join(folder, "dict.txt")):
-        task_config.data = folder
+    directory = os.path.dirname(os.path.abspath(checkpoint))
+    if data is None and task_config.data == "." and os.path.isfile(os.path.join(directory, "dict.txt")):
+        task_config.data = directory
     task = setup_task(task_config, from_checkpoint=True)
     check_dictionary(state, task, checkpoint)
     check_labels(state, task, checkpoint)
@@ -48,7 +48,7 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=state)
     except InputError:
         raise
-    except Exception as error:  # options and tensors that contradict each other raise anything, anywhere in fairseq
+    except Exception as error:  # contradictory options and tensors raise all kinds of exceptions in fairseq
         raise InputError(f"cannot build the model of {checkpoint}: {first_line(error)}") from error
     model.eval()
     if torch.cuda.is_available():
@@ -57,6 +57,6 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
 
 
 def require_finite(outputs: Tensor, input_name: str) -> None:
-    """Raise InputError if the outputs (any shape) that the model gives for the named input are not all finite."""
+    """Raise InputError if a model output is not finite; the message names the input."""
     if not outputs.isfinite().all():
         raise InputError(f"the model gives NaN or infinite outputs for {input_name}: use another checkpoint")

@@ -2,8 +2,9 @@
 
     lln-fairseq predict runs/sst2/checkpoint_best.pt --input texts.txt --output labels.tsv
 
-A line is a text, or two texts separated by a tab for a task of pairs. Every line of the input gives one line of the
-output: the label and its probability separated by a tab, or a score. An empty line gives an empty line.
+A line is a text, or two texts separated by a tab for a task with pairs. Every line of the input gives one line of the
+output: the label and its probability separated by a tab, or the score of a regression. An empty line gives an empty
+line.
 """
 
 import argparse
@@ -35,8 +36,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--output", default=STANDARD_STREAM, help="a file, written completely or not at all (default: -)"
     )
-    parser.add_argument("--data", help="directory of the dictionaries (default: those kept with the run)")
-    parser.add_argument("--tokenizer", help="as for data_prep.glue (default: the one next to the dictionaries)")
+    parser.add_argument("--data", help="directory with the dictionaries (default: those saved with the run)")
+    parser.add_argument(
+        "--tokenizer", help="a tokenizer, as for data_prep.glue (default: the one next to the dictionaries)"
+    )
     predict_lines(parser.parse_args(argv))
 
 
@@ -44,7 +47,7 @@ def predict_lines(args: argparse.Namespace) -> None:
     """Write a prediction for every line of args.input to args.output.
 
     Raises:
-        UserError, OSError: if a file, a line or the checkpoint cannot be used. The output file is then not written.
+        UserError, OSError: if a file, a line or the checkpoint cannot be used; an output file is then not written.
     """
     if args.input == STANDARD_STREAM and sys.stdin is None:
         raise InputError("standard input is closed: give --input FILE")
@@ -68,12 +71,12 @@ def predict_lines(args: argparse.Namespace) -> None:
 
 
 def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """Yield an output line, without its end, for each pair of a line's number and text, in order.
+    """Yield an output line, without a newline, for each pair of an input line's number and text, in order.
 
     The input is read as the output is consumed, a few thousand lines ahead. An empty line gives an empty line.
 
     Raises:
-        InputError: if a line has another number of columns than the model takes.
+        InputError: if a line does not have as many columns as the model takes texts.
     """
     # The number of empty lines before each text that was read but not yet predicted, and, last, after all of them.
     empty_lines = deque([0])
@@ -107,7 +110,7 @@ def _split_columns(line: str, number: int, inputs: int) -> list[str]:
 
 @contextmanager
 def _open_output(name: str) -> Iterator[TextIO]:
-    """Open standard output, a device, or a file that replaces an existing one when the context ends without error."""
+    """Open standard output, a device, or a file; a file is replaced only when the context ends without an error."""
     path = Path(name)
     if name == STANDARD_STREAM:
         yield sys.stdout

@@ -35,7 +35,7 @@ class Prediction(NamedTuple):
 
 
 class Filling(NamedTuple):
-    """A token for a <mask>, its probability among all tokens, and the text with the token in place of the <mask>."""
+    """A token for a <mask>, its probability among all symbols, and the text with the token in place of the <mask>."""
 
     token: str
     probability: float
@@ -43,10 +43,10 @@ class Filling(NamedTuple):
 
 
 class TextModel(nn.Module):
-    """A model with its task and tokenizer, as `load` returns it.
+    """A model with its task and tokenizer, as `lln_fairseq.load` returns it.
 
     A text gets the ids that it would have in the training data, and is cut to the longest sequence of the model. A text
-    that cannot be used raises an InputError, which is a ValueError. All outputs are on the CPU and have no gradient.
+    that cannot be encoded raises an InputError, which is a ValueError. All outputs are on the CPU and have no gradient.
 
     Args:
         model: the model, in evaluation mode if it is to be used.
@@ -68,11 +68,11 @@ class TextModel(nn.Module):
     def predict(self, texts: Iterable[Text]) -> list[Prediction | float]:
         """Return a prediction for every text, or for every pair of texts (a tuple).
 
-        A prediction is a label with its probability, or a score for a regression. Labels have the names in
-        label/dict.txt, and scores have the unit of the targets in training.
+        A prediction is a label of label/dict.txt with its probability, or for a regression a score, on the scale of
+        the training targets.
 
         Raises:
-            InputError: if the model was not fine-tuned, a single string is given, the model takes pairs but gets
+            InputError: if the model was not fine-tuned, `texts` is a single string, the model takes pairs but gets
                 texts, or the reverse, or its outputs are not finite.
         """
         return list(self.predict_each(texts))
@@ -81,7 +81,7 @@ class TextModel(nn.Module):
         """Yield what `predict` returns, reading only a few thousand texts ahead."""
         if not self.finetuned:
             raise InputError("the model was not fine-tuned and has no labels to predict")
-        for logits in self._compute_rows(texts, self.inputs, self._class_logits):
+        for logits in self._map_texts(texts, self.inputs, self._class_logits):
             if self.task.cfg.regression_target:
                 yield logits.item()
             else:
@@ -96,7 +96,7 @@ class TextModel(nn.Module):
         Returns:
             (number of texts, C) float32; (0, C) without texts.
         """
-        rows = list(self._compute_rows(texts, 1, self._mean_features))
+        rows = list(self._map_texts(texts, 1, self._mean_features))
         if not rows:
             return torch.empty(0, self.model.encoder.args.encoder_embed_dim)
         return torch.stack(rows)
@@ -104,11 +104,11 @@ class TextModel(nn.Module):
     def fill(self, text: str, k: int = 5) -> list[Filling]:
         """Return the k most likely tokens for the single <mask> of a text, the most likely one first.
 
-        Special symbols and the dictionary's fillers are not offered, but have a share of the probability.
+        Special symbols and the dictionary's fillers are never returned, but still count in the softmax.
 
         Raises:
-            InputError: if the text has not exactly one <mask>, it lies beyond the longest sequence, k is not between
-                1 and the number of tokens, or the model was fine-tuned, which changes the features that the
+            InputError: if the text does not have exactly one <mask>, it lies beyond the longest sequence, k is not
+                between 1 and the number of tokens, or the model was fine-tuned, which changes the features that the
                 language-model head reads.
         """
         if self.finetuned:
@@ -123,7 +123,7 @@ class TextModel(nn.Module):
         probabilities = self._mask_probabilities(ids)
         tokenizer = self.vocabulary.tokenizer
         symbols = self.vocabulary.symbols
-        text_symbols = set(tokenizer.symbols())  # the dictionary may have fillers besides
+        text_symbols = set(tokenizer.symbols())  # the dictionary can also have fillers
         known = [number for number, symbol in enumerate(symbols) if symbol in text_symbols]
         if not 1 <= k <= len(known):
             raise InputError(f"k must be between 1 and {len(known)}, the number of tokens, got {k}")
@@ -148,27 +148,24 @@ class TextModel(nn.Module):
         require_finite(logits, "this text")
         return logits[0][is_mask.to(self._device)][0].float().softmax(dim=-1).cpu()
 
-    def _compute_rows(
-        self, texts: Iterable[Text], inputs: int, compute: Callable[[Tensor], Tensor]
+    def _map_texts(
+        self, texts: Iterable[Text], inputs: int, model_function: Callable[[Tensor], Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the output for each text, in float32 on the CPU, in the order of the texts.
+        """Yield the output of `model_function` for each text, or pair if `inputs` is 2, in order, float32 on the CPU.
 
-        Args:
-            texts: the texts, or pairs of texts if `inputs` is 2.
-            inputs: number of texts in a row.
-            compute: the function from padded tokens (B, N) on the model's device to outputs, one row for each sequence.
+        The function maps padded tokens (B, N) on the model's device to outputs, one row for each sequence.
         """
         if isinstance(texts, str):
             raise InputError("expected a list of texts, got a single one: put it in a list")
         try:
-            for part in split_into_chunks(texts_to_rows(texts, inputs)):
-                samples = self.ids.encode_rows(part)
-                rows = [torch.empty(0)] * len(part)
+            for chunk in split_into_chunks(texts_to_rows(texts, inputs)):
+                samples = self.ids.encode_rows(chunk)
+                rows = [torch.empty(0)] * len(chunk)
                 for batch in batch_by_length(samples):
                     tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
-                    outputs = compute(tokens.to(self._device)).float().cpu()
+                    outputs = model_function(tokens.to(self._device)).float().cpu()
                     for number, row in zip(batch, outputs, strict=True):
-                        require_finite(row, f"the text {' | '.join(part[number])!r:.80}")
+                        require_finite(row, f"the text {' | '.join(chunk[number])!r:.80}")
                         rows[number] = row
                 yield from rows
         except DataError as error:
@@ -204,10 +201,10 @@ def load_text_model(
 
     Args:
         checkpoint: a pre-trained or fine-tuned checkpoint.
-        data: the directory with the dictionaries of the training data. Default: the first of the run's tokenizer
-            directory, the checkpoint's directory and the data of the training that has dictionaries and a tokenizer;
-            it needs no tokenizer if `tokenizer` is given.
-        tokenizer: what `--tokenizer` of data_prep takes. Default: the tokenizer next to the dictionaries.
+        data: the directory with the dictionaries of the training data. Default: the run's tokenizer directory, the
+            checkpoint's directory or the training data, whichever first has dictionaries and (unless `tokenizer` is
+            given) a tokenizer.
+        tokenizer: a value of `--tokenizer` of data_prep. Default: the tokenizer next to the dictionaries.
 
     Raises:
         InputError: if the checkpoint is missing, damaged or for a task without text, or there is no tokenizer that
@@ -235,11 +232,9 @@ def load_text_model(
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:
-    """Return the directory of the dictionaries, and the tokenizer with its dictionary.
+    """Return the directory of the dictionaries, and the vocabulary of the tokenizer.
 
-    They are the first of `places` with a usable tokenizer, and that tokenizer. If `tokenizer` is given, they are the
-    first of `places` and that tokenizer.
-
+    The directory is the first of `places` with a usable tokenizer, or just the first of them if `tokenizer` is given.
     Raises InputError with the reason for every place if no tokenizer can be used.
     """
     reasons = []
@@ -250,8 +245,8 @@ def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tup
             reasons.append(str(error))
             if tokenizer:
                 break
-    reason = "; ".join(reasons) or "neither its directory nor its training's has a dict.txt"
+    reason = "; ".join(reasons) or "neither the checkpoint's directory nor its training data has a dict.txt"
     raise InputError(
-        f"cannot turn text into the ids of {checkpoint}: {reason}. Give the data of its training or a tokenizer "
-        "(--data, --tokenizer)"
+        f"cannot turn text into the ids of {checkpoint}: {reason}. Pass the training data (--data) or a "
+        "tokenizer (--tokenizer)"
     )

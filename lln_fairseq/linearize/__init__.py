@@ -1,1 +1,1 @@
-"""Replace the softmax attention of a trained encoder by a linear attention and train it to match."""
+"""Replace the softmax attention of a trained encoder with a linear attention, and train that to match."""

@@ -4,10 +4,10 @@ For each head, a rotation R is learned, and for each of its features a positive 
 
     q -> (q R) ∘ d        k -> (k R) / d + c
 
-This reparameterization does not change softmax attention, also not inside a block: q·k grows by the same q·c for every
-key. It does change a linear attention: LLN's features e^{αq} and e^{βk} are computed in another basis and weighted by
-e^{βc}. Because it is an affine function of q and k, it is folded into their projections at the end and costs nothing.
-Parameters of the linear attention itself are learned together with it.
+This reparameterization does not change softmax attention, nor block-diagonal softmax: it adds the same number to all
+scores of a query, which softmax cancels. It does change a linear attention: LLN's features e^{αq} and e^{βk} are
+computed in another basis and weighted by e^{βc}. Because it is an affine function of q and k, it is folded into their
+projections at the end and costs nothing. Parameters of the linear attention itself are learned together with it.
 
 Each layer has its own loss and gets the teacher's hidden states as its input: ‖W (o - o')‖² / ‖W o'‖² over the tokens
 that are not padded, where o is the output of the student's heads, o' that of the teacher's, and W the output
@@ -39,9 +39,10 @@ class AttentionCall(NamedTuple):
 
 
 class QKReparameterization(nn.Module):
-    """A rotation R = exp(X - Xᵀ), a scale d = exp(s) and a shift c of q and k, for each of H heads with D features.
+    """A learned change of the queries and keys of H = num_heads heads with D = head_dim features each.
 
-    The parameters start at X = 0, s = 0 and c = 0, which changes nothing.
+    Each head has a rotation R = exp(X - Xᵀ), a scale d = exp(s) and a shift c of the keys. The parameters X, s
+    and c start at 0, where q and k are unchanged.
     """
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
@@ -51,7 +52,7 @@ class QKReparameterization(nn.Module):
         self.key_shift = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return R d, which multiplies the queries, and R / d, which multiplies the keys; both (H, D, D)."""
+        """Return R scaled by d, which multiplies the queries, and R scaled by 1 / d for the keys; both (H, D, D)."""
         rotation = torch.matrix_exp(self.generator - self.generator.mT)
         return rotation * self.log_scale.exp(), rotation * (-self.log_scale).exp()
 
@@ -62,7 +63,7 @@ class QKReparameterization(nn.Module):
 
     @torch.no_grad()
     def fold(self, q_proj: nn.Linear, k_proj: nn.Linear) -> None:
-        """Change the weights and biases of both projections in place so that they return reparameterized q and k."""
+        """Change the weights and biases of both projections in place so that they compute reparameterized q and k."""
         for projection, factor in zip((q_proj, k_proj), self.factors(), strict=True):
             weight = projection.weight.unflatten(0, factor.shape[:2])  # (H, D, C)
             bias = projection.bias.unflatten(0, factor.shape[:2])  # (H, D)
@@ -75,7 +76,7 @@ class QKReparameterization(nn.Module):
 
 
 class Student(nn.Module):
-    """The linear attention of one layer, applied to reparameterized queries and keys."""
+    """The linear attention of one layer, applied to queries and keys that a QKReparameterization has changed."""
 
     def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ def _projected_square_sum(x: Tensor, mask: Tensor | None, projection: Tensor) ->
 
 @contextmanager
 def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]:
-    """Record every call of the layers' attentions inside the context, in the order of the calls."""
+    """Record every call of the layers' attentions inside the context, in order."""
     calls: list[AttentionCall] = []
 
     def record(attention: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
@@ -135,7 +136,7 @@ def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]
 
 @contextmanager
 def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the layers' attentions by the given ones, one per layer, inside the context."""
+    """Use `attentions`, one module per layer, in place of the layers' own attentions inside the context."""
     originals = [layer.self_attn.attention for layer in layers]
     try:
         for layer, attention in zip(layers, attentions, strict=True):
@@ -147,7 +148,7 @@ def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn
 
 
 class TokenStream:
-    """A stream of token ids, from which texts are cut at random places."""
+    """A stream of token ids, from which texts are cut at random positions."""
 
     def __init__(self, tokens: Tensor, bos: int, eos: int) -> None:
         """tokens: ids (N,); bos, eos: the ids that begin and end each text."""
@@ -156,7 +157,7 @@ class TokenStream:
         self.eos = eos
 
     def batch(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """Cut `count` texts at random places.
+        """Cut `count` texts at random positions.
 
         Args:
             length: tokens per text, including bos and eos
@@ -176,8 +177,8 @@ class TokenStream:
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
         """Cut texts of one random length, with about `tokens` tokens in total, but at least one text.
 
-        The length is `longest`, a half, a quarter, ... of it, each equally likely, but at least MIN_TEXT_LENGTH unless
-        `longest` is shorter.
+        The length is `longest` or a half, a quarter, ... of it, each equally likely. It is at least MIN_TEXT_LENGTH,
+        unless `longest` is shorter.
 
         Returns: ids (texts, length)
         Raises: ValueError as `batch`.
@@ -190,16 +191,16 @@ class TokenStream:
 
 
 class LayerwiseTrainer:
-    """A training with one loss per layer that can stop at any step and resume exactly.
+    """Base class of trainers with one loss per layer, which can stop at any step and resume exactly.
 
-    The optimizer is Adam. Its learning rate rises linearly for `warmup` steps, and falls linearly to 0 in the second
-    half of the steps.
+    Subclasses implement `errors`. The optimizer is Adam. Its learning rate rises linearly for `warmup` steps, and falls
+    linearly to 0 in the second half of the steps.
     """
 
     warmup = 1
 
     def __init__(self, module: nn.Module, lr: float, steps: int, seed: int) -> None:
-        """module: what is trained; steps: the number of updates; seed: that of the random texts."""
+        """module: what is trained; steps: the number of updates; seed: the seed of the random texts."""
         self.module = module
         self.lr = lr
         self.steps = steps
@@ -231,7 +232,7 @@ class LayerwiseTrainer:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """Return everything that `restore` needs to resume exactly. Its tensors change when the training continues."""
+        """Return what `restore` needs to resume exactly. Its tensors are not copies: further steps change them."""
         return {
             "step": self.step,
             "module": self.module.state_dict(),

@@ -2,8 +2,8 @@
 
 The loss is ‖h - h'‖² / ‖h'‖², averaged over the layers, where h is a layer's output over all tokens and h' the
 teacher's. All layers are trained end to end, so that a layer can correct errors of the layers below it, which attention
-transfer cannot do. The embeddings and the heads stay the teacher's. The projections change, so that the result no
-longer contains the teacher's softmax attention.
+transfer cannot do. The embeddings and the heads stay the teacher's. The projections change, so that the result can no
+longer be set back to the teacher's softmax attention.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 
 
 class Distillation(LayerwiseTrainer):
-    """The training of all layers of `model` on the hidden states of `teacher`."""
+    """Trains all layers of `model` to match the hidden states of `teacher`."""
 
     warmup = 20
 

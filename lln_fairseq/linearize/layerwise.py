@@ -24,7 +24,7 @@ TOKENS_PER_BATCH = 4096  # tokens of a held-out batch, approximately
 
 
 class Students(LayerwiseTrainer):
-    """The training of one student per layer of a softmax encoder, all at the same time."""
+    """Trains one student per layer of a softmax encoder, all at the same time."""
 
     def __init__(self, model: Any, attention: str, options: dict[str, Any], lr: float, steps: int, seed: int) -> None:
         """Create the students on the model's device; `model` stays unchanged until `fold`.
@@ -73,7 +73,7 @@ class Students(LayerwiseTrainer):
         return branches
 
     def fold(self) -> dict[str, Tensor]:
-        """Fold the reparameterizations into the model's projections, and replace its attentions by the students'.
+        """Fold the reparameterizations into the model's projections, and replace its attentions with the students'.
 
         Returns: the parameters that changed or are new, on the CPU, by their names in the model
         """
@@ -99,7 +99,7 @@ class Quality:
 
 
 class HeldOutSet:
-    """Texts of one length that no student is trained on, and the teacher's vectors of them."""
+    """Texts of one length that are not trained on, and the teacher's vector of each."""
 
     def __init__(self, model: Any, texts: TokenStream, count: int, length: int) -> None:
         """Cut the texts and compute the teacher's vectors.
@@ -123,7 +123,7 @@ class HeldOutSet:
         self.teacher = self._vectors()
 
     def evaluate(self, students: Students) -> Quality:
-        """Return how close the students come to the teacher on these texts."""
+        """Compare the students with the teacher on these texts."""
         with torch.no_grad():
             batch_errors = [torch.stack(students.errors(tokens)) for tokens in self.batches]
             errors = torch.stack(batch_errors).mean(dim=0)
@@ -159,7 +159,7 @@ class HeldOutSet:
 def print_transfer_report(
     students: Students, held_out: list[HeldOutSet], before: list[Quality], after: list[Quality]
 ) -> None:
-    """Print the quality before and after the transfer, and that of each branch of a hybrid attention by itself.
+    """Print the quality before and after the transfer, and of each branch of a hybrid attention on its own.
 
     Args:
         held_out: the sets of texts

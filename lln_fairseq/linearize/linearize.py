@@ -1,11 +1,11 @@
-"""Replace the softmax attention of a trained encoder by a linear attention and train it to match.
+"""Replace the softmax attention of a trained encoder with a linear attention, and train that to match.
 
     lln-fairseq linearize TEACHER DATA OUT --attention lln_diag --option mix=joint_offset gain=learned
 
-TEACHER is a checkpoint with softmax attention, from a training or from `lln-fairseq convert`. DATA is a directory of
+TEACHER is a checkpoint with softmax attention, from a training run or `lln-fairseq convert`. DATA is a directory of
 text that was binarized with the teacher's tokenizer. OUT/model.pt becomes an ordinary checkpoint of the encoder, which
-can be trained, evaluated and exported. With `softmax` as its attention, it still computes what the teacher computes,
-unless --distill has trained all layers after the transfer. Give an interrupted command again to resume it.
+can be trained, evaluated and exported. If its attention is set back to `softmax`, it computes the same as the teacher,
+unless --distill trained all layers after the transfer. Give an interrupted command again to resume it.
 
 See lln_fairseq/linearize/attention_transfer.py and distillation.py for the two stages.
 """
@@ -61,7 +61,7 @@ def linearize(args: argparse.Namespace) -> None:
     Raises: InputError if the options, the teacher, the data or OUT cannot be used, or if the training diverges.
     """
     with input_errors():
-        require_attention(args.attention, "cannot take the place of a teacher's attention")
+        require_attention(args.attention, "cannot replace a teacher's attention")
         args.option = vars(checked_config(args.attention, args.option))  # the checkpoint must state all options
     _require_softmax(args.teacher)
     progress = Progress(args)
@@ -107,7 +107,7 @@ def _require_softmax(teacher: Path) -> None:
     options = stored_options(load_checkpoint_lazily(str(teacher)))["model"]
     attention = options.get("attention", STOCK_ATTENTION)
     if attention != STOCK_ATTENTION:
-        raise InputError(f"{teacher} has {attention} attention, and a teacher has softmax: give another TEACHER")
+        raise InputError(f"{teacher} has {attention} attention, but a teacher must have softmax: give another TEACHER")
 
 
 def _evaluate_transfer(students: Students, held_out: list[HeldOutSet], before: list[Quality]) -> None:
@@ -135,7 +135,7 @@ def _evaluate_distillation(held_out: list[HeldOutSet], before: list[tuple[float,
 def _write_model(encoder: ImportedEncoder, attention: str, out: Path) -> None:
     """Write the checkpoint and the files that belong to it into `out`, which may hold other files.
 
-    The checkpoint is moved there last, so that it never stands without the rest.
+    The checkpoint is moved there last, so that it is never there without the other files.
     """
     part = out / "part"
     part.mkdir(exist_ok=True)
@@ -146,9 +146,9 @@ def _write_model(encoder: ImportedEncoder, attention: str, out: Path) -> None:
 
 
 class Progress:
-    """The progress of the stages, saved in OUT/linearize.pt.
+    """The training state of both stages, saved in OUT/linearize.pt and restored from it.
 
-    The file stays there after the end, because a second stage may later follow a finished first one.
+    The file stays there after the end, because a later run may add the second stage to a finished first one.
 
     Attributes:
         complete: True if OUT holds the finished model of these settings
@@ -174,7 +174,7 @@ class Progress:
             self._load(model)
 
     def _load(self, model: Path) -> None:
-        """Load the saved progress. Raises: InputError if its settings differ and the run can no longer change them."""
+        """Load the saved progress. Raises: InputError if a setting differs that the run can no longer change."""
         saved = load_plain_data(str(self.file))
         verify_checksums(str(self.file))
         self.stages = saved["stages"]
@@ -202,7 +202,7 @@ class Progress:
     def train(
         self, name: str, trainer: LayerwiseTrainer, texts: TokenStream, longest: int, writer: SummaryWriter
     ) -> None:
-        """Train a stage to its end, from the step where an earlier run was last saved.
+        """Train a stage to its end, starting where an earlier run last saved it.
 
         Args:
             name: the stage, one of LR_OPTIONS
@@ -269,16 +269,16 @@ def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
     """
     from fairseq.data import Dictionary, data_utils
 
-    folder = data / "input0" if (data / "input0").is_dir() else data
-    dictionary_file = folder / "dict.txt"
+    directory = data / "input0" if (data / "input0").is_dir() else data
+    dictionary_file = directory / "dict.txt"
     if not dictionary_file.is_file():
         raise InputError(f"{data} is not a binarized data directory: {dictionary_file} is missing")
-    check_lines(str(folder / split), dictionary_file)
+    check_lines(str(directory / split), dictionary_file)
     teacher_symbols = [symbol for symbol in dictionary.symbols if symbol != "<mask>"]
     if Dictionary.load(str(dictionary_file)).symbols != teacher_symbols:
         raise InputError(f"the dictionary of {data} is not the teacher's: binarize with the teacher's tokenizer")
     try:
-        dataset = data_utils.load_indexed_dataset(str(folder / split), dictionary)
+        dataset = data_utils.load_indexed_dataset(str(directory / split), dictionary)
     except Exception as error:  # fairseq's readers raise many kinds of exceptions on damaged files
         raise InputError(f"cannot load split '{split}' of {data}: {first_line(error)}") from error
     if dataset is None or len(dataset) == 0:
@@ -294,7 +294,7 @@ def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq linearize` with these arguments."""
+    """Run `lln-fairseq linearize` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq linearize",
         description=__doc__,

@@ -203,8 +203,8 @@ def test_old_parameter_names_and_other_padding_id(sources, copy_source, tmp_path
 @pytest.mark.parametrize(
     ("positions", "note"),
     [
-        (100, "100 positions: the 40 learned positions are repeated"),
-        (24, "24 positions: the first of 40 learned positions"),
+        (100, "extended to 100 positions by repeating the 40 learned ones"),
+        (24, "shortened to 24 positions: the first 24 of 40 learned ones are kept"),
     ],
 )
 def test_positions_are_changed(positions, note, sources, tmp_path):

@@ -348,7 +348,7 @@ def test_teacher_without_softmax_is_rejected(teacher, tmp_path, monkeypatch, cap
 
     assert run(tmp_path / "run" / "checkpoint_last.pt", data, tmp_path / "out") == 1
 
-    assert "has lln_diag attention, and a teacher has softmax" in capsys.readouterr().err
+    assert "has lln_diag attention, but a teacher must have softmax" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

@@ -186,10 +186,10 @@ def test_programs_that_need_an_attention_reject_it_in_one_line(name, pretrained,
         ("analyze", [own, data], whole + "has no queries and keys to look at"),
         ("export", [own, out], f"the attention {name} cannot be exported"),
         ("export", [own, out, "--onnx"], f"the attention {name} cannot be exported"),
-        ("convert", [softmax, out, "--attention", name], whole + "takes no parameters of another encoder"),
-        ("convert", [own, out, "--attention", "softmax"], f"{whole}{re.escape(own)} is therefore no RoBERTa"),
-        ("linearize", [softmax, data, out, "--attention", name], whole + "cannot take the place of"),
-        ("linearize", [own, data, out], f"has {name} attention, and a teacher has softmax"),
+        ("convert", [softmax, out, "--attention", name], whole + "cannot use the weights of a converted encoder"),
+        ("convert", [own, out, "--attention", "softmax"], f"{whole}{re.escape(own)} is therefore not a RoBERTa"),
+        ("linearize", [softmax, data, out, "--attention", name], whole + "cannot replace a teacher's"),
+        ("linearize", [own, data, out], f"has {name} attention, but a teacher must have softmax"),
     ]:
         assert main([program, *arguments]) == 1
         output = capsys.readouterr().err
