@@ -1,4 +1,4 @@
-"""Report how much of a training's computation is padding: every batch is as long as its longest row."""
+"""Report how many of the computed tokens are padding: every batch is as long as its longest row."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class PaddingReport:
-    """A report that is logged once per training, when its batches are first made."""
+    """Log the fraction of padding once per run, when its batches are first made."""
 
     def __init__(self) -> None:
         self._logged = False
