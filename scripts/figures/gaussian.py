@@ -12,7 +12,7 @@ HEAD_DIM = 64
 
 
 class GaussianInputs:
-    """Independent standard normal queries and keys, the same for every attention and every s.
+    """Independent standard normal queries and keys, the same for every attention and every s = σ_q² σ_k².
 
     Attributes:
         q, k: shape (1, heads, tokens, HEAD_DIM), float64.
@@ -34,7 +34,7 @@ class GaussianInputs:
 
         Args:
             name: a registered attention.
-            s: the product σ_q² σ_k².
+            s: the variance of the logarithm of softmax attention.
             options: options of the attention.
         """
         return self._build(name, options).feature_maps(*self.scaled(s))
