@@ -198,11 +198,7 @@ class Comparison:
 
 
 def compose_config(recipe: str, overrides: list[str]) -> Any:
-    """Compose a recipe of configs/ with Hydra, as fairseq's command line does.
-
-    Args:
-        recipe: the name of the recipe, such as "pretrain".
-        overrides: Hydra overrides.
+    """Compose a recipe of configs/, such as "pretrain", with Hydra overrides, as fairseq's command line does.
 
     Raises:
         InputError: if Hydra rejects an override.

@@ -26,7 +26,7 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
     logged.
 
     fairseq's own criterion computes these metrics from lists, which cannot be summed over workers, and parses the names
-    of the labels as numbers. Its options report_* have no effect here.
+    of the labels as numbers. Its options report_* have no effect here. `task` is an LLNSentencePredictionTask.
     """
 
     def __init__(self, cfg: SentencePredictionConfig, task: Any) -> None:
@@ -81,7 +81,7 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
                 _log_metrics_of_counts(logging_outputs)
 
     def logging_outputs_can_be_summed(self) -> bool:
-        """Return True for a classification, whose logging outputs fairseq may sum over the workers.
+        """Return True for a classification: fairseq then sums the logging outputs over the workers.
 
         The rank correlation of a regression needs every single prediction.
         """

@@ -169,8 +169,7 @@ def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callabl
     on the command line implies a TPU. Remove this patch once fairseq checks these, and has a hook for the start of a
     worker.
 
-    For `run_worker`, see `install`. cfg.common.tpu is set to False in place if it is set with --bf16, and torch_xla is
-    not installed.
+    For `run_worker`, see `install`. If torch_xla is not installed, cfg.common.tpu is set to False in place with --bf16.
     """
     settings.check_configuration(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
@@ -226,6 +225,6 @@ def _excepthook(
     if issubclass(kind, InputError):
         print(f"error: {error}", file=sys.stderr)
     elif kind is ValueError and str(error).startswith("Cannot combine --fp16 and --tpu"):
-        print("error: --fp16 and --bf16 exclude each other: set only one of them", file=sys.stderr)
+        print("error: --fp16 and --bf16 cannot be combined: set only one of them", file=sys.stderr)
     else:
         original(kind, error, traceback)

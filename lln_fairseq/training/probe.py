@@ -19,7 +19,7 @@ TENSORBOARD_RUN = "probe"  # directory below --tensorboard-logdir, next to fairs
 class AttentionProbe:
     """Run the probe every --probe-interval updates in the first worker; never with 0, the default.
 
-    The other workers wait for it at their next all-reduce.
+    The other workers wait for it at their next all-reduce. `cfg` is the configuration of the task.
     """
 
     def __init__(self, cfg: Any) -> None:
@@ -63,7 +63,7 @@ class AttentionProbe:
         message = f"probe at update {updates}: {seconds:.2f} s"
         if updates:
             fraction = self._probe_seconds / (time.perf_counter() - self._start)
-            message += f"; probes took {fraction:.1%} of the training so far"
+            message += f"; probes took {fraction:.1%} of the training time so far"
         logger.info(message)
 
     def _build_probe(self, model: nn.Module, datasets: Mapping[str, Any]) -> Any:

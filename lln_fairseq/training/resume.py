@@ -33,6 +33,8 @@ class ExactResume:
     scaler       counters of the loss scaler (fp16 only); fairseq saves only the loss scale
     masters      float32 parameters of --fp16 and --bf16 (absent with --no-save-optimizer-state); fairseq would restore
                  them from their 16-bit copies
+
+    `cfg` is the configuration of the task, and `loss_scale` counts the overflows.
     """
 
     def __init__(self, cfg: Any, loss_scale: LossScaleMonitor) -> None:

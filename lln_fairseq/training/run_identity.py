@@ -60,7 +60,7 @@ COMPARED = {
 }
 CLASSES = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}  # the classes of the other groups are in REGISTRIES
 NO_LIMIT = "unlimited"
-# If batches are limited by sequences and by tokens, one of these two may change.
+# If batches are limited by sequences and by tokens, one of these two settings may change.
 TOKEN_LIMITS = {"tokens an update", "dataset.max_tokens"}
 
 WHOLE_FILE = 64 << 20  # bytes; larger .bin files are sampled

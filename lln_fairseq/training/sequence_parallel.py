@@ -21,7 +21,7 @@ class SequenceParallelism:
     """Give this worker its shard of every batch: consecutive tokens of each sequence.
 
     With --sequence-parallel-size 1, and in programs that only evaluate a checkpoint, there is no group of workers, and
-    every method leaves its input unchanged.
+    every method leaves its input unchanged. `cfg` is the configuration of the task.
     """
 
     def __init__(self, cfg: Any) -> None:

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 PROBABILITY = (0, 1)
 SEEDS = (0, 2**32 - 1)  # numpy's
-# The lowest and the highest value of options that fairseq does not check. With other values it would train nothing, or
-# fail with a traceback after hours.
+# The lowest and the highest value of options that fairseq does not check. With other values it would not train at all,
+# or fail with a traceback after hours.
 RANGES = {
     "common.log_interval": (1, math.inf),
     "common.seed": SEEDS,
@@ -48,8 +48,8 @@ RANGES = {
 # Options that make fairseq fail with a traceback, or save checkpoints that cannot be loaded.
 NOT_TRAINABLE = {
     "model.spectral_norm_classification_head": "its checkpoints cannot be loaded. Leave it out",
-    "model.encoder_layers_to_keep": "its checkpoints would state all layers. Set model.encoder_layers instead",
-    "model.decoder_layers_to_keep": "its checkpoints would state all layers. Set model.decoder_layers instead",
+    "model.encoder_layers_to_keep": "its checkpoints would record all layers. Set model.encoder_layers instead",
+    "model.decoder_layers_to_keep": "its checkpoints would record all layers. Set model.decoder_layers instead",
 }
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # fairseq recognizes torchrun by these variables
 
@@ -168,7 +168,7 @@ def check_restore_file(cfg: Any) -> None:
     """Raise InputError if --finetune-from-model or --restore-file would not do what its user expects.
 
     fairseq trains from scratch if the --restore-file is missing. If it is in another directory than save_dir, fairseq
-    loads it again whenever the training is restarted, and overwrites the progress of the run.
+    loads it again whenever the run is restarted, and overwrites its progress.
     """
     restore_file = cfg.checkpoint.restore_file
     save_dir = cfg.checkpoint.save_dir
@@ -199,7 +199,7 @@ def check_precision(cfg: Any) -> None:
     common = cfg.common
     kinds = [kind for kind in ("fp16", "bf16", "amp") if common[kind]]
     if len(kinds) > 1:
-        raise InputError(f"{' and '.join(kinds)} exclude each other: set only one of them (common.{kinds[0]}=false)")
+        raise InputError(f"{' and '.join(kinds)} cannot be combined: set only one of them (common.{kinds[0]}=false)")
     for kind in ("fp16", "bf16"):
         if common[f"memory_efficient_{kind}"] and not common[kind]:
             raise InputError(f"memory_efficient_{kind} without {kind} trains in float32: set common.{kind}=true too")

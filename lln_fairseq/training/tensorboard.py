@@ -58,7 +58,7 @@ class LayerScalars:
     """Log the scalars of every layer's attention at the log interval, and fp16's overflows and loss scale.
 
     fairseq's logging output carries the scalars as sums over batches, so their means are correct with gradient
-    accumulation and several workers.
+    accumulation and several workers. `cfg` is the configuration of the task, and `loss_scale` counts the overflows.
     """
 
     def __init__(self, cfg: Any, loss_scale: LossScaleMonitor) -> None:

@@ -78,6 +78,10 @@ class Training:
 
     `add` builds a mechanism by name, and `iteration` trains the model with it. There is one optimizer for each
     mechanism's own parameters, one for RoBERTa's layers, which all attentions share, and one for the rest of the model.
+
+    Args:
+        args: the command line of a benchmark (see `add_training_options`)
+        length: tokens per sequence
     """
 
     def __init__(self, args: argparse.Namespace, length: int) -> None:

@@ -190,6 +190,7 @@ def measure_preset(preset: str, directory: Path, data: Path, args: argparse.Name
 
 
 def predict_one_by_one(predict: Predict, texts: list[str]) -> None:
+    """Call `predict` once for each text."""
     for text in texts:
         predict([text])
 

@@ -1,6 +1,6 @@
 """Run the quickstart with a real encoder: linearize all-MiniLM-L6-v2, and fine-tune it on the demo's reviews.
 
-Three models are fine-tuned in the same way: the encoder with its softmax, the encoder with LLN+Diag swapped in without
+Three models are fine-tuned in the same way: the original softmax encoder, the encoder with LLN+Diag swapped in without
 training, and the encoder that `lln-fairseq linearize` has trained on the demo's text.
 """
 

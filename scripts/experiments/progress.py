@@ -19,12 +19,7 @@ class ProgressLines:
 
 
 def progress_bar(name: str, updates: int | None = None) -> tqdm:
-    """Return a progress bar for a step.
-
-    Args:
-        name: label in front of the bar.
-        updates: total number of updates, or None for a step that does not train.
-    """
+    """Return a progress bar labeled `name`; `updates` is the total number, or None for a step that does not train."""
     if sys.stderr.isatty():
         return tqdm(total=updates, desc=name, unit="update", dynamic_ncols=True)
     return tqdm(

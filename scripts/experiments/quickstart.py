@@ -27,7 +27,7 @@ ATTENTION = "lln_diag"
 BASELINE = "softmax"
 READING = """
 Half a million tokens of pre-training do not help this task; --compare shows the same model without pre-training. To see
-a real pre-trained encoder, and how it becomes linear: scripts/quickstart.sh --from-pretrained"""
+a real pre-trained encoder, and how it is linearized: scripts/quickstart.sh --from-pretrained"""
 
 
 @dataclass
@@ -68,6 +68,7 @@ class Quickstart:
         print(f"\ncurves: {pictures}\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {self.out}")
 
     def variants(self) -> list[Variant]:
+        """Return the models to fine-tune: LLN+Diag; with --compare also softmax, and LLN+Diag not pre-trained."""
         suffix = seed_suffix(self.args.seed)
         variants = [Variant(ATTENTION + suffix, ATTENTION)]
         if self.args.compare:

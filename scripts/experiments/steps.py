@@ -236,11 +236,7 @@ def train_and_score(name: str, out: Path, command: list[str], settings: list[str
 
 
 def prepare_demo_data(directory: str, archive: str | None) -> None:
-    """Build the demo data unless the directory has it.
-
-    Args:
-        directory: directory of the data.
-        archive: local copy of the source archive, or None to download it.
+    """Build the demo data unless the directory has it. `archive` is a copy of its source; None downloads it.
 
     Raises:
         UserError: if the program failed; it has printed the reason.

@@ -14,7 +14,7 @@ from lln_fairseq.command import UserError
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 VALID_SHARE = 0.15
 TEST_SHARE = 0.25
-SPLIT_SEED = 0  # the split does not depend on the seed of a training
+SPLIT_SEED = 0  # the split does not depend on the seed of a run
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Pictures:
         """Yield pictures as float32 in [0, 1] with their labels.
 
         Args:
-            size: pictures of a batch; the last batch may have fewer.
+            size: pictures per batch; the last batch can have fewer.
             generator: draws the order; None keeps the order of the pictures.
         """
         count = len(self.labels)

@@ -77,7 +77,7 @@ class ViTRun:
         """Train the remaining epochs and return the result; the result of a finished run is read from its file.
 
         Returns:
-            `history`: a list with one entry before the training and one per epoch (see `_record_epoch`).
+            `history`: a list with one entry for the untrained model and one per epoch (see `_record_epoch`).
             `test`: accuracy in percent on the test split after the last epoch.
 
         Raises:

@@ -16,7 +16,7 @@ from lln_fairseq.analysis.events import Curve
 
 
 class FigureSkippedError(Exception):
-    """A figure cannot be drawn from the given runs; the message says what is missing."""
+    """A figure cannot be drawn from the runs of the command line; the message says what is missing."""
 
 
 @dataclass
