@@ -23,8 +23,8 @@ from lln_fairseq.training.tensorboard import LayerScalars
 class HookedTask(FairseqTask):
     """A mixin that calls the hooks before or after the methods of a fairseq task.
 
-    List it as the first base class of a task and fairseq's own task as the second. `cfg` is the task's configuration, a
-    dataclass derived from TrainingOptions. The code of each method shows which hooks run, and in which order.
+    List it as the first base class of a task and fairseq's own task as the second. `cfg` is the task's configuration,
+    which includes TrainingOptions. The code of each method shows which hooks run, and in which order.
     """
 
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from lln_fairseq.training.loss_scale import LossScaleMonitor
 # Errors of a device or a connection, which do not mean that a checkpoint is damaged.
 MACHINE_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError, torch.distributed.DistError)
 ADVICE = (
-    "until the epoch ends, or give --reset-dataloader (checkpoint.reset_dataloader=true), which starts again at epoch 1"
+    "until the epoch ends, or set --reset-dataloader (checkpoint.reset_dataloader=true), which starts again at epoch 1"
 )
 
 
@@ -94,7 +94,7 @@ class ExactResume:
                 raise
             raise InputError(
                 f"the checkpoint is damaged: the state of its optimizer does not fit ({first_line(error)}); continue "
-                "without that state by --reset-optimizer (checkpoint.reset_optimizer=true)"
+                "without that state with --reset-optimizer (checkpoint.reset_optimizer=true)"
             ) from error
 
 
@@ -132,7 +132,7 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
     task_name = type(trainer.task).__name__
     task_state = state.get(task_name, {})
     if not _is_task_state(task_state):
-        raise InputError(f"the checkpoint is damaged: its {task_name} holds no state of a task")
+        raise InputError(f"the checkpoint is damaged: its entry {task_name} is not the state of a task")
     if cfg.reset_meters:
         task_state.pop("patience", None)
     position = state["train_iterator"]

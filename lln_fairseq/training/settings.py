@@ -107,7 +107,7 @@ def check_trainable(cfg: Any) -> None:
 def check_attention(cfg: Any) -> None:
     """Raise InputError if the configuration selects an attention for a model of fairseq, which would ignore it.
 
-    Softmax, which fairseq's models use, and models whose name is unknown are accepted.
+    Softmax, which fairseq's models use, and unknown names of attentions and models are accepted.
     """
     name = getattr(cfg.model, "_name", None)
     attention = getattr(cfg.model, "attention", STOCK_ATTENTION)
