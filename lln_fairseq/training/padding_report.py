@@ -63,7 +63,7 @@ def text_fraction(lengths: Sequence[np.ndarray], batches: Sequence[Sequence[int]
         lengths: the lengths of the rows, one array (rows,) per input of the model
         batches: the row numbers of each batch, at least one per batch
     Returns: text tokens / computed tokens, in (0, 1], and the number of computed tokens (text and padding) of all
-        batches and inputs; 1.0 and 0 without batches.
+        batches and inputs; 1.0 and 0 if all rows are empty.
     """
     text = 0
     computed = 0
