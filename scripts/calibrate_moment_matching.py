@@ -1,9 +1,10 @@
-"""Regenerate the tables of moment matching in lln_fairseq/ops, or compare them with a fresh simulation.
+"""Regenerate the tables of moment matching in lln_fairseq/ops, or compare them with a new simulation.
 
     python -m scripts.calibrate_moment_matching            # simulate, compare, write the tables
     python -m scripts.calibrate_moment_matching --check    # simulate and compare; exit code 1 if a table deviates
 
-For each table and head dimension the program prints the largest difference of log s or log σ̃² from the shipped table.
+A table lists log s (s = σ_q² σ_k²) and log σ̃² of a head dimension. For each of them, the program prints the largest
+difference from the shipped table.
 """
 
 import argparse
@@ -50,9 +51,9 @@ def calibrate_tables(constants: str, path: Path, fast: bool, write: bool) -> boo
     """Simulate the tables of one kind, print how much they deviate from the shipped ones, and optionally write them.
 
     Args:
-        constants: "calibrated" or "entropy", what the tables match.
+        constants: "calibrated" (the variance of log P is matched) or "entropy".
         path: the file of the shipped tables.
-        fast: True simulates a small sample of D = 32 instead of all head dimensions in full size.
+        fast: True simulates a small sample of head dimension 32 instead of all head dimensions in full size.
         write: True replaces the file.
 
     Returns:
@@ -87,7 +88,7 @@ def calibrate_tables(constants: str, path: Path, fast: bool, write: bool) -> boo
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Process all tables; return 1 if --check or --fast found a deviation, 0 otherwise."""
+    """Simulate and compare all tables; return 1 if --check or --fast found a deviation, 0 otherwise."""
     only_check = args.check or args.fast
     all_agree = True
     for constants, path in TABLE_FILES.items():

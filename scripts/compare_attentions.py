@@ -33,7 +33,7 @@ from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.recipes import CONFIGS
-from scripts.compare_report import comparison_table, plot_comparison, read_results, run_folder
+from scripts.compare_report import comparison_table, plot_comparison, read_results, run_directory
 from scripts.experiments.settings import format_override
 from scripts.experiments.steps import StepFailed, Steps, evaluation_command, prepare_demo_data, training_command
 from scripts.terminal import at_least_one, program_parser
@@ -43,13 +43,13 @@ DEFAULT_ATTENTIONS = "softmax,lln,lln_diag,elu,performer,nystrom"
 
 
 class Overrides:
-    """The Hydra overrides of pre-training and fine-tuning, the corpus and the tasks, from the command line.
+    """The corpus, the tasks and the Hydra overrides that the command line sets for all runs.
 
     Attributes:
-        corpus: the corpus of corpus=, by default the demo.
-        tasks: the tasks of glue=, by default the demo's.
-        pretrain: overrides of every pre-training.
-        finetune: overrides of every fine-tuning.
+        corpus: the value of corpus=, by default "demo".
+        tasks: the values of glue=, by default only "demo".
+        pretrain: overrides of all pre-training runs.
+        finetune: overrides of all fine-tuning runs.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -81,7 +81,7 @@ class Overrides:
 
     @staticmethod
     def _with_defaults(overrides: list[str]) -> list[str]:
-        """Return the overrides with model= and run=, if they are missing, at the end."""
+        """Return the overrides, with default values of model= and run= added at the end if they are missing."""
         groups = {override.partition("=")[0] for override in overrides}
         completed = list(overrides)
         if "model" not in groups:
@@ -91,11 +91,11 @@ class Overrides:
         return completed
 
     def for_pretraining(self, attention: str, seed: int) -> list[str]:
-        """Return all overrides of one pre-training; `attention` is an attention spec."""
+        """Return all overrides of one pre-training run; `attention` is an attention spec."""
         return [f"corpus={self.corpus}", *attention_overrides(attention), f"common.seed={seed}", *self.pretrain]
 
     def for_finetuning(self, attention: str, seed: int, task: str, data: str) -> list[str]:
-        """Return all overrides of one fine-tuning; `data` is the directory of the demo data."""
+        """Return all overrides of one fine-tuning run; `data` is the directory of the demo data."""
         overrides = [f"glue={task}", *attention_overrides(attention), f"common.seed={seed}"]
         if task == DEMO:
             overrides.append(format_override("task.data", f"{data}/sentiment"))
@@ -112,7 +112,7 @@ def attention_overrides(attention: str) -> list[str]:
 
 
 class Comparison:
-    """All runs of a comparison. Creating it composes the recipes, so that wrong overrides are reported at once."""
+    """Run a comparison. The constructor composes all recipes, so that wrong overrides are reported at once."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -130,7 +130,7 @@ class Comparison:
             self.free_slots.put(slot)
 
     def run_all(self) -> list[str]:
-        """Make the demo data if needed and run everything, `jobs` runs at a time.
+        """Make the demo data if needed, and run all attentions with all seeds, `jobs` at a time.
 
         Returns:
             The error message of every run that failed. It is also printed at once, and the other runs continue.
@@ -174,17 +174,17 @@ class Comparison:
 
     def _run_steps(self, attention: str, seed: int, variables: dict[str, str]) -> None:
         name = f"{attention}, seed {seed}"
-        folder = run_folder(self.out, attention, seed)
-        pretraining = training_command("pretrain", folder, *self.overrides.for_pretraining(attention, seed))
+        directory = run_directory(self.out, attention, seed)
+        pretraining = training_command("pretrain", directory, *self.overrides.for_pretraining(attention, seed))
         self.steps.run(f"pre-train {name}", pretraining, self.pretraining.optimization.max_update, variables)
         for task, config in self.tasks.items():
-            task_folder = folder / "glue" / task
+            task_directory = directory / "glue" / task
             overrides = self.overrides.for_finetuning(attention, seed, task, self.args.data)
-            checkpoint = format_override("checkpoint.finetune_from_model", folder / "checkpoint_best.pt")
-            finetuning = training_command("finetune", task_folder, checkpoint, *overrides)
+            checkpoint = format_override("checkpoint.finetune_from_model", directory / "checkpoint_best.pt")
+            finetuning = training_command("finetune", task_directory, checkpoint, *overrides)
             updates = config.optimization.get("max_update") or config.lr_scheduler.total_num_update
             self.steps.run(f"fine-tune {name} on {task}", finetuning, updates, variables)
-            evaluate = evaluation_command(task_folder, labeled_splits(Path(config.task.data)))
+            evaluate = evaluation_command(task_directory, labeled_splits(Path(config.task.data)))
             self.steps.run(f"evaluate {name} on {task}", evaluate, environment=variables)
 
     def report(self) -> None:
@@ -198,11 +198,7 @@ class Comparison:
 
 
 def compose_config(recipe: str, overrides: list[str]) -> Any:
-    """Compose a recipe of configs/ with Hydra, as fairseq's command line does.
-
-    Args:
-        recipe: the name of the recipe, such as "pretrain".
-        overrides: Hydra overrides.
+    """Compose a recipe of configs/, such as "pretrain", with Hydra overrides, as fairseq's command line does.
 
     Raises:
         InputError: if Hydra rejects an override.
@@ -224,8 +220,8 @@ def compose_config(recipe: str, overrides: list[str]) -> Any:
 def job_environment(slot: int, jobs: int) -> dict[str, str]:
     """Return the environment variables of one of several concurrent jobs.
 
-    Each job gets its share of the CPU cores, unless OMP_NUM_THREADS is set, and a single GPU if there are several. A
-    single job gets no variables, so it may use the whole machine.
+    Each job gets its share of the CPU cores, unless OMP_NUM_THREADS is set, and one GPU if the machine has several. If
+    `jobs` is 1 the result is empty, so the job can use the whole machine.
     """
     if jobs == 1:
         return {}
@@ -239,16 +235,16 @@ def job_environment(slot: int, jobs: int) -> dict[str, str]:
 
 
 def labeled_splits(data: Path) -> list[str]:
-    """Return those of the splits valid, valid1 and test that have labels. GLUE's test sets have none.
+    """Return those of the splits valid, valid1 and test that have labels, which GLUE's test sets do not.
 
-    Labels of a classification are binarized (SPLIT.idx), scores of a regression are text (SPLIT.label).
+    The labels of a classification are binarized (SPLIT.idx); the scores of a regression are text (SPLIT.label).
     """
     label_files = {path.name for path in (data / "label").glob("*")}
     return [split for split in ("valid", "valid1", "test") if label_files & {f"{split}.idx", f"{split}.label"}]
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; the Hydra overrides are in `overrides`. Attentions and seeds are listed once each."""
+    """Parse the command line. `overrides` holds the Hydra overrides; repeated attentions and seeds are dropped."""
     parser = program_parser("scripts/compare_attentions.sh", __doc__)
     parser.add_argument(
         "--attentions",
@@ -257,9 +253,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="attentions to compare, the first of which is the baseline (default: %(default)s)",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="seeds of every attention (default: 1 2)")
-    parser.add_argument("--updates", type=at_least_one, help="updates of a pre-training (default: the corpus decides)")
+    parser.add_argument("--updates", type=at_least_one, help="updates of pre-training (default: the corpus decides)")
     parser.add_argument(
-        "--finetune-updates", type=at_least_one, help="updates of a fine-tuning (default: the task decides)"
+        "--finetune-updates", type=at_least_one, help="updates of fine-tuning (default: the task decides)"
     )
     parser.add_argument(
         "--jobs",
@@ -279,7 +275,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"neither an option nor a Hydra override: {' '.join(unknown)}")
     args.overrides = overrides
-    # A comma before OPTION= separates options of an attention, any other comma separates attentions.
+    # A comma before OPTION= separates the options of an attention; any other comma separates attentions.
     attentions = re.split(r",(?!\w+=)", args.attentions)
     args.attentions = list(dict.fromkeys(attentions))
     args.seeds = list(dict.fromkeys(args.seeds))

@@ -19,14 +19,14 @@ from scripts.terminal import aligned
 
 @dataclass
 class AttentionResults:
-    """The results of one attention, with values for the seeds that have finished so far.
+    """The results of one attention for the seeds that have finished so far.
 
     Attributes:
         attention: the attention spec.
-        train: training loss of the pre-training in bits per masked token, by seed.
-        valid: validation loss of the pre-training, by seed.
-        scores: fine-tuning scores in per cent, by column (such as "sst2 valid") and seed.
-        majority: the accuracy in per cent of always predicting the most frequent class, by column.
+        train: training loss of pre-training in bits per masked token, by seed.
+        valid: validation loss of pre-training, by seed.
+        scores: fine-tuning scores in percent, by column of the table (such as "sst2 valid") and seed.
+        majority: the accuracy in percent of always predicting the most frequent class, by column.
     """
 
     attention: str
@@ -44,7 +44,7 @@ class AttentionResults:
         """Return the last validation loss minus that of the baseline, for every seed that both have.
 
         Runs with the same seed see the same text in the same order, so this shows differences that are smaller than
-        those between seeds. Seeds whose last validations are at different updates are left out.
+        those between seeds. Seeds whose last validation is not at the same update in both runs are left out.
         """
         differences = []
         for seed, curve in self.valid.items():
@@ -54,7 +54,7 @@ class AttentionResults:
         return differences
 
 
-def run_folder(out: Path, attention: str, seed: int) -> Path:
+def run_directory(out: Path, attention: str, seed: int) -> Path:
     """Return the directory of the runs of an attention with a seed, without characters special to Hydra or a shell."""
     return out / re.sub(r"\W+", "-", attention) / f"seed{seed}"
 
@@ -74,14 +74,14 @@ def read_results(
     for attention in attentions:
         result = AttentionResults(attention)
         for seed in seeds:
-            folder = run_folder(out, attention, seed)
-            curves = read_curves(folder / "tensorboard")
+            directory = run_directory(out, attention, seed)
+            curves = read_curves(directory / "tensorboard")
             if "train_inner/loss" in curves:
                 result.train[seed] = curves["train_inner/loss"]
             if "valid/loss" in curves:
                 result.valid[seed] = curves["valid/loss"]
             for task, metric in metrics.items():
-                for file in sorted((folder / "glue" / task).glob("*.json"), reverse=True):  # valid before test
+                for file in sorted((directory / "glue" / task).glob("*.json"), reverse=True):  # valid before test
                     score = json.loads(file.read_text())
                     column = f"{task} {file.stem}"
                     # fairseq's name pearson_spearman stands for the mean of both.
@@ -110,7 +110,7 @@ def majority_accuracies(results: Sequence[AttentionResults]) -> dict[str, float]
 
 
 def format_median_and_range(values: Sequence[float], format_spec: str) -> str:
-    """Return "median (lowest to highest)", the value itself if there is only one, and "-" if there is none."""
+    """Return "median (lowest to highest)", only the value if there is one, or "-" if `values` is empty."""
     if not values:
         return "-"
     median = format(statistics.median(values), format_spec)
@@ -123,7 +123,7 @@ def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) 
     """Return a table with a row per attention and a line that explains it.
 
     The first attention is the baseline of the column "above". The last column is the number of seeds that have all
-    scores, or without fine-tunings the number that have been pre-trained.
+    scores, or, if nothing has been fine-tuned, the number that have been pre-trained.
     """
     baseline = results[0]
     columns = score_columns(results)
@@ -170,7 +170,7 @@ def plot_comparison(path: Path, results: Sequence[AttentionResults]) -> Path:
 
 
 def _plot_losses(axes: plt.Axes, result: AttentionResults, color: str) -> None:
-    """Plot the training and the validation loss of one attention at the updates that all of its seeds have."""
+    """Plot the training and the validation loss of one attention at the updates that all its seeds logged."""
     thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.6}
     thick: dict[str, Any] = {"linewidth": 1.8, "markersize": 4}
     for curves, style, label, line_options in (
@@ -196,7 +196,7 @@ def _plot_losses(axes: plt.Axes, result: AttentionResults, color: str) -> None:
 
 
 def _plot_scores(axes: plt.Axes, results: Sequence[AttentionResults]) -> None:
-    """Plot all scores, their medians and ranges by column, with a dashed line for the most frequent class."""
+    """Plot the median and the range of the scores by column, with a dashed line for the most frequent class."""
     columns = score_columns(results)
     for number, result in enumerate(results):
         color = f"C{number}"

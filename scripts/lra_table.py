@@ -3,7 +3,7 @@
 python -m scripts.lra_table runs/lra --benchmark table4.json --latex table5.tex
 
 The program reads every RUN/TASK/seedN/test.json below the directory, and the file that scripts.benchmarks.lra wrote.
-The table has a row for each RUN. Stand-ins have columns of their own and do not contribute to the mean.
+The table has a row for each RUN. Stand-in tasks (*_stand_in) have their own columns and do not count in the mean.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TASKS = {
     "image_stand_in": "image stand-in",
 }
 
-# Table 5 of arXiv 2311.13541, accuracy in per cent, in the order above, and the mean that it reports.
+# Table 5 of arXiv 2311.13541: accuracies in percent, in the order above, and the mean that it reports.
 PAPER = {
     "softmax": (60.41, 38.05, 79.95, 71.3, 37.2, 57.38),
     "Reformer": (61.27, 37.05, 78.74, 67.23, 44.04, 57.67),
@@ -39,7 +39,7 @@ PAPER = {
 }
 TABLE = ScoreTable("*/seed*/test.json", TASKS, PAPER)
 
-# Table 4, in the order above: seconds per training, and megabytes.
+# Table 4, in the order above: seconds of a whole training run, and megabytes.
 PAPER_SECONDS = {
     "softmax": (21468, 5905, 21866, 6754, 13228),
     "Reformer": (4610, 2439, 4714, 4694, 8737),
@@ -70,8 +70,7 @@ def read_benchmark(file: Path) -> str:
 def benchmark_text(content: Mapping[str, Any]) -> str:
     """Return a line with the settings of a benchmark, and tables of times and memory with the paper's ratios.
 
-    Args:
-        content: the content of a file of scripts.benchmarks.lra.
+    `content` is the parsed content of a file of scripts.benchmarks.lra.
     """
     milliseconds: Values = {}
     gigabytes: Values = {}
@@ -90,7 +89,7 @@ def benchmark_text(content: Mapping[str, Any]) -> str:
 
 
 def _measurement_tables(title: str, measured: Values, digits: int, paper: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return a table of the measured values and one of their ratios and the paper's ratios to the baseline.
+    """Return two tables: the measured values, and their ratios to the baseline together with the paper's ratios.
 
     The list is empty if nothing was measured.
 

@@ -5,9 +5,9 @@
     python -m scripts.paper_figures --only 1 8 9 10 --run lln=runs/pretrain_lln_diag softmax=runs/pretrain_softmax
 
 Each figure is written to OUT/figure_N.png and its numbers to OUT/figure_N.csv. Figures 2, 5, 6, 7 and the separation
-figures are simulated. Figures 1, 8, 9 and 10 are read from runs, named by their directory or its TensorBoard directory.
-Figure 1 needs the probe (--probe-interval), Figure 10a runs of a sentence classification. A figure without data is
-skipped, and the program says what is missing.
+figures are simulated. Figures 1, 8, 9 and 10 are drawn from runs: give the directory of a run or its TensorBoard
+directory. Figure 1 needs runs with the probe (--probe-interval), Figure 10a runs of sentence classification. A figure
+without data is skipped, and the program says what is missing.
 """
 
 import argparse
@@ -39,8 +39,8 @@ for sweep_name in separation_sweeps.SWEEPS:
 def split_label(text: str) -> tuple[str, Path]:
     """Split LABEL=DIR into label and directory; DIR without a label is labeled with its last component.
 
-    Both may contain "=", so the text is split where the rest is an existing directory, or at the last "=" if there is
-    no such place.
+    Both can contain "=", so the text is split at an "=" after which an existing directory follows, or at the last "="
+    if there is none.
     """
     candidates = [("", text)]
     for i, letter in enumerate(text):

@@ -15,7 +15,7 @@ PaperAccuracies = tuple[float | None, ...]
 
 @dataclass
 class TableRow:
-    """One line of the table: accuracies in per cent, and the number of seeds of each median."""
+    """One row of the table: accuracies in percent, and the number of seeds of each median."""
 
     name: str
     accuracy: dict[str, float] = field(default_factory=dict)  # by task
@@ -28,11 +28,11 @@ class ScoreTable:
     """A table of accuracies by run and task.
 
     Attributes:
-        pattern: pattern of the result files relative to the directory of a run. The directory two levels above a file
-            is named after the task.
+        pattern: glob pattern of the result files relative to the directory of a run, such as glue/*/seed*/valid.json;
+            the directory two levels above the file is named after the task.
         tasks: the title of each task, the paper's tasks first. Other tasks are shown only if a run has them.
-        paper: for each row of the paper, the accuracy in per cent of each of its tasks, None where it reports none, and
-            at the end the mean that it reports.
+        paper: for each row of the paper, the accuracy in percent on each of its tasks (None if it is not reported), and
+            at the end the mean that the paper reports.
     """
 
     pattern: str
@@ -50,7 +50,7 @@ class ScoreTable:
         """Return a row for every run below a directory that has results, in the order of their paths.
 
         Raises:
-            UserError: if a result file is not one of lln-fairseq evaluate.
+            UserError: if a result file was not written by lln-fairseq evaluate.
         """
         accuracies: dict[str, dict[str, list[float]]] = {}  # by run and task, one per seed
         for file in sorted(directory.glob(f"**/{self.pattern}")):
@@ -144,7 +144,7 @@ def table_parser(program: str, description: str | None, directory: str) -> argpa
 
 
 def read_accuracy(file: Path) -> float:
-    """Return the accuracy in per cent. Raises UserError for a file that lln-fairseq evaluate has not written."""
+    """Return the accuracy in percent. Raise UserError if the file was not written by lln-fairseq evaluate."""
     try:
         return 100 * json.loads(file.read_text())["accuracy"]
     except (ValueError, LookupError, TypeError) as error:
@@ -152,7 +152,7 @@ def read_accuracy(file: Path) -> float:
 
 
 def _accuracy_cells(row: TableRow, tasks: list[str]) -> list[str]:
-    """Return the accuracies of the tasks and their mean as text, "-" where there is none."""
+    """Return the accuracies of the tasks and their mean as text, with "-" for each that is missing."""
     cells = []
     for value in [*(row.accuracy.get(task) for task in tasks), row.mean]:
         cells.append("-" if value is None else f"{value:.1f}")

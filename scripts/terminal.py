@@ -24,7 +24,7 @@ def at_least_one(text: str) -> int:
 def output_file(text: str) -> Path:
     """Convert an argument to a path in an existing directory; use it as `type` of argparse.
 
-    A missing directory is so reported before a long measurement, not after it.
+    A missing directory is thus reported before a long measurement, not after it.
     """
     path = Path(text)
     if not path.parent.is_dir():
@@ -54,8 +54,8 @@ def grid(head: str, columns: Mapping[Any, str], cells: Mapping[tuple[str, Any], 
     Args:
         head: the line above the table.
         columns: the title of every column by its key.
-        cells: the text of cells by the name of their row and the key of their column. Rows come in the order of their
-            first cell; missing cells are empty.
+        cells: the text of each cell, by the name of its row and the key of its column. Rows are ordered by their first
+            cell; missing cells are empty.
         corner: the title of the column of row names.
     """
     lines = [[corner, *columns.values()]]

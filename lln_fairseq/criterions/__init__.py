@@ -1,4 +1,4 @@
-"""The criterions that fairseq registers: losses, with the metrics that are logged during a training."""
+"""Define the criterions of this package: losses, with the metrics that are logged during training."""
 
 from lln_fairseq.criterions.sentence_prediction import LLNSentencePredictionCriterion
 

@@ -1,7 +1,7 @@
-"""The metrics of GLUE.
+"""Compute the metrics of GLUE.
 
-Accuracy, F1 and the Matthews correlation are computed from counts, which several workers can add up. Pearson's and
-Spearman's correlations need all predictions in one place.
+Accuracy, F1 and the Matthews correlation are computed from counts that are summed over batches and workers. Pearson's
+and Spearman's correlations need all predictions in one process.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class ClassCounts:
-    """The counts that a classification is scored by, each a tensor (classes,). Add two to get those of all their rows.
+    """Counts for the metrics of a classification, each a tensor (classes,). The sum of two covers the rows of both.
 
     hits[k]         number of rows of class k that were predicted as k
     predicted[k]    number of rows that were predicted as k
@@ -50,7 +50,7 @@ class ClassCounts:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of the rows that were predicted right, in [0, 1]; 0 without rows."""
+        """Fraction of the rows that were predicted correctly, in [0, 1]; 0 without rows."""
         return float(self.hits.sum()) / max(self.rows, 1)
 
     @property
@@ -80,7 +80,7 @@ class ClassCounts:
         spread = ((rows**2 - predicted @ predicted) * (rows**2 - actual @ actual)).sqrt()
         if spread > 0:
             return float(covariance / spread)
-        return 0.0  # also if rounding makes the product negative, so that the root is NaN
+        return 0.0  # this includes a NaN, if rounding makes the product under the root negative
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
@@ -96,5 +96,5 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Spearman's correlation of x (rows,) and y (rows,): Pearson's of the ranks; ties get their mean rank."""
+    """Return Spearman's correlation of x (rows,) and y (rows,), in [-1, 1]: Pearson's of the ranks, ties averaged."""
     return pearson(rankdata(x), rankdata(y))

@@ -1,4 +1,4 @@
-"""The loss of sentence classification and regression, with metrics that are right for any number of workers."""
+"""The loss of sentence classification and regression, with metrics that are correct for any number of workers."""
 
 import math
 from collections.abc import Sequence
@@ -22,10 +22,11 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
     """Cross-entropy, or squared error with `regression_target`: the same loss as fairseq's sentence_prediction.
 
     The metrics are in percent. A validation logs accuracy, the Matthews correlation and, with two classes, F1 of class
-    1; for a regression, Pearson's and Spearman's correlations and their mean. A training logs only the accuracy.
+    1; for a regression, Pearson's and Spearman's correlations and their mean. During training only the accuracy is
+    logged.
 
-    fairseq's own criterion computes these metrics from lists, which several workers cannot add up, and parses the names
-    of the labels as numbers. Its options report_* have no effect here.
+    fairseq's own criterion computes these metrics from lists, which cannot be summed over workers, and parses the names
+    of the labels as numbers. Its options report_* have no effect here. `task` is an LLNSentencePredictionTask.
     """
 
     def __init__(self, cfg: SentencePredictionConfig, task: Any) -> None:
@@ -80,9 +81,9 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
                 _log_metrics_of_counts(logging_outputs)
 
     def logging_outputs_can_be_summed(self) -> bool:
-        """Return True if fairseq may sum the logging outputs over the workers: not for a regression.
+        """Return True for a classification: fairseq then sums the logging outputs over the workers.
 
-        Its rank correlations need every single prediction.
+        The rank correlation of a regression needs every single prediction.
         """
         return not self.regression
 
@@ -96,7 +97,7 @@ def _log_metrics_of_counts(logging_outputs: Sequence[dict[str, Any]]) -> None:
     """Log the Matthews correlation and, with two classes, F1 in percent, over all batches of a validation.
 
     The counts are logged under names that begin with "_", which fairseq does not print. Their meters sum over the
-    batches, and the metrics are derived from these sums.
+    batches, and the metrics are computed from these sums.
     """
     for name in COUNTS:
         metrics.log_scalar_sum(f"_{name}", _total(logging_outputs, name).double(), round=None)
@@ -113,7 +114,7 @@ def _log_correlations(logging_outputs: Sequence[dict[str, Any]]) -> None:
     """Log Pearson's and Spearman's correlations and their mean in percent, over all batches of a validation.
 
     The predictions are logged under names that begin with "_", which fairseq does not print. Their meters concatenate
-    the batches, and the correlations are derived from all of them.
+    the batches, and the correlations are computed from all of them.
     """
     for name in PREDICTIONS:
         values: list[float] = []

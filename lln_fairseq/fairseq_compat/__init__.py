@@ -1,1 +1,1 @@
-"""Patches of fairseq. Each says why it exists and when it can be removed."""
+"""Patch fairseq. Each patch says why it exists and when it can be removed."""

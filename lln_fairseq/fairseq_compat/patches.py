@@ -1,8 +1,8 @@
 """Patch fairseq 0.12 in the places where it has no hook. `install` lists all patches.
 
-The docstring of each patch says why it exists, and what fairseq would have to do so that it can be removed. For each of
-them, a test shows fairseq's own failure next to the patched behavior; most of these tests are in
-tests/fairseq_compat/test_fairseq_failures.py. Once fairseq no longer fails there, the patch is no longer needed.
+The docstring of each patch says why it exists, and what fairseq would have to change so that it can be removed. For
+each of them, a test shows fairseq's own failure next to the patched behavior; most of these tests are in
+tests/fairseq_compat/test_fairseq_failures.py. If fairseq no longer fails there, remove the patch.
 """
 
 import functools
@@ -43,8 +43,7 @@ def install(run_worker: Callable) -> None:
     """Install all patches of fairseq. A second call does nothing.
 
     Args:
-        run_worker: function that replaces fairseq's main(cfg, ...) in each worker of a training; it is called as
-            run_worker(main, cfg, ...)
+        run_worker: called in each worker as run_worker(main, cfg, ...) instead of fairseq's main(cfg, ...)
     """
     if hasattr(PathManager.copy, "__wrapped__"):
         return
@@ -77,11 +76,11 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     """Check the whole configuration, check that the run in save_dir is the requested one, and load its checkpoint.
 
     fairseq-train calls this once, when its trainer is ready and before its loop. `cfg` has the checkpoint options. The
-    whole configuration, trainer.cfg, is changed in place: task.global_batch is split over devices and updates, and
-    max_epoch is set to -1 if the run is complete, so that the loop does nothing.
+    whole configuration, trainer.cfg, is changed in place: batch_size and update_freq are set to match
+    task.global_batch, and max_epoch is set to -1 if the run is complete, so that the loop does nothing.
 
     fairseq ignores a missing --restore-file and changed settings, and it makes another update when a run is complete or
-    has stopped early. Remove this patch once fairseq has a hook for the start of a training.
+    has stopped early. Remove this patch once fairseq has a hook that runs before its loop.
 
     Returns: the checkpoint's extra_state, or None for a new run, and the iterator over the batches.
     Raises: InputError for the first check that fails.
@@ -121,7 +120,7 @@ def _load_checkpoint_to_cpu(original: Callable, *args: Any, **kwargs: Any) -> di
 def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwargs: Any) -> Any:
     """Check that a checkpoint is compatible, load it, and adapt the state that fairseq restores from it afterwards.
 
-    fairseq reports an incompatible checkpoint in pages about "the architectures". In the middle of an epoch it counts
+    fairseq buries the reason for an incompatible checkpoint in pages of output. In the middle of an epoch it counts
     batches of another size as if they were the same, and it does not resume --ema-update-freq exactly. Remove this
     patch once fairseq resumes both correctly.
 
@@ -151,7 +150,7 @@ def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *arg
 
 
 def _load_error_reason(cause: BaseException | None) -> str:
-    """Return the second line of the error's message, the only line if there is one, or the name of its class.
+    """Return the second line of the error's message, its only line, or the name of its class if the message is empty.
 
     The first line of torch's errors about parameters is only a heading.
     """
@@ -166,12 +165,11 @@ def _load_error_reason(cause: BaseException | None) -> str:
 def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
     """Check the configuration, lock save_dir, and run fairseq's main through `run_worker` in every worker.
 
-    In fairseq, too many workers and Ctrl-C end in a traceback, two trainings can write into the same directory, and
-    --bf16 on the command line implies a TPU. Remove this patch once fairseq checks these, and has a hook for the start
-    of a worker.
+    In fairseq, too many workers and Ctrl-C end in a traceback, two runs can write into the same directory, and --bf16
+    on the command line implies a TPU. Remove this patch once fairseq checks these, and has a hook for the start of a
+    worker.
 
-    For `run_worker`, see `install`. cfg.common.tpu is set to False in place if it is set with --bf16, and torch_xla is
-    not installed.
+    For `run_worker`, see `install`. If torch_xla is not installed, cfg.common.tpu is set to False in place with --bf16.
     """
     settings.check_configuration(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
@@ -186,7 +184,7 @@ def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callabl
 
 
 def _all_gather_list(original: Callable, data: Any, group: Any = None, **kwargs: Any) -> list[Any]:
-    """Gather a picklable object from every worker, also with the backend gloo, without a GPU.
+    """Gather a picklable object from every worker. Unlike fairseq's function, this works without a GPU (gloo).
 
     fairseq gathers through CUDA tensors, so several workers could not validate a regression on CPUs. Remove this patch
     once fairseq's all_gather_list uses CPU tensors with gloo.
@@ -227,6 +225,6 @@ def _excepthook(
     if issubclass(kind, InputError):
         print(f"error: {error}", file=sys.stderr)
     elif kind is ValueError and str(error).startswith("Cannot combine --fp16 and --tpu"):
-        print("error: --fp16 and --bf16 exclude each other: set only one of them", file=sys.stderr)
+        print("error: --fp16 and --bf16 cannot be combined: set only one of them", file=sys.stderr)
     else:
         original(kind, error, traceback)

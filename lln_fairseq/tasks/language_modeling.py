@@ -1,4 +1,4 @@
-"""Causal language modeling: fairseq's task, with errors where it would fail silently, and with an exact resume."""
+"""Causal language modeling: fairseq's task, with errors where it would fail silently, and exact resume."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,12 @@ from lln_fairseq.training.options import TrainingOptions
 
 @dataclass
 class LLNLanguageModelingConfig(TrainingOptions, LanguageModelingConfig):
-    """fairseq's options and those of the hooks."""
+    """Options of the task lln_language_modeling: fairseq's and those of the hooks."""
 
 
 @register_task("lln_language_modeling", dataclass=LLNLanguageModelingConfig)
 class LLNLanguageModelingTask(TextTask, LanguageModelingTask):
-    """The task lln_language_modeling: every token is predicted from those before it."""
+    """The task lln_language_modeling: predict every token from those before it."""
 
     too_long_advice = "with --sample-break-mode none or --shorten-method truncate"
 
@@ -36,8 +36,8 @@ class LLNLanguageModelingTask(TextTask, LanguageModelingTask):
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
         """Load a split, and sort a training split by length, in an order that does not depend on the process.
 
-        fairseq orders samples of the same length by a random order that depends on the first epoch of the process, so a
-        resumed run would have other batches. A training split is one whose name begins with "train".
+        fairseq orders samples of the same length randomly, depending on the first epoch of the process, so a resumed
+        run would have other batches. A training split is one whose name begins with "train".
 
         Raises: InputError if the files of the split are damaged or do not fit the dictionary.
         """

@@ -16,15 +16,15 @@ from lln_fairseq.training.options import TrainingOptions
 
 @dataclass
 class LLNMaskedLMConfig(TrainingOptions, MaskedLMConfig):
-    """fairseq's options and those of the hooks."""
+    """Options of the task lln_masked_lm: fairseq's and those of the hooks."""
 
 
 @register_task("lln_masked_lm", dataclass=LLNMaskedLMConfig)
 class LLNMaskedLMTask(TextTask, MaskedLMTask):
-    """The task lln_masked_lm: no sample has more than tokens_per_sample tokens, and no token of the text is lost.
+    """The task lln_masked_lm: predict masked tokens.
 
-    In every sample_break_mode a line that is too long continues in the next sample, unless shorten_method truncates it.
-    The mode eos works too, unlike in fairseq with numpy 2.
+    No sample has more than tokens_per_sample tokens. In every sample_break_mode a line that is too long continues in
+    the next sample, so no text is lost, unless shorten_method truncates it.
     """
 
     too_long_advice = "or raise --max-positions (model.max_positions)"
@@ -37,15 +37,15 @@ class LLNMaskedLMTask(TextTask, MaskedLMTask):
         """
         if cfg.mask_whole_words:
             raise InputError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
-        if cfg.tokens_per_sample < 3:  # <s>, and a piece of a line, for which SplitLines needs two tokens
+        if cfg.tokens_per_sample < 3:  # <s>, and the two tokens that SplitLines needs for a piece of a line
             raise InputError(f"tokens_per_sample must be at least 3, got {cfg.tokens_per_sample}")
         return super().setup_task(cfg, **kwargs)
 
     def padding_advice(self) -> str:
         """Return the options that would reduce padding; "" with sample_break_mode none, which has almost no padding.
 
-        fairseq's batches already have samples of similar lengths. Padding remains if there are few samples of many
-        lengths.
+        fairseq already groups samples of similar lengths. Padding remains if there are few samples and their lengths
+        vary.
         """
         if str(self.cfg.sample_break_mode) == "none":
             return ""

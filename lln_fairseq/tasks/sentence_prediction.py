@@ -1,6 +1,6 @@
-"""Classification and regression of sentences and sentence pairs: fairseq's task, with errors where it fails silently.
+"""Classification and regression of sentences and pairs: fairseq's task, with errors where it would fail silently.
 
-It can also keep the two inputs of a pair apart (two_towers), leave out </s> and group sentences by length.
+The task can also encode the inputs of a pair separately (two_towers), leave out </s> and group sentences by length.
 """
 
 from contextlib import nullcontext
@@ -29,11 +29,11 @@ DEFAULT_POSITIONS = 512  # RoBERTa's
 
 @dataclass
 class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
-    """fairseq's options, those of the hooks, and three of this task."""
+    """Options of the task lln_sentence_prediction: fairseq's, those of the hooks, and its own."""
 
     max_positions: Optional[int] = field(
         default=None,
-        metadata={"help": f"max tokens per example; default: those of the checkpoint, or {DEFAULT_POSITIONS}"},
+        metadata={"help": f"max tokens per example; default: the checkpoint's limit, or {DEFAULT_POSITIONS}"},
     )
     group_by_length: bool = field(
         default=False,
@@ -45,7 +45,7 @@ class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
     two_towers: bool = field(
         default=False,
         metadata={
-            "help": "encode both inputs separately, and classify [a, b, a∘b, a-b] of their vectors; default: encode "
+            "help": "encode both inputs separately, as vectors a and b, and classify [a, b, a∘b, a-b]; default: encode "
             "them as one sequence"
         },
     )
@@ -62,7 +62,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         """Set up the task, and set cfg.max_positions in place if it is None.
 
         Raises: InputError if a dictionary is missing, damaged or differs between the inputs, if num_classes is not the
-            number of labels, or if init_token or separator_token is no token id.
+            number of labels, or if init_token or separator_token is not a token id.
         """
         require_files(cfg.data, "input0/dict.txt")
         dictionaries = [Path(cfg.data, folder, "dict.txt") for folder in INPUTS]
@@ -105,7 +105,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return dataset
 
     def _load_inputs(self, split: str, combine: bool) -> Any:
-        """Load a split with two separate inputs or without </s>, which fairseq cannot; see data/sentence_inputs.py.
+        """Load a split for two_towers or strip_eos, which fairseq does not have; see data/sentence_inputs.py.
 
         The rows are shuffled as in fairseq, and the data set is stored in self.datasets.
         """
@@ -125,7 +125,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return dataset
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model, with the task's two_towers set in the model's options, in place.
+        """Copy the task's two_towers into the model's options `cfg`, in place, and build the model.
 
         Raises: InputError if two_towers is set for a model of fairseq, which does not support it.
         """
@@ -172,10 +172,10 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
 
 
 def _positions_of_checkpoint(cfg: Any) -> int | None:
-    """Return the number of positions of the checkpoint that the model is fine-tuned from, or None without one."""
+    """Return the number of positions of the model that --finetune-from-model names, or None without that option."""
     try:
         path = cfg.finetune_from_model
-    except InterpolationKeyError:  # a task built in a program, without the checkpoint options that this refers to
+    except InterpolationKeyError:  # a task built by a program, without the checkpoint options that this refers to
         return None
     if not path:
         return None

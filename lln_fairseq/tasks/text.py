@@ -17,7 +17,7 @@ class TextTask(HookedTask):
     List it as the first base class of a task and fairseq's own task as the second.
     """
 
-    too_long_advice = ""  # what else a user can do if a sample is too long, besides a smaller tokens_per_sample
+    too_long_advice = ""  # end of the error message for a sample that is too long, after "set tokens_per_sample to N"
 
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ class TextTask(HookedTask):
             return super().setup_task(cfg, **kwargs)
 
     def checked_prefix(self, split: str, epoch: int, combine: bool) -> str:
-        """Return the path of a split's files without suffix, after a check of these files.
+        """Check the files of a split, and return their path without suffix.
 
         With several data directories, each epoch (from 1) uses the next one, and the first one again after the last.
         With `combine`, split1, split2, ... are checked too.

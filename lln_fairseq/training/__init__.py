@@ -1,1 +1,1 @@
-"""Everything around fairseq's training loop: hooks, resume, checks of the configuration, and the program `train`."""
+"""Extend fairseq's training loop: hooks, exact resume, checks of the configuration, and the program `train`."""

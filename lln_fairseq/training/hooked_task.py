@@ -23,8 +23,8 @@ from lln_fairseq.training.tensorboard import LayerScalars
 class HookedTask(FairseqTask):
     """A mixin that calls the hooks before or after the methods of a fairseq task.
 
-    List it as the first base class of a task and fairseq's own task as the second. Every method below shows which hooks
-    take part in it, in the order in which they run.
+    List it as the first base class of a task and fairseq's own task as the second. `cfg` is the task's configuration,
+    which includes TrainingOptions. The code of each method shows which hooks run, and in which order.
     """
 
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ class HookedTask(FairseqTask):
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build a model from its options, and join the worker's sequence-parallel group.
 
-        No group is joined with `from_checkpoint`, when the model is built only to load a checkpoint into it.
+        With `from_checkpoint`, the model is built only to load a checkpoint into it, and no group is joined.
 
         Raises: InputError if sequences have to be split across workers, but the model does not support it.
         """
@@ -62,9 +62,9 @@ class HookedTask(FairseqTask):
             raise InputError(f"cannot load split '{split}' of {self.cfg.data}: {error}") from error
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return an iterator over the batches of each epoch that leaves out no row and masks every epoch anew.
+        """Return an iterator over the batches of each epoch. No row is left out, and every epoch gets new masks.
 
-        For the training data, the padding report is logged the first time.
+        The first call with training data logs the padding report.
         """
         # By default, fairseq rounds batch sizes down to a multiple of 8 and drops the remaining rows at the end of a
         # data set, in training and in validation.
@@ -137,7 +137,7 @@ class HookedTask(FairseqTask):
 
 
 def require_files(directory: str, *names: str) -> None:
-    """Raise InputError that names the first of the files which is missing in the directory."""
+    """Raise InputError for the first of the named files that is missing in the directory."""
     for name in names:
         path = Path(directory, name)
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""Monitor the loss scale of an fp16 training."""
+"""Monitor the loss scale of an fp16 run."""
 
 from collections import deque
 from typing import Any
@@ -8,9 +8,9 @@ SCALER_STATE = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflow
 
 
 class LossScaleMonitor:
-    """A counter of the updates that fp16 skips because of an overflow, with the last 8 loss scales for error messages.
+    """Count the updates that fp16 skips because of an overflow, and keep the last 8 loss scales for error messages.
 
-    Outside fp16 there is no scaler: `scaler` stays None and `overflows` 0.
+    Without fp16 there is no scaler: `scaler` stays None and `overflows` stays 0.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class LossScaleMonitor:
 def find_scaler(optimizer: Any) -> Any:
     """Return the DynamicLossScaler of fairseq's fp16 optimizer, or None.
 
-    It is None in float32 and with bf16, which scale no loss, and with amp, whose scaler is torch's.
+    The result is None in float32 and bf16, which do not scale the loss, and with amp, which uses torch's scaler.
     """
     scaler = getattr(optimizer, "scaler", None)
     if not hasattr(scaler, "_last_overflow_iter"):

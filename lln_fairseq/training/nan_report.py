@@ -1,4 +1,4 @@
-"""Explain a training that cannot continue because of a NaN or an overflow: where it began, and what to try."""
+"""Explain why a run stopped at a NaN or an overflow: where the value first appeared, and what to try."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from lln_fairseq.errors import InputError, TrainingError, first_line
 def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Call fairseq's Trainer.train_step, and explain a FloatingPointError that it raises.
 
-    fairseq's own message says neither where a NaN began nor what to try. `original` is fairseq's function.
+    fairseq's own message says neither where the NaN first appeared nor what to try. `original` is fairseq's function.
 
     Raises: TrainingError with the module, the update and the last loss scales.
     """
@@ -28,7 +28,7 @@ def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) 
 
 
 class _MessageCollector(logging.Handler):
-    """A handler that appends the message of every warning or error to a list."""
+    """A handler that appends the message of each warning or error to its list `messages`."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -70,8 +70,8 @@ def _explain(trainer: Trainer, error: FloatingPointError, warnings: list[str]) -
 def _describe_origin(trainer: Trainer, warnings: list[str]) -> str:
     """Return a sentence that says where the NaN was first seen.
 
-    fairseq repeats the failed step with a NanDetector on every module; its first warning names the first bad output.
-    Without a warning, the first parameter with a NaN or infinite value is named.
+    fairseq repeats the failed step with a NanDetector on every module; its first warning names the first bad output. If
+    there is no warning, the sentence names the first parameter with a NaN or infinite value.
     """
     if warnings:
         return f"First seen: {warnings[0]}."

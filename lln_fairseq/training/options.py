@@ -13,21 +13,21 @@ class TrainingOptions:
     global_batch: Optional[int] = field(
         default=None,
         metadata={
-            "help": "sequences per update, over all devices; the batch size (what fits on a device) is kept or "
-            "lowered and update freq is set to match; a combination that cannot match is an error"
+            "help": "sequences per update, over all devices: --update-freq is computed from it and --batch-size, which "
+            "is lowered if it exceeds a device's share; combinations that do not multiply to it are rejected"
         },
     )
     sequence_parallel_size: int = field(
         default=1,
         metadata={
-            "help": "number of neighboring workers that split each sequence among them; not every attention "
-            "supports it, see docs/sequence_parallel.md"
+            "help": "number of workers, of neighboring ranks, that share each sequence; not every attention supports "
+            "it, see docs/sequence_parallel.md"
         },
     )
     probe_interval: int = field(
         default=0,
         metadata={
-            "help": "updates between two measurements of every layer's attention matrices on a fixed batch, written to "
+            "help": "measure every layer's attention matrices on a fixed batch every so many updates, and write to "
             "TensorBoard: entropy, spectral gap, temperature, log-normal fit, residual; 0 = never"
         },
     )

@@ -1,4 +1,4 @@
-"""Report how much of a training's computation is padding: every batch is as long as its longest row."""
+"""Report how many of the computed tokens are padding: every batch is as long as its longest row."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class PaddingReport:
-    """A report that is logged once per training, when its batches are first made."""
+    """Log the fraction of padding once per run, when its batches are first made."""
 
     def __init__(self) -> None:
         self._logged = False
@@ -42,8 +42,8 @@ class PaddingReport:
 def row_lengths(dataset: Any) -> list[np.ndarray]:
     """Return the lengths of the rows as a list of arrays (rows,), one array per input of the model.
 
-    The lengths are the attribute `lengths` of the data set, or of the first data set inside it that has one; without
-    any, the `sizes` of the data set itself.
+    fairseq's data sets wrap each other. The lengths are the attribute `lengths` of the outermost one that has it, or
+    `dataset.sizes` if none has.
     """
     innermost = dataset
     while not hasattr(innermost, "lengths") and hasattr(innermost, "dataset"):
@@ -62,8 +62,8 @@ def text_fraction(lengths: Sequence[np.ndarray], batches: Sequence[Sequence[int]
     Args:
         lengths: the lengths of the rows, one array (rows,) per input of the model
         batches: the row numbers of each batch, at least one per batch
-    Returns: text tokens / computed tokens, in (0, 1], and the computed tokens, padding included, of all batches and
-        inputs; 1.0 and 0 if nothing is computed.
+    Returns: text tokens / computed tokens, in (0, 1], and the number of computed tokens (text and padding) of all
+        batches and inputs; 1.0 and 0 if all rows are empty.
     """
     text = 0
     computed = 0

@@ -1,7 +1,4 @@
-"""Run the probe during a training (--probe-interval): it measures the attention matrices on a fixed batch.
-
-What is measured is in analysis/probe.py.
-"""
+"""Run the probe of analysis/probe.py during training (--probe-interval): measure the attention on a fixed batch."""
 
 import logging
 import os
@@ -20,16 +17,16 @@ TENSORBOARD_RUN = "probe"  # directory below --tensorboard-logdir, next to fairs
 
 
 class AttentionProbe:
-    """A schedule that runs the probe in the first worker. The other workers wait for it at their next all-reduce.
+    """Run the probe every --probe-interval updates in the first worker; never with 0, the default.
 
-    Nothing runs with --probe-interval 0, the default.
+    The other workers wait for it at their next all-reduce. `cfg` is the configuration of the task.
     """
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
         self._probe: Any = None  # built when it first runs
         self._probe_seconds = 0.0  # total of this process
-        self._start = 0.0  # of the training in this process, by time.perf_counter
+        self._start = 0.0  # when training began in this process, by time.perf_counter
 
     def before_step(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
         """Measure the untrained model. Only the first call measures anything, and only if `updates` is 0.
@@ -66,7 +63,7 @@ class AttentionProbe:
         message = f"probe at update {updates}: {seconds:.2f} s"
         if updates:
             fraction = self._probe_seconds / (time.perf_counter() - self._start)
-            message += f"; probes took {fraction:.1%} of the training so far"
+            message += f"; probes took {fraction:.1%} of the training time so far"
         logger.info(message)
 
     def _build_probe(self, model: nn.Module, datasets: Mapping[str, Any]) -> Any:
@@ -78,7 +75,7 @@ class AttentionProbe:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        from lln_fairseq.analysis import probe  # imports scipy, which a training without probe does not need
+        from lln_fairseq.analysis import probe  # imports scipy, which runs without the probe do not need
 
         with input_errors():
             probe.encoder_layers(model)

@@ -14,7 +14,7 @@ if not CONFIGS.is_dir():
 
 
 def check_recipe(directory: Path, name: str | None) -> None:
-    """Raise UserError with a list of the recipes in the directory if `name` is none of them.
+    """Raise UserError with a list of the recipes in the directory if `name` is not one of them.
 
     The name may end in .yaml. It is None or "" if the command line names no recipe.
     """

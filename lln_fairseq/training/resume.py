@@ -21,18 +21,20 @@ from lln_fairseq.training.loss_scale import LossScaleMonitor
 # Errors of a device or a connection, which do not mean that a checkpoint is damaged.
 MACHINE_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError, torch.distributed.DistError)
 ADVICE = (
-    "until the epoch ends, or give --reset-dataloader (checkpoint.reset_dataloader=true), which starts again at epoch 1"
+    "until the epoch ends, or set --reset-dataloader (checkpoint.reset_dataloader=true), which starts again at epoch 1"
 )
 
 
 class ExactResume:
-    """The state of a training that fairseq does not save. Its entries in a checkpoint are:
+    """Save and restore the state of a run that fairseq leaves out of its checkpoints. The entries in a checkpoint are:
 
     overflows    number of updates that fp16 has skipped so far
-    patience     best score and number of validations since, for a training that stops early
+    patience     best score and number of validations since, for early stopping (--patience)
     scaler       counters of the loss scaler (fp16 only); fairseq saves only the loss scale
     masters      float32 parameters of --fp16 and --bf16 (absent with --no-save-optimizer-state); fairseq would restore
                  them from their 16-bit copies
+
+    `cfg` is the configuration of the task, and `loss_scale` counts the overflows.
     """
 
     def __init__(self, cfg: Any, loss_scale: LossScaleMonitor) -> None:
@@ -43,7 +45,7 @@ class ExactResume:
         self._is_first_update = True  # in this process
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. The parameters are moved to the CPU, but not cloned if they are there."""
+        """Return the state for a checkpoint. Parameters on a GPU are copied to the CPU; those on the CPU are shared."""
         state: dict[str, Any] = {"overflows": self.loss_scale.overflows, "patience": patience_state()}
         scaler = self.loss_scale.scaler_state()
         if scaler:
@@ -53,7 +55,7 @@ class ExactResume:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`. The optimizer's part of it is restored by the next `before_step`."""
+        """Restore a result of `state_dict`. The optimizer's part of it is restored by the next `before_step`."""
         self._pending = state
         self.loss_scale.overflows = state.get("overflows", 0)
         restore_patience(state.get("patience", {}))
@@ -61,8 +63,8 @@ class ExactResume:
     def before_step(self, optimizer: Any) -> None:
         """Restore the scaler and the float32 parameters of the optimizer if a loaded state is pending.
 
-        Saved parameters of other shapes are ignored: they were flattened on another number of devices, and the
-        parameters that fairseq restored from the 16-bit copies stay.
+        Saved parameters of other shapes are ignored, because they were flattened for another number of devices; the
+        optimizer then keeps the parameters that fairseq restored from the 16-bit copies.
         """
         self._optimizer = optimizer
         if self._pending is None:
@@ -78,10 +80,10 @@ class ExactResume:
 
     @contextmanager
     def checked_first_update(self, optimizer: Any) -> Iterator[None]:
-        """Run an update of the parameters in the block. Blame the checkpoint if a resumed run's first update fails.
+        """Run an update of the parameters in the `with` block, and explain an error in a resumed run's first update.
 
-        Raises: InputError if it fails with an error that a damaged state of the optimizer can cause. Errors of later
-            updates, of new runs, of the machine, and InputErrors are raised unchanged.
+        Raises: InputError instead of an error that a damaged state of the optimizer can cause. Errors of later updates,
+            of new runs and of the machine, and InputErrors, are raised unchanged.
         """
         was_restored = self._is_first_update and bool(optimizer.optimizer.state)
         self._is_first_update = False
@@ -92,15 +94,14 @@ class ExactResume:
                 raise
             raise InputError(
                 f"the checkpoint is damaged: the state of its optimizer does not fit ({first_line(error)}); continue "
-                "without that state by --reset-optimizer (checkpoint.reset_optimizer=true)"
+                "without that state with --reset-optimizer (checkpoint.reset_optimizer=true)"
             ) from error
 
 
 def float32_parameters(optimizer: Any) -> list[Tensor]:
     """Return the float32 parameters of --fp16 or --bf16: one flat tensor per device, or one tensor per parameter.
 
-    The list is empty in float32, with --memory-efficient-fp16 and --memory-efficient-bf16, and without an optimizer
-    (None).
+    The list is empty in float32, with --memory-efficient-fp16 or --memory-efficient-bf16, and if `optimizer` is None.
     """
     parameters = getattr(optimizer, "fp32_params", None)
     if parameters is None:
@@ -113,15 +114,15 @@ def float32_parameters(optimizer: Any) -> list[Tensor]:
 def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, state: dict[str, Any]) -> None:
     """Check and adapt the state of the task and the position in the epoch, which fairseq restores after this call.
 
-    With --store-ema, also continue the trainer's count of updates since the last average. With --reset-dataloader and
-    for --finetune-from-model nothing else is changed, because fairseq restores neither.
+    With --store-ema, also restore the number of updates since the last average. Nothing else is done with
+    --reset-dataloader or for --finetune-from-model, because fairseq then restores neither of the two.
 
     Args:
         trainer: fairseq's trainer, with the parameters of the checkpoint
         filename: path of the checkpoint
         saved_config: the configuration in the checkpoint, or None
         state: the checkpoint's extra_state; its task state and `train_iterator` are changed in place
-    Raises: InputError if the state of the task is damaged, or as `batch_offset`.
+    Raises: InputError if the state of the task is damaged, or if `batch_offset` raises it.
     """
     if trainer.cfg.ema.store_ema:  # fairseq would start at 0 again
         trainer.ema.update_freq_counter = trainer.get_num_updates() % max(trainer.cfg.ema.ema_update_freq, 1)
@@ -131,7 +132,7 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
     task_name = type(trainer.task).__name__
     task_state = state.get(task_name, {})
     if not _is_task_state(task_state):
-        raise InputError(f"the checkpoint is damaged: its {task_name} holds no state of a task")
+        raise InputError(f"the checkpoint is damaged: its entry {task_name} is not the state of a task")
     if cfg.reset_meters:
         task_state.pop("patience", None)
     position = state["train_iterator"]
@@ -152,15 +153,15 @@ def _is_task_state(state: Any) -> bool:
 def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
     """Return the number of batches of the current epoch that each worker skips when it resumes a checkpoint.
 
-    fairseq counts the batches that each worker has processed. With batches of another size, the same count would mean
-    other sequences, so some would be repeated or left out. If only the number of workers changes, the total number of
-    batches stays the same and is divided among the new workers.
+    fairseq saves only this number. After a change of the batch size, the same number of batches would contain other
+    sequences, so some would be repeated or left out. If only the number of workers changes, the total number of
+    processed batches is divided among the new workers.
 
     Args:
         path: path of the checkpoint, for messages
         saved_config: the configuration in the checkpoint; if it is None, `done` is returned unchanged
-        done: number of batches that each worker of the saved training had processed in the epoch
-        cfg: the configuration of the current training
+        done: number of batches that each worker of the saved run had processed in the epoch
+        cfg: the configuration of the current run
     Raises: InputError in the middle of an epoch (done > 0) if dataset.batch_size or dataset.max_tokens differs, or if
         the number of workers differs and the processed batches cannot be divided among them.
     """
@@ -173,7 +174,7 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
         if saved_dataset.get(key) != dataset[key]:
             raise InputError(
                 f"{path} was saved in the middle of an epoch with dataset.{key} = {saved_dataset.get(key)}, but this "
-                f"training has {dataset[key]}: keep the old value {ADVICE}"
+                f"run has {dataset[key]}: keep the old value {ADVICE}"
             )
     shards = count_data_shards(config)
     saved_shards = count_data_shards(saved_config) or shards
@@ -186,9 +187,9 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
 
 
 def count_data_shards(config: Mapping[str, Any]) -> int:
-    """Return the number of parts that an epoch is divided into, or 0 if the configuration does not contain it.
+    """Return the number of parts that an epoch is divided into, or 0 if the configuration lacks the number of workers.
 
-    There is one part per worker; workers that split their sequences among them (--sequence-parallel-size) share one.
+    There is one part per worker, or per group of workers that share their sequences (--sequence-parallel-size).
     """
     workers = plain_options(config.get("distributed_training")).get("distributed_world_size")
     group_size = plain_options(config.get("task")).get("sequence_parallel_size") or 1
@@ -222,19 +223,19 @@ def reason_for_completion(trainer: Trainer, seconds: float, next_epoch: int) -> 
 
 
 # fairseq keeps some state of a run in attributes of its functions. These belong to the process, not to the run: a
-# second training in the same process, as in a sweep, would continue with the scores of the first one, and a training
-# that had stopped early would train on if it were started again in a new process.
+# second run in the same process, as in a sweep, would continue with the scores of the first one, and a run that had
+# stopped early would train on if it were started again in a new process.
 
 # Attributes of fairseq's should_stop_early: the best score, and the number of validations since.
 PATIENCE_ATTRIBUTES = ("best", "num_runs")
 
-_should_stop_early: Any = None  # fairseq's function, or None before the first training of this process
+_should_stop_early: Any = None  # fairseq's function, or None before the first run in this process
 
 
 def forget_previous_run(main: Callable) -> None:
     """Reset the state that fairseq keeps in this process from an earlier run, and close its TensorBoard files.
 
-    This must be called before every training: the functions on patience below use the should_stop_early that it finds.
+    Call this before every run: `patience_state` and `restore_patience` use the should_stop_early that it finds.
 
     Args:
         main: fairseq's `main`, which will run next; should_stop_early is looked up in its module
@@ -251,7 +252,7 @@ def forget_previous_run(main: Callable) -> None:
 
 
 def patience_state() -> dict[str, float]:
-    """Return the best score so far and the number of validations since; empty before the first validation."""
+    """Return the best score so far and the number of validations since, as a dictionary; {} before the first one."""
     state = {}
     for name in PATIENCE_ATTRIBUTES:
         if hasattr(_should_stop_early, name):
@@ -260,7 +261,7 @@ def patience_state() -> dict[str, float]:
 
 
 def restore_patience(saved: dict[str, float]) -> None:
-    """Restore the values from `patience_state`; missing ones stay unset."""
+    """Restore the values that `patience_state` returned; missing ones stay unset."""
     for name in PATIENCE_ATTRIBUTES:
         if _should_stop_early is not None and name in saved:
             setattr(_should_stop_early, name, saved[name])

@@ -1,8 +1,7 @@
-"""Check that a run which is resumed is the run that was requested.
+"""Check that a resumed run has the settings, the data and the initial model of its checkpoint.
 
-Whatever changes the result of a training must stay the same when it resumes. A checkpoint therefore contains the
-configuration of its training and its origin: a hash of the training data, and a hash of the model that the run started
-from.
+A checkpoint contains the configuration of its run and its origin: a hash of the training data, and a hash of the model
+that the run started from.
 """
 
 import argparse
@@ -50,7 +49,7 @@ MAY_CHANGE = {
     },
     "criterion": {"tpu"},
     "optimizer": {"lr", "tpu"},  # optimization.lr is compared
-    "lr_scheduler": {"lr", "total_num_update", "max_update"},  # they follow from optimization.max_update
+    "lr_scheduler": {"lr", "total_num_update", "max_update"},  # computed from optimization.max_update
 }
 # Of these groups, only the options listed here are compared.
 COMPARED = {
@@ -61,7 +60,7 @@ COMPARED = {
 }
 CLASSES = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}  # the classes of the other groups are in REGISTRIES
 NO_LIMIT = "unlimited"
-# If batches are limited by sequences and by tokens, one of these two may change.
+# If batches are limited by sequences and by tokens, one of these two settings may change.
 TOKEN_LIMITS = {"tokens an update", "dataset.max_tokens"}
 
 WHOLE_FILE = 64 << 20  # bytes; larger .bin files are sampled
@@ -70,10 +69,10 @@ CHUNKS = 64  # samples per file
 
 
 def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
-    """Return the checkpoint from which a training resumes the run in its save_dir, or None if it starts a new run.
+    """Load the checkpoint in save_dir that a run resumes, or return None for a new run.
 
-    fairseq looks for the default file name in save_dir, and takes any other --restore-file as a path of its own. A file
-    in another directory starts a new run, as does a missing file.
+    fairseq looks for the default file name in save_dir, and treats any other --restore-file as a full path. A file in
+    another directory starts a new run, as does a missing file.
 
     Args:
         cfg: fairseq's checkpoint options
@@ -88,13 +87,13 @@ def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
 
 
 def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
-    """Raise InputError if a training would resume a run with other settings, other data or another initial model.
+    """Raise InputError if a run would be resumed with other settings, other data or another initial model.
 
-    Nothing is checked if the training starts a new run (`state` is None) or resets the optimizer, the learning rate
-    schedule or the data loader. With --reset-meters, the options of the checkpoint group may differ.
+    Nothing is checked for a new run (`state` is None) or if the optimizer, the learning rate schedule or the data
+    loader is reset. With --reset-meters, the options of the checkpoint group may differ.
 
     Args:
-        cfg: the whole configuration of the training
+        cfg: the whole configuration of the run
         state: the result of `load_run_checkpoint`
     """
     options = cfg.checkpoint
@@ -117,14 +116,14 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
 
 
 def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the hashes that a training's checkpoints record.
+    """Return the hashes that the checkpoints of a run record.
 
     Args:
-        cfg: the whole configuration of the training
+        cfg: the whole configuration of the run
         state: the checkpoint that it resumes, or None for a new run
     Returns: "content", the hash of the training data, and "start", the hash of the model that the run started from.
-        A resumed run keeps the "start" of its checkpoint, because the file may have changed since, and has none if the
-        checkpoint has none.
+        A resumed run keeps the "start" of its checkpoint, because the file can have changed since; if the checkpoint
+        lacks a "start", so does the result.
     """
     origin: dict[str, Any] = {"content": _hash_training_data(cfg)}
     start = _hash_initial_model(cfg.checkpoint) if state is None else plugin_state(state).get("start")
@@ -134,15 +133,12 @@ def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, st
 
 
 def _hash_training_data(cfg: DictConfig) -> str:
-    """Return the hash of the training data of a whole configuration."""
+    """Return the hash of the training data; `cfg` is the whole configuration."""
     return data_hash(split_paths(cfg.task.data), cfg.dataset.train_subset)
 
 
 def _hash_initial_model(cfg: DictConfig) -> str | None:
-    """Return the hash of the file that a new run starts from.
-
-    It is "" for a run from scratch, and None if the path is no local file.
-    """
+    """Return the hash of the file that a new run starts from: "" for a run from scratch, None if it is not local."""
     path = cfg.restore_file
     if cfg.restore_file == LAST:
         path = cfg.finetune_from_model
@@ -157,10 +153,10 @@ def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
     """Return True if the requested initial model is known to differ from the one that a run started from.
 
     Args:
-        cfg: the checkpoint options of the training
+        cfg: the checkpoint options of the run
         recorded: the hash of the initial model in the checkpoint, "" for a run from scratch
         saved: the configuration in the checkpoint
-    Returns: False also if --finetune-from-model is a file that no longer exists.
+    Returns: whether they differ; False if --finetune-from-model is a file that no longer exists.
     """
     path = cfg.finetune_from_model
     if not path or not recorded:
@@ -173,12 +169,11 @@ def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
 
 
 def data_hash(directories: list[str], subset: str = "train") -> str:
-    """Return a sha256 of the training data, or "" if there are no files.
+    """Return a sha256 of the content of the training data as a hexadecimal string, or "" if there are no files.
 
-    The content counts, not the path: the .idx and .bin files of the subset in each directory and its immediate
-    subdirectories, and the .label files in those subdirectories, are hashed in the order of the directories and their
-    sorted names. Files are read completely, except for a .bin of more than 64 MiB: there, its size and 64 evenly spaced
-    chunks of 256 KiB are hashed, the first and the last bytes among them.
+    The files are the .idx and .bin files of the subset in each directory and its immediate subdirectories, and the
+    .label files in those subdirectories, in the order of the directories and of their sorted names. Of a .bin of more
+    than 64 MiB, only the size and 64 evenly spaced chunks of 256 KiB are hashed, including its first and last bytes.
     """
     name = glob.escape(subset)
     patterns = (f"{name}*.idx", f"{name}*.bin", f"*/{name}*.idx", f"*/{name}*.bin", f"*/{name}*.label")
@@ -206,7 +201,7 @@ def _hash_file(path: Path) -> bytes:
 
 
 def _hash_samples(path: Path) -> bytes:
-    """Return the sha256 of the size and the sampled chunks of a file; of all of it up to WHOLE_FILE bytes."""
+    """Return the sha256 of a file's size and sampled chunks, or of the whole file up to WHOLE_FILE bytes."""
     size = os.path.getsize(path)
     if size <= WHOLE_FILE:
         return _hash_file(path)
@@ -219,15 +214,15 @@ def _hash_samples(path: Path) -> bytes:
 
 
 def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
-    """List the settings that differ between a checkpoint's configuration and a training, and change its result.
+    """List the settings that change the result of a run and differ between its checkpoint and the new configuration.
 
-    A setting that is missing on one side does not count. A setting that is None on one side, because a preset or a
-    default decides it, does not count either, except for the options of an attention: these have no presets, so
-    alpha=None (matched) and alpha=2.0 (fixed) differ.
+    A setting that only one of them has is not compared. Nor is one that is None in one of them, because a preset or a
+    default decides it, except for the options of an attention: these have no presets, so alpha=None (matched) and
+    alpha=2.0 (fixed) differ.
 
     Args:
         saved: the configuration in the checkpoint
-        cfg: the whole configuration of the training
+        cfg: the whole configuration of the run
     Returns: descriptions such as "common.seed = 1 in the checkpoint, now 2"; empty if `saved` is not a mapping.
     """
     if not isinstance(saved, Mapping):
@@ -246,7 +241,7 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
 
 
 def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that change the result of a training, as pairs such as ("common.seed", 1).
+    """Yield the settings that change the result of a run, as pairs such as ("common.seed", 1).
 
     Args:
         config: a whole configuration; each group is a dictionary, or a Namespace for a class without a dataclass. A
@@ -277,8 +272,8 @@ def _declared_options(group_name: str, group: Any) -> dict[str, Any]:
     """Return the options of a group that belong to it.
 
     The group of a class without a dataclass, such as the optimizer sgd or fairseq's own RoBERTa, is a Namespace of all
-    command-line arguments, including those of other groups. Only the arguments that the class adds to a parser, and
-    `_name`, are returned then.
+    command-line arguments, including those of other groups. The result then has only `_name` and the arguments that the
+    class adds to a parser.
     """
     options = plain_options(group)
     if not isinstance(group, argparse.Namespace):
@@ -293,7 +288,7 @@ def _declared_options(group_name: str, group: Any) -> dict[str, Any]:
 
 
 def _mechanism_by_option() -> dict[str, str]:
-    """Return the name of the mechanism for each option of a registered mechanism, such as lln_diag_block_size."""
+    """Map each option of a registered mechanism to the mechanism, such as lln_diag_block_size to lln_diag."""
     mechanisms = {}
     for name, entry in MECHANISMS.items():
         for field in dataclasses.fields(entry.config):
@@ -302,7 +297,7 @@ def _mechanism_by_option() -> dict[str, str]:
 
 
 def _options_of_other_attentions(options: Mapping[str, Any]) -> set[str]:
-    """Return the options of all mechanisms but the model's; empty without an option `attention` (language models)."""
+    """Return the options of the mechanisms that the model does not use; empty if it has no option `attention`."""
     if "attention" not in options:
         return set()
     return {option for option, mechanism in _mechanism_by_option().items() if mechanism != options["attention"]}
@@ -311,9 +306,9 @@ def _options_of_other_attentions(options: Mapping[str, Any]) -> set[str]:
 def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the maximum number of sequences and of tokens per update, as pairs like those of `result_settings`.
 
-    Each maximum is a list with one entry per entry of update_freq (per epoch), over all batches and workers, or
-    NO_LIMIT. If sequences are limited, the maximum number of tokens of a single batch follows. Nothing is yielded if
-    update_freq, the number of workers or both limits are missing.
+    Each maximum is a list with one value per entry of update_freq, that is per epoch, over all batches and workers, or
+    NO_LIMIT. If sequences are limited, the maximum number of tokens of a single batch is yielded too. Nothing is
+    yielded if update_freq, the number of workers or both limits are missing.
     """
     dataset = plain_options(config.get("dataset"))
     sequences = dataset.get("batch_size")

@@ -1,4 +1,4 @@
-"""Sequence parallelism (--sequence-parallel-size): the workers of a group get the same batches and split the tokens."""
+"""Sequence parallelism (--sequence-parallel-size): the workers of a group share every sequence of a batch."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ SEED_FACTOR = 1_000_003  # keeps the seeds of different ranks and updates apart
 
 
 class SequenceParallelism:
-    """The sequence-parallel group of this worker, which gives it a shard of every batch.
+    """Give this worker its shard of every batch: consecutive tokens of each sequence.
 
-    Without a group, every method leaves its input as it is. There is no group with --sequence-parallel-size 1, and none
-    in programs that only evaluate a checkpoint.
+    With --sequence-parallel-size 1, and in programs that only evaluate a checkpoint, there is no group of workers, and
+    every method leaves its input unchanged. `cfg` is the configuration of the task.
     """
 
     def __init__(self, cfg: Any) -> None:
@@ -32,9 +32,9 @@ class SequenceParallelism:
     def join_group(self, model: nn.Module) -> None:
         """Join the group of this worker. All workers must call this.
 
-        Do nothing with --sequence-parallel-size 1 or outside a distributed training.
+        Nothing happens with --sequence-parallel-size 1 or without several workers.
 
-        Raises: InputError if the model does not support it, or the workers cannot be divided into such groups.
+        Raises: InputError if the model cannot split sequences, or the workers cannot be divided into groups.
         """
         size = self.cfg.sequence_parallel_size
         if size > 1 and dist.is_initialized():
@@ -64,17 +64,14 @@ class SequenceParallelism:
             torch.manual_seed((torch.initial_seed() * SEED_FACTOR + rank) % 2**63)
 
     def cut_shard(self, sample: Any, padding: int) -> Any:
-        """Return this worker's shard of a fairseq batch (see `cut_batch`), or the batch itself without a group.
-
-        `padding` is the token id of the padding.
-        """
+        """Return this worker's shard of a fairseq batch (see `cut_batch`). `padding` is the id of <pad>."""
         if self.group is None:
             return sample
         return cut_batch(sample, self.group, self.multiple, padding)
 
 
 def shard_multiple(model: Any) -> int:
-    """Return the number that the tokens of a shard must be a multiple of: the largest that any attention needs.
+    """Return the number of which a shard's length must be a multiple: the largest that any attention requires.
 
     Raises: InputError if the model cannot split its sequences across workers.
     """

@@ -1,4 +1,4 @@
-"""Check a configuration before the first update for settings that contradict each other or do not suit the machine."""
+"""Check a configuration, before the first update, for settings that are wrong or that the machine does not support."""
 
 import logging
 import math
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 PROBABILITY = (0, 1)
 SEEDS = (0, 2**32 - 1)  # numpy's
-# The lowest and the highest value of options that fairseq does not check. With other values it would train nothing, or
-# fail with a traceback after hours.
+# The lowest and the highest value of options that fairseq does not check. With other values it would not train at all,
+# or fail with a traceback after hours.
 RANGES = {
     "common.log_interval": (1, math.inf),
     "common.seed": SEEDS,
@@ -48,18 +48,18 @@ RANGES = {
 # Options that make fairseq fail with a traceback, or save checkpoints that cannot be loaded.
 NOT_TRAINABLE = {
     "model.spectral_norm_classification_head": "its checkpoints cannot be loaded. Leave it out",
-    "model.encoder_layers_to_keep": "its checkpoints would state all layers. Set model.encoder_layers instead",
-    "model.decoder_layers_to_keep": "its checkpoints would state all layers. Set model.decoder_layers instead",
+    "model.encoder_layers_to_keep": "its checkpoints would record all layers. Set model.encoder_layers instead",
+    "model.decoder_layers_to_keep": "its checkpoints would record all layers. Set model.decoder_layers instead",
 }
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # fairseq recognizes torchrun by these variables
 
 
 def check_configuration(cfg: Any) -> None:
-    """Raise InputError for the first wrong setting that can be seen without the files of a training.
+    """Raise InputError for the first wrong setting that can be found without reading files.
 
     Args:
-        cfg: the whole configuration of any fairseq program; its `model` is None in programs that do not train, and the
-            settings of a training are not checked then
+        cfg: the whole configuration of any fairseq program; in programs that do not train, `model` is None, and only
+            the settings that every program has are checked
     """
     check_ranges(cfg)
     check_sequence_parallel(cfg)
@@ -70,7 +70,7 @@ def check_configuration(cfg: Any) -> None:
 
 
 def check_training(cfg: Any) -> None:
-    """Raise InputError for the first contradiction between a training's configuration and its files or model."""
+    """Raise InputError for the first setting that contradicts the files or the model of the run."""
     check_attention(cfg)
     check_restore_file(cfg)
     check_probe(cfg)
@@ -91,14 +91,14 @@ def check_ranges(cfg: Any) -> None:
 
 
 def check_trainable(cfg: Any) -> None:
-    """Raise InputError for an option of fairseq that cannot be used in a training, and for a mask_prob outside (0, 1).
+    """Raise InputError for an option of fairseq with which training fails, and for a mask_prob outside (0, 1).
 
-    A task without masks, whose mask_prob is missing or None, passes.
+    A mask_prob that is missing or None, as in a task without masks, is accepted.
     """
     for option, reason in NOT_TRAINABLE.items():
         group, key = option.split(".")
         if getattr(cfg.get(group), key, None):
-            raise InputError(f"{option} does not work in a training: {reason}")
+            raise InputError(f"{option} does not work in training: {reason}")
     mask_prob = getattr(cfg.task, "mask_prob", None)
     if mask_prob is not None and not 0 < mask_prob < 1:
         raise InputError(f"task.mask_prob must be more than 0 and less than 1, got {mask_prob}")
@@ -107,7 +107,7 @@ def check_trainable(cfg: Any) -> None:
 def check_attention(cfg: Any) -> None:
     """Raise InputError if the configuration selects an attention for a model of fairseq, which would ignore it.
 
-    A recipe sets the option `attention` for every model. Softmax, which fairseq's models have, and unknown names pass.
+    Softmax, which fairseq's models use, and unknown names of attentions and models are accepted.
     """
     name = getattr(cfg.model, "_name", None)
     attention = getattr(cfg.model, "attention", STOCK_ATTENTION)
@@ -127,8 +127,7 @@ def check_attention(cfg: Any) -> None:
 def check_devices(cfg: Any) -> None:
     """Raise InputError for more workers than GPUs, and for workers of torchrun that would train independently.
 
-    Nothing is checked if a distributed_init_method is set or under SLURM: the workers then run on machines that this
-    process does not know.
+    Nothing is checked under SLURM or if distributed_init_method is set, because workers can then run on other machines.
     """
     distributed = cfg.distributed_training
     devices = torch.cuda.device_count()
@@ -169,7 +168,7 @@ def check_restore_file(cfg: Any) -> None:
     """Raise InputError if --finetune-from-model or --restore-file would not do what its user expects.
 
     fairseq trains from scratch if the --restore-file is missing. If it is in another directory than save_dir, fairseq
-    loads it again whenever the training is restarted, and overwrites the progress of the run.
+    loads it again whenever the run is restarted, and overwrites its progress.
     """
     restore_file = cfg.checkpoint.restore_file
     save_dir = cfg.checkpoint.save_dir
@@ -187,20 +186,20 @@ def check_restore_file(cfg: Any) -> None:
     in_other_directory = os.path.dirname(os.path.abspath(restore_file)) != os.path.abspath(save_dir)
     if in_other_directory and os.path.isfile(last):
         raise InputError(
-            f"{last} exists, and a training from --restore-file {restore_file} would overwrite it: use "
+            f"{last} exists, and a run from --restore-file {restore_file} would overwrite it: use "
             "--finetune-from-model instead, which resumes from it, or another --save-dir"
         )
 
 
 def check_precision(cfg: Any) -> None:
-    """Raise InputError for two kinds of half precision, and for one that fairseq ignores or the device cannot do.
+    """Raise InputError for two kinds of half precision, and for one that fairseq ignores or the device cannot run.
 
-    bf16 and memory-efficient or unflattened fp16 work without a GPU; amp and plain fp16 do not.
+    bf16 and fp16 with memory_efficient_fp16 or fp16_no_flatten_grads work without a GPU; amp and plain fp16 do not.
     """
     common = cfg.common
     kinds = [kind for kind in ("fp16", "bf16", "amp") if common[kind]]
     if len(kinds) > 1:
-        raise InputError(f"{' and '.join(kinds)} exclude each other: set only one of them (common.{kinds[0]}=false)")
+        raise InputError(f"{' and '.join(kinds)} cannot be combined: set only one of them (common.{kinds[0]}=false)")
     for kind in ("fp16", "bf16"):
         if common[f"memory_efficient_{kind}"] and not common[kind]:
             raise InputError(f"memory_efficient_{kind} without {kind} trains in float32: set common.{kind}=true too")
@@ -231,11 +230,11 @@ def check_probe(cfg: Any) -> None:
 
 
 def split_global_batch(cfg: Any) -> None:
-    """Set dataset.batch_size and optimization.update_freq in place, so that an update sees task.global_batch sequences.
+    """Set dataset.batch_size and optimization.update_freq in place, so that an update has task.global_batch sequences.
 
     Nothing changes if global_batch is not set. dataset.batch_size is the number of sequences that fit on a device: it
-    is kept, or lowered if a device's share of the global batch is smaller. If update_freq is [1] and the workers divide
-    the global batch, update_freq is computed; any other update_freq is kept and checked.
+    is lowered if a device's share of the global batch is smaller. If update_freq is [1] and the global batch is
+    divisible by the number of workers, update_freq is computed; any other update_freq is kept and checked.
 
     Raises: InputError if batch_size x update_freq x workers (groups of them, with sequence parallelism) is not the
         global batch, or batch_size is not set.

@@ -24,8 +24,8 @@ SAVE_DIR = "checkpoint.save_dir"
 class Sweep(Callback):
     """A Hydra callback that separates the jobs of a sweep.
 
-    For common.seed=1,2 the save_dir runs/pretrain_lln_diag becomes runs/pretrain_lln_diag/common.seed=1 in the first
-    job and runs/pretrain_lln_diag/common.seed=2 in the second.
+    For the sweep common.seed=1,2 the save_dir runs/pretrain_lln_diag becomes runs/pretrain_lln_diag/common.seed=1 in
+    the first job and runs/pretrain_lln_diag/common.seed=2 in the second.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class Sweep(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Print the error of a failed job, with a traceback if it is a bug, and let Hydra start the next job.
 
-        A failed job returns infinity, as in fairseq, for a sweeper that minimizes the returned value. A launcher that
-        starts processes gives each job a copy of this object; such jobs are left to Hydra, which reports their errors.
+        A failed job returns infinity, as in fairseq, for a sweeper that minimizes the returned value. If the launcher
+        starts a process for each job, the process has a copy of this object, and Hydra reports the error instead.
         """
         if config.hydra.mode != RunMode.MULTIRUN or os.getpid() != self.process:
             return
@@ -84,7 +84,7 @@ class Sweep(Callback):
 def _interpolation(key: str, config: DictConfig) -> str:
     """Return the Hydra interpolation that gives the value of a swept key in each job.
 
-    It is the choice if the key is a group of configurations, such as model in model=tiny, and else the option's value.
+    For a group of configurations, such as `model` in model=tiny, the value is the name of the chosen configuration.
     """
     if key in config.hydra.runtime.choices:
         return f"${{hydra:runtime.choices.{key}}}"

@@ -1,4 +1,4 @@
-"""Write to TensorBoard what fairseq does not write: scalars of every layer, and the configuration of the run.
+"""Write to TensorBoard the scalars of every layer and the configuration, which fairseq does not write.
 
     train_inner/inverse_loss_scale, train_inner/overflows          with fp16
     attention/{sigma_q, sigma_k, tau_sm, tau_lln, alpha, beta}/layer_NN
@@ -55,10 +55,10 @@ BUDGET = (
 
 
 class LayerScalars:
-    """A hook that logs the scalars of every layer's attention at the log interval, and the overflows in every update.
+    """Log the scalars of every layer's attention at the log interval, and fp16's overflows and loss scale.
 
-    The scalars travel through fairseq's logging output as sums over batches, so they are right with gradient
-    accumulation and several workers.
+    fairseq's logging output carries the scalars as sums over batches, so their means are correct with gradient
+    accumulation and several workers. `cfg` is the configuration of the task, and `loss_scale` counts the overflows.
     """
 
     def __init__(self, cfg: Any, loss_scale: LossScaleMonitor) -> None:
@@ -70,7 +70,7 @@ class LayerScalars:
 
     @contextmanager
     def observe(self, model: nn.Module, updates: int) -> Iterator[list[Tensor]]:
-        """Yield a list to which every attention of the model that runs in the block appends its scalars (6,).
+        """Yield a list that receives the scalars (6,) of every attention of the model that runs in the `with` block.
 
         The list stays empty without --tensorboard-logdir and in updates that are not logged. `updates` is the number of
         completed updates.
@@ -84,7 +84,7 @@ class LayerScalars:
             yield layers
 
     def add_to(self, log: dict[str, Any], layers: list[Tensor]) -> dict[str, Any]:
-        """Return the logging output of a batch with the scalars from `observe`; `log` itself if there are none."""
+        """Return a copy of the logging output of a batch with the scalars from `observe`; `log` itself without any."""
         if not layers:
             return log
         return {**log, SCALARS: torch.stack(layers).double(), COUNT: 1}
@@ -122,8 +122,8 @@ class LayerScalars:
 def _inverse_loss_scale(meters: Any) -> float:
     """Return 1 / loss scale, or 0.0 before fairseq has logged a loss scale.
 
-    It has to be a derived metric: fairseq logs the loss scale of an update after all other metrics, and derived metrics
-    are computed later still.
+    This is a derived metric, because fairseq logs the loss scale of an update after all other metrics, and computes
+    derived metrics last.
     """
     if "loss_scale" not in meters:
         return 0.0
@@ -131,13 +131,10 @@ def _inverse_loss_scale(meters: Any) -> float:
 
 
 def write_configuration(cfg: Any) -> None:
-    """Write the configuration of a training to TensorBoard as text and for the HPARAMS tab.
+    """Write the whole configuration of a run to TensorBoard as text, and its settings for the HPARAMS tab.
 
-    Only the first worker writes it, and only with --tensorboard-logdir. The HPARAMS tab adds the metrics itself: the
+    Only the first worker writes them, and only with --tensorboard-logdir. The HPARAMS tab adds the metrics itself: the
     last value of each scalar below the run's directory.
-
-    Args:
-        cfg: the whole configuration of the training
     """
     directory = cfg.common.tensorboard_logdir
     if not directory or not is_first_worker():
@@ -160,9 +157,9 @@ def write_configuration(cfg: Any) -> None:
 def hparams_columns(config: Mapping[str, Any]) -> dict[str, float | str]:
     """Return the value of each setting for the HPARAMS tab, as a number or as text.
 
-    The settings are those that change the result of a run, the BUDGET, and the precision. A value that is None, False
-    or "" is left out: the tab shows an empty cell for it, or no column if no run has a value. A list of one element is
-    replaced by its element.
+    The settings are those that change the result of a run, those of BUDGET, and the precision. A value that is None,
+    False or "" is left out: the tab shows an empty cell for it, or no column if no run has a value. A list of one
+    element is replaced by its element.
 
     Args:
         config: a whole configuration of dictionaries

@@ -1,4 +1,4 @@
-"""fairseq-hydra-train with this package as the user directory and its recipes, from any working directory.
+"""Run fairseq-hydra-train with this package as the user directory and with its recipes, from any working directory.
 
     lln-fairseq train --config-name pretrain run=gpu8
 
@@ -39,10 +39,10 @@ def main(argv: list[str]) -> None:
 
 
 def with_recipe(argv: list[str]) -> list[str]:
-    """Return the command line with --config-dir, which is added in front if it is missing: this package's recipes.
+    """Return the command line, with this package's recipes as --config-dir in front if it names no directory.
 
-    With --help and no recipe, print the help of this program and exit. The recipe is checked here because Hydra would
-    accept an unknown one: fairseq registers its bare configuration under any requested name.
+    With --help and no recipe, print the help of this program and exit. Hydra would not reject an unknown recipe,
+    because fairseq registers its bare configuration under any requested name.
 
     Raises: UserError if there is no recipe of the requested name.
     """

@@ -1,4 +1,4 @@
-"""Report problems of fairseq's --wandb-project in one line, and give each training its own wandb run."""
+"""Report problems with fairseq's --wandb-project in one line, and give each training run its own wandb run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ def check_wandb(cfg: Any) -> None:
 
 
 def init_wandb(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a wandb run, or continue the current one.
+    """Start a wandb run, or continue the current one. fairseq would start another run in every epoch.
 
-    fairseq would start another run in every epoch, and leave empty folders behind. `original` is fairseq's
-    WandBProgressBarWrapper.__init__; if a run is active, it is not called, and only bar.wrapped_bar is set.
+    `original` is fairseq's WandBProgressBarWrapper.__init__; if a run is active, it is not called, and only
+    bar.wrapped_bar is set.
 
     Raises: InputError if wandb cannot start, for example without a login or in a version that fairseq does not support.
     """
@@ -39,9 +39,9 @@ def init_wandb(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwa
 
 @contextmanager
 def finish_wandb_run() -> Iterator[None]:
-    """Finish the wandb run that the block started; a run that was active before the block stays active.
+    """Finish the wandb run that the `with` block started; a run that was active before it stays active.
 
-    Otherwise the next training in this process, as in a sweep, would continue it.
+    Otherwise the next training run in this process, as in a sweep, would continue it.
     """
     wandb = progress_bar.wandb
     previous = getattr(wandb, "run", None)

@@ -1,4 +1,4 @@
-"""Run fairseq's `main` in each worker of a training, and lock the directory of the run."""
+"""Run fairseq's `main` in each worker, and lock the directory of the run."""
 
 import multiprocessing
 import queue
@@ -21,14 +21,14 @@ from lln_fairseq.training import resume
 from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.wandb import finish_wandb_run
 
-LONGEST_BATCH = 10  # seconds to wait for a batch; a loader process that was interrupted is noticed after five
+LONGEST_BATCH = 10  # seconds to wait for a batch; torch notices an interrupted loader process after five
 
 
 def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
-    """Run main(cfg, ...), which is fairseq's, in a worker, and return its result.
+    """Run fairseq's main(cfg, ...) in a worker, and return its result.
 
-    A worker that was spawned ends when its parent process ends, and turns an InputError into one line on stderr and
-    exit code 1. In a process that was not spawned, the InputError is raised.
+    A spawned worker ends when its parent process ends, and turns an InputError into one line on stderr and exit code 1.
+    In a process that was not spawned, the InputError is raised.
     """
     parent: Any = multiprocessing.parent_process()
     if parent:
@@ -62,20 +62,20 @@ def _end_prefetching() -> None:
 
 
 def is_first_worker() -> bool:
-    """Return True in the first worker of a distributed training, and in a training that is not distributed."""
+    """Return True in the first of several workers, and in a process that is the only worker."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @contextmanager
 def lock_save_dir(cfg: Any) -> Iterator[None]:
-    """Lock the save_dir of a training during the block: two trainings would overwrite each other's checkpoints.
+    """Lock the save_dir of a run during the `with` block: two runs would overwrite each other's checkpoints.
 
     The directory is created if it is missing. Only the first of several workers locks it, for all of them. Nothing is
-    locked by programs that do not train and with --no-save.
+    locked by programs that do not train or with --no-save.
 
     Args:
-        cfg: the whole configuration of a fairseq program; its rank is inferred from the environment, in place
-    Raises: InputError if another training has locked the directory.
+        cfg: the whole configuration of a fairseq program; its rank is set in place from the environment
+    Raises: InputError if another run has locked the directory.
     """
     distributed_utils.infer_init_method(cfg.distributed_training)  # sets distributed_rank; call_main repeats it
     is_training = cfg.model is not None

@@ -8,8 +8,8 @@ SDPA is torch's scaled_dot_product_attention. All attentions of a length are tim
 noisy machine slows all of them alike. Times are medians. Peak memory is reported by torch on a GPU; on a CPU it is the
 peak of the resident set of a child process.
 
-On a GPU, two columns compare the times with their floors: the time that it takes to read q, k, v and to write the
-output once, and for the backward pass also the gradients, at the bandwidth of a copy.
+On a GPU, two columns divide the floors by the times. A floor is the least possible time: that of reading q, k, v and
+writing the output once, and for the backward pass also the gradients, at the bandwidth of a copy.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from scripts.benchmarks.meter import (
 from scripts.terminal import aligned, at_least_one, output_file, program_parser
 
 SDPA = "sdpa"
-LONG = 2048  # tokens from which the growth of the times is measured
+LONG = 2048  # the growth of the times is measured from this number of tokens
 # The registry has no causal attentions: encoders do not use them.
 CAUSAL = {
     "causal_sdpa": functools.partial(F.scaled_dot_product_attention, is_causal=True),
@@ -57,9 +57,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class Row:
     """The results of one attention at one length.
 
-    `forward` and `both` are times in ms, the second of forward and backward together. `memory` is the peak in tensors
-    of the size of q, None if it was not measured or memory ran out. `floors` are the least times in ms, forward and
-    both, None if the bandwidth was not measured.
+    `forward` and `both` are times in ms, `both` that of forward and backward together. `memory` is the peak in tensors
+    of the size of q, or None if it was not measured or memory ran out. `floors` are the least possible values of
+    `forward` and `both`, or None if the bandwidth was not measured.
     """
 
     attention: str
@@ -100,13 +100,13 @@ def make_inputs(args: argparse.Namespace, length: int) -> tuple[list[Tensor], Te
 
 
 def run_forward(attention: Callable, tensors: list[Tensor]) -> None:
-    """Run the forward pass without recording it for a backward pass."""
+    """Run the forward pass without gradients."""
     with torch.no_grad():
         attention(*tensors)
 
 
 def run_both(attention: Callable, tensors: list[Tensor], grad: Tensor) -> None:
-    """Run forward and backward; the gradients of an earlier call are dropped first."""
+    """Drop the gradients of an earlier call, then run forward and backward."""
     for x in tensors:
         x.grad = None
     attention(*tensors).backward(grad)
@@ -118,7 +118,7 @@ def floors(q: Tensor, bandwidth: float) -> tuple[float, float]:
     Forward it reads q, k, v and writes the output. Backward it reads q, k, v and a gradient and writes three gradients.
 
     Args:
-        q: a tensor of the size of all of them.
+        q: the queries; keys, values, output and gradients have the same size.
         bandwidth: in bytes per second.
     """
     one_tensor = 1e3 * q.numel() * q.element_size() / bandwidth
@@ -239,10 +239,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="ROW",
         default=sorted(ATTENTION_REGISTRY),
-        help=f"NAME, NAME:OPTION=VALUE,... or {', '.join(CAUSAL)} (default: all registered attentions)",
+        help=f"NAME, NAME:OPTION=VALUE,OPTION=VALUE or {', '.join(CAUSAL)} (default: all registered attentions)",
     )
     parser.add_argument("--lengths", nargs="+", type=at_least_one, default=[512, 1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--tokens", type=int, default=1, help="tokens of a batch at every length (default: 1 sequence)")
+    parser.add_argument("--tokens", type=int, default=1, help="tokens per batch at every length (default: 1 sequence)")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeats", type=at_least_one, default=7)

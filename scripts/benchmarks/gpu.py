@@ -10,8 +10,8 @@ model      time and memory of a training step of RoBERTa-base
 training   two minutes of pre-training for each of three attentions, then SST-2; needs data-bin/wikitext-103 and glue
 
 A step that fails or takes too long does not stop the next one. If you run the same command again, it skips the steps
-that succeeded, starts the others again, and resumes the trainings. The output of each step is in OUT/logs, and the last
-lines of all of them are in OUT/report.txt.
+that succeeded, starts the others again, and resumes training runs. The output of each step is in OUT/logs, and the last
+lines of each are in OUT/report.txt.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MINUTES = {"kernels": 6, "attention": 5, "model": 5, "training": 13}  # the limi
 TESTS = Path(__file__).parents[2] / "tests/ops"
 KERNEL_TESTS = [str(TESTS / name) for name in ("test_backends.py", "backends/test_triton.py", "backends/test_gpu.py")]
 ATTENTIONS = ["lln", "lln_diag", "lln_diag:mix=joint_offset"]
-REPORTED_LINES = 60  # of the output of each step
+REPORTED_LINES = 60  # number of lines of each step's output in the report
 
 PRETRAINING = [
     "corpus=wikitext103",
@@ -101,7 +101,7 @@ def step_commands(out: Path) -> dict[str, list[str]]:
 
 
 def rehearsal_commands(out: Path) -> dict[str, list[str]]:
-    """Return the commands of the same steps with tiny sizes, for a CPU."""
+    """Return the commands of the steps in `step_commands` with tiny sizes, for a CPU."""
     one_fast_test = "without_variance_and_without_tokens"
     smoke_options = ["--smoke", "--no-memory", "--attentions", *ATTENTIONS]
     return {
@@ -138,7 +138,7 @@ def run_steps(args: argparse.Namespace) -> int:
     for name in args.steps:
         seconds = min(60 * MINUTES[name], end - time.monotonic())
         if seconds <= 0:
-            print(f"{name}: not started, the {args.minutes:g} minutes are over")
+            print(f"{name}: not started, the limit of {args.minutes:g} minutes has passed")
             continue
         print(f"{name} ...", flush=True)
         try:
@@ -171,7 +171,7 @@ def report_text(steps: Steps, names: list[str]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = program_parser("scripts/gpu_run.sh", __doc__)
     parser.add_argument("steps", nargs="*", metavar="step", help=f"{', '.join(MINUTES)} (default: all)")
-    parser.add_argument("--minutes", type=float, default=29.0, help="for all steps together (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=29.0, help="time limit of all steps (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: runs/gpu; runs/rehearsal with --rehearse")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU")
     args = parser.parse_args(argv)

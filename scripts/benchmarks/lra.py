@@ -5,7 +5,7 @@
 
 The model is that of configs/model/lra.yaml. Lengths and batch sizes are those of configs/lra, with the batch sizes
 divided by --divide for all attentions. The symbols are random, without padding. The paper reports the seconds of a
-whole training on a GPU that it does not name, so only the ratios to softmax can be compared.
+whole training run on a GPU that it does not name, so only the ratios to softmax can be compared.
 """
 
 import argparse
@@ -47,7 +47,7 @@ VOCABULARY = 264  # bytes or pixels, and special symbols
 
 
 class LraTraining(Training):
-    """A training of the model of configs/model/lra.yaml on a batch of args.task."""
+    """Training iterations of the model of configs/model/lra.yaml on a batch of args.task."""
 
     def build_model(self) -> Any:
         """Return the classification model, with two towers if a sample has two sequences."""

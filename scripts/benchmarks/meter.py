@@ -1,4 +1,4 @@
-"""Measurements and options that the benchmarks share: the time of a call, interleaved repeats, and peak memory."""
+"""Measure the time and the peak memory of calls, for all benchmarks, and define the options that they share."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from torch import Tensor
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.terminal import output_file
 
-MAX_SECONDS = 20.0  # a run that has taken longer in all is not repeated more than MIN_REPEATS times
+MAX_SECONDS = 20.0  # a call whose repeats took longer in total is not repeated more than MIN_REPEATS times
 MIN_REPEATS = 3
 MEMORY_LIMIT = 0.9  # of the free memory; a child process that needs more is out of memory
 OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "bad_alloc")
@@ -33,7 +33,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def add_device_options(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
-    """Add --device, --dtype (None by default), --no-memory (as `memory`) and --json."""
+    """Add --device, --dtype (None by default), --no-memory, which sets args.memory to False, and --json."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=dtypes, help="default: %(default)s")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure the peak memory")
@@ -82,12 +82,12 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
 
 @functools.cache
 def cache_sized_buffer() -> Tensor:
-    """Return 256 MB of GPU memory, more than the cache of any GPU holds. Every call returns the same buffer."""
+    """Return a buffer of 256 MB on the GPU, larger than the cache of any GPU. Every call returns the same buffer."""
     return torch.empty(2**28, dtype=torch.uint8, device="cuda")
 
 
 def copy_bandwidth(device: str, size: int = 2**30) -> float:
-    """Return how many bytes per second a copy of `size` bytes reads and writes, the median of ten copies."""
+    """Return the bytes per second that a copy of `size` bytes reads and writes in total, as a median of ten copies."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = [milliseconds(lambda: target.copy_(source), device) for _ in range(10)]
@@ -95,11 +95,11 @@ def copy_bandwidth(device: str, size: int = 2**30) -> float:
 
 
 def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats: int) -> dict[_Key, list[float]]:
-    """Return the times of every run in ms.
+    """Return the times in ms of every function in `runs`.
 
-    The runs are called in turn, repeat by repeat, so that a noisy machine slows all of them alike. A first round is not
-    timed. A run that has taken more than MAX_SECONDS in all is not repeated more than MIN_REPEATS times, so its list
-    may be shorter than `repeats`.
+    The functions are called in turn, repeat by repeat, so that a noisy machine slows all of them alike. A first round
+    is not timed. A function whose calls took more than MAX_SECONDS in total is not called more than MIN_REPEATS times,
+    so its list can be shorter than `repeats`.
     """
     times: dict[_Key, list[float]] = {key: [] for key in runs}
     for repeat in range(repeats + 1):
@@ -113,7 +113,7 @@ def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats:
 
 
 class OutOfMemory(Exception):
-    """A measured call needs more memory than there is."""
+    """A measured call needs more memory than is available."""
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -123,8 +123,8 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     its result must be picklable.
 
     Raises:
-        OutOfMemory: if memory runs out, or if the process is killed, as Linux does when there is no memory left.
-        Exception: any other exception of the function.
+        OutOfMemory: if memory runs out, or if the process is killed, as Linux does when no memory is left.
+        Exception: any other exception that the function raises.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lln_fairseq.attention"])
@@ -171,8 +171,8 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
 
     Args:
         device: "cuda", or "cpu", where the call runs in a child process.
-        prepare: returns the call that is measured; what it allocates itself is not counted.
-        arguments: of `prepare`.
+        prepare: returns the call that is measured. Memory that `prepare` itself allocates is not counted.
+        arguments: arguments of `prepare`.
 
     Raises:
         OutOfMemory: if there is not enough memory.
@@ -192,7 +192,7 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
 
 
 def _prepared_resident_peak(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
-    """Return the resident peak of the call that prepare(*arguments) returns."""
+    """Return the growth of the resident set at its peak during the call that prepare(*arguments) returns."""
     return resident_peak_of(prepare(*arguments))
 
 
@@ -210,9 +210,9 @@ def _read_kibibytes(key: str, file: Path = _PROCESS_STATUS) -> int:
 
 
 def growth(points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the exponent p of time ~ length^p between the shortest and the longest of the (length, time).
+    """Return the exponent p of time ~ length^p between the shortest and the longest of the points (length, time).
 
-    Returns None if there is only one length.
+    The result is None if there is only one length.
     """
     first, first_time = min(points)
     last, last_time = max(points)

@@ -2,11 +2,11 @@
 
     python -m scripts.benchmarks.model --preset tiny --json table2.json
 
-An iteration is forward, backward and optimizer step of the masked-LM loss on random tokens, 15% of them masked. All
-attentions take turns in the same model, repeat by repeat, and times are medians. `softmax` is torch's fused kernel,
-which fairseq's own RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fairseq did when the
-paper was written. float16 works as in fairseq: a half-precision model, float32 master weights, and a constant loss
-scale. Peak memory is reported by torch on a GPU; on a CPU it is the peak of the resident set of a child process.
+An iteration is a forward and a backward pass of the masked-LM loss on random tokens, 15% of them masked, and an
+optimizer step. All attentions take turns in the same model, repeat by repeat, and times are medians. `softmax` is
+torch's fused kernel, which fairseq's own RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as
+fairseq did when the paper was written. float16 works as in fairseq, with float32 master weights, but with a constant
+loss scale. Peak memory is reported by torch on a GPU; on a CPU it is the peak of the resident set of a child process.
 """
 
 import argparse
@@ -39,14 +39,14 @@ from scripts.terminal import at_least_one, program_parser
 
 PAPER_ROWS = ("nystrom:conv_kernel=33", "flash:form=quadratic")  # Nyströmformer as in the paper, and FLASH-Quad
 RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # with the recipes' attention dropout
-SMALL_VOCABULARY = 4000  # of the presets nano and tiny
+SMALL_VOCABULARY = 4000  # vocabulary size of the presets nano and tiny
 VOCABULARY = 50265
 
 
 def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callable[[], None]:
-    """Return a call that makes model and optimizer and runs two iterations.
+    """Return a function that builds model and optimizer and runs two iterations.
 
-    A short training of the tiny preset runs first, so that libraries that are loaded on first use are not measured.
+    The tiny preset is trained briefly first, so that libraries that are loaded on first use are not measured.
     """
     torch.set_num_threads(args.threads)
     tiny = argparse.Namespace(**vars(args) | {"preset": "tiny"})
@@ -55,7 +55,7 @@ def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callab
 
 
 def measure_length(rows: list[Row], length: int, args: argparse.Namespace) -> None:
-    """Fill in the memory (if args.memory) and the times of the rows, which all have that length.
+    """Measure the memory (if args.memory) and the times of the rows of one length, and set them in place.
 
     Rows that run out of memory get oom = True and are not timed.
     """
@@ -77,7 +77,7 @@ def measure_length(rows: list[Row], length: int, args: argparse.Namespace) -> No
 
 
 def attention_argument(text: str) -> str:
-    """Return the value of an argument unchanged if it is a mechanism that can be built; for argparse's `type`."""
+    """Return the argument unchanged if it names a mechanism that can be built; use it as `type` of argparse."""
     try:
         if text != MATRIX:
             check_attention_spec(text)
@@ -87,10 +87,10 @@ def attention_argument(text: str) -> str:
 
 
 def add_training_options(parser: argparse.ArgumentParser, attentions: list[str]) -> None:
-    """Add the options of a measured training. Call `set_device_defaults` on the parsed arguments.
+    """Add the options of a training benchmark. Call `set_device_defaults` on the parsed arguments.
 
     Args:
-        parser: gets the options.
+        parser: the parser to add them to.
         attentions: default of --attentions.
     """
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The tables that scripts/benchmarks/model.py prints, with the numbers of the paper's Table 2."""
+"""Format the tables that scripts/benchmarks/model.py prints, with the numbers of the paper's Table 2."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ PAPER_GIGABYTES = {
 class Row:
     """The results of one attention at one length: time of an iteration in ms and peak memory in bytes.
 
-    Both are None if they were not measured. `oom` means that memory ran out; both are None then.
+    A value that was not measured is None. If memory ran out, `oom` is True, and both values are None.
     """
 
     attention: str

@@ -1,7 +1,7 @@
-"""The training iterations that scripts/benchmarks/model.py measures, of one RoBERTa whose attentions are exchanged.
+"""Run the training iterations that scripts/benchmarks/model.py measures, on one RoBERTa with swapped attention modules.
 
-Mechanisms that replace whole layers take the place of RoBERTa's layers. Other differences of their models, such as a
-norm after the last layer or missing position embeddings, are too small to matter and are left out.
+Mechanisms that replace whole layers are swapped in for RoBERTa's layers. Other differences between their models and
+RoBERTa, such as a norm after the last layer or missing position embeddings, have too little effect to be modeled.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LOSS_SCALE = 128.0  # for float16
 
 
 class MatrixSoftmax(nn.Module):
-    """Softmax attention that builds the N x N matrix, as torch's own reference implementation does."""
+    """Wrap a softmax attention so that it builds the N x N matrix, with torch's own reference implementation."""
 
     def __init__(self, softmax: nn.Module) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class MatrixSoftmax(nn.Module):
 class Adam:
     """Adam with the recipe's settings.
 
-    Parameters in half precision, which must be all or none, have one flat float32 copy, as fairseq's --fp16 keeps it.
+    Half-precision parameters have one flat float32 copy, as with fairseq's --fp16. All parameters must have one dtype.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -74,10 +74,14 @@ class Adam:
 
 
 class Training:
-    """One model whose attentions are exchanged, its optimizers, and a batch of random tokens.
+    """One model whose attention modules are swapped, its optimizers, and a batch of random tokens.
 
-    A mechanism is added by name and then trained by that name. Its parameters have an optimizer of their own; RoBERTa's
-    layers have one that all attentions share, made when the first attention is added; the rest of the model has one.
+    `add` builds a mechanism by name, and `iteration` trains the model with it. There is one optimizer for each
+    mechanism's own parameters, one for RoBERTa's layers, which all attentions share, and one for the rest of the model.
+
+    Args:
+        args: the command line of a benchmark (see `add_training_options`)
+        length: tokens per sequence
     """
 
     def __init__(self, args: argparse.Namespace, length: int) -> None:
@@ -94,18 +98,18 @@ class Training:
         self.make_batch()
 
     def build_model(self) -> Any:
-        """Return a model of fairseq, whose classes have no types."""
+        """Return the RoBERTa, without attentions."""
         return fairseq_model(self.args, self.length)
 
     def make_batch(self) -> None:
-        """Draw random words and the positions that are masked, among them the first one of each sequence."""
+        """Draw random words, and the positions that are masked. The first position of each sequence always is."""
         words = self.random_words()
         masked = (torch.rand(words.shape) < MASKED_FRACTION).index_fill_(1, torch.tensor([0]), True)
         self.masked = masked.to(self.args.device)
         self.words = words.to(self.args.device)
 
     def random_words(self) -> Tensor:
-        """Return random symbols without special ones, (batch, length) int64 on the CPU."""
+        """Return random token ids without special symbols, (batch, length) int64 on the CPU."""
         return torch.randint(FIRST_WORD, self.args.vocabulary, (self.args.batch, self.length))
 
     def loss(self) -> Tensor:
@@ -159,7 +163,7 @@ class Training:
                 self.layers[number].self_attn.attention = module
 
     def iteration(self, name: str) -> None:
-        """Run forward, backward and optimizer step with a mechanism that was added."""
+        """Run forward, backward and optimizer step with a mechanism that `add` has built."""
         modules, optimizers = self.mechanisms[name]
         self.put_in_place(modules)
         for optimizer in optimizers:
@@ -177,7 +181,7 @@ def build_row_attention(name: str, **sizes: Any) -> Attention:
 
 
 def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
-    """Build RoBERTa with an identity as the attention of every layer; `options` are further options of the model."""
+    """Build RoBERTa with an identity in place of each attention; `options` are further options of the model."""
     lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     from fairseq.data import Dictionary
     from omegaconf import OmegaConf
@@ -196,10 +200,10 @@ def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
 
 
 def run_two_iterations(name: str, length: int, args: argparse.Namespace) -> None:
-    """Build a training with one mechanism and run two iterations: the state of the optimizer exists from the second."""
+    """Run two iterations with one mechanism, because the state of the optimizer only exists from the second one on."""
     training = args.training(args, length)
     training.add(name)
     if training.layers_adam is None:
-        training.roberta_layers.clear()  # replaced as a whole, they must not count in the memory of the mechanism
+        training.roberta_layers.clear()  # the mechanism replaced them, so its memory must not include them
     for _ in range(2):
         training.iteration(name)

@@ -3,9 +3,9 @@
     python -m scripts.benchmarks.prediction --presets tiny small --threads 1
 
 The models have random weights and two classes, the sentences are random words, and nothing is downloaded. The
-text-classification pipeline runs the same softmax model, exported for Hugging Face. Both start from text and end with
-labels and probabilities, which are compared before anything is timed. All variants are timed in turn, repeat by repeat,
-so that a noisy machine slows all of them alike, and times are medians.
+text-classification pipeline runs the same softmax model, exported for Hugging Face. Both map text to labels and
+probabilities, which are compared before anything is timed. All variants are timed in turn, repeat by repeat, so that a
+noisy machine slows all of them alike, and times are medians.
 """
 
 import argparse
@@ -32,24 +32,24 @@ from scripts.terminal import aligned, at_least_one, program_parser
 
 SOFTMAX = "softmax"  # the attention of the model that `predict` and the pipeline both run
 NUM_WORDS = 2000  # different words in the sentences
-NUM_PIECES = 1000  # of the tokenizer
+NUM_PIECES = 1000  # vocabulary size of the tokenizer
 LABELS = ("0", "1")
 MAX_POSITIONS = 512
 HEAD = "sentence_classification_head"
 BATCHES = (1, 32)  # batch sizes of the pipeline
-LONGEST = 40  # words of a sentence
+LONGEST = 40  # words of the longest sentence
 REPEATS = 7
 NUM_SINGLE = 20  # sentences that are predicted one by one; their mean is the time of one sentence
 SEED = 0
-TOLERANCE = 1e-4  # of probabilities
-NOISE = 0.1  # added to the initial weights, which would give all texts the same probability
+TOLERANCE = 1e-4  # largest difference of probabilities
+NOISE = 0.1  # scale of noise that is added to the weights, without which all texts would get the same probability
 
-Predict = Callable[[list[str]], list[float]]  # texts to their probabilities of the second class
+Predict = Callable[[list[str]], list[float]]  # maps texts to their probabilities of the second class
 
 
 @dataclass
 class Row:
-    """The results of one model: ms for one sentence, and sentences per second of many."""
+    """The results of one model: ms for a single sentence, and sentences per second for many at once."""
 
     preset: str
     model: str
@@ -65,19 +65,19 @@ def random_sentences(count: int, longest: int) -> list[str]:
     return [" ".join(generator.choices(words, weights, k=generator.randint(3, longest))) for _ in range(count)]
 
 
-def write_data(folder: Path) -> None:
+def write_data(directory: Path) -> None:
     """Write what `lln_fairseq.load` needs from a data directory: a tokenizer and the dictionaries."""
     model = train_sentencepiece(random_sentences(2000, LONGEST), NUM_PIECES)
     vocabulary = new_vocabulary(SentencePieceTokenizer(model))
-    (folder / "spm.model").write_bytes(model)
-    write_dictionary(folder / "input0", vocabulary.dictionary)
-    write_dictionary(folder / "label", "".join(f"{label} 1\n" for label in LABELS))
+    (directory / "spm.model").write_bytes(model)
+    write_dictionary(directory / "input0", vocabulary.dictionary)
+    write_dictionary(directory / "label", "".join(f"{label} 1\n" for label in LABELS))
 
 
-def write_dictionary(folder: Path, text: str) -> None:
-    """Make the folder and write its dict.txt."""
-    folder.mkdir()
-    (folder / "dict.txt").write_text(text, encoding="utf-8")
+def write_dictionary(directory: Path, text: str) -> None:
+    """Create the directory and write `text` as its dict.txt."""
+    directory.mkdir()
+    (directory / "dict.txt").write_text(text, encoding="utf-8")
 
 
 def write_checkpoint(path: Path, data: Path, preset: str, attention: str) -> None:
@@ -115,18 +115,18 @@ def write_checkpoint(path: Path, data: Path, preset: str, attention: str) -> Non
 
 
 def checkpoint_predict(checkpoint: Path, data: Path) -> Predict:
-    """Load a checkpoint and return its `predict` as a function to the probabilities of the second class."""
+    """Load a checkpoint, and return its `predict` as a function from texts to probabilities of the second class."""
     model = lln_fairseq.load(checkpoint, data)
     return lambda texts: [_probability_of_second(one.label, one.probability) for one in model.predict(texts)]
 
 
-def pipeline_predict(folder: Path, batch_size: int) -> Predict:
-    """Load an exported model and return its pipeline as a function to the probabilities of the second class."""
+def pipeline_predict(directory: Path, batch_size: int) -> Predict:
+    """Load an exported model, and return its pipeline as a function from texts to the same probabilities."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipeline = transformers.pipeline("text-classification", model=str(folder), device=device)
+    pipeline = transformers.pipeline("text-classification", model=str(directory), device=device)
 
     def predict(texts: list[str]) -> list[float]:
         results = pipeline(texts, batch_size=batch_size)
@@ -154,26 +154,26 @@ def check_same_predictions(predict: Predict, pipeline: Predict, texts: list[str]
         )
 
 
-def build_variants(preset: str, folder: Path, data: Path) -> dict[str, Predict]:
-    """Return the models to time by name; writes their checkpoints and the exported model to the folder."""
+def build_variants(preset: str, directory: Path, data: Path) -> dict[str, Predict]:
+    """Write the checkpoints and the exported model to the directory, and return the variants to time, by name."""
     from lln_fairseq.conversion.export import export
 
     predicts: dict[str, Predict] = {}
     for attention in (SOFTMAX, "lln_diag"):
-        checkpoint = folder / f"{preset}_{attention}.pt"
+        checkpoint = directory / f"{preset}_{attention}.pt"
         write_checkpoint(checkpoint, data, preset, attention)
         predicts[f"predict, {attention}"] = checkpoint_predict(checkpoint, data)
-    export(folder / f"{preset}_{SOFTMAX}.pt", folder / f"{preset}_hf", data)
+    export(directory / f"{preset}_{SOFTMAX}.pt", directory / f"{preset}_hf", data)
     for batch_size in BATCHES:
-        predicts[f"pipeline, batches of {batch_size}"] = pipeline_predict(folder / f"{preset}_hf", batch_size)
+        predicts[f"pipeline, batches of {batch_size}"] = pipeline_predict(directory / f"{preset}_hf", batch_size)
     return predicts
 
 
-def measure_preset(preset: str, folder: Path, data: Path, args: argparse.Namespace) -> list[Row]:
+def measure_preset(preset: str, directory: Path, data: Path, args: argparse.Namespace) -> list[Row]:
     """Time all variants of a preset and return a row for each."""
     texts = random_sentences(args.sentences, LONGEST)
     single_texts = texts[:NUM_SINGLE]
-    predicts = build_variants(preset, folder, data)
+    predicts = build_variants(preset, directory, data)
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
     for name, predict in predicts.items():
         if name.startswith("pipeline"):
@@ -190,6 +190,7 @@ def measure_preset(preset: str, folder: Path, data: Path, args: argparse.Namespa
 
 
 def predict_one_by_one(predict: Predict, texts: list[str]) -> None:
+    """Call `predict` once for each text."""
     for text in texts:
         predict([text])
 
@@ -218,12 +219,12 @@ def benchmark(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        data = folder / "data"
+        directory = Path(temporary)
+        data = directory / "data"
         data.mkdir()
         write_data(data)
         for preset in args.presets:
-            rows += measure_preset(preset, folder, data, args)
+            rows += measure_preset(preset, directory, data, args)
             print(f"{preset} done", file=sys.stderr)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     table = results_table(rows, args.sentences)

@@ -4,9 +4,9 @@
 
 Every worker is a process (gloo) with its shard of the tokens. It runs forward and backward of an encoder layer with the
 attention of --attention, once to measure the memory and then three times to measure the time. The time is that of the
-slowest worker. The memory is the growth of a worker's resident set at its peak, the largest of all workers. Sent bytes
-are those that a worker passes to the collectives of one forward and backward pass. Unlike in a training, freed memory
-goes back to the system.
+slowest worker. The memory is the growth of the resident set at its peak, for the worker that needs most. Sent bytes are
+those that a worker passes to the collectives of one forward and backward pass. Unlike in training, freed memory is
+returned to the system.
 """
 
 import argparse
@@ -41,7 +41,7 @@ COLLECTIVES = {"all_gather": 1, "all_reduce": 0}  # the position of the argument
 
 @dataclass
 class Row:
-    """The results of one length: seconds of forward and backward, and bytes of memory and of messages."""
+    """The results of one length: seconds of forward and backward, and bytes of memory and of sent messages."""
 
     tokens: int
     seconds: float
@@ -65,9 +65,9 @@ def build_layer(args: argparse.Namespace, tokens: int) -> LLNEncoderLayer:
 
 
 def count_sent_bytes() -> list[int]:
-    """Patch torch's collectives for the rest of the process and return a list.
+    """Patch torch's collectives for the rest of the process, and return a list of bytes.
 
-    Every later call appends the number of bytes that this worker passes to it.
+    Every later call of a collective appends the number of bytes that this worker passes to it.
     """
     sent: list[int] = []
 
@@ -83,11 +83,11 @@ def count_sent_bytes() -> list[int]:
     return sent
 
 
-def run_worker(rank: int, args: argparse.Namespace, tokens: int, folder: str) -> None:
+def run_worker(rank: int, args: argparse.Namespace, tokens: int, directory: str) -> None:
     """Measure in the process of one worker and write {rank}.json: seconds of each repeat, peak and sent bytes."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    store = dist.FileStore(f"{folder}/store", args.workers)
+    store = dist.FileStore(f"{directory}/store", args.workers)
     dist.init_process_group("gloo", store=store, world_size=args.workers, rank=rank)
     layer = build_layer(args, tokens)
     attention = layer.self_attn.attention
@@ -103,7 +103,7 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, folder: str) ->
     def random_hidden(count: int) -> Tensor:
         return torch.randn(count, 1, layer.embed_dim, requires_grad=True)
 
-    run(random_hidden(256))  # so that libraries that are loaded on first use are not measured
+    run(random_hidden(256))  # loads the libraries that are loaded on first use, so that they are not measured
     x = random_hidden(end - first)
     peak = resident_peak_of(lambda: run(x))
     seconds = []
@@ -112,22 +112,22 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, folder: str) ->
         start = time.perf_counter()
         run(x)
         seconds.append(time.perf_counter() - start)
-    Path(folder, f"{rank}.json").write_text(json.dumps({"seconds": seconds, "peak": peak, "sent": sum(sent)}))
+    Path(directory, f"{rank}.json").write_text(json.dumps({"seconds": seconds, "peak": peak, "sent": sum(sent)}))
 
 
 def measure_length(args: argparse.Namespace, tokens: int) -> Row:
-    """Run all workers on a sequence of that length.
+    """Run all workers on a sequence of `tokens` tokens, and return the results.
 
     Raises:
         UserError: if a worker ends early, for example because memory ran out.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         try:
-            processes.spawn(run_worker, (args, tokens, folder), nprocs=args.workers)
+            processes.spawn(run_worker, (args, tokens, directory), nprocs=args.workers)
         except (processes.ProcessExitedException, processes.ProcessRaisedException) as error:
             reason = str(error).strip().splitlines()[-1]
             raise UserError(f"{tokens} tokens: a worker failed, perhaps because memory ran out: {reason}") from error
-        results = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.workers)]
+        results = [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(args.workers)]
     seconds_of_workers = [worker["seconds"] for worker in results]
     seconds = [max(times) for times in zip(*seconds_of_workers, strict=True)]
     peak = max(worker["peak"] for worker in results)
@@ -172,7 +172,7 @@ def benchmark(args: argparse.Namespace) -> None:
     """Measure all lengths, shortest first, and print the table.
 
     Raises:
-        UserError: if the attention does not exist or cannot share a sequence over workers, or if memory runs out.
+        UserError: if the attention does not exist or cannot split a sequence across workers, or if memory runs out.
     """
     try:
         layer = build_layer(args, 1)
@@ -180,7 +180,7 @@ def benchmark(args: argparse.Namespace) -> None:
         raise UserError(str(error)) from error
     if layer.self_attn.attention.shard_multiple is None:
         raise UserError(
-            f"--attention {args.attention} cannot share a sequence over workers: use lln, block_diag or lln_diag"
+            f"--attention {args.attention} cannot split a sequence across workers: use lln, block_diag or lln_diag"
         )
     rows = []
     for tokens in sorted(args.tokens):

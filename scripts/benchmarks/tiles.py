@@ -5,8 +5,8 @@
 
 A tile is the number of rows, warps, stages and registers of a kernel, see lln_fairseq/ops/backends/triton/launch.py.
 Each candidate replaces the current tile, and the forward or backward pass that the kernel belongs to is timed. The
-fastest tile stays in place while the following kernels are timed. Candidates that fail or change the results are left
-out.
+fastest tile stays in place while the following kernels are timed. Candidates that fail or change the results are
+rejected.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from scripts.benchmarks.meter import milliseconds, relative_rms
 from scripts.terminal import program_parser
 
-# The pass in which each kernel is timed: the mix (None: LLN without blocks), whether backward too, tokens of a block.
+# For each kernel, the pass in which it is timed: mix (None: LLN without blocks), True to run backward too, block size.
 PASSES = {
     "state": (None, False, 64),
     "out": (None, False, 64),
@@ -56,7 +56,7 @@ def run_pass(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def candidate_tiles(current: Tile) -> list[Tile]:
-    """Return the tiles to try: 16 to 128 rows, which are half, as many or twice as many as now; other warps, stages."""
+    """Return the tiles to try: half, the same or twice the rows, from 16 to 128, with several warps and stages."""
     tiles = []
     for rows in (current.rows // 2, current.rows, 2 * current.rows):
         for warps in (4, 8):
@@ -71,10 +71,10 @@ def find_best_tile(key: tuple[int, int, int], kernel: str, inputs: list[Tensor],
     The fastest stays in launch.TILES of this process.
 
     Args:
-        key: of launch.TILES.
+        key: key of launch.TILES.
         kernel: a field of launch.Tiles.
         inputs: q, k and v, (B, H, N, D).
-        repeats: of each pass; medians count.
+        repeats: number of timed passes; tiles are compared by their medians.
     """
     current = getattr(launch.TILES[key], kernel)
     expected = run_pass(kernel, *inputs)
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = program_parser("python -m scripts.benchmarks.tiles", __doc__)
     parser.add_argument("--kernels", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per batch (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a trial in the interpreter")

@@ -1,1 +1,1 @@
-"""What scripts/*.sh start: trainings one after the other, what is finished skipped, and their tables."""
+"""Run the experiments that scripts/*.sh start: series of training runs, with tables of their results."""

@@ -2,11 +2,11 @@
 
     python -m scripts.experiments.conversion TEACHER DATA OUT --steps 0 100 --lengths 64 128 512 --seeds 1 2
 
-TEACHER and DATA are those of lln-fairseq linearize. Each row of the table is a transfer of its own: a variant of the
-attention, a number of steps and a seed. For held-out texts of each length it shows the cosine between the mean-pooled
-vectors and the teacher's, the share of texts whose nearest other text is the same, and with --masked the share of
-masked tokens that the language model restores. --whole takes each line of the data, such as a protein, as one text.
-Rows in OUT/conversion.json are not measured again.
+TEACHER and DATA are those of lln-fairseq linearize. Each row of the table is one conversion: a variant of the attention
+that is trained for a number of steps with a seed. For held-out texts of each length it shows the cosine between the
+mean-pooled vectors and the teacher's, the fraction of texts that have the same nearest text, and with --masked the
+fraction of masked tokens that the language model predicts correctly. --whole treats each line of the data, such as a
+protein, as one text. Rows in OUT/conversion.json are not measured again.
 """
 
 import argparse
@@ -44,7 +44,7 @@ FIRST_WORD = 4  # fairseq's special symbols have the ids 0 to 3
 
 
 class LineStream(TokenStream):
-    """A token stream whose batches hold whole lines, each with its </s>, padded to one length."""
+    """A token stream whose batches hold whole lines of `texts`, each with its </s>, padded to one length."""
 
     def __init__(self, texts: TokenStream, pad: int) -> None:
         super().__init__(texts.tokens, texts.bos, texts.eos)
@@ -56,8 +56,8 @@ class LineStream(TokenStream):
         """Draw lines of fewer than `length` tokens.
 
         Args:
-            count: number of lines; a line may be drawn more than once.
-            length: length of the batch, with <s> in front of each line.
+            count: number of lines, drawn with replacement.
+            length: number of tokens per row of the batch, including <s> in front of the line.
             generator: draws the lines.
 
         Returns:
@@ -77,13 +77,13 @@ class LineStream(TokenStream):
         return batch
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
-        """Draw as many lines of up to `longest` tokens as fit into `tokens`, at least one."""
+        """Draw as many lines of fewer than `longest` tokens as fit into `tokens`, at least one."""
         return self.batch(max(1, tokens // longest), longest, generator)
 
 
 @torch.no_grad()
 def masked_accuracy(model: Any, batches: Sequence[Tensor], mask: int) -> float:
-    """Return the share of masked tokens that the language model predicts correctly.
+    """Return the fraction of masked tokens that the language model predicts correctly.
 
     Args:
         model: masked language model.
@@ -100,10 +100,10 @@ def masked_accuracy(model: Any, batches: Sequence[Tensor], mask: int) -> float:
 
 
 class ConversionExperiment:
-    """The experiment with its results, which are stored after every row.
+    """Measure all rows of the table, and store them in OUT/conversion.json after each one.
 
     Raises:
-        UserError: if OUT/conversion.json has rows of other settings.
+        UserError: if OUT/conversion.json has rows that were measured with other settings.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -117,7 +117,7 @@ class ConversionExperiment:
         if self.file.exists():
             stored = json.loads(self.file.read_text())
             if stored["settings"] != self.settings:
-                raise UserError(f"{self.file} has rows of other settings: choose another OUT")
+                raise UserError(f"{self.file} has rows that were measured with other settings: choose another OUT")
             self.rows = stored["rows"]
 
         lln_fairseq.register()  # before fairseq is imported: it configures the root logger
@@ -149,7 +149,7 @@ class ConversionExperiment:
         print(self.format_table())
         if self.args.masked:
             accuracies = [masked_accuracy(self.model, texts.batches, self.mask) for texts in self.held_out]
-            print("masked tokens that the teacher restores:", *(f"{accuracy:.3f}" for accuracy in accuracies))
+            print("masked tokens that the teacher predicts:", *(f"{accuracy:.3f}" for accuracy in accuracies))
 
     def measure_row(self, variant: str, steps: int, seed: int) -> dict[str, Any]:
         """Train the students of a variant and return their `quality`: a list of MEASURES for each length."""
@@ -197,13 +197,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("data", type=Path, help="text binarized with its tokenizer")
     parser.add_argument("out", type=Path, help="directory of the results")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--steps", type=int, nargs="+", default=[0, 100], help="steps of transfer (%(default)s)")
+    parser.add_argument("--steps", type=int, nargs="+", default=[0, 100], help="training steps (%(default)s)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512], help="in tokens (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of an update (%(default)s)")
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate of Adam (%(default)s)")
-    parser.add_argument("--masked", action="store_true", help="also restore masked tokens; needs a language model")
-    parser.add_argument("--whole", action="store_true", help="take each line as one text")
+    parser.add_argument("--masked", action="store_true", help="also predict masked tokens; needs a language model")
+    parser.add_argument("--whole", action="store_true", help="treat each line as one text")
     parser.add_argument("--block-size", type=int, default=32, help="in tokens (%(default)s)")
     args = parser.parse_args(argv)
     disable_malloc_trim()

@@ -4,7 +4,7 @@
     scripts/glue_all.sh runs/pretrain_lln_diag/checkpoint_best.pt --seeds "1 2 3 4 5" attention=lln_diag run=gpu1
 
 finetune_mnli.sh, finetune_qnli.sh and finetune_qqp.sh do the same for their tasks. glue_all.sh takes several tasks and
-seeds, skips what is finished, and prints the paper's Table 1. Results are written to glue/TASK/seedN beside the
+seeds, skips finished runs, and prints the paper's Table 1. Results are written to glue/TASK/seedN next to the
 checkpoint, unless you give checkpoint.save_dir for a single task. To prepare the data: python -m data_prep.glue --help
 """
 
@@ -30,11 +30,11 @@ def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> No
     Args:
         task: name of a recipe in configs/glue.
         checkpoint: model to start from.
-        seed: seed of the fine-tuning.
+        seed: seed of the run.
         overrides: further settings; `checkpoint.save_dir` replaces the default directory.
 
     Raises:
-        UserError: for an unknown task, results of other settings, or a failed training or evaluation.
+        UserError: if the task is unknown, the directory holds results of other settings, or a program fails.
     """
     check_task("glue", task)
     out = Path(last_value(SAVE_DIR, overrides) or checkpoint.parent / "glue" / task / f"seed{seed}")
@@ -50,10 +50,10 @@ def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
     """Fine-tune on every task with every seed, print the paper's Table 1 and return its exit code.
 
     Raises:
-        UserError: if the overrides name a directory, and as `finetune` does.
+        UserError: if the overrides name a directory, or if `finetune` raises it.
     """
     if last_value(SAVE_DIR, overrides):
-        raise UserError("glue_all.sh takes no checkpoint.save_dir: every task and seed has its own directory")
+        raise UserError("glue_all.sh does not accept checkpoint.save_dir: every task and seed has its own directory")
     checkpoint = require_checkpoint(args.checkpoint)
     for task, seed in itertools.product(args.tasks.split(), args.seeds):
         finetune(task, checkpoint, seed, overrides)
@@ -66,7 +66,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def require_checkpoint(path: str | None) -> Path:
-    """Return the path of an existing checkpoint; raise UserError if it is None or no file."""
+    """Return the path of an existing checkpoint; raise UserError if it is None or not a file."""
     if path is None:
         raise UserError("which checkpoint? for example runs/pretrain_lln_diag/checkpoint_best.pt (see --help)")
     if not Path(path).is_file():

@@ -1,6 +1,6 @@
-"""Run the quickstart with a real pre-trained encoder: all-MiniLM-L6-v2 becomes linear and learns the demo's reviews.
+"""Run the quickstart with a real encoder: linearize all-MiniLM-L6-v2, and fine-tune it on the demo's reviews.
 
-Three models are fine-tuned in the same way: the encoder with its softmax, the encoder with LLN+Diag swapped in without
+Three models are fine-tuned in the same way: the original softmax encoder, the encoder with LLN+Diag swapped in without
 training, and the encoder that `lln-fairseq linearize` has trained on the demo's text.
 """
 
@@ -23,18 +23,18 @@ TEACHER = "softmax"
 OPTIONS = {"mix": "joint_offset", "gain": "learned", "block_size": "32"}
 DEVICE = "gpu1" if torch.cuda.is_available() else "cpu"
 TRANSFER_STEPS = 200
-TRANSFER_LENGTH = "128"  # tokens of the longest text of the transfer; the demo's sentences have 27 on average
+TRANSFER_LENGTH = "128"  # tokens of the longest training text of linearize; the demo's sentences have 27 on average
 
 
 def seed_suffix(seed: int) -> str:
-    """Return the end of a fine-tuning's name, which keeps the results of several seeds apart; empty for seed 1."""
+    """Return the suffix that tells the fine-tuning runs of several seeds apart; empty for seed 1."""
     if seed == 1:
         return ""
     return f"_seed{seed}"
 
 
 class FromPretrained:
-    """The experiment: all its steps write into OUT/from_minilm, and finished steps are skipped."""
+    """Run the steps of the experiment. All of them write into OUT/from_minilm, and finished steps are skipped."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args

@@ -30,11 +30,11 @@ def train_task(task: str, seed: int, overrides: list[str]) -> None:
 
     Args:
         task: name of a recipe in configs/lra.
-        seed: seed of the training.
+        seed: seed of the run.
         overrides: further settings; `checkpoint.save_dir` replaces the default directory.
 
     Raises:
-        UserError: for an unknown task, results of other settings, or a failed training or evaluation.
+        UserError: if the task is unknown, the directory holds results of other settings, or a program fails.
     """
     check_task("lra", task)
     attention = last_value("attention", overrides) or DEFAULT_ATTENTION
@@ -48,10 +48,10 @@ def train_all_tasks(args: argparse.Namespace, overrides: list[str]) -> int:
     """Train every attention on every task with every seed, print the paper's Table 5 and return its exit code.
 
     Raises:
-        UserError: if the overrides name an attention or a directory, and as `train_task` does.
+        UserError: if the overrides name an attention or a directory, or if `train_task` raises it.
     """
     if last_value(SAVE_DIR, overrides) or last_value("attention", overrides):
-        raise UserError("lra_all.sh takes neither attention= nor checkpoint.save_dir=: use --attentions")
+        raise UserError("lra_all.sh accepts neither attention= nor checkpoint.save_dir=: use --attentions")
     tasks = args.tasks.split()
     for task in tasks:
         check_task("lra", task)

@@ -1,4 +1,4 @@
-"""Show the progress of a training: a bar on a terminal, and a line every half minute in a file or a pipe."""
+"""Show the progress of training: a bar on a terminal, and a line every half minute in a file or a pipe."""
 
 import sys
 
@@ -7,7 +7,7 @@ from tqdm import tqdm
 SECONDS_BETWEEN_LINES = 30.0
 
 
-class LineStream:
+class ProgressLines:
     """A replacement for standard error that prints each state of a tqdm bar on a line of its own."""
 
     def write(self, text: str) -> None:
@@ -19,19 +19,14 @@ class LineStream:
 
 
 def progress_bar(name: str, updates: int | None = None) -> tqdm:
-    """Return a progress bar for a step.
-
-    Args:
-        name: label in front of the bar.
-        updates: number of updates if the step is a training, else None.
-    """
+    """Return a progress bar labeled `name`; `updates` is the total number, or None for a step that does not train."""
     if sys.stderr.isatty():
         return tqdm(total=updates, desc=name, unit="update", dynamic_ncols=True)
     return tqdm(
         total=updates,
         desc=name,
         unit="update",
-        file=LineStream(),
+        file=ProgressLines(),
         ncols=100,
         position=0,
         mininterval=SECONDS_BETWEEN_LINES,
@@ -41,7 +36,7 @@ def progress_bar(name: str, updates: int | None = None) -> tqdm:
 
 
 def show_update(bar: tqdm, updates: int, loss: str) -> None:
-    """Move the bar to the number of updates that a training has made, and show its current loss in bits."""
+    """Move the bar to the number of completed updates, and show the current loss in bits."""
     if not bar.n:
         bar.initial = updates  # the estimate of the remaining time leaves out updates of an earlier, interrupted run
     bar.set_postfix_str(f"loss {loss} bits", refresh=False)

@@ -1,6 +1,6 @@
 """Prepare the demo data, pre-train, fine-tune, evaluate, and print a table. scripts/quickstart.sh starts this program.
 
-Finished steps are kept: a second run does only what is missing, and an interrupted training resumes.
+Run an interrupted command again to continue it: finished steps are skipped, and training resumes.
 """
 
 import argparse
@@ -27,12 +27,12 @@ ATTENTION = "lln_diag"
 BASELINE = "softmax"
 READING = """
 Half a million tokens of pre-training do not help this task; --compare shows the same model without pre-training. To see
-a real pre-trained encoder, and how it becomes linear: scripts/quickstart.sh --from-pretrained"""
+a real pre-trained encoder, and how it is linearized: scripts/quickstart.sh --from-pretrained"""
 
 
 @dataclass
 class Variant:
-    """A model of the comparison: one column of the table."""
+    """A model that is fine-tuned: one column of the table."""
 
     name: str
     attention: str
@@ -40,7 +40,7 @@ class Variant:
 
 
 class Quickstart:
-    """The experiment: all its steps write into OUT, and finished steps are skipped."""
+    """Run the steps of the experiment. All of them write into OUT, and finished steps are skipped."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -68,6 +68,7 @@ class Quickstart:
         print(f"\ncurves: {pictures}\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {self.out}")
 
     def variants(self) -> list[Variant]:
+        """Return the models to fine-tune: LLN+Diag; with --compare also softmax, and LLN+Diag not pre-trained."""
         suffix = seed_suffix(self.args.seed)
         variants = [Variant(ATTENTION + suffix, ATTENTION)]
         if self.args.compare:
@@ -161,7 +162,7 @@ def _pretraining_curves(out: Path, attention: str) -> dict[str, Curve]:
 
 
 def _pretraining_loss(out: Path, variant: Variant, index: int) -> str:
-    """Return the first (0) or last (-1) valid loss of a variant's pre-training, "-" if there is none."""
+    """Return the first (0) or last (-1) valid loss of a variant's pre-training, or "-" if it has none."""
     if not variant.pretrained:
         return "-"
     curve = _pretraining_curves(out, variant.attention).get("valid/loss")
@@ -176,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--from-pretrained",
         action="store_true",
-        help="instead: download all-MiniLM-L6-v2 (84 MB), linearize it and compare it with its softmax",
+        help="instead: download all-MiniLM-L6-v2 (84 MB), linearize it and compare it with the original",
     )
     parser.add_argument("--archive", help="local copy of the demo's source archive, for machines without a network")
     parser.add_argument("--data", default="data-bin/demo", help="directory of the demo data (default: %(default)s)")
@@ -185,9 +186,9 @@ def main(argv: list[str] | None = None) -> int:
         "--seed",
         type=int,
         default=1,
-        help="seed of the fine-tunings (default: %(default)s); another seed in the same --out repeats only them",
+        help="seed of fine-tuning (default: %(default)s); another seed in the same --out repeats only fine-tuning",
     )
-    parser.add_argument("--updates", type=int, help="at most so many updates a training: a quick try of everything")
+    parser.add_argument("--updates", type=int, help="maximum updates of each run, to try everything quickly")
     args = parser.parse_args(argv)
     experiment = FromPretrained if args.from_pretrained else Quickstart
     return run_main(lambda: experiment(args).run_all(), "\ninterrupted; run the same command again to continue")

@@ -1,4 +1,4 @@
-"""Write, read, store and compare the settings of a training, which are Hydra overrides such as `common.seed=1`."""
+"""Write, read, store and compare the settings of a run, which are Hydra overrides such as `common.seed=1`."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from lln_fairseq.command import UserError
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.training.recipes import CONFIGS
 
-SETTINGS_FILE = "settings.json"  # stored beside a result
+SETTINGS_FILE = "settings.json"  # stored next to a result
 # Settings that do not change a result: the device, the directory, and the names of the scored splits.
 WITHOUT_EFFECT = ("run=", "checkpoint.save_dir=", "--split=")
 
@@ -53,11 +53,10 @@ def save_settings(directory: Path, settings: list[str]) -> None:
 
 
 def is_complete(result: Path, settings: list[str]) -> bool:
-    """Return True if a result file exists.
+    """Return True if a result file exists. A result without stored settings is accepted.
 
     Raises:
-        UserError: if the stored settings of the result are not the given ones. A result without stored settings is
-            accepted.
+        UserError: if the stored settings of the result differ from `settings`.
     """
     if not result.is_file():
         return False
@@ -74,10 +73,10 @@ def check_settings(subject: str, before: Iterable[str], now: Iterable[str], opti
     Settings without an effect on results, such as the device, are not compared.
 
     Args:
-        subject: beginning of the message: what has the earlier settings.
+        subject: start of the error message, which names the earlier run or its result.
         before: settings of the earlier run.
         now: settings of the present run.
-        option: option that would choose another directory, named in the message.
+        option: option that chooses another directory, for the error message.
     """
     settings_before = [word for word in before if not word.startswith(WITHOUT_EFFECT)]
     settings_now = [word for word in now if not word.startswith(WITHOUT_EFFECT)]

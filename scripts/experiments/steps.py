@@ -22,9 +22,9 @@ class StepFailed(UserError):
 
 
 class Steps:
-    """A runner of steps that may be called from several threads.
+    """Run the steps of an experiment in the directory `out`, also from several threads at once.
 
-    It stores wall times and commands in OUT/times.json and the output of each step in OUT/logs.
+    Wall times and commands are stored in out/times.json, and the output of each step in out/logs.
     """
 
     def __init__(self, out: Path) -> None:
@@ -49,12 +49,12 @@ class Steps:
         Args:
             name: name of the step, unique in the directory.
             command: program and arguments.
-            total_updates: number of updates for the progress bar, if the step is a training.
+            total_updates: number of updates for the progress bar, if the step trains a model.
             environment: variables added to those of this process.
             timeout: seconds after which the command gets SIGTERM, so that the step fails.
 
         Raises:
-            StepFailed: if the command failed, with the last line that it printed, or if `stop` was called before.
+            StepFailed: if the command fails, with the last line that it printed, or if `stop` was called before.
             UserError: if the step has already succeeded with another command.
         """
         # The stored command depends neither on the Python that runs it nor on the name of the output directory.
@@ -79,7 +79,7 @@ class Steps:
         self._store(name, time.monotonic() - start, words)
 
     def stop(self) -> None:
-        """Terminate the running commands and let no further command start."""
+        """Terminate the running commands, and prevent others from starting."""
         with self._lock:
             self._stopped = True
             for process in self._running:
@@ -152,8 +152,8 @@ def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
     """Read OUT/times.json.
 
     Returns:
-        Wall times in seconds by step, and commands by step. Both are empty if the file does not exist. A step without a
-        command, such as the installation, has only a time.
+        Wall times in seconds by step, and commands by step. Both are empty if the file does not exist. A step that did
+        not run as a command, such as the installation, has only a time.
     """
     if not file.exists():
         return {}, {}
@@ -164,7 +164,7 @@ def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
 
 
 def training_command(stage: str, save_dir: Path, *overrides: str) -> list[str]:
-    """Return the command of a training with configs/STAGE.yaml; it resumes if it was interrupted."""
+    """Return the command of a run with configs/STAGE.yaml; run it again to resume an interrupted run."""
     return [
         sys.executable,
         "-m",
@@ -195,7 +195,7 @@ def evaluation_command(directory: Path, splits: Iterable[str]) -> list[str]:
 def finetune_and_score(
     steps: Steps, name: str, directory: Path, overrides: Sequence[str], updates: int
 ) -> dict[str, dict[str, float]]:
-    """Run a fine-tuning and its evaluation as two steps.
+    """Fine-tune a model and evaluate it, as two steps.
 
     Args:
         steps: runs both.
@@ -214,17 +214,17 @@ def finetune_and_score(
 
 
 def train_and_score(name: str, out: Path, command: list[str], settings: list[str], splits: Sequence[str]) -> None:
-    """Run a training and score its best checkpoint, unless its scores exist.
+    """Train a model and score its best checkpoint, unless its scores exist.
 
     Args:
-        name: name of the training in the message that it was done before.
+        name: name of the run, for the message that it was done before.
         out: directory of the checkpoints and of the scores, SPLIT.json.
-        command: command of the training.
-        settings: settings that the scores depend on, stored beside them.
+        command: command that trains the model.
+        settings: settings that the scores depend on, stored next to them.
         splits: splits of the data to score.
 
     Raises:
-        UserError: if the scores of other settings exist, or if the training or the evaluation fails.
+        UserError: if the directory holds scores of other settings, or if training or evaluation fails.
     """
     last_written = out / f"{splits[-1]}.json"
     if is_complete(last_written, settings):
@@ -236,11 +236,7 @@ def train_and_score(name: str, out: Path, command: list[str], settings: list[str
 
 
 def prepare_demo_data(directory: str, archive: str | None) -> None:
-    """Build the demo data unless the directory has it.
-
-    Args:
-        directory: directory of the data.
-        archive: local copy of the source archive, or None to download it.
+    """Build the demo data unless the directory has it. `archive` is a copy of its source; None downloads it.
 
     Raises:
         UserError: if the program failed; it has printed the reason.

@@ -3,12 +3,12 @@
     python -m scripts.experiments.vit --out runs/vit                            # scikit-learn's digits
     python -m scripts.experiments.vit --out runs/cats --images cats-and-dogs --side 224 --patch 32
 
-The directory of --images has one folder of pictures per class. 60 % of each class are for training, 15 % are dev rows
-and 25 % test rows, the same in every run. With --images the model has the paper's size, 12 layers of 128; the digits
-have a smaller one. Finished runs and epochs are kept: run an interrupted command again to continue it.
+The directory of --images has one folder of pictures per class. Of each class, 60 % are for training, 15 % for
+validation (dev) and 25 % for testing, the same in every run. With --images the model has the paper's size, 12 layers of
+width 128; the digits get a smaller one. Run an interrupted command again to continue it after the last finished epoch.
 
     OUT/NAME/seedN/result.json    losses, accuracies, α and β by epoch
-    OUT/figure_9.png, .csv        α and β of every layer during the training, a row for each run of LLN
+    OUT/figure_9.png, .csv        α and β of every layer during training, a row for each run of LLN
     OUT/figure_10.png, .csv       accuracy on dev against α, fixed (--fixed) or matched; with --fp16, on a GPU, the
                                   inverse loss scale
 """
@@ -34,7 +34,7 @@ DIGITS_SIZES = {"layers": 4, "width": 64, "heads": 4, "patch": 2}
 
 
 class ViTExperiment:
-    """All runs of the program, for one set of pictures."""
+    """Train every attention with every seed on one data set, and compare the results."""
 
     def __init__(self, args: argparse.Namespace, pictures: Pictures) -> None:
         self.args = args
@@ -105,7 +105,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = program_parser("python -m scripts.experiments.vit", __doc__)
     parser.add_argument("--out", default="runs/vit", help="directory of all results (default: %(default)s)")
     parser.add_argument("--images", type=Path, metavar="DIR", help="one folder of pictures per class; default: digits")
-    parser.add_argument("--side", type=at_least_one, help="scale and crop pictures to so many pixels")
+    parser.add_argument("--side", type=at_least_one, help="scale and crop pictures to this side length in pixels")
     parser.add_argument(
         "--attentions",
         nargs="+",
@@ -118,7 +118,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help_text = f"default: {value}, {DIGITS_SIZES[name]} for the digits"
         parser.add_argument(f"--{name}", type=at_least_one, help=help_text)
     parser.add_argument("--epochs", type=at_least_one, default=20)
-    parser.add_argument("--batch", type=at_least_one, default=64, help="pictures of an update")
+    parser.add_argument("--batch", type=at_least_one, default=64, help="pictures per update")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate of AdamW")
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--fp16", action="store_true", help="half precision with a loss scale; needs a GPU")

@@ -67,8 +67,8 @@ class ViT(nn.Module):
         **options: options of the attention.
 
     Raises:
-        ValueError: if the pictures cannot be cut into whole patches, the width is no multiple of the number of heads,
-            or the registry does not know the attention or an option.
+        ValueError: if the pictures cannot be cut into whole patches, the width is not a multiple of the number of
+            heads, or the attention or an option is unknown.
     """
 
     def __init__(self, shape: ViTShape, attention: str, **options: Any) -> None:

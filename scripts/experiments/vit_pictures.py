@@ -1,4 +1,4 @@
-"""Load pictures with classes: a directory with one folder per class, or scikit-learn's digits, which need no file."""
+"""Load labeled images: a directory with one folder per class, or the digits that scikit-learn includes."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from lln_fairseq.command import UserError
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 VALID_SHARE = 0.15
 TEST_SHARE = 0.25
-SPLIT_SEED = 0  # the split does not depend on the seed of a training
+SPLIT_SEED = 0  # the split does not depend on the seed of a run
 
 
 @dataclass
 class Pictures:
-    """Square pictures of one size with their classes.
+    """A data set of labeled images, all square and of one size.
 
     Attributes:
         pixels: uint8 (N, channels, side, side).
@@ -45,7 +45,7 @@ class Pictures:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the pictures, the labels and the names of the classes."""
+        """SHA-256 of the pictures, the labels and the class names, as a hexadecimal string."""
         sha256 = hashlib.sha256(repr((tuple(self.pixels.shape), self.classes, self.labels.tolist())).encode())
         sha256.update(self.pixels.numpy().tobytes())
         return sha256.hexdigest()
@@ -54,7 +54,7 @@ class Pictures:
         """Yield pictures as float32 in [0, 1] with their labels.
 
         Args:
-            size: pictures of a batch; the last batch may have fewer.
+            size: pictures per batch; the last batch can have fewer.
             generator: draws the order; None keeps the order of the pictures.
         """
         count = len(self.labels)
@@ -67,7 +67,7 @@ class Pictures:
 
 
 def _select_split(rows: Tensor, name: str) -> Tensor:
-    """Return the rows of one class that belong to a split."""
+    """Return those of the row numbers `rows` of one class that belong to the split `name`."""
     shuffled = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SPLIT_SEED))]
     valid_count = round(VALID_SHARE * len(rows))
     test_count = round(TEST_SHARE * len(rows))
@@ -89,11 +89,11 @@ def load_folder_pictures(path: Path, side: int | None) -> Pictures:
 
     Args:
         path: directory with one folder for each class.
-        side: pixels to which pictures are scaled and cropped; None keeps them, and all must have one size.
+        side: side length in pixels to which pictures are scaled and cropped; None keeps their size.
 
     Raises:
-        UserError: for fewer than two classes, a class with too few pictures, a file that is not a readable picture, or
-            without `side` for pictures that are not square or of different sizes.
+        UserError: for fewer than two classes, a class with too few pictures, an unreadable file, or, if `side` is None,
+            pictures that are not square or of different sizes.
     """
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
     if len(classes) < 2:
@@ -117,7 +117,7 @@ def load_folder_pictures(path: Path, side: int | None) -> Pictures:
 
 
 def _read_picture(file: Path, side: int | None) -> np.ndarray:
-    """Return a picture as uint8 (height, width, 3), scaled and cropped to a square if `side` is given."""
+    """Return a picture as uint8 (height, width, 3), scaled and cropped to a square if `side` is not None."""
     from PIL import Image, ImageOps
 
     try:

@@ -1,4 +1,4 @@
-"""Train one vision transformer on pictures. An interrupted run continues exactly from its last finished epoch."""
+"""Train one vision transformer on labeled images. An interrupted run resumes exactly from its last finished epoch."""
 
 import json
 import math
@@ -44,11 +44,11 @@ class ViTRecipe:
 
 
 class ViTRun:
-    """A training with a directory of its own: checkpoint.pt after every epoch, result.json at the end.
+    """Train one model in a directory of its own: checkpoint.pt after every epoch, result.json at the end.
 
     Args:
         directory: directory of the run, created when the first file is written.
-        recipe: settings of the training.
+        recipe: settings of the run.
         shape: sizes of the model.
         pictures: all pictures, which the run splits itself.
         device: "cpu" or "cuda".
@@ -77,7 +77,7 @@ class ViTRun:
         """Train the remaining epochs and return the result; the result of a finished run is read from its file.
 
         Returns:
-            `history`: a list with one entry before the training and one per epoch (see `_record_epoch`).
+            `history`: a list with one entry for the untrained model and one per epoch (see `_record_epoch`).
             `test`: accuracy in percent on the test split after the last epoch.
 
         Raises:
@@ -114,7 +114,7 @@ class ViTRun:
         return 100 * correct / len(part.labels)
 
     def _train_epoch(self, bar: tqdm) -> None:
-        """Train one epoch and add it to the history; raise UserError if its loss is not finite."""
+        """Train one epoch and add it to the history. Raise UserError if its loss is not finite."""
         self.model.train()
         train = self.splits["train"]
         total = 0.0
@@ -186,7 +186,7 @@ class ViTRun:
         self.history = checkpoint["history"]
 
     def _check_settings(self, stored: dict[str, Any]) -> None:
-        """Raise UserError if a result or a checkpoint is that of a run with other settings."""
+        """Raise UserError if a result or a checkpoint was written with other settings."""
         for group, present in self.settings.items():
             if stored[group] != present:
                 raise UserError(

@@ -12,7 +12,7 @@ HEAD_DIM = 64
 
 
 class GaussianInputs:
-    """Independent standard normal queries and keys, the same for every attention and every s.
+    """Independent standard normal queries and keys, the same for every attention and every s = σ_q² σ_k².
 
     Attributes:
         q, k: shape (1, heads, tokens, HEAD_DIM), float64.
@@ -30,13 +30,7 @@ class GaussianInputs:
         return s**0.25 * self.q, s**0.25 * self.k
 
     def features(self, name: str, s: float, **options: float | str) -> tuple[Tensor, Tensor] | None:
-        """Return the features φ(q) and φ(k) of a linear attention, and None for other attentions.
-
-        Args:
-            name: a registered attention.
-            s: the product σ_q² σ_k².
-            options: options of the attention.
-        """
+        """Return the features φ(q) and φ(k) of a registered linear attention, and None for other attentions."""
         return self._build(name, options).feature_maps(*self.scaled(s))
 
     def matrix(self, name: str, s: float, **options: float | str) -> Tensor:

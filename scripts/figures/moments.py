@@ -1,4 +1,4 @@
-"""Draw Figures 5, 6 and 7: mean, variance and histogram of ln P, and the variance of a sum of log-normals."""
+"""Draw Figures 5, 6 and 7: moments and histogram of ln P (P: the attention matrix), and sums of log-normals."""
 
 import math
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ def figure_6(settings: Settings) -> Sheet:
 
 
 def _log_sum_variances(normal: torch.Tensor, sigma2_values: np.ndarray) -> list[float]:
-    """Return the variance over the draws of ln Σ exp(σ z), for every σ²; `normal` is z, of shape (draws, terms)."""
+    """Return the variance over the draws of ln Σ exp(σ z), for every σ²; z is `normal`, of shape (draws, terms)."""
     return [(math.sqrt(sigma2) * normal).logsumexp(-1).var().item() for sigma2 in sigma2_values]
 
 

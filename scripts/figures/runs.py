@@ -15,7 +15,7 @@ Curves = dict[str, Curve]  # the curves of one run by their tags
 
 
 class LayerScalar(NamedTuple):
-    """A scalar that runs write for every layer: its tag without the layer, and the y axis of its plot."""
+    """A scalar that runs log for every layer: its tag without the layer, and the label and scale of its y axis."""
 
     name: str
     y: str
@@ -67,7 +67,7 @@ def figure_8(settings: Settings) -> Sheet:
 def figure_10(settings: Settings) -> Sheet:
     """Draw the best accuracy by α and the inverse of fp16's loss scale; a panel without data is left out.
 
-    α is the mean over layers and updates: the fixed value, or what moment matching gave.
+    α is fixed or comes from moment matching; the figure shows its mean over layers and updates.
     """
 
     def has_alpha_and_result(curves: Curves) -> bool:
@@ -143,7 +143,7 @@ def _draw_layer_scalars(settings: Settings, scalars: Sequence[LayerScalar], desc
 
 
 def _layer_curves(curves: Curves, name: str) -> dict[int, Curve]:
-    """Return the curves with the tags NAME/layer_NN by the number of their layer, in ascending order."""
+    """Return the curves with the tags NAME/layer_NN by layer number, in ascending order."""
     prefix = f"{name}/layer_"
     return {int(tag.removeprefix(prefix)): curves[tag] for tag in sorted(curves) if tag.startswith(prefix)}
 
@@ -151,7 +151,7 @@ def _layer_curves(curves: Curves, name: str) -> dict[int, Curve]:
 def _select_runs(settings: Settings, condition: Callable[[Curves], bool], description: str) -> dict[str, Curves]:
     """Return the runs whose curves satisfy the condition, by label.
 
-    Raises FigureSkippedError if there are none; the message says that no run has `description`.
+    Raises FigureSkippedError if no run does; the message says that none of the runs has `description`.
     """
     if not settings.runs:
         raise FigureSkippedError("no runs given (--run LABEL=DIR)")

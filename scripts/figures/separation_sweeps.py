@@ -40,7 +40,7 @@ class Sweeps:
     Attributes:
         title: the title of the experiment.
         experiment: the function that runs it.
-        extra_features: how many of the d features do not belong to the identity blocks; None if there are no blocks.
+        extra_features: how many of the d features are outside the identity blocks of X; None if X has no blocks.
         values: the values of each parameter.
         fixed: further arguments of the experiment.
     """
@@ -83,12 +83,7 @@ SWEEPS = {
 
 
 def separation_figure(name: str, settings: Settings) -> Sheet:
-    """Draw the figure of one experiment, with a panel for each swept parameter.
-
-    Args:
-        name: a key of SWEEPS.
-        settings: with `fast`, fewer draws and values.
-    """
+    """Draw the figure of the experiment SWEEPS[name], with a panel for each swept parameter."""
     sweeps = SWEEPS[name]
     draws = 20 if settings.fast else 100
     panels = []

@@ -16,7 +16,7 @@ from lln_fairseq.analysis.events import Curve
 
 
 class FigureSkippedError(Exception):
-    """A figure cannot be drawn from the given runs; the message says what is missing."""
+    """A figure cannot be drawn from the runs of the command line; the message says what is missing."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Settings:
 
 
 class Panel(NamedTuple):
-    """The title, the labels of the axes (with units) and their scales, of one plot."""
+    """The title of one plot, and the labels (with units) and scales of its axes."""
 
     title: str
     x: str
@@ -43,7 +43,7 @@ class Panel(NamedTuple):
 
 
 class Sheet:
-    """A figure of panels, filled row by row. What `line` and `steps` draw is also written to a CSV file.
+    """A figure of panels, laid out row by row. `save` also writes what `line` and `steps` draw to a CSV file.
 
     Attributes:
         figure: the figure of matplotlib.
@@ -102,7 +102,7 @@ class Sheet:
         self.notes.append(text)
 
     def save(self, path: Path) -> None:
-        """Write path.png and path.csv, whatever the suffix of `path`, and close the figure."""
+        """Replace the suffix of `path` by .png and .csv, write both files, and close the figure."""
         self.figure.savefig(path.with_suffix(".png"), dpi=120)
         plt.close(self.figure)
         with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:

@@ -18,4 +18,4 @@ def test_short_run_reports_lengths_growth_and_sent_bytes(capsys):
 
 def test_attention_that_cannot_share_a_sequence_is_rejected(capsys):
     assert benchmark.main(["--tokens", "64", "--attention", "softmax"]) == 1
-    assert "softmax cannot share a sequence over workers" in capsys.readouterr().err
+    assert "softmax cannot split a sequence across workers" in capsys.readouterr().err

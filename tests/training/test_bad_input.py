@@ -173,7 +173,7 @@ def test_number_out_of_range_is_rejected(option, value, message, corpus, tmp_pat
 
 
 def test_fp16_and_amp_exclude_each_other(corpus, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="fp16 and amp exclude each other"):
+    with pytest.raises(InputError, match="fp16 and amp cannot be combined"):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--amp", "--fp16")
 
 
@@ -181,4 +181,4 @@ def test_fp16_and_bf16_exclude_each_other(corpus, tmp_path, monkeypatch, capsys)
     with pytest.raises(ValueError, match="fp16") as exception_info:  # fairseq-train's own
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--bf16", "--fp16")
     sys.excepthook(ValueError, exception_info.value, None)
-    assert capsys.readouterr().err == "error: --fp16 and --bf16 exclude each other: set only one of them\n"
+    assert capsys.readouterr().err == "error: --fp16 and --bf16 cannot be combined: set only one of them\n"

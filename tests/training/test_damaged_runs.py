@@ -45,8 +45,8 @@ def replace_overflows(state):
     [
         (remove_first_moment, r"optimizer does not fit \('exp_avg'\); .* --reset-optimizer"),
         (resize_first_moment, "optimizer does not fit .*size of tensor"),
-        (replace_task_state, "its LLNMaskedLMTask holds no state of a task"),
-        (replace_overflows, "its LLNMaskedLMTask holds no state of a task"),
+        (replace_task_state, "its entry LLNMaskedLMTask is not the state of a task"),
+        (replace_overflows, "its entry LLNMaskedLMTask is not the state of a task"),
     ],
 )
 def test_damaged_training_state_is_rejected(damage, message, run_copy, tmp_path, monkeypatch):
