@@ -3,19 +3,38 @@
 import argparse
 import importlib
 import sys
+from typing import NamedTuple
 
 from lln_fairseq import register
 from lln_fairseq.command import run_main
 
-# For each program: the module with its `main`, and its description in the help text.
+
+class Program(NamedTuple):
+    """A program of the command.
+
+    Attributes:
+        module: the module of this package with the program's `main`.
+        description: its line in the help text.
+        interrupt_message: the line that is printed after Ctrl-C or SIGTERM.
+    """
+
+    module: str
+    description: str
+    interrupt_message: str = "interrupted"
+
+
 PROGRAMS = {
-    "train": ("training.train", "pre-train or fine-tune a model with a recipe"),
-    "evaluate": ("inference.evaluate", "score a fine-tuned model on a split of its data"),
-    "predict": ("inference.predict", "write a label or a score for every line of text"),
-    "convert": ("conversion.convert", "convert a Hugging Face or fairseq model to a checkpoint"),
-    "export": ("conversion.export", "convert a checkpoint to Hugging Face format or ONNX"),
-    "linearize": ("linearize.linearize", "replace the softmax attention of a trained encoder"),
-    "analyze": ("analysis.analyze", "measure the attention of a trained model"),
+    "train": Program("training.train", "pre-train or fine-tune a model with a recipe"),
+    "evaluate": Program("inference.evaluate", "score a fine-tuned model on a split of its data"),
+    "predict": Program("inference.predict", "write a label or a score for every line of text"),
+    "convert": Program("conversion.convert", "convert a Hugging Face or fairseq model to a checkpoint"),
+    "export": Program("conversion.export", "convert a checkpoint to Hugging Face format or ONNX"),
+    "linearize": Program(
+        "linearize.linearize",
+        "replace the softmax attention of a trained encoder",
+        "interrupted; the same command continues from the last saved step",
+    ),
+    "analyze": Program("analysis.analyze", "measure the attention of a trained model"),
 }
 
 
@@ -34,20 +53,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="lln-fairseq", epilog="lln-fairseq PROGRAM --help lists its options.")
     programs = parser.add_subparsers(dest="program", metavar="PROGRAM", required=True)
-    for name, (_, description) in PROGRAMS.items():
-        programs.add_parser(name, help=description, add_help=False)
+    for name, program in PROGRAMS.items():
+        programs.add_parser(name, help=program.description, add_help=False)
     name = parser.parse_args(arguments[:1]).program
-    interrupted = "interrupted"
-    if name == "linearize":
-        interrupted = "interrupted; the same command continues from the last saved step"
-    return run_main(lambda: run_program(name, arguments[1:]), interrupted)
+    return run_main(lambda: run_program(name, arguments[1:]), PROGRAMS[name].interrupt_message)
 
 
 def run_program(name: str, arguments: list[str]) -> None:
     """Import a program, which takes seconds, and run it with the arguments that follow its name."""
-    register()  # before fairseq is imported: it configures the root logger
-    module, _ = PROGRAMS[name]
-    importlib.import_module(f"lln_fairseq.{module}").main(arguments)
+    register()  # must come before any other import of fairseq, whose change of the root logger it undoes
+    importlib.import_module(f"lln_fairseq.{PROGRAMS[name].module}").main(arguments)
 
 
 if __name__ == "__main__":

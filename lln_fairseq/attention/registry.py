@@ -1,4 +1,4 @@
-"""Define the base class of attention mechanisms and the registry that `--attention NAME` looks them up in.
+"""Define the base class of attention mechanisms, and the registry behind `--attention NAME`.
 
 A mechanism is one file: a dataclass with its options, a subclass of `Attention` and a decorator.
 

@@ -109,7 +109,7 @@ class LLNTransformerEncoder(TransformerEncoder):
         self.shard: Shard | None = None
         super().__init__(args, dictionary, embed_tokens)
         if attention in LAYER_REGISTRY and self.layer_norm is None:
-            # Replacements of a layer only normalize the inputs of their units, so the output still needs a norm.
+            # These layers normalize only their inputs, so the output of the last one still needs a norm.
             self.layer_norm = nn.LayerNorm(embed_tokens.embedding_dim)
         attentions = self._attentions()
         for layer, module in enumerate(attentions):
@@ -158,10 +158,10 @@ class LLNTransformerEncoder(TransformerEncoder):
         return x, embed
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the dictionary of fairseq's encoder, with the output of the last layer in the additional key features.
+        """Return fairseq's dictionary, with the output of the last layer under the additional key `features`.
 
-        fairseq's NanDetector hooks every module and needs a tensor among the values of a dictionary. All others are
-        lists, and the search for the origin of a NaN would end in a StopIteration without a message.
+        fairseq's NanDetector looks for a tensor among the values of every module's result. fairseq's dictionary has
+        only lists, so without this tensor the detector would fail with a StopIteration that has no message.
         """
         out = super().forward(*args, **kwargs)
         return {**out, "features": out["encoder_out"][0]}
@@ -211,6 +211,7 @@ class LLNRobertaEncoder(RobertaEncoder):
             args.no_token_positional_embeddings = not LAYER_REGISTRY[attention].cls.positions
         super().__init__(args, dictionary)
         for name, module in self.named_modules():
+            # LLNMultiheadAttention keeps the mechanism in `attention`. Norms of the mechanism keep their own ε.
             belongs_to_mechanism = ".attention." in name
             if name.endswith(("layer_norm", "layernorm_embedding")) and not belongs_to_mechanism:
                 module.eps = args.layer_norm_eps

@@ -17,7 +17,7 @@ from lln_fairseq.training.recipes import CONFIGS, PACKAGE, check_recipe
 # Options of Hydra that work without a recipe.
 WITHOUT_RECIPE = ("config_path", "experimental_rerun", "hydra_help", "shell_completion")
 
-# The beginnings of warnings about fairseq's use of old interfaces of Hydra and torch, which users cannot act on.
+# Patterns of deprecation warnings that fairseq causes and users cannot fix.
 DEPRECATIONS = (
     r"\s*The version_base parameter is not specified",
     r"\s*'[\w./-]+' is validated against ConfigStore schema",
@@ -32,14 +32,14 @@ def main(argv: list[str]) -> None:
         warnings.filterwarnings("ignore", message)
     # The user directory must be the imported copy of the package: fairseq rejects any other copy.
     os.environ["LLN_USER_DIR"] = str(PACKAGE)
-    # The import emits warnings of Hydra, so it follows the check of the recipe and the filters.
+    # Importing this module triggers Hydra's warnings, so the filters must be set before.
     from fairseq_cli.hydra_train import cli_main
 
     cli_main()
 
 
 def with_recipe(argv: list[str]) -> list[str]:
-    """Return the command line, with this package's recipes as --config-dir in front if it names no directory.
+    """Return `argv` with --config-dir. If it is missing, put the directory of this package's recipes in front.
 
     With --help and no recipe, print the help of this program and exit. Hydra would not reject an unknown recipe,
     because fairseq registers its bare configuration under any requested name.
