@@ -21,7 +21,7 @@ from .command import run_command
 
 
 def read_stripped_lines(paths: Sequence[Path]) -> Iterable[str]:
-    """Yield the lines of all files, without white space at both ends."""
+    """Yield the lines of all files, blank ones included, with white space stripped from both ends."""
     for path in paths:
         with path.open("rb") as stream:
             yield from map(str.strip, read_lines(stream, str(path)))

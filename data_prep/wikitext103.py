@@ -107,9 +107,10 @@ class WikiTextCorpus:
 
 
 def article_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines with a blank line before the title of each article and no other blank lines.
+    """Yield the lines with one blank line before each title of an article, also before the first, and no others.
 
-    A line in the form of a title is one only if it starts the file or follows a blank line, as every heading does.
+    A line counts as a title if it has the form of a title and is the first line or follows a blank line, as every
+    heading does.
     """
     follows_blank_line = True
     for line in lines:

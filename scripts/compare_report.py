@@ -55,7 +55,10 @@ class AttentionResults:
 
 
 def run_directory(out: Path, attention: str, seed: int) -> Path:
-    """Return the directory of the runs of an attention with a seed, without characters special to Hydra or a shell."""
+    """Return OUT/ATTENTION/seedN, the directory of the pre-training and fine-tuning with one attention and one seed.
+
+    In ATTENTION, every group of characters that Hydra or a shell could interpret is replaced by "-".
+    """
     return out / re.sub(r"\W+", "-", attention) / f"seed{seed}"
 
 

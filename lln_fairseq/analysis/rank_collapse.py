@@ -30,7 +30,9 @@ def residual(X: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
 
 
 def composite_norm(X: Tensor) -> Tensor:
-    """Return ‖X‖_{1,∞} = √(‖X‖₁ ‖X‖_∞), (...), from the largest column sum and the largest row sum of moduli.
+    """Return ‖X‖_{1,∞} = √(‖X‖₁ ‖X‖_∞) for matrices X (..., N, M), with shape (...).
+
+    ‖X‖₁ is the largest column sum of absolute values, ‖X‖_∞ the largest row sum.
 
     It is not a norm, as it violates the triangle inequality. It is absolutely homogeneous and submultiplicative, which
     the paper's bounds need.

@@ -34,7 +34,8 @@ class NystromAttention(Attention):
 
     q̃ and k̃ are the means of `landmarks` segments of the real tokens of each sequence. In a sequence of at most
     `landmarks` tokens every token is a landmark. P would then be S S⁺ S = S, so it is computed as the softmax S. The
-    optional convolution adds a band of weights to P, one band per head, and sees padded values as 0.
+    optional convolution over the tokens of v adds its output to P v; each head has its own kernel, and padded values
+    count as 0.
 
     The product of the three matrices is never formed, so attention dropout does not apply, as in the published code.
     Raises ValueError if conv_kernel is even and not 0.

@@ -98,9 +98,10 @@ class TransformerLSAttention(Attention):
         return F.pad(x, (0, 0, 0, tail)).unflatten(2, (-1, self.config.window))
 
     def _windows(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Cut x (B, H, N, F) into the windows that the chunks attend to, (B, H, chunks, F, w + 2 (w // 2)).
+        """Cut x (B, H, N, F) into overlapping windows, (B, H, chunks, F, w + 2 (w // 2)), with w = config.window.
 
-        fill is the value beyond the ends of the sequence.
+        The queries are divided into chunks of w tokens. The window of a chunk has its own tokens and w // 2 more on
+        each side. `fill` is the value beyond the ends of the sequence.
         """
         width = self.config.window
         reach = width // 2

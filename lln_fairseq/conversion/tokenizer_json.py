@@ -47,11 +47,11 @@ def special_token(ids: Mapping[str, int], name: str) -> str | None:
 
 
 def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
-    """Return the tokenizer.json of a byte-level BPE, as GPT-2 and RoBERTa have it.
+    """Return the tokenizer.json of a byte-level BPE, in the form that GPT-2 and RoBERTa use.
 
     Args:
         ids: the id of every token, spelled in GPT-2's alphabet, in which one character stands for one byte.
-        merges: pairs "left right", the first to be merged first.
+        merges: pairs "left right" in order of priority, the first merge first.
     """
     model = {
         "type": "BPE",

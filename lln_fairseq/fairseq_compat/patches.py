@@ -118,11 +118,11 @@ def _load_checkpoint_to_cpu(original: Callable, *args: Any, **kwargs: Any) -> di
 
 
 def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwargs: Any) -> Any:
-    """Check that a checkpoint is compatible, load it, and adapt the state that fairseq restores from it afterwards.
+    """Check that a checkpoint is compatible, load it, and correct the part of its state that fairseq restores later.
 
-    fairseq buries the reason for an incompatible checkpoint in pages of output. In the middle of an epoch it counts
-    batches of another size as if they were the same, and it does not resume --ema-update-freq exactly. Remove this
-    patch once fairseq resumes both correctly.
+    fairseq buries the reason for an incompatible checkpoint in pages of output. If the batch size has changed, it skips
+    the wrong sequences when it resumes in the middle of an epoch, and it does not resume --ema-update-freq exactly.
+    Remove this patch once fairseq resumes both correctly.
 
     Returns: the checkpoint's extra_state, or None if the file does not exist.
     Raises: InputError if the checkpoint is damaged or does not fit the run.

@@ -104,12 +104,13 @@ class TextModel(nn.Module):
     def fill(self, text: str, k: int = 5) -> list[Filling]:
         """Return the k most likely tokens for the single <mask> of a text, the most likely one first.
 
-        Special symbols and the dictionary's fillers are never returned, but still count in the softmax.
+        Special symbols and symbols of the dictionary that no text can contain (fairseq's madeupword symbols) are never
+        returned, but still count in the softmax.
 
         Raises:
-            InputError: if the text does not have exactly one <mask>, it lies beyond the longest sequence, k is not
-                between 1 and the number of tokens, or the model was fine-tuned, which changes the features that the
-                language-model head reads.
+            InputError: if the text does not have exactly one <mask>, if it lies beyond the longest sequence, if k is
+                not between 1 and the number of symbols that can be returned, or if the model was fine-tuned, which
+                changes the features that the language-model head reads.
         """
         if self.finetuned:
             raise InputError("the model was fine-tuned and cannot fill a <mask> any more: use the pre-trained one")

@@ -30,8 +30,8 @@ def attention_options(name: str, config: Any) -> dict[str, Any]:
 
     Args:
         name: the registered name of the mechanism.
-        config: a DictConfig, dataclass or Namespace with the fields of `attention_fields`. Missing ones have their
-            default.
+        config: a DictConfig, dataclass or Namespace with the fields of `attention_fields`. Missing fields take
+            their defaults.
 
     Returns:
         The options by name, with enums replaced by their values. Empty for an unknown mechanism, which

@@ -183,9 +183,10 @@ def _resolve_alpha_beta(
     constants: str,
     group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return α and β, (B, H): the given ones, or those that match the moments of q and k.
+    """Return α and β, (B, H): the given ones, or if both are None those that moment matching chooses for q and k.
 
-    Returns None for both if the backend should match them while it reads q and k anyway.
+    With scope "head", the constants "calibrated" and no process group, None is returned for both: the backend then
+    matches the moments itself, in the passes over q and k that it makes in any case.
     Raises ValueError if only one of them is None.
     """
     if (alpha is None) != (beta is None):

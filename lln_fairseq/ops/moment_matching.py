@@ -6,8 +6,8 @@ LLN attention depends only on σ̃² and the head dimension. Moment matching tak
     α = σ̃ / (√2 σ_q)        β = σ̃ / (√2 σ_k)                                                       (eq. 10)
 
 Equal variances do not mean equal entropies. The rows of LLN attention are not log-normal, and their entropy is lower:
-for heads of dimension 64 by up to 1.5 bits at 256 tokens, 1.7 at 512 and 2.6 at 2,048. The constants "entropy" match
-the entropies of the rows instead.
+for heads of dimension 64 by up to 1.5 bits at 256 tokens, 1.7 at 512 and 2.6 at 2,048. With constants="entropy", the
+entropies of the rows are matched instead.
 """
 
 import functools

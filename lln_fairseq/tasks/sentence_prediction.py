@@ -138,7 +138,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return model
 
     def padding_advice(self) -> str:
-        """Return group_by_length for the padding report; "" if it is set already."""
+        """Return the advice to set task.group_by_length, for the report on padding; "" if it is already set."""
         if self.cfg.group_by_length:
             return ""
         return "batches of similar lengths: task.group_by_length=true"

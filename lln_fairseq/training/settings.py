@@ -91,7 +91,7 @@ def check_ranges(cfg: Any) -> None:
 
 
 def check_trainable(cfg: Any) -> None:
-    """Raise InputError for an option of fairseq with which training fails, and for a mask_prob outside (0, 1).
+    """Raise InputError for a fairseq option that makes training fail, and for a mask_prob outside (0, 1).
 
     A mask_prob that is missing or None, as in a task without masks, is accepted.
     """
