@@ -276,7 +276,11 @@ def build_glue_tasks(
 
 
 def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
-    """Format the counts of a manifest: one line per split, and a last line if the source lacks some splits."""
+    """Format the counts of a manifest: one line per split, and a last line if the source lacks some splits.
+
+    A line has the number of rows (and the published number if it differs) and of the rows with each label. If there are
+    any, it also has the broken rows that were left out, the unknown tokens and the rows with an empty input.
+    """
     lines = []
     for split, counts in content["counts"].items():
         line = f"{task.name} {split}: {counts['rows']} rows"

@@ -47,7 +47,8 @@ class Layer:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run the `with` block in evaluation mode and without gradients.
 
-    Afterwards, also after an error, the mode of every module and the random generators are restored.
+    Afterwards, also after an error, the mode of every module is restored, and torch's random generators of the CPU and
+    of the model's GPUs; those of Python and numpy are not.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}

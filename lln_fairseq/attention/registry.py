@@ -190,7 +190,8 @@ def option(default: Any, help: str, choices: tuple[str, ...] | None = None, at_l
     """Declare a field of an options dataclass.
 
     Args:
-        default: the default value. None means that the class computes a default itself; None is never range-checked.
+        default: the default value. None means that the class computes a default itself. None is not compared with
+            `at_least`, but must be one of `choices` if there are any.
         help: the help text of the command-line flag.
         choices: the allowed values of a string option.
         at_least: the smallest allowed value of a number.

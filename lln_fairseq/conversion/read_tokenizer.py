@@ -194,7 +194,10 @@ def _read_word_ids(path: Path) -> dict[str, int]:
 
 
 def _read_json_ids(path: Path) -> dict[str, int]:
-    """Return the id of every token in a JSON file that maps tokens to ids."""
+    """Return the id of every token in a JSON file that maps tokens to ids, converted to int.
+
+    Raises InputError if the file is not a JSON object, and ValueError or TypeError if an id is not a number.
+    """
     return {str(token): int(number) for token, number in read_json(path).items()}
 
 

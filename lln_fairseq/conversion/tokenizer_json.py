@@ -47,7 +47,9 @@ def special_token(ids: Mapping[str, int], name: str) -> str | None:
 
 
 def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
-    """Return the tokenizer.json of a byte-level BPE, in the form that GPT-2 and RoBERTa use.
+    """Return the complete tokenizer.json of a byte-level BPE, in the form that GPT-2 and RoBERTa use.
+
+    It includes the special tokens in `ids` and adds <s> and </s> to every text, but no space in front of it.
 
     Args:
         ids: the id of every token, spelled in GPT-2's alphabet, in which one character stands for one byte.

@@ -100,7 +100,10 @@ def _special_ids(ids: Mapping[str, int]) -> dict[str, int]:
 
 
 def _convert_gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return tokenizer.json for GPT-2's BPE. The dictionary lists each token as its GPT-2 id in decimal."""
+    """Return tokenizer.json for GPT-2's BPE. The dictionary lists each token as its GPT-2 id in decimal.
+
+    Raises KeyError if the dictionary lacks a token or a special symbol.
+    """
     new_ids = {token: ids[str(number)] for token, number in json.loads(files["encoder.json"]).items()}
     merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # the first line is the version
     return tokenizer_json.byte_level_bpe(new_ids | _special_ids(ids), merges)

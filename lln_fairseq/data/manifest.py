@@ -125,7 +125,8 @@ def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[
 def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:
     """Return the manifest of a finished result with these settings, or None if the result must be built or resumed.
 
-    The files of a finished result are verified, and a message says that there is nothing to do.
+    None is also returned if `out` does not exist or holds only unrelated files. For a finished result, the SHA-256 of
+    each of `files` is verified, a leftover build.json is removed, and a message says that there is nothing to do.
 
     Raises:
         DataError: if `out` holds a finished or unfinished result with other settings, a finished result with missing or

@@ -124,8 +124,9 @@ def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *arg
     the wrong sequences when it resumes in the middle of an epoch, and it does not resume --ema-update-freq exactly.
     Remove this patch once fairseq resumes both correctly.
 
-    Returns: the checkpoint's extra_state, or None if the file does not exist.
-    Raises: InputError if the checkpoint is damaged or does not fit the run.
+    Returns: the checkpoint's extra_state, changed in place, or None if the file does not exist.
+    Raises: InputError if the checkpoint is damaged or does not fit the run, also if only fairseq's own loading detects
+        it. An OSError of that loading is raised unchanged.
     """
     saved_config = None
     if os.path.isfile(filename):

@@ -80,6 +80,10 @@ class LraTraining(Training):
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the arguments, fill in the defaults that depend on the device, and set torch's number of threads.
+
+    The result also has `training`, `preset` and `vocabulary`, which have no option.
+    """
     parser = program_parser("python -m scripts.benchmarks.lra", __doc__)
     add_training_options(parser, ATTENTIONS)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))

@@ -4,8 +4,8 @@
 
 The models have random weights and two classes, the sentences are random words, and nothing is downloaded. The
 text-classification pipeline runs the same softmax model, exported for Hugging Face. Both map text to labels and
-probabilities, which are compared before anything is timed. All variants are timed in turn, repeat by repeat, so that a
-noisy machine slows all of them alike, and times are medians.
+probabilities, which are compared before anything is timed: a difference raises RuntimeError. All variants are timed in
+turn, repeat by repeat, so that a noisy machine slows all of them alike, and times are medians.
 """
 
 import argparse

@@ -127,7 +127,12 @@ class ViTRun:
         self._record_epoch(total / len(train.labels))
 
     def _update(self, pictures: Tensor, labels: Tensor) -> float:
-        """Make one update and return the loss of the batch in nats."""
+        """Make one update with a batch on the run's device, and advance the learning-rate schedule.
+
+        Gradients are clipped to norm 1. With recipe.fp16, the optimizer step is skipped if a gradient is not finite.
+
+        Returns: the cross-entropy of the batch before the update, in nats.
+        """
         self.optimizer.zero_grad()
         with torch.autocast(self.device, torch.float16, enabled=self.recipe.fp16):
             loss = F.cross_entropy(self.model(pictures), labels)

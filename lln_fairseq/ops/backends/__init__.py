@@ -223,7 +223,8 @@ def _is_supported_while_compiling(
 ) -> bool:
     """Return True if a backend can run on tensors with these properties.
 
-    torch.compile calls this once while it traces and treats the result as a constant.
+    torch.compile calls this once while it traces and treats the result as a constant. It is always False inside a
+    transform of torch.func, such as grad or vmap.
     """
     if torch._C._are_functorch_transforms_active():
         return False

@@ -94,9 +94,10 @@ def _build_library(command: list[str], name: str, folder: Path | None) -> ctypes
 def cache_directory() -> Path | None:
     """Return the directory of compiled libraries, which need not exist.
 
-    It is $LLN_KERNEL_CACHE if that is set, otherwise lln_fairseq/kernels in $XDG_CACHE_HOME or ~/.cache.
+    It is $LLN_KERNEL_CACHE if that is set, otherwise lln_fairseq/kernels in $XDG_CACHE_HOME or ~/.cache. An empty
+    variable counts as not set. The path is absolute, with symbolic links resolved.
 
-    Returns: None if neither is set and the user has no home
+    Returns: None if neither variable is set and the user has no home, or if $XDG_CACHE_HOME begins with ~
     """
     configured = os.environ.get("LLN_KERNEL_CACHE")
     if configured:
