@@ -115,15 +115,17 @@ def _save_error(path: str, error: BaseException) -> InputError:
     directory = os.path.dirname(os.path.abspath(path))
     if getattr(error, "errno", None) == errno.ENOENT or not os.path.isdir(directory):
         return InputError(
-            f"cannot save {path}: {directory}, or a file being written in it, was removed by another program; give the "
+            f"cannot save {path}: {directory}, or a file being written in it, was removed by another program; run the "
             "same command again to resume from the last checkpoint that is left"
         )
     reason = getattr(error, "strerror", None) or first_line(error)
     free_megabytes = shutil.disk_usage(directory).free / 1e6
     if os.path.isfile(os.path.join(directory, LAST)):
-        advice = "the last saved checkpoint is complete: make room and give the same command again to resume from it"
+        advice = (
+            "the last saved checkpoint is complete: free some space and run the same command again to resume from it"
+        )
     else:
-        advice = f"{directory} has no {LAST} yet: make room and give the same command again, which begins anew"
+        advice = f"{directory} has no {LAST} yet: free some space and run the same command again to start anew"
     return InputError(f"cannot save {path}: {reason} ({free_megabytes:.0f} MB free); {advice}")
 
 
