@@ -368,7 +368,7 @@ def test_conversion_experiment_reuses_rows_and_prints_means(teacher, tmp_path, c
     first, second = (after[f"average; 30 steps; seed {seed}"]["quality"][1][0] for seed in (1, 2))
     assert float(table[1].split()[-2]) == pytest.approx((first + second) / 2, abs=1e-3)
     assert conversion.main([*command, "0", "--lr", "1"]) == 1
-    assert "is of other settings" in capsys.readouterr().err
+    assert "other settings: choose another OUT" in capsys.readouterr().err
 
 
 def test_seed_out_of_range_is_rejected(teacher, tmp_path, capsys):
