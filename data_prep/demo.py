@@ -157,7 +157,10 @@ def read_members(archive: Path) -> dict[str, bytes]:
 
 
 def read_demo_source(archive: Path) -> DemoSource:
-    """Make the corpus and the sentiment task from the vaderSentiment archive at this path."""
+    """Make the corpus and the sentiment task from the vaderSentiment archive at this path, and print a status line.
+
+    Texts that are empty are left out. Errors of a damaged archive are those of Python's tarfile and gzip.
+    """
     print_status(f"reading {archive.name}")
     snippets = {name: parse_snippets(content) for name, content in read_members(archive).items()}
     all_snippets: list[Snippet] = []

@@ -134,7 +134,10 @@ class ScoreTable:
 
 
 def table_parser(program: str, description: str | None, directory: str) -> argparse.ArgumentParser:
-    """Return the parser of a program that shows a score table; `directory` is the default directory of the runs."""
+    """Return the parser of `python -m PROGRAM`, which shows a score table.
+
+    It takes the directory of the runs, `directory` by default, and --latex FILE.
+    """
     parser = program_parser(f"python -m {program}", description)
     parser.add_argument(
         "directory", nargs="?", type=Path, default=Path(directory), help="directory of the runs (default: %(default)s)"

@@ -231,7 +231,7 @@ def _draw_measure(axis: Any, values: Sequence[Tensor], style: str, heading: str)
 
 
 def _align_columns(rows: list[list[str]]) -> list[str]:
-    """Return each row as a line, with right-aligned columns and "-" for "nan"."""
+    """Return each row as a line, with right-aligned columns, two spaces between them, and "-" for "nan"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

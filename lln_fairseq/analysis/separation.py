@@ -244,7 +244,7 @@ def _one_hot(n: int, value: float) -> Tensor:
 
 
 def _column(n: int, value: float) -> Tensor:
-    """Return a column (n, 1) of one value."""
+    """Return a column (n, 1) of one value, in float64."""
     return torch.full((n, 1), value, dtype=torch.float64)
 
 

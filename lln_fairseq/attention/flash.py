@@ -102,7 +102,8 @@ class GatedAttentionUnit(nn.Module):
         """Compute relu²(Q Kᵀ · factor + b) with attention dropout.
 
         q and k (..., M, s) are the M consecutive tokens of a sequence or chunk. factor is a number or broadcasts to the
-        result (..., M, M), which has the dtype of q.
+        result (..., M, M), which has the dtype of q. b is the learned bias of the distance i - j, clamped to
+        ±(chunk_size - 1), so all larger distances share one bias.
         """
         max_distance = self.config.chunk_size - 1
         index = torch.arange(q.shape[-2], device=q.device)

@@ -136,7 +136,7 @@ def load_plain_data(path: str, mmap: bool = True) -> Any:
 
 
 def _torch_load(path: str, mmap: bool) -> Any:
-    """Call torch.load, without mmap if the file's format does not support it."""
+    """Call torch.load, without mmap if the file's format does not support it or its path cannot be written in UTF-8."""
     try:
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except RuntimeError as error:

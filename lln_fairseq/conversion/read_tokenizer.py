@@ -188,7 +188,10 @@ def _read_ids_in_file(path: Path) -> dict[str, int]:
 
 
 def _read_word_ids(path: Path) -> dict[str, int]:
-    """Return the id of every token in vocab.txt: the number of its line, counted from 0."""
+    """Return the id of every token in vocab.txt: the number of its line, from 0; the last of equal lines counts.
+
+    OSError and UnicodeDecodeError are passed on.
+    """
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     return {line: number for number, line in enumerate(lines)}
 

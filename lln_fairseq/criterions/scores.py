@@ -84,7 +84,10 @@ class ClassCounts:
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation of x (rows,) and y (rows,) in float64, in [-1, 1]; 0 if one of them is constant."""
+    """Return Pearson's correlation of x (rows,) and y (rows,) in float64; 0 if one of them is constant.
+
+    It is not clipped, so rounding can give values slightly beyond ±1.
+    """
     x = np.asarray(x, dtype=np.float64)
     y = np.asarray(y, dtype=np.float64)
     x = x - x.mean()

@@ -200,7 +200,11 @@ def _from_files(directory: Path) -> Vocabulary | None:
 
 
 def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
-    """Return the vocabulary of a tokenizer and the dict.txt at `path`. Raise DataError if they do not match."""
+    """Return the vocabulary of a tokenizer and the dict.txt at `path`.
+
+    Raises DataError, with the path, if dict.txt is not UTF-8, is malformed or lacks a symbol of the tokenizer. It may
+    have further symbols.
+    """
     try:
         return Vocabulary(tokenizer, _read(path).decode())
     except UnicodeDecodeError as error:

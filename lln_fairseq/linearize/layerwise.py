@@ -52,7 +52,10 @@ class Students(LayerwiseTrainer):
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """Compute the `relative_error` of each layer, with the teacher's hidden states as its input."""
+        """Compute the `relative_error` of each layer, a list of scalars in the order of the layers.
+
+        Each student gets the q, k, v and mask of its teacher layer. Gradients flow to the students only.
+        """
         device = next(self.model.parameters()).device
         with torch.no_grad(), recorded(self.layers) as calls:
             self.model(src_tokens=tokens.to(device), features_only=True)

@@ -163,7 +163,10 @@ class Training:
                 self.layers[number].self_attn.attention = module
 
     def iteration(self, name: str) -> None:
-        """Run forward, backward and optimizer step with a mechanism that `add` has built."""
+        """Run forward, backward and optimizer step with a mechanism that `add` has built.
+
+        The gradients are cleared first and stay until the next call. In float16 the loss is multiplied by LOSS_SCALE.
+        """
         modules, optimizers = self.mechanisms[name]
         self.put_in_place(modules)
         for optimizer in optimizers:

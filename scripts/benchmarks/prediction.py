@@ -75,7 +75,7 @@ def write_data(directory: Path) -> None:
 
 
 def write_dictionary(directory: Path, text: str) -> None:
-    """Create the directory and write `text` as its dict.txt."""
+    """Create the directory, which must not exist, and write `text` as its dict.txt. The parent must exist."""
     directory.mkdir()
     (directory / "dict.txt").write_text(text, encoding="utf-8")
 
