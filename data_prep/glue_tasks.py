@@ -200,8 +200,9 @@ def read_glue_rows(
     numbered_cells = split_cells(lines)
     header = task.header.get(split)
     if header is None:
-        _, header_cells = next(numbered_cells, (0, []))
-        header = tuple(header_cells)
+        first_line = next(numbered_cells, None)
+        if first_line is not None:
+            header = tuple(first_line[1])
     if not header:
         raise DataError(f"{name} is empty")
     has_labels = not split.startswith("test")

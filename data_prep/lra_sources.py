@@ -279,7 +279,10 @@ def to_gray(colors: np.ndarray) -> np.ndarray:
     Returns:
         A uint8 array of shape (pictures, IMAGE_SIZE²).
     """
-    red, green, blue = colors.reshape(len(colors), 3, -1).astype(np.int64).transpose(1, 0, 2)
+    channels = colors.reshape(len(colors), 3, -1).astype(np.int64)
+    red = channels[:, 0]
+    green = channels[:, 1]
+    blue = channels[:, 2]
     return ((2989 * red + 5870 * green + 1140 * blue) * 511 // 5_100_000).astype(np.uint8)
 
 
