@@ -64,6 +64,10 @@ def hybrid_attention(
         return compiled_hybrid_attention(q, k, v, alpha, beta, mask, spec, backend)
     if spec.dropout_p and spec.seed is None:
         spec = replace(spec, seed=load_backend(backend).draw_seed(q.device))
+    # torch may store a tensor as its negation, marked by a bit. Kernels read only the stored numbers.
+    q = q.resolve_neg()
+    k = k.resolve_neg()
+    v = v.resolve_neg()
     # Autograd differentiates only tensors that are arguments of the function, so the offset leaves the spec.
     offset = spec.offset
     if offset is not None:
@@ -132,7 +136,7 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     if not (torch.is_grad_enabled() or is_traced_or_transformed(grad)):
         module = _backend_module(ctx.backend, q)
         spec = _with_offset(spec, offset)
-        return module.backward(q, k, v, alpha, beta, mask, spec, saved, grad, needed[3:])
+        return module.backward(q, k, v, alpha, beta, mask, spec, saved, grad.resolve_neg(), needed[3:])
     if spec.dropout_p:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
     if spec.exchange is not None:
