@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from lln_fairseq.attention import MECHANISMS, require_attention
+from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion.directory import new_directory, write_large
@@ -61,7 +61,7 @@ def convert(
         InputError: if an option or the source cannot be used, or `out` exists.
     """
     with input_errors():
-        require_attention(attention, "cannot use the weights of a converted encoder")
+        reject_layer_mechanism(attention, "cannot use the weights of a converted encoder")
     if not source.exists():
         raise InputError(f"no such directory or checkpoint: {source}")
     if source.is_dir() and heads is not None:

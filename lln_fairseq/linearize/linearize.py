@@ -22,7 +22,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from lln_fairseq.attention import MECHANISMS, require_attention
+from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.attention.registry import checked_config, parse_options
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, load_plain_data, verify_checksums
@@ -61,7 +61,7 @@ def linearize(args: argparse.Namespace) -> None:
     Raises: InputError if the options, the teacher, the data or OUT cannot be used, or if the training diverges.
     """
     with input_errors():
-        require_attention(args.attention, "cannot replace a teacher's attention")
+        reject_layer_mechanism(args.attention, "cannot replace a teacher's attention")
         args.option = vars(checked_config(args.attention, args.option))  # the checkpoint must state all options
     _require_softmax(args.teacher)
     progress = Progress(args)
