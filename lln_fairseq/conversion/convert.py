@@ -9,6 +9,7 @@ To encode text for it, give `--tokenizer OUT` to the programs of data_prep.
 
 import argparse
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,8 @@ def hydra_overrides(encoder: ImportedEncoder, attention: str) -> list[str]:
             continue
         if option == "layernorm_embedding" and value is not encoder.options.get("encoder_normalize_before"):
             continue  # the model's own default is the opposite of encoder_normalize_before
+        if "," in str(value):
+            value = f'"{value}"'  # without quotes, Hydra takes a comma for a sweep
         overrides.append(f"model.{option}={value}")
     return overrides
 
@@ -215,4 +218,4 @@ def main(argv: list[str]) -> None:
         print(note)
     checkpoint = args.out / CHECKPOINT
     print(f"wrote {checkpoint}; to fine-tune it, give these overrides to lln-fairseq train:")
-    print(" ".join([f"checkpoint.finetune_from_model={checkpoint}", *hydra_overrides(encoder, args.attention)]))
+    print(shlex.join([f"checkpoint.finetune_from_model={checkpoint}", *hydra_overrides(encoder, args.attention)]))
