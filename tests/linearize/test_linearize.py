@@ -19,7 +19,7 @@ from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import Students
 from scripts.experiments import conversion
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
+from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 from tests.helpers import relative_rms
 
 SIZES = (("train", 120), ("valid", 90))
@@ -282,16 +282,6 @@ def test_attention_without_branches_and_data_of_a_task_work(teacher, tmp_path, c
 
     assert "only" not in capsys.readouterr().out
     assert features_of(tmp_path / "out" / "model.pt").isfinite().all()
-
-
-def test_dropped_classification_head_is_reported(tmp_path, monkeypatch, capsys):
-    data = make_classification(tmp_path / "data", SIZES)
-    options = (*CLASSIFICATION, *LLN, "--attention", "softmax", "--max-update", 1)
-    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
-
-    assert run(tmp_path / "run" / "checkpoint_last.pt", data, tmp_path / "out", *SHORT) == 0
-
-    assert "left out: classification_heads." in capsys.readouterr().out.splitlines()[-2]
 
 
 def truncated_copy(data, copy):
