@@ -100,7 +100,7 @@ def class_logits(model: Any, task: Any, rows: TaskRows, numbers: np.ndarray, wha
     logits = []
     targets = []
     disable = None if what else True
-    with tqdm(total=len(numbers), desc=what, unit=" rows", leave=False, disable=disable) as bar:
+    with tqdm(total=len(numbers), desc=f"score: {what}", unit=" rows", leave=False, disable=disable) as bar:
         for batch in rows.batches(numbers, TOKENS_PER_BATCH):
             sample = utils.apply_to_sample(lambda value: value.to(device), rows.sample(batch))
             outputs, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)

@@ -84,7 +84,7 @@ class Linearization:
     """A run of linearize: the teacher, its data, and the model that becomes linear."""
 
     def __init__(self, args: argparse.Namespace, progress: Progress) -> None:
-        """Load the teacher and the data, and measure the students before their training.
+        """Load the teacher and the data, and build the students.
 
         Raises: InputError if they do not fit each other or the options.
         """
@@ -98,7 +98,7 @@ class Linearization:
         if args.evaluate_rows is not None and not self.has_rows:
             raise InputError("--evaluate-rows is for a fine-tuned TEACHER with the DATA of its task: leave it out")
         layers = self.model.encoder.sentence_encoder.layers
-        softmax_layers.check_layers(args.softmax_layers, len(layers), args.attention)
+        self.softmax_layers = softmax_layers.parse_layers(args.softmax_layers, len(layers), args.attention)
         self.encoder: ImportedEncoder | None = None
         if not self.is_finetuned:
             self.encoder = read_fairseq_checkpoint(args.teacher)
@@ -125,7 +125,6 @@ class Linearization:
             lengths = sorted({min(SHORT_LENGTH, self.longest), self.longest})
             held_out = [HeldOutSet(self.model, valid_texts, HELD_OUT_COUNT, length) for length in lengths]
             self.report = HeldOutReport(held_out)
-        self.report.before_transfer(self.students)
 
     def _report_rows_left_out(self) -> None:
         """Print how many rows are too long to train on, if there are any."""
@@ -137,6 +136,7 @@ class Linearization:
     def train(self, writer: SummaryWriter) -> None:
         """Train all stages, and report the result of each."""
         args = self.args
+        self.report.before_transfer(self.students)
         self._train_stage("transfer", self.students, writer)
         self.report.after_transfer(self.students)
         self._save_scores()
@@ -157,8 +157,8 @@ class Linearization:
         if args.finetune:
             self.report.before_stage()
             finetuning = Finetuning(original, self.model, self.task, args.finetune_lr, args.finetune, args.seed)
-            self._train_stage("finetuning", finetuning, writer)
-            self.report.after_stage("finetuning")
+            self._train_stage("fine-tuning", finetuning, writer)
+            self.report.after_stage("fine-tuning")
 
     def _train_stage(self, name: str, trainer: Any, writer: SummaryWriter) -> None:
         """Train a stage to its end, or what is missing of it."""
@@ -166,21 +166,25 @@ class Linearization:
 
     def _choose_softmax_layers(self) -> None:
         """Choose the layers that keep softmax as --softmax-layers says, unless an earlier run did, and report them."""
-        if not self.args.softmax_layers:
+        if not self.softmax_layers:
             return
-        if self.progress.softmax_layers is None:
-            distance: softmax_layers.Distance
-            if isinstance(self.train_data, TaskRows):
-                distance = softmax_layers.classifier_distance(self.model, self.task, self.train_data)
-            else:
-                distance = softmax_layers.encoder_distance(self.model, self.train_data, self.longest)
-            chosen = softmax_layers.choose_layers(self.args.softmax_layers, self.students, distance)
-            self.progress.softmax_layers = chosen
+        if isinstance(self.softmax_layers, list):
+            self.progress.softmax_layers = self.softmax_layers
+        elif self.progress.softmax_layers is None:
+            self.progress.softmax_layers = self._find_best_layers(self.softmax_layers)
             if self.progress.stages:
                 self.progress.save()
         chosen = self.progress.softmax_layers
         self.report.with_softmax_layers(softmax_layers.mixed_attentions(self.students, chosen), chosen)
         self._save_scores()
+
+    def _find_best_layers(self, count: int) -> list[int]:
+        """Return the layers, in increasing order, in which softmax brings the model closest to the teacher."""
+        if isinstance(self.train_data, TaskRows):
+            distance = softmax_layers.classifier_distance(self.model, self.task, self.train_data)
+        else:
+            distance = softmax_layers.encoder_distance(self.model, self.train_data, self.longest)
+        return sorted(softmax_layers.find_best_layers(count, self.students, distance))
 
     def _save_scores(self) -> None:
         """Save the scores of the dev rows, unless no step has been saved: then other settings may still be used."""

@@ -20,14 +20,14 @@ from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 from lln_fairseq.training.run_identity import data_hash, file_hash
 
 PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
-LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr", "finetuning": "--finetune-lr"}  # by stage
+LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr", "fine-tuning": "--finetune-lr"}  # by stage
 # Settings that a run may change as long as none of these stages has begun. All others may never change.
 CHANGEABLE = {
-    "softmax_layers": ("distillation", "finetuning"),
-    "distill": ("distillation", "finetuning"),
-    "distill_lr": ("distillation", "finetuning"),
-    "finetune": ("finetuning",),
-    "finetune_lr": ("finetuning",),
+    "softmax_layers": ("distillation", "fine-tuning"),
+    "distill": ("distillation", "fine-tuning"),
+    "distill_lr": ("distillation", "fine-tuning"),
+    "finetune": ("fine-tuning",),
+    "finetune_lr": ("fine-tuning",),
     "evaluate_rows": (),
 }
 LOG_INTERVAL = 10  # steps

@@ -26,7 +26,7 @@ class Report(Protocol):
         """Measure the folded model before a stage that trains it."""
 
     def after_stage(self, stage: str) -> None:
-        """Report the model after the stage "distillation" or "finetuning"."""
+        """Report the model after the stage "distillation" or "fine-tuning"."""
 
 
 def layer_list(layers: list[int]) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import TokenStream, swapped_attention
 from lln_fairseq.linearize.dev_scores import class_logits
 from lln_fairseq.linearize.finetuning import kl_divergence
@@ -22,27 +22,27 @@ COUNT = 256  # rows or texts of the training data, on which the layers are chose
 BEST = re.compile(r"best:([1-9]\d*)")
 
 
-def check_layers(text: str, layers: int, attention: str) -> None:
-    """Raise InputError if the option --softmax-layers does not fit an encoder with this many layers.
+def parse_layers(text: str, layers: int, attention: str) -> list[int] | int:
+    """Return the layers that --softmax-layers names, or their number if it asks for the best ones.
 
     Args:
-        text: numbers of layers, "best:COUNT", or "" for no layer
+        text: numbers of layers separated by commas, "best:COUNT", or "" for no layer
+        layers: number of layers of the teacher
         attention: the name of the attention of the remaining layers
+
+    Raises: InputError if the text has another form, or a layer does not exist.
     """
     best = BEST.fullmatch(text)
-    if best is None:
-        with input_errors():
-            parse_softmax_layers(text, layers, attention)
-    elif int(best[1]) > layers:
-        raise InputError(f"softmax_layers is {text}, but the teacher has {layers} layers")
-
-
-def choose_layers(text: str, students: Students, distance: "Distance") -> list[int]:
-    """Return the layers that --softmax-layers names or, for best:COUNT, the result of `find_best_layers`, sorted."""
-    best = BEST.fullmatch(text)
-    if best is None:
-        return list(parse_softmax_layers(text, len(students.layers), ""))
-    return sorted(find_best_layers(int(best[1]), students, distance))
+    if best is not None:
+        if int(best[1]) > layers:
+            raise InputError(f"--softmax-layers is {text}, but the teacher has {layers} layers")
+        return int(best[1])
+    try:
+        return list(parse_softmax_layers(text, layers, attention))
+    except ValueError:
+        raise InputError(
+            f"--softmax-layers must be best:COUNT, or numbers from 0 to {layers - 1}, separated by commas, got '{text}'"
+        ) from None
 
 
 def mixed_attentions(students: Students, softmax_layers: list[int]) -> list[nn.Module]:
@@ -140,6 +140,9 @@ def find_best_layers(count: int, students: Students, distance: Distance) -> list
                 bar.update()
             ranking = sorted(distances, key=lambda layer: distances[layer])
             candidates = ", ".join(f"layer {layer} {distances[layer]:.4f}" for layer in ranking)
-            bar.write(f"  softmax in {len(chosen) + 1}: {candidates}")
+            where = "one layer"
+            if chosen:
+                where = ", ".join(f"layer {layer}" for layer in chosen) + " and one more"
+            bar.write(f"  softmax in {where}: {candidates}")
             chosen.append(ranking[0])
     return chosen

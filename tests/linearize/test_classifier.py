@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.inference.evaluate import compute_outputs, compute_scores
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize import progress
 from lln_fairseq.linearize.attention_transfer import swapped_attention
+from lln_fairseq.linearize.distillation import Distillation
+from lln_fairseq.linearize.finetuning import Finetuning
 from lln_fairseq.linearize.layerwise import Students
 from lln_fairseq.linearize.task_rows import TaskRows, encoder_tokens
+from tests import text_runs
 from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
@@ -208,7 +212,165 @@ def test_models_of_fairseq_are_teachers(tmp_path, capsys):
     assert scores["after the transfer"] == evaluated_score(capsys, tmp_path / "out" / "model.pt")
 
 
-STAGES = {"transfer": (), "distillation": ("--distill", 8)}
+def parameters_of(path):
+    return torch.load(path, weights_only=False)["model"]
+
+
+def test_named_layer_keeps_the_softmax_of_the_teacher(teacher, tmp_path, capsys):
+    path, data = teacher
+    out = tmp_path / "out"
+
+    assert run(path, data, out, *OPTIONS, "--softmax-layers", "1") == 0
+
+    scores = printed_scores(capsys.readouterr().out)
+    assert scores["with softmax in layer 1"] == evaluated_score(capsys, out / "model.pt")
+    before = parameters_of(path)
+    after = parameters_of(out / "model.pt")
+    for name in before:
+        assert torch.equal(before[name], after[name]) == (not re.search(r"layers\.0\..*[qk]_proj", name)), name
+    assert not any("layers.1.self_attn.attention." in name for name in after)
+    model, _ = load_model(str(out / "model.pt"))
+    attentions = [layer.self_attn.attention for layer in model.encoder.sentence_encoder.layers]
+    assert [type(attention).__name__ for attention in attentions] == ["LLNDiagAttention", "SoftmaxAttention"]
+    assert load_checkpoint_lazily(str(out / "model.pt"))["cfg"]["model"]["softmax_layers"] == "1"
+
+
+def test_best_layers_are_the_nearest_to_the_teacher(teacher, tmp_path, capsys):
+    path, data = teacher
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "best:1") == 0
+    report = capsys.readouterr().out
+    assert "KL divergence from the teacher on 120 rows of split 'train'" in report
+    linear = float(re.search(r"linear attention in every layer: (\S+)", report)[1])
+    ranking = [(int(layer), float(kl)) for layer, kl in re.findall(r"layer (\d) (\d\S+?)(?:,|$)", report, re.MULTILINE)]
+    assert len(ranking) == 2
+    assert 0 < ranking[0][1] <= ranking[1][1]
+    assert ranking[0][1] < linear
+    best, divergence = ranking[0]
+    assert f"with softmax in layer {best} " in report
+    teacher_model, task = load_model(str(path), str(data))
+    student, _ = load_model(str(tmp_path / "out" / "model.pt"))
+    expected, actual = (
+        compute_outputs(model, task, "train").logits.double().softmax(dim=-1) for model in (teacher_model, student)
+    )
+    assert (expected * (expected / actual).log()).sum(dim=-1).mean().item() == pytest.approx(divergence, abs=1e-4)
+
+    # The choice is part of the progress, and all layers together are the teacher again.
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "best:1", "--distill", 2) == 0
+    assert "choosing" not in capsys.readouterr().out
+    assert run(path, data, tmp_path / "all", *OPTIONS, "--softmax-layers", "best:2") == 0
+    assert re.search(r"softmax in layer \d and one more: layer \d 0\.0000$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_best_layers_of_a_regression_and_of_texts(regression, tmp_path, capsys):
+    path, data = regression
+    assert run(path, data, tmp_path / "rows", *OPTIONS, "--softmax-layers", "best:1") == 0
+    report = capsys.readouterr().out
+    assert "mean squared error compared with the teacher" in report
+    linear, best = (float(value) for value in re.findall(r"(?:every layer:|one layer: layer \d) (\d\S+\d)", report))
+    assert best < linear
+
+    corpus = make_corpus(tmp_path / "corpus", SIZES)
+    assert run(path, corpus, tmp_path / "texts", *OPTIONS, "--softmax-layers", "best:1") == 0
+    report = capsys.readouterr().out
+    assert "relative error of the last hidden state on 256 texts" in report
+    linear, best = (float(value) for value in re.findall(r"(?:every layer:|one layer: layer \d) (\d\S+\d)", report))
+    assert best < linear
+    assert re.search(r"with softmax in layer \d\n  64 tokens: cosine \d", report)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("9", "--softmax-layers must be best:COUNT, or numbers from 0 to 1"),
+        ("0,x", "--softmax-layers must be best:COUNT, or numbers from 0 to 1"),
+        ("best:3", "--softmax-layers is best:3, but the teacher has 2 layers"),
+        ("best:0", "--softmax-layers must be best:COUNT, or numbers from 0 to 1"),
+    ],
+)
+def test_layers_that_do_not_exist_are_rejected(layers, message, teacher, tmp_path, capsys):
+    assert run(*teacher, tmp_path / "out", *SHORT, "--softmax-layers", layers) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_finetuning_learns_from_labels_and_teacher(teacher, tmp_path, capsys):
+    path, data = teacher
+    options = (*OPTIONS, "--finetune", 40, "--finetune-lr", 3e-3)
+    assert run(path, data, tmp_path / "out", *options) == 0
+    scores = printed_scores(capsys.readouterr().out)
+    assert scores["after the fine-tuning"] == evaluated_score(capsys, tmp_path / "out" / "model.pt")
+    before = parameters_of(path)
+    after = parameters_of(tmp_path / "out" / "model.pt")
+    trained = [name for name in before if not torch.equal(before[name], after[name])]
+    assert any(HEADS in name for name in trained)
+    assert any("embed_tokens" in name for name in trained)
+
+    model, task = load_model(str(path), str(data))
+    student, _ = load_model(str(path), str(data))
+    with torch.no_grad():
+        student.encoder.sentence_encoder.layers[0].fc1.weight.mul_(1.5)
+    finetuning = Finetuning(model, student, task, 1e-3, 5, seed=1)
+    rows = TaskRows(task, "train", 100)
+    loss = finetuning.losses(rows, 500, 100)
+    sample = rows.draw(500, 100, torch.Generator().manual_seed(1))
+    expected, actual = (
+        classifier(**sample["net_input"], features_only=True, classification_head_name=finetuning.head)[0]
+        for classifier in (model, student)
+    )
+    labels = torch.nn.functional.cross_entropy(actual, sample["target"].view(-1))
+    p = (expected / 2).softmax(dim=-1)
+    q = (actual / 2).softmax(dim=-1)
+    divergence = (p * (p / q).log()).sum(dim=-1).mean()
+    torch.testing.assert_close(loss[0], 0.3 * labels + 0.7 * 4 * divergence)
+
+
+def test_finetuning_of_a_regression_reduces_its_error(regression, tmp_path, capsys):
+    path, data = regression
+    errors = []
+    for steps in (0, 60):
+        out = tmp_path / str(steps)
+        assert run(path, data, out, *OPTIONS, "--finetune", steps, "--finetune-lr", 3e-3) == 0
+        model, task = load_model(str(out / "model.pt"))
+        errors.append(compute_scores(task, compute_outputs(model, task, "train"))["loss"])
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_stages_can_be_added_to_a_finished_run(teacher, tmp_path, capsys):
+    path, data = teacher
+    stages = ("--softmax-layers", "0", "--finetune", 3)
+    assert run(path, data, tmp_path / "whole", *OPTIONS, *stages) == 0
+    assert run(path, data, tmp_path / "out", *OPTIONS) == 0
+
+    assert run(path, data, tmp_path / "out", *OPTIONS, *stages) == 0
+
+    expected = parameters_of(tmp_path / "whole" / "model.pt")
+    actual = parameters_of(tmp_path / "out" / "model.pt")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "1", "--finetune", 3) == 1
+    assert "holds a run with another softmax_layers: give another OUT" in capsys.readouterr().err
+
+
+def test_padding_does_not_change_the_losses(teacher):
+    path, data = teacher
+    model, _ = load_model(str(path), str(data))
+    options = {"mix": "joint_offset", "block_size": 8}
+    students = Students(model, "lln_diag", options, 0.01, 1, seed=1)
+    other, _ = load_model(str(path), str(data))
+    with torch.no_grad():
+        other.encoder.sentence_encoder.layers[0].fc1.weight.mul_(1.5)
+    distillation = Distillation(model, other, 0.01, 1, seed=1)
+    tokens = torch.randint(4, 60, (2, 30), generator=torch.Generator().manual_seed(7))
+    padded = torch.nn.functional.pad(tokens, (0, 11), value=1)
+
+    for trainer in (students, distillation):
+        with torch.no_grad():
+            torch.testing.assert_close(trainer.errors(padded), trainer.errors(tokens))
+
+
+STAGES = {"transfer": (), "distillation": ("--distill", 8), "fine-tuning": ("--finetune", 8)}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -284,6 +446,30 @@ def test_rows_are_the_sequences_of_the_classifier(teacher):
     assert (expected == 2).sum() >= 3  # <s> A </s></s> B </s>
     separate = {"net_input": {"src_tokens": torch.full((2, 3), 5), "other_tokens": torch.full((2, 4), 6)}}
     assert encoder_tokens(separate, pad=1).tolist() == [[5, 5, 5, 1]] * 2 + [[6, 6, 6, 6]] * 2
+
+
+def test_classifier_predicts_and_is_exported(tmp_path, monkeypatch, capsys):
+    data = text_runs.make_glue(tmp_path / "glue", "RTE") / "RTE"
+    options = (*CLASSIFIER, *SOFTMAX, *text_runs.OPTIONS["RTE"], "--max-update", 2)
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
+    assert run(tmp_path / "run" / "checkpoint_last.pt", data, tmp_path / "out", *SHORT, "--finetune", 2) == 0
+    shutil.rmtree(data)  # the tokenizer is part of OUT
+    text = tmp_path / "text.tsv"
+    text.write_text("a wonderful film.\ta dreadful story!\n")
+
+    assert main(["predict", str(tmp_path / "out" / "model.pt"), "--input", str(text)]) == 0
+    assert re.search(r"^(not_)?entailment\t0\.\d+$", capsys.readouterr().out, re.MULTILINE)
+    tokenizer = str(tmp_path / "out" / "tokenizer")
+    assert main(["export", str(tmp_path / "out" / "model.pt"), str(tmp_path / "hf"), "--data", tokenizer]) == 0
+    assert "LLNRobertaForSequenceClassification" in capsys.readouterr().out
+
+
+def test_diverging_transfer_writes_no_model(teacher, tmp_path, capsys):
+    assert run(*teacher, tmp_path / "out", "--tokens", 64, "--lr", 1e30, "--steps", 1) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: after the transfer: the classifier gives NaN or infinite outputs")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out" / "model.pt").exists()
 
 
 def without(data, copy, *names):
