@@ -7,6 +7,9 @@ text that was binarized with the teacher's tokenizer. OUT/model.pt becomes an or
 can be trained, evaluated and exported. If its attention is set back to `softmax`, it computes the same as the teacher,
 unless --distill or --finetune trained all layers after the transfer.
 
+    lln-fairseq linearize runs/qnli/checkpoint_best.pt data-bin/glue/QNLI runs/qnli_linear \\
+        --option mix=joint_offset gain=learned block_size=64
+
 If TEACHER is a fine-tuned classifier and DATA the directory of its task, the rows of the task take the place of the
 text, and the accuracy (Spearman's correlation for a regression) is printed for each stage. OUT/model.pt is then a
 classifier of the same task.

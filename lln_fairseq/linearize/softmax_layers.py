@@ -124,7 +124,7 @@ def find_best_layers(count: int, students: Students, distance: Distance) -> list
     Returns: the layers in the order in which they were restored
     """
     layers = len(students.layers)
-    print(f"choosing {count} layers for softmax by the {distance.name}:", flush=True)
+    print(f"{distance.name}, with softmax in some layers:", flush=True)
     with swapped_attention(students.layers, students.students):
         print(f"  linear attention in every layer: {distance():.4f}", flush=True)
     chosen: list[int] = []

@@ -212,6 +212,18 @@ def test_models_of_fairseq_are_teachers(tmp_path, capsys):
     assert scores["after the transfer"] == evaluated_score(capsys, tmp_path / "out" / "model.pt")
 
 
+def test_two_towers_are_linearized_on_both_texts(tmp_path, capsys):
+    data = make_pairs(tmp_path / "data")
+    options = ("--two-towers", "--max-positions", 64, "--max-update", 1)
+    path = fine_tune(tmp_path, data, *CLASSIFIER, *SOFTMAX, *options)
+
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--finetune", 2, "--softmax-layers", "best:1") == 0
+
+    scores = printed_scores(capsys.readouterr().out)
+    assert scores["teacher"] == evaluated_score(capsys, path, data)
+    assert scores["after the fine-tuning"] == evaluated_score(capsys, tmp_path / "out" / "model.pt")
+
+
 def parameters_of(path):
     return torch.load(path, weights_only=False)["model"]
 
@@ -256,7 +268,7 @@ def test_best_layers_are_the_nearest_to_the_teacher(teacher, tmp_path, capsys):
 
     # The choice is part of the progress, and all layers together are the teacher again.
     assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "best:1", "--distill", 2) == 0
-    assert "choosing" not in capsys.readouterr().out
+    assert "KL divergence" not in capsys.readouterr().out
     assert run(path, data, tmp_path / "all", *OPTIONS, "--softmax-layers", "best:2") == 0
     assert re.search(r"softmax in layer \d and one more: layer \d 0\.0000$", capsys.readouterr().out, re.MULTILINE)
 
@@ -497,6 +509,13 @@ BAD_INPUT = {
     "label/dict.txt is missing": lambda data, copy: without(data, copy, "label/dict.txt"),
     "has no row of at most 3 tokens": lambda data, copy: data,
 }
+
+
+def test_regression_without_labels_is_rejected(regression, tmp_path, capsys):
+    for split in ("train", "valid"):
+        data = without(regression[1], tmp_path / split, f"label/{split}.label")
+        assert run(regression[0], data, tmp_path / "out", *SHORT) == 1
+        assert f"split '{split}' of {data} has no labels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("message", BAD_INPUT)
