@@ -115,6 +115,23 @@ def test_transfer_reduces_errors_and_keeps_softmax(teacher, tmp_path, capsys):
     assert list((out / "tensorboard").iterdir())
 
 
+def test_named_layer_of_an_encoder_keeps_softmax(teacher, tmp_path, capsys):
+    path, data = teacher
+    out = tmp_path / "out"
+
+    assert run(path, data, out, *STUDENT, *SHORT, "--softmax-layers", "0", "--distill", 1) == 0
+
+    report = capsys.readouterr().out
+    assert re.search(r"with softmax in layer 0\n  64 tokens: cosine \d", report)
+    model, _ = load_model(str(out / "model.pt"))
+    attentions = [layer.self_attn.attention for layer in model.encoder.sentence_encoder.layers]
+    assert [type(attention).__name__ for attention in attentions] == ["SoftmaxAttention", "LLNDiagAttention"]
+    assert features(model).isfinite().all()
+    teacher_model, _ = load_model(str(path))
+    assert run(path, data, tmp_path / "all", *SHORT, "--softmax-layers", "0,1") == 0
+    assert torch.equal(features_of(tmp_path / "all" / "model.pt"), features(teacher_model))
+
+
 def test_finished_run_rejects_changed_settings_but_takes_a_second_stage(teacher, tmp_path, monkeypatch, capsys):
     path, data = teacher
     out = tmp_path / "out"
