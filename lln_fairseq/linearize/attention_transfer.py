@@ -79,6 +79,8 @@ class QKReparameterization(nn.Module):
 class Student(nn.Module):
     """The linear attention of one layer, applied to queries and keys that a QKReparameterization has changed."""
 
+    needs_segments = False  # the encoder finds `attention` itself, and gives it the lengths of the segments
+
     def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.attention = attention

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lln_fairseq.attention import build_attention
+from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import (
     LayerwiseTrainer,
@@ -56,9 +57,13 @@ class Students(LayerwiseTrainer):
 
         Each student gets the q, k, v and mask of its teacher layer. Gradients flow to the students only.
         """
-        device = next(self.model.parameters()).device
+        tokens = tokens.to(next(self.model.parameters()).device)
         with torch.no_grad(), recorded(self.layers) as calls:
-            self.model(src_tokens=tokens.to(device), features_only=True)
+            self.model(src_tokens=tokens, features_only=True)
+        if self.students[0].attention.needs_segments:
+            segment_lengths = first_segment_lengths(tokens, self.model.encoder.dictionary.eos())
+            for student in self.students:
+                student.attention.segment_lengths = segment_lengths
         errors = []
         for layer, call, student in zip(self.layers, calls, self.students, strict=True):
             out = student(call.q, call.k, call.v, call.mask)

@@ -382,6 +382,25 @@ def test_padding_does_not_change_the_losses(teacher):
             torch.testing.assert_close(trainer.errors(padded), trainer.errors(tokens))
 
 
+def test_students_get_the_lengths_of_first_segments(teacher):
+    path, data = teacher
+    model, task = load_model(str(path), str(data))
+    students = Students(model, "lln_diag", {"mix": "joint"}, 0.01, 0, seed=1)
+    tokens = TaskRows(task, "train", 100).sample([0, 1, 2])["net_input"]["src_tokens"]
+    with torch.no_grad():
+        students.errors(tokens)
+    assert all(student.attention.segment_lengths is None for student in students.students)
+
+    for student in students.students:
+        student.attention.needs_segments = True
+    with torch.no_grad():
+        students.errors(tokens)
+
+    expected = [row.tolist().index(task.source_dictionary.eos()) + 1 for row in tokens]
+    for student in students.students:
+        assert student.attention.segment_lengths.tolist() == expected
+
+
 STAGES = {"transfer": (), "distillation": ("--distill", 8), "fine-tuning": ("--finetune", 8)}
 
 
