@@ -20,7 +20,14 @@ from fairseq.utils import split_paths
 from omegaconf import DictConfig
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, STOCK, STOCK_ATTENTION, plain_config, plain_options
+from lln_fairseq.checkpoints.config import (
+    LANGUAGE_MODELS,
+    STOCK,
+    STOCK_ATTENTION,
+    plain_config,
+    plain_options,
+    softmax_layers,
+)
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import InputError
@@ -223,8 +230,8 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
     """List the settings that change the result of a run and differ between its checkpoint and the new configuration.
 
     A setting that only one of them has is not compared. Nor is one that is None in one of them, because a preset or a
-    default decides it, except for the options of an attention: these have no presets, so alpha=None (matched) and
-    alpha=2.0 (fixed) differ.
+    default decides it, except for softmax_layers and the options of an attention: these have no presets, so alpha=None
+    (matched) and alpha=2.0 (fixed) differ.
 
     Args:
         saved: the configuration in the checkpoint
@@ -238,7 +245,7 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
     changed = [key for key in before if key in now and before[key] != now[key]]
     if "dataset.max_tokens" in before and not TOKEN_LIMITS.issubset(changed):
         changed = [key for key in changed if key not in TOKEN_LIMITS]
-    compared_if_none = {f"model.{option}" for option in _mechanism_by_option()}
+    compared_if_none = {f"model.{option}" for option in ("softmax_layers", *_mechanism_by_option())}
     descriptions = []
     for key in changed:
         if key in compared_if_none or (before[key] is not None and now[key] is not None):
@@ -257,6 +264,8 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         options = _declared_options(group, config.get(group))
         if group == "model":
             ignored = ignored | _options_of_other_mechanisms(options)
+            if "attention" in options:
+                options["softmax_layers"] = softmax_layers(options)
         for key, value in options.items():
             if key not in ignored:
                 yield f"{group}.{key}", value
