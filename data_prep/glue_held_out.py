@@ -1,8 +1,8 @@
 """Build a GLUE task with a labeled test split, and optionally QNLI with its sentence among distractors.
 
     python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli --train 7000 --test 2500
-    python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli16 --train 1500 --test 1000 \\
-        --sentences 16
+    python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli16 --train 2000 \\
+        --test 1000 --sentences 16
 
 GLUE does not publish the labels of its test sets. Here `train` is the first rows of the published training file, `test`
 its last rows, and `valid` the published dev set, so that a model can be chosen on `valid` and reported on `test`.
