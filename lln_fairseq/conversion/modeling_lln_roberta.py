@@ -54,6 +54,7 @@ class LLNRobertaConfig(RobertaConfig):
         constants: the constants of moment matching: "paper", or those of `moment_table`.
         gain: "learned" multiplies alpha and beta by learned factors for each head, "none" does not.
         moment_table: two lists, log s in increasing order and log sigma_tilde^2, for constants other than "paper".
+        softmax_layers: the layers, counted from 0, that have softmax attention instead; None means no layer.
         **options: the options of RobertaConfig.
     """
 
@@ -70,6 +71,7 @@ class LLNRobertaConfig(RobertaConfig):
         constants: str = "calibrated",
         gain: str = "none",
         moment_table: list[list[float]] | None = None,
+        softmax_layers: list[int] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -82,12 +84,17 @@ class LLNRobertaConfig(RobertaConfig):
         self.constants = constants
         self.gain = gain
         self.moment_table = moment_table
+        self.softmax_layers = softmax_layers or []
 
 
 class LLNSelfAttention(RobertaSelfAttention):
-    """RoBERTa's self-attention module with LLN or LLN+Diag instead of softmax between the projections.
+    """RoBERTa's self-attention module with LLN, LLN+Diag or PyTorch's fused softmax between the projections.
 
     Each parameter below exists only if the options in `config` use it.
+
+    Args:
+        config: the options of the model.
+        layer: the number of the layer, which has softmax attention if `config.softmax_layers` contains it.
     """
 
     log_gain: nn.Parameter  # (2, H), logarithms of the factors of alpha and beta
@@ -95,9 +102,12 @@ class LLNSelfAttention(RobertaSelfAttention):
     ratio: nn.Parameter  # (H, 1, D)
     diag_scale: nn.Parameter  # (H, 1, D)
 
-    def __init__(self, config: LLNRobertaConfig) -> None:
+    def __init__(self, config: LLNRobertaConfig, layer: int) -> None:
         super().__init__(config)
         self.config = config
+        self.is_softmax = layer in config.softmax_layers
+        if self.is_softmax:
+            return
         heads = config.num_attention_heads
         if config.gain == "learned":
             self.log_gain = nn.Parameter(torch.zeros(2, heads))
@@ -132,6 +142,8 @@ class LLNSelfAttention(RobertaSelfAttention):
         dropout = 0.0
         if self.training:
             dropout = self.dropout.p
+        if self.is_softmax:
+            return softmax_attention(q, k, v, padded, dropout)
         block_size = self.config.block_size or q.shape[-1]
         if HAS_KERNELS:
             return self.attend_with_kernels(q, k, v, padded, block_size, dropout)
@@ -223,6 +235,23 @@ def padding_from_mask(mask: Tensor | None) -> Tensor | None:
     if row.dtype == torch.bool:
         return ~row
     return row < 0
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, dropout: float) -> Tensor:
+    """Compute softmax(q k^T / sqrt(D)) v, (B, H, N, D), with dropout on the weights.
+
+    Padded rows of q, k, v (B, H, N, D) are ignored. If all tokens of a sequence are padded, its output is 0.
+    """
+    visible = None
+    if padded is not None:
+        hidden = padded[:, None, :, None]
+        q = q.masked_fill(hidden, 0.0)
+        k = k.masked_fill(hidden, 0.0)
+        v = v.masked_fill(hidden, 0.0)
+        # Without a visible key the weights would be NaN. Such a sequence sees all keys, whose values are 0.
+        visible = ~padded | padded.all(dim=1, keepdim=True)
+        visible = visible[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout)
 
 
 def plain_features(q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -393,15 +422,18 @@ def standard_deviation(x: Tensor, padded: Tensor | None, scope: str) -> Tensor:
 
 
 class LLNRobertaModel(RobertaModel):
-    """RoBERTa's encoder with LLN attention. By default it has no pooler, because none was trained."""
+    """RoBERTa's encoder with LLN attention, and softmax in the layers that the configuration names.
+
+    By default it has no pooler, because none was trained.
+    """
 
     config_class = LLNRobertaConfig
     _supports_sdpa = False  # PyTorch's scaled_dot_product_attention computes softmax
 
     def __init__(self, config: LLNRobertaConfig, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=add_pooling_layer)
-        for layer in self.encoder.layer:
-            layer.attention.self = LLNSelfAttention(config)  # type: ignore[union-attr]
+        for number, layer in enumerate(self.encoder.layer):
+            layer.attention.self = LLNSelfAttention(config, number)  # type: ignore[union-attr]
         self.post_init()
 
 

@@ -116,11 +116,12 @@ LLN_MODELS = {
     "lln_diag joint_offset": ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8),
     "lln_diag gain": ("--lln-diag-gain", "learned"),
     "lln_diag scale": ("--lln-diag-mix", "scale"),
+    "lln_diag softmax": ("--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned", "--softmax-layers", "1"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", with_representatives(LLN_MODELS, "lln paper", "lln_diag batch", "lln_diag joint_offset")
+    "name", with_representatives(LLN_MODELS, "lln paper", "lln_diag batch", "lln_diag joint_offset", "lln_diag softmax")
 )
 def test_lln_gives_same_logits_with_and_without_kernels(name, pretrain, tmp_path, monkeypatch):
     checkpoint = pretrain("--attention", name.split()[0], *LLN_MODELS[name])

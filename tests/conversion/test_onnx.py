@@ -25,6 +25,7 @@ MODELS = {
     "lln": ("--lln-constants", "paper"),
     "lln_diag joint_offset": (*BLOCKS, "--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned"),
     "lln_diag joint": ("--lln-diag-block-size", 64, "--lln-diag-mix", "joint"),  # one block holds all tokens
+    "lln softmax": ("--encoder-layers", 2, "--softmax-layers", "0"),
     "lln_diag scale": (*BLOCKS, "--lln-diag-mix", "scale", "--lln-diag-scope", "batch"),
 }
 
