@@ -564,7 +564,8 @@ class LLNRobertaModel(RobertaModel):
     ) -> Any:
         """Compute RobertaModel's output. With global_tokens="first_segment", input_ids (B, N) are required."""
         if self.config.global_tokens == FIRST_SEGMENT:
-            attention_mask = mark_first_segments(input_ids, attention_mask, self.config.eos_token_id)
+            eos = self.config.eos_token_id
+            attention_mask = mark_first_segments(input_ids, attention_mask, eos)  # type: ignore[arg-type]
         return super().forward(input_ids, attention_mask, *others, **options)
 
 
