@@ -1,5 +1,6 @@
 """Apply all measures of attention matrices to the queries and keys of one layer, head by head."""
 
+import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ def sequence_attentions(
         key_padding_mask: bool (B, N), True = padded, or None.
     """
     is_short = q.shape[2] <= MAX_TOKENS
+    segment_lengths = attention.segment_lengths
     for number in range(len(q)):
         if attention.batch_independent:
             part = slice(number, number + 1)
@@ -56,6 +58,9 @@ def sequence_attentions(
         else:  # α and β depend on the whole batch
             part = slice(None)
             row = number
+        if segment_lengths is not None:
+            attention = copy.copy(attention)
+            attention.segment_lengths = segment_lengths[part]
         mask = None if key_padding_mask is None else key_padding_mask[part]
         real = slice(None) if key_padding_mask is None else ~key_padding_mask[number]
         P = None

@@ -147,9 +147,18 @@ def ablated(model: nn.Module, skip: bool = True, mlp: bool = True) -> Iterator[N
 
 
 def _layer_forward(
-    layer: Any, x: Tensor, encoder_padding_mask: Tensor | None = None, *, skip: bool, mlp: bool
+    layer: Any,
+    x: Tensor,
+    encoder_padding_mask: Tensor | None = None,
+    segment_lengths: Tensor | None = None,
+    *,
+    skip: bool,
+    mlp: bool,
 ) -> Tensor:
-    """Compute fairseq's encoder layer in evaluation mode for x (T, B, C), with the switches of `ablated`."""
+    """Compute fairseq's encoder layer in evaluation mode for x (T, B, C), with the switches of `ablated`.
+
+    segment_lengths is ignored: the encoder has given the same lengths to the attention.
+    """
 
     def attend(y: Tensor) -> Tensor:
         return layer.self_attn(y, y, y, key_padding_mask=encoder_padding_mask)[0]

@@ -49,6 +49,11 @@ class Attention(nn.Module):
     # The workers that share the sequences, in the order of their tokens. None: this worker holds all tokens.
     group: ProcessGroup | None = None
 
+    # True for a mechanism that reads `segment_lengths`, which the encoder then sets before every call of forward.
+    needs_segments = False
+    # The number of tokens of the first segment of every sequence, int64 (B,), see `segments.first_segment_lengths`.
+    segment_lengths: Tensor | None = None
+
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config

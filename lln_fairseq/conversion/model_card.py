@@ -11,7 +11,7 @@ from lln_fairseq.errors import InputError
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
 PIPELINES = {"ForMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification"}
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-ATTENTION_OPTIONS = ("mix", "block_size", "scope", "constants", "gain", "alpha", "beta")
+ATTENTION_OPTIONS = ("mix", "block_size", "global_tokens", "scope", "constants", "gain", "alpha", "beta")
 MANIFEST = "manifest.json"  # of the data
 SCORES = "valid.json"  # what `lln-fairseq evaluate --json` wrote
 APPROXIMATE = (

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, require_attention
+from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
 from lln_fairseq.modules.token_shards import Shard
 
@@ -72,11 +73,24 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
         # In evaluation fairseq 0.12.2 would otherwise use PyTorch's fused layer in place of the attention.
         self.can_use_fastpath = False
 
-    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None) -> Tensor:
-        """Apply the layer to x (T, B, C), and return the same shape. attn_mask must be None.
+    def forward(
+        self,
+        x: Tensor,
+        encoder_padding_mask: Tensor | None,
+        attn_mask: Tensor | None = None,
+        segment_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Apply the layer to x (T, B, C), and return the same shape.
 
-        encoder_padding_mask is (B, T), True or nonzero = padded, or None.
+        Args:
+            x: (T, B, C).
+            encoder_padding_mask: (B, T), True or nonzero = padded, or None.
+            attn_mask: must be None.
+            segment_lengths: the attention's `segment_lengths` for this call, (B,); None leaves it unchanged. See
+                `pass_segment_lengths`.
         """
+        if segment_lengths is not None:
+            self.self_attn.attention.segment_lengths = segment_lengths
         if not self.feed_forward_tokens:
             return super().forward(x, encoder_padding_mask, attn_mask)
         batch_size = max(x.shape[1], 1)
@@ -113,6 +127,20 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
             q_noise=self.quant_noise,
             qn_block_size=self.quant_noise_block_size,
         )
+
+
+def pass_segment_lengths(
+    layer: LLNEncoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the segment lengths of the attention to the arguments of the layer; a forward pre-hook.
+
+    Activation checkpointing calls the layer with these arguments again in the backward pass. By then, another forward
+    pass, such as that of the second tower, can have replaced the lengths in the attention.
+    """
+    attention = layer.self_attn.attention
+    if attention.needs_segments:
+        kwargs = {**kwargs, "segment_lengths": attention.segment_lengths}
+    return args, kwargs
 
 
 class LLNTransformerEncoder(TransformerEncoder):
@@ -186,14 +214,27 @@ class LLNTransformerEncoder(TransformerEncoder):
             x = self.quant_noise(x)
         return x, embed
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def forward(self, src_tokens: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return fairseq's dictionary, with the output of the last layer under the additional key `features`.
+
+        Arguments are those of fairseq's encoder. Attentions that need the lengths of the first segments get those of
+        src_tokens (B, T).
 
         fairseq's NanDetector looks for a tensor among the values of every module's result. fairseq's dictionary has
         only lists, so without this tensor the detector would fail with a StopIteration that has no message.
         """
-        out = super().forward(*args, **kwargs)
+        self._set_segment_lengths(src_tokens)
+        out = super().forward(src_tokens, *args, **kwargs)
         return {**out, "features": out["encoder_out"][0]}
+
+    def _set_segment_lengths(self, tokens: Tensor) -> None:
+        """Give the lengths of the first segments of tokens (B, T) to the attentions that need them."""
+        attentions = [module for module in self._attentions() if module.needs_segments]
+        if not attentions:
+            return
+        lengths = first_segment_lengths(tokens, self.dictionary.eos())
+        for module in attentions:
+            module.segment_lengths = lengths
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         """Build a layer, wrapped for activation checkpointing and FSDP. fairseq calls this hook."""
@@ -209,6 +250,8 @@ class LLNTransformerEncoder(TransformerEncoder):
         # The rest is copied from fairseq's build_encoder_layer.
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+            if isinstance(layer, LLNEncoderLayer):
+                layer.register_forward_pre_hook(pass_segment_lengths, with_kwargs=True)
         min_num_params = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
         return fsdp_wrap(layer, min_num_params=min_num_params)
 

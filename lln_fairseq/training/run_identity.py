@@ -236,7 +236,7 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
         return []
     before = dict(result_settings(saved))
     now = dict(result_settings(plain_config(cfg)))
-    changed = [key for key in before if key in now and before[key] != now[key]]
+    changed = [key for key in before if key in now and _differ(before[key], now[key])]
     if "dataset.max_tokens" in before and not TOKEN_LIMITS.issubset(changed):
         changed = [key for key in changed if key not in TOKEN_LIMITS]
     compared_if_none = {f"model.{option}" for option in ("softmax_layers", *_mechanism_by_option())}
@@ -245,6 +245,14 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
         if key in compared_if_none or (before[key] is not None and now[key] is not None):
             descriptions.append(f"{key} = {before[key]} in the checkpoint, now {now[key]}")
     return descriptions
+
+
+def _differ(before: Any, now: Any) -> bool:
+    """Return True if two values of a setting differ; a number and its text are the same.
+
+    Hydra reads model.lln_diag_global_tokens=16 as a number, but fairseq-train reads this option as a text.
+    """
+    return before != now and str(before) != str(now)
 
 
 def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
