@@ -12,7 +12,14 @@ from torch import Tensor
 
 from lln_fairseq.ops.backends import HybridSpec
 from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.joint import BlockKinds, classify_blocks, outside_mass, outside_weight
+from lln_fairseq.ops.joint import (
+    BlockKinds,
+    classify_blocks,
+    count_global_keys,
+    global_key_padding,
+    outside_mass,
+    outside_weight,
+)
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
 from lln_fairseq.ops.padding import clear_padding, explicit_mask
 
@@ -47,7 +54,8 @@ def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Hybr
     """Compute softmax(q kᵀ / √D) v inside blocks, (B, H, N, D); 0 in a block without a real key."""
     length = q.shape[2]
     padding, q, k, v = _split_into_blocks(mask, spec.block_size, q, k, v)
-    return (_probabilities(q, k, padding, spec) @ v).flatten(2, 3)[:, :, :length]
+    p = _probabilities(q @ k.mT / math.sqrt(q.shape[-1]), padding, spec)
+    return (p @ v).flatten(2, 3)[:, :, :length]
 
 
 def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: HybridSpec) -> Tensor:
@@ -58,15 +66,45 @@ def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     # The rows of P sum to 1 already. The division makes their derivatives follow from that too.
     a = a / total.masked_fill(total == 0, 1.0)
     state = (w.mT @ v)[:, :, None]
+    global_padding = _global_padding(mask, q, spec)
+    global_keys = [x[:, :, : global_padding.shape[-1]] for x in (w, k, v)]
     padding, a, w, q, k, v = _split_into_blocks(mask, spec.block_size, a, w, q, k, v)
-    all_keys, no_key = classify_blocks(padding[:, :, :, 0])
+    all_keys, no_key = classify_blocks(padding[:, :, :, 0], global_padding[:, :, :, 0])
     kinds = BlockKinds(all_keys[..., None, None], no_key[..., None, None])
     inside = a @ w.mT
-    p = _probabilities(q, k, padding, spec)
+    scores = q @ k.mT
+    has_globals = global_padding.shape[-1] > 0
+    if has_globals:
+        global_w, global_k, global_v = global_keys
+        global_inside = _times_all_blocks(a, global_w.mT).masked_fill(global_padding, 0.0)
+        inside = torch.cat((inside, global_inside), dim=-1)
+        scores = torch.cat((scores, _times_all_blocks(q, global_k.mT)), dim=-1)
+        padding = torch.cat((padding, global_padding), dim=-1)
+    p = _probabilities(scores / math.sqrt(q.shape[-1]), padding, spec)
     u = outside_mass(inside)
     c = outside_weight(u, spec.offset[..., None, None, None], kinds)
-    out = c * (a @ state) + ((1 - c * u) * p - c * inside) @ v
+    weights = (1 - c * u) * p - c * inside
+    out = c * (a @ state) + weights[..., : v.shape[3]] @ v
+    if has_globals:
+        out = out + _times_all_blocks(weights[..., v.shape[3] :], global_v)
     return out.flatten(2, 3)[:, :, :length]
+
+
+def _global_padding(mask: Tensor | None, q: Tensor, spec: HybridSpec) -> Tensor:
+    """Return `global_key_padding` as (B, 1, blocks, 1, E); E is 0 if no block has global keys. q: (B, H, N, D)."""
+    length = q.shape[2]
+    size = max(1, min(spec.block_size, length))
+    count = 0
+    global_tokens = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)
+    if spec.global_tokens is not None:
+        global_tokens = spec.global_tokens
+        count = count_global_keys(spec.max_global_tokens, length, size)
+    return global_key_padding(global_tokens, mask, q, size, count)[:, None, :, None]
+
+
+def _times_all_blocks(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply the rows of every block, x (B, H, blocks, size, n), by one matrix per head, y (B, H, n, m)."""
+    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
 
 
 def _split_into_blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -> list[Tensor]:
@@ -83,7 +121,7 @@ def _split_into_blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -
     return [padding, *(F.pad(x, (0, 0, 0, missing)).unflatten(2, (count, size)) for x in tensors)]
 
 
-def _probabilities(q: Tensor, k: Tensor, padding: Tensor, spec: HybridSpec) -> Tensor:
-    """Return the softmax of every block with dropout, (B, H, blocks, size, size); 0 for padded keys."""
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(padding, torch.finfo(q.dtype).min)
+def _probabilities(scores: Tensor, padding: Tensor, spec: HybridSpec) -> Tensor:
+    """Return the softmax of every block's scores (B, H, blocks, size, keys) with dropout; 0 for padded keys."""
+    scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
     return F.dropout(scores.softmax(dim=-1).masked_fill(padding, 0.0), spec.dropout_p)

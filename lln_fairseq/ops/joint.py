@@ -14,12 +14,18 @@ of 1e-7 in float32 and 1e-3 in float16, which c multiplies. An offset of up to l
 
 Two kinds of blocks are set exactly, without rounding. If a block has all real keys of its sequence, c = 0, which is
 softmax attention. If it has no real key, c = 1, which is LLN attention.
+
+With m global tokens, the first m tokens of the sequence are keys of every block: wherever the block's keys are meant
+above, they are the block's own tokens and the first min(m, s) tokens, where s is the first token of the block. No key
+counts twice. Global queries are not part of this form: they attend to all keys by softmax (ops/global_tokens.py).
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lln_fairseq.ops.padding import explicit_mask
 
 FLOOR = 2.0**-4  # the minimum of the divisor; csrc/joint.h and the Triton kernels have the same
 
@@ -31,14 +37,51 @@ class BlockKinds(NamedTuple):
     no_key: Tensor  # True for a block without a real key
 
 
-def classify_blocks(padding: Tensor) -> BlockKinds:
+def classify_blocks(padding: Tensor, global_padding: Tensor | None = None) -> BlockKinds:
     """Return the kinds of blocks, bool (..., blocks), from the padding of their keys.
 
-    padding is bool (..., blocks, tokens of a block), True = padded.
+    padding is bool (..., blocks, tokens of a block), True = padded. global_padding is the result of
+    `global_key_padding`, (..., blocks, E), or None if there are no global tokens.
     """
     real = (~padding).sum(dim=-1)
+    all_real = real.sum(dim=-1, keepdim=True)
+    if global_padding is not None:
+        real = real + (~global_padding).sum(dim=-1)
     no_key = real == 0
-    return BlockKinds((real == real.sum(dim=-1, keepdim=True)) & ~no_key, no_key)
+    return BlockKinds((real == all_real) & ~no_key, no_key)
+
+
+def count_global_keys(max_global_tokens: int, length: int, block_size: int) -> int:
+    """Return E, the number of tokens at the start of a sequence that are global keys of at least one block.
+
+    These are the global tokens before the last block. The block size is at most the length.
+    """
+    if length == 0:
+        return 0
+    last_block = (length - 1) // block_size * block_size
+    return min(max_global_tokens, last_block)
+
+
+def global_key_padding(
+    global_tokens: Tensor, mask: Tensor | None, q: Tensor, block_size: int, num_keys: int
+) -> Tensor:
+    """Return which of the first E tokens are no global key of a block, bool (B, blocks, E).
+
+    True marks a padded token, one that is not global, and one that does not lie before the block.
+
+    Args:
+        global_tokens: the number of global tokens of every sequence, (B,).
+        mask: bool (B, N), True = padded, or None.
+        q: (B, H, N, D); only its shape and device matter.
+        block_size: tokens of a block, at most N.
+        num_keys: E, the result of `count_global_keys`.
+    """
+    length = q.shape[2]
+    token = torch.arange(num_keys, device=q.device)
+    block_start = torch.arange(0, length, block_size, device=q.device)
+    is_local = token >= global_tokens[:, None]
+    excluded = explicit_mask(mask, q)[:, :num_keys] | is_local
+    return excluded[:, None] | (token >= block_start[:, None])
 
 
 def outside_mass(inside: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from lln_fairseq.ops.causal import causal_attention, scale_inputs
 from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import create_exchange
+from lln_fairseq.ops.global_tokens import attend_from_global_tokens, check_global_tokens
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments
 
@@ -102,6 +103,7 @@ def lln_diag_attention(
     mix: str = "average",
     mix_parameter: float | Tensor | None = None,
     group: ProcessGroup | None = None,
+    global_tokens: int | Tensor | None = None,
 ) -> Tensor:
     """Compute LLN+Diag, a hybrid of LLN and block-diagonal softmax attention (paper, section 4.2 and figure 3).
 
@@ -121,6 +123,11 @@ def lln_diag_attention(
             None = 0. Its values must be in [-80, 80], which is not checked. The other mixes take only None.
         group: as for `lln_attention`, only with the mix "average". All workers but the last must hold a multiple of
             block_size tokens, so that no block lies on two workers.
+        global_tokens: how many tokens at the start of every sequence are global, only with a joint mix: one number, or
+            an integer tensor (B,), where more than N counts as N. As keys, they are inside for every query, beside its
+            block. As queries, they attend to all keys by softmax. With at most M global tokens in a sequence and blocks
+            of S, the cost is that of N (S + M) scores. A tensor on a GPU makes the host wait for its largest value;
+            one on the CPU does not.
 
     Returns: as `lln_attention`. With dropout, the result can be differentiated once.
     Raises: ValueError for invalid arguments, or if the backend cannot run on these tensors.
@@ -130,16 +137,31 @@ def lln_diag_attention(
     check_dropout(dropout_p)
     offset = head_offsets(mix, mix_parameter, q)
     is_joint = offset is not None
+    globals_, max_globals = check_global_tokens(global_tokens, mix, q, k, v)
     exchange = create_exchange(group, q, block_size)
     if exchange is None:
         group = None
     elif is_joint:
         raise ValueError(f"mix '{mix}' cannot be computed over several workers, choose average")
     alpha, beta = _resolve_alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group)
-    backend = choose_backend(backend, q, block_size, k, v, alpha, beta, offset, key_padding_mask)
+    inputs = (k, v, alpha, beta, offset, key_padding_mask, globals_)
+    backend = choose_backend(backend, q, block_size, *inputs, max_global_tokens=max_globals)
     weight = 1.0 if is_joint else 0.5
-    spec = HybridSpec(weight, weight, block_size, dropout_p, joint=is_joint, offset=offset, exchange=exchange)
-    return hybrid_attention(q, k, v, alpha, beta, key_padding_mask, spec, backend)
+    spec = HybridSpec(
+        weight,
+        weight,
+        block_size,
+        dropout_p,
+        joint=is_joint,
+        offset=offset,
+        exchange=exchange,
+        global_tokens=globals_,
+        max_global_tokens=max_globals,
+    )
+    out = hybrid_attention(q, k, v, alpha, beta, key_padding_mask, spec, backend)
+    if globals_ is None:
+        return out
+    return attend_from_global_tokens(out, q, k, v, key_padding_mask, globals_, max_globals, dropout_p)
 
 
 def lln_features(

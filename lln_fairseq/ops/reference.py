@@ -90,20 +90,27 @@ def joint_matrix(
     block_size: int,
     offset: float | Tensor,
     key_padding_mask: Tensor | None = None,
+    global_tokens: int | Tensor | None = None,
 ) -> Tensor:
     """Return the joint form of LLN and block-diagonal softmax that ops/joint.py defines.
 
     alpha, beta and offset are numbers or tensors that broadcast to (B, H). In a block without a real key the rows are
-    those of LLN.
+    those of LLN. The first tokens of every sequence, a number or an integer tensor (B,) of them, are global: all
+    queries see them exactly, and as queries they see all keys exactly.
     """
     lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
-    diag = block_diag_matrix(q, k, block_size, key_padding_mask)
-    block = torch.arange(q.shape[-2], device=q.device) // block_size
-    outside = lln.masked_fill(block[:, None] == block[None, :], 0.0)
+    token = torch.arange(q.shape[-2], device=q.device)
+    block = token // block_size
+    number = torch.as_tensor(0 if global_tokens is None else global_tokens, device=q.device)
+    is_global = token < number.reshape(-1, 1, 1, 1)  # (B or 1, 1, 1, N)
+    inside = (block[:, None] == block[None, :]) | is_global
+    exact = softmax_matrix(q, k, key_padding_mask, inside)
+    outside = lln.masked_fill(inside, 0.0)
     mass = outside.sum(dim=-1, keepdim=True)
     weight = 1 / (mass + (1 - mass) / per_head(offset, q).exp()).clamp_min(FLOOR)
-    without_key = diag.sum(dim=-1, keepdim=True) == 0
-    return torch.where(without_key, lln, (1 - weight * mass) * diag + weight * outside)
+    without_key = exact.sum(dim=-1, keepdim=True) == 0
+    matrix = torch.where(without_key, lln, (1 - weight * mass) * exact + weight * outside)
+    return torch.where(is_global.mT, softmax_matrix(q, k, key_padding_mask), matrix)
 
 
 def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

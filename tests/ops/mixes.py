@@ -43,7 +43,7 @@ def attend(mix, backend="auto", mask=None, block=BLOCK, **options):
     return function
 
 
-def oracle(mix, mask=None, block=BLOCK):
+def oracle(mix, mask=None, block=BLOCK, global_tokens=None):
     """Return the definition, with explicit attention matrices, as a function of the same tensors."""
 
     def function(q, k, v, alpha, beta, offset=None):
@@ -51,7 +51,7 @@ def oracle(mix, mask=None, block=BLOCK):
             return reference.lln_matrix(q, k, alpha, beta, mask) @ v
         if mix == "average":
             return reference.lln_diag_matrix(q, k, alpha, beta, block, mask) @ v
-        return reference.joint_matrix(q, k, alpha, beta, block, offset, mask) @ v
+        return reference.joint_matrix(q, k, alpha, beta, block, offset, mask, global_tokens) @ v
 
     return function
 

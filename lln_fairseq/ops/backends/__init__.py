@@ -41,6 +41,9 @@ class HybridSpec:
     joint: bool = False
     offset: Tensor | None = None  # offset o of the joint form, (B, H)
     exchange: Exchange | None = None  # exchange with the workers that hold the other tokens; not for the joint form
+    # Global tokens of every sequence, int64 (B,), each at most N; only for the joint form. None if there are none.
+    global_tokens: Tensor | None = None
+    max_global_tokens: int = 0  # an upper bound of global_tokens, at most N
 
     @property
     def keep_threshold(self) -> int:
@@ -64,12 +67,13 @@ class Backend(Protocol):
     gradient of the state S, and the negated gradient of L = logsumexp_j(β k_j).
     """
 
-    def is_supported(self, q: Tensor, block_size: int | None = None) -> str | None:
+    def is_supported(self, q: Tensor, block_size: int | None = None, max_global_tokens: int = 0) -> str | None:
         """Return None if the backend can run on tensors like q, otherwise one sentence that says why it cannot.
 
         Args:
             q: (B, H, N, D); only its device, dtype and D matter
             block_size: tokens per block; None for a call without blocks
+            max_global_tokens: an upper bound of the global tokens of a sequence
         """
 
     def draw_seed(self, device: torch.device) -> int | Tensor:
@@ -138,7 +142,9 @@ class Backend(Protocol):
         """
 
 
-def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *other_inputs: object) -> str:
+def choose_backend(
+    backend: str, q: Tensor, block_size: int | None = None, *other_inputs: object, max_global_tokens: int = 0
+) -> str:
     """Return the name of the backend that computes a call: "torch", "triton" or "cpu".
 
     "auto" selects the kernels of q's device, and PyTorch if they cannot run.
@@ -149,6 +155,8 @@ def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *othe
         block_size: tokens per block; None for a call without blocks
         other_inputs: all other arguments of the call; kernels can only read plain tensors, see
             `is_traced_or_transformed`
+        max_global_tokens: an upper bound of the global tokens of a sequence; with global tokens, kernels cannot be part
+            of a graph of torch.compile
 
     Raises: ValueError if the backend is unknown, or if it is not "auto" and cannot run on these inputs.
     """
@@ -159,7 +167,7 @@ def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *othe
         selected = _AUTO_BY_DEVICE_TYPE.get(q.device.type, "torch")
     if selected == "torch":
         return selected
-    if _can_be_operator_in_graph(q, *other_inputs):
+    if not max_global_tokens and _can_be_operator_in_graph(q, *other_inputs):
         # torch.compile may represent sizes by symbols: index() turns them into integers.
         block = None if block_size is None else index(block_size)
         if _is_supported_while_compiling(selected, q.device, q.dtype, index(q.shape[-1]), block):
@@ -170,7 +178,7 @@ def choose_backend(backend: str, q: Tensor, block_size: int | None = None, *othe
             "cannot use them."
         )
     else:
-        reason = _unsupported_reason(selected, q, block_size)
+        reason = _unsupported_reason(selected, q, block_size, max_global_tokens)
     if reason is None:
         return selected
     if backend == "auto":
@@ -211,11 +219,11 @@ def _can_be_operator_in_graph(*values: object) -> bool:
     )
 
 
-def _unsupported_reason(name: str, q: Tensor, block_size: int | None) -> str | None:
+def _unsupported_reason(name: str, q: Tensor, block_size: int | None, max_global_tokens: int = 0) -> str | None:
     """Return why a backend cannot run on tensors like q in one sentence, None if it can."""
     if name == "triton" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed."
-    return load_backend(name).is_supported(q, block_size)
+    return load_backend(name).is_supported(q, block_size, max_global_tokens)
 
 
 def _is_supported_while_compiling(

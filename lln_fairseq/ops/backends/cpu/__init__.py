@@ -55,7 +55,7 @@ for _view in VIEWS:
 _PROBLEM = struct.Struct("".join(kind for kind, _ in FIELDS))
 
 
-def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: int = 0) -> str | None:
     """Return None if the kernels can run on tensors like q, (B, H, N, D), otherwise one sentence that says why not.
 
     The first call for a head dimension compiles the kernels, or loads them from the cache.
@@ -66,6 +66,8 @@ def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
         return f"The CPU kernels support head dims that are multiples of 16 up to 256, not {q.shape[-1]}."
     if block_size is not None and block_size > MAX_BLOCK_SIZE:
         return f"The CPU kernels support blocks of up to {MAX_BLOCK_SIZE} tokens, not {block_size}."
+    if max_global_tokens:
+        return "The CPU kernels do not support global tokens yet."
     library = _load_kernels(q.shape[-1])
     return library if isinstance(library, str) else None
 

@@ -21,7 +21,7 @@ from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments_pytorch
 
 
-def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: int = 0) -> str | None:
     """Return None: this backend supports everything."""
     return None
 

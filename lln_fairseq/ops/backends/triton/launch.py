@@ -113,12 +113,13 @@ def tiles_key(q: Tensor) -> tuple[int, int, int]:
     return architecture, q.element_size(), largest_dim
 
 
-def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
+def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: int = 0) -> str | None:
     """Return None if the kernels run on tensors with q's device, dtype and head dim, otherwise the reason they do not.
 
     Args:
         q: (B, H, N, D); its size does not matter, so an empty tensor will do.
         block_size: tokens of a block, or None for attention without blocks.
+        max_global_tokens: an upper bound of the global tokens of a sequence.
     """
     if q.dtype not in _DTYPES:
         return f"The Triton kernels support float16, bfloat16 and float32, not {q.dtype}."
@@ -132,6 +133,8 @@ def is_supported(q: Tensor, block_size: int | None = None) -> str | None:
         return "float32 with head dim 128 needs 144 KB of shared memory, which this device does not have."
     if block_size is not None and block_size not in BLOCK_SIZES:
         return f"The Triton kernels support blocks of 16 to 256 tokens, not {block_size}."
+    if max_global_tokens:
+        return "The Triton kernels do not support global tokens yet."
     return None
 
 
