@@ -42,7 +42,7 @@ def sequence_attentions(
 
     Linear mechanisms have features at any length, and beyond MAX_TOKENS only some rows of P. Other mechanisms have P up
     to MAX_TOKENS tokens, and nothing beyond. A mechanism without features whose rows are not distributions
-    (`stochastic_rows` is False) has neither.
+    (`rows_sum_to_one` is False) has neither.
 
     Args:
         attention: the mechanism.
@@ -70,7 +70,7 @@ def sequence_attentions(
             phi_k = features[1][row][:, real]
             features = (phi_q, phi_k)
             P = _matrix_rows(phi_q, phi_k, None if is_short else ROWS)
-        elif attention.stochastic_rows and is_short:
+        elif attention.rows_sum_to_one and is_short:
             P = attention.attention_matrix(q[part], k[part], mask)[row][:, real][:, :, real]
         yield SequenceAttention(q.shape[1], P, features)
 

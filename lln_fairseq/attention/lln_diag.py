@@ -80,7 +80,7 @@ class LLNDiagAttention(MomentMatchedAttention):
             self.shard_multiple = None
         # A mix per feature has a different matrix for every feature.
         self.has_matrix = config.mix not in PER_FEATURE_MIXES
-        self.stochastic_rows = self.has_matrix
+        self.rows_sum_to_one = self.has_matrix
         if config.mix in PER_FEATURE_MIXES:
             self.ratio = nn.Parameter(torch.full((num_heads, 1, head_dim), 0.5))
         if config.mix == "scale":

@@ -17,7 +17,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, require_attention
+from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, reject_layer_mechanism
 from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
 from lln_fairseq.modules.token_shards import Shard
@@ -38,7 +38,7 @@ def parse_softmax_layers(text: str | None, layers: int, attention: str) -> tuple
     """
     if not text:
         return ()
-    require_attention(attention, "does not support softmax_layers")
+    reject_layer_mechanism(attention, "does not support softmax_layers")
     numbers = set()
     for number in text.split(","):
         if not number.strip().isdecimal() or int(number) >= layers:
@@ -170,7 +170,7 @@ class LLNTransformerEncoder(TransformerEncoder):
             self.layer_norm = nn.LayerNorm(embed_tokens.embedding_dim)
         attentions = self._attentions()
         for layer, module in enumerate(attentions):
-            module.place(layer, len(attentions))
+            module.set_depth(layer, len(attentions))
 
     def _attentions(self) -> list[Attention]:
         """Return the attentions of all layers, from the first layer to the last."""
@@ -258,9 +258,9 @@ class LLNTransformerEncoder(TransformerEncoder):
     def _build_replacement_layer(self, cfg: TransformerConfig) -> nn.Module:
         """Build a mechanism that replaces a layer. Raise ValueError for options that it does not support."""
         if self.feed_forward_tokens:
-            require_attention(self.attention_name, "does not support feed_forward_tokens")
+            reject_layer_mechanism(self.attention_name, "does not support feed_forward_tokens")
         if cfg.quant_noise.pq:
-            require_attention(self.attention_name, "does not support quant_noise_pq")
+            reject_layer_mechanism(self.attention_name, "does not support quant_noise_pq")
         return build_layer(
             self.attention_name,
             dim=cfg.encoder.embed_dim,

@@ -66,7 +66,7 @@ def test_forward_equals_matrix_times_values(variant, length):
 
     matrix = attention.double().attention_matrix(q.double(), k.double(), mask)
     assert relative_rms(attention.float()(q, k, v, mask), matrix @ v.double()) <= FLOAT32_FORWARD
-    if not attention.stochastic_rows:
+    if not attention.rows_sum_to_one:
         return
     assert (matrix.sum(dim=-1) <= 1 + 1e-9).all()
     # Rows of a block-diagonal part are 0 in blocks that are all padding.
