@@ -57,8 +57,10 @@ def hybrid_attention(
     if spec.exchange is not None:
         if is_traced_or_transformed(q, k, v, alpha, beta, mask):
             raise ValueError("attention over several workers cannot be traced, compiled or transformed")
-    elif q.numel() == 0 or spec.global_tokens is not None or (
-        backend == "torch" and is_traced_or_transformed(q, k, v, alpha, beta, spec.offset, mask)
+    elif (
+        q.numel() == 0
+        or spec.global_tokens is not None
+        or (backend == "torch" and is_traced_or_transformed(q, k, v, alpha, beta, spec.offset, mask))
     ):
         if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
