@@ -58,7 +58,8 @@ print(sys.version_info[:2], pathlib.Path.cwd(), hashlib.sha256(b"".join(parts)).
         echo "installing the packages of requirements.txt (about a minute, longer if torch includes CUDA)"
         while sleep 30 >/dev/null 2>&1; do echo "still installing, after $((SECONDS - start)) seconds"; done &
         timer=$!
-        run "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[test]' || code=$?
+        # Python compiles modules when they are first imported. Compiling all of torch's would take half a minute.
+        run "$python" -m pip install --no-compile --quiet --disable-pip-version-check -r requirements.txt -e '.[test]' || code=$?
         { kill "$timer" && wait "$timer"; } 2>/dev/null || true
         [ "$code" = 0 ] || fail "the installation failed, see the message of pip above"
         echo "$fingerprint" >"$stamp"

@@ -38,6 +38,7 @@ ALLOWED_IMPORTS = {
         "errors",
         "inference",
         "models",
+        "modules",
         "ops",
         "tasks",
         "training",
@@ -61,6 +62,7 @@ FAIRSEQ_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 # The modules above `attention` that may name mechanisms, and which.
 NAMED_MECHANISMS = {
     "lln_fairseq.models.lln_roberta": {"lln_diag"},  # the default
+    "lln_fairseq.modules.encoder": {"softmax"},  # the option softmax_layers
     "lln_fairseq.conversion.from_hugging_face": {"relu"},  # the activation function
     "lln_fairseq.conversion.to_hugging_face": {"lln", "lln_diag"},  # what modeling_lln_roberta implements
     "lln_fairseq.conversion.modeling_lln_roberta": {"lln", "lln_diag"},

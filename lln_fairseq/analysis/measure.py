@@ -1,5 +1,6 @@
 """Apply all measures of attention matrices to the queries and keys of one layer, head by head."""
 
+import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ def sequence_attentions(
 
     Linear mechanisms have features at any length, and beyond MAX_TOKENS only some rows of P. Other mechanisms have P up
     to MAX_TOKENS tokens, and nothing beyond. A mechanism without features whose rows are not distributions
-    (`stochastic_rows` is False) has neither.
+    (`rows_sum_to_one` is False) has neither.
 
     Args:
         attention: the mechanism.
@@ -49,6 +50,7 @@ def sequence_attentions(
         key_padding_mask: bool (B, N), True = padded, or None.
     """
     is_short = q.shape[2] <= MAX_TOKENS
+    segment_lengths = attention.segment_lengths
     for number in range(len(q)):
         if attention.batch_independent:
             part = slice(number, number + 1)
@@ -56,6 +58,9 @@ def sequence_attentions(
         else:  # α and β depend on the whole batch
             part = slice(None)
             row = number
+        if segment_lengths is not None:
+            attention = copy.copy(attention)
+            attention.segment_lengths = segment_lengths[part]
         mask = None if key_padding_mask is None else key_padding_mask[part]
         real = slice(None) if key_padding_mask is None else ~key_padding_mask[number]
         P = None
@@ -65,7 +70,7 @@ def sequence_attentions(
             phi_k = features[1][row][:, real]
             features = (phi_q, phi_k)
             P = _matrix_rows(phi_q, phi_k, None if is_short else ROWS)
-        elif attention.stochastic_rows and is_short:
+        elif attention.rows_sum_to_one and is_short:
             P = attention.attention_matrix(q[part], k[part], mask)[row][:, real][:, :, real]
         yield SequenceAttention(q.shape[1], P, features)
 

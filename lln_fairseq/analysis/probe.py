@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lln_fairseq.analysis import layer_scalars, measure
 from lln_fairseq.analysis.lognormal import log_entries
 from lln_fairseq.analysis.rank_collapse import relative_residual
-from lln_fairseq.attention import Attention, require_attention
+from lln_fairseq.attention import Attention, reject_layer_mechanism
 
 # The attributes by which an encoder layer is recognized.
 LAYER_ATTRIBUTES = ("self_attn", "self_attn_layer_norm", "final_layer_norm", "fc1", "fc2")
@@ -108,7 +108,7 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
 
     Raises: ValueError if there are none, or if the model's mechanism has no queries and keys.
     """
-    require_attention(getattr(getattr(model, "args", None), "attention", ""), "has no queries and keys to look at")
+    reject_layer_mechanism(getattr(getattr(model, "args", None), "attention", ""), "has no queries and keys to look at")
     layers = []
     for module in model.modules():
         is_layer = all(hasattr(module, name) for name in LAYER_ATTRIBUTES)
@@ -147,9 +147,18 @@ def ablated(model: nn.Module, skip: bool = True, mlp: bool = True) -> Iterator[N
 
 
 def _layer_forward(
-    layer: Any, x: Tensor, encoder_padding_mask: Tensor | None = None, *, skip: bool, mlp: bool
+    layer: Any,
+    x: Tensor,
+    encoder_padding_mask: Tensor | None = None,
+    segment_lengths: Tensor | None = None,
+    *,
+    skip: bool,
+    mlp: bool,
 ) -> Tensor:
-    """Compute fairseq's encoder layer in evaluation mode for x (T, B, C), with the switches of `ablated`."""
+    """Compute fairseq's encoder layer in evaluation mode for x (T, B, C), with the switches of `ablated`.
+
+    segment_lengths is ignored: the encoder has given the same lengths to the attention.
+    """
 
     def attend(y: Tensor) -> Tensor:
         return layer.self_attn(y, y, y, key_padding_mask=encoder_padding_mask)[0]

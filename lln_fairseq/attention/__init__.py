@@ -15,7 +15,7 @@ from lln_fairseq.attention.registry import (
     build_attention,
     option,
     register_attention,
-    require_attention,
+    reject_layer_mechanism,
 )
 
 for _module in pkgutil.iter_modules(__path__):
@@ -32,5 +32,5 @@ __all__ = [
     "option",
     "register_attention",
     "register_layer",
-    "require_attention",
+    "reject_layer_mechanism",
 ]

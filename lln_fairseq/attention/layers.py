@@ -8,7 +8,8 @@ Such a mechanism takes the place of self-attention and the feed-forward part tog
             super().__init__([GatedUnit(dim, activation_dropout) for _ in range(config.units)], dropout)
 
 Options, flags, Hydra keys, contract tests and benchmark rows follow from the registry as they do for an attention.
-Features that need queries and keys, or RoBERTa's own layers, reject these mechanisms with `registry.require_attention`.
+Features that need queries and keys, or RoBERTa's own layers, reject these mechanisms with
+`registry.reject_layer_mechanism`.
 """
 
 from collections.abc import Callable, Iterable

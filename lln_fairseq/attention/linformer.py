@@ -36,7 +36,7 @@ class LinformerAttention(Attention):
     """
 
     config: LinformerConfig
-    stochastic_rows = False  # F is an arbitrary matrix
+    rows_sum_to_one = False  # F is an arbitrary matrix
 
     def __init__(
         self, config: LinformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float

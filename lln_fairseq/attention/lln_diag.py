@@ -18,6 +18,13 @@ MIX_OPTIONS = ("average", "ratio", "scale", "joint", "joint_offset")
 PER_FEATURE_MIXES = ("ratio", "scale")  # these weigh every feature of the output separately
 SUM_MIXES = ("average", "ratio", "scale")  # these add two parts, each of which has its own normalizer
 
+NO_GLOBAL_TOKENS = "none"
+FIRST_SEGMENT = "first_segment"
+# A first segment has at most this many global tokens, so that the cost stays linear in the length of the sequence.
+MAX_GLOBAL_TOKENS = 128
+# With this offset, the weight outside the block is below 1e-34 of the weight inside.
+ONLY_INSIDE = -80.0
+
 
 @dataclass
 class LLNDiagConfig(LLNConfig):
@@ -31,13 +38,30 @@ class LLNDiagConfig(LLNConfig):
         "the odds of both learned per head",
         MIX_OPTIONS,
     )
+    global_tokens: str = option(
+        NO_GLOBAL_TOKENS,
+        "with a joint mix, the first tokens that attend to all tokens by softmax, and that all tokens attend to: "
+        f"first_segment (the first text of a pair, at most {MAX_GLOBAL_TOKENS} tokens), a number of tokens, or none",
+    )
+
+
+def check_global_tokens(text: str, mix: str) -> None:
+    """Raise ValueError if `text` is no value of the option global_tokens, or the mix does not support it."""
+    if text == NO_GLOBAL_TOKENS:
+        return
+    if text != FIRST_SEGMENT and not (text.isdecimal() and int(text) > 0):
+        raise ValueError(f"global_tokens must be none, first_segment or a positive number, got '{text}'")
+    if mix in SUM_MIXES:
+        raise ValueError(f"global_tokens={text} needs the mix joint or joint_offset, got mix '{mix}'")
 
 
 @register_attention("lln_diag", LLNDiagConfig)
 class LLNDiagAttention(MomentMatchedAttention):
     """LLN+Diag: ½ (LLN + block-diagonal softmax), as in the paper, or another mix of the two.
 
-    ops/joint.py defines the mixes joint and joint_offset. Attention dropout applies to the block-diagonal part.
+    ops/joint.py defines the mixes joint and joint_offset. Attention dropout applies to the block-diagonal part, and to
+    the global tokens. Raises ValueError if `global_tokens` is not an option of the mix, or neither a positive number
+    nor one of its words.
     """
 
     config: LLNDiagConfig
@@ -56,13 +80,16 @@ class LLNDiagAttention(MomentMatchedAttention):
             self.shard_multiple = None
         # A mix per feature has a different matrix for every feature.
         self.has_matrix = config.mix not in PER_FEATURE_MIXES
-        self.stochastic_rows = self.has_matrix
+        self.rows_sum_to_one = self.has_matrix
         if config.mix in PER_FEATURE_MIXES:
             self.ratio = nn.Parameter(torch.full((num_heads, 1, head_dim), 0.5))
         if config.mix == "scale":
             self.diag_scale = nn.Parameter(torch.full((num_heads, 1, head_dim), 0.5))
         if config.mix == "joint_offset":
             self.offset = nn.Parameter(torch.zeros(num_heads))
+        self.global_tokens = str(config.global_tokens)  # benchmarks and configurations may state a number
+        check_global_tokens(self.global_tokens, config.mix)
+        self.needs_segments = self.global_tokens == FIRST_SEGMENT
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         matching = self.moment_matching_arguments(q, k, key_padding_mask)
@@ -79,6 +106,7 @@ class LLNDiagAttention(MomentMatchedAttention):
             dropout_p=self.active_dropout,
             mix=self.config.mix,
             mix_parameter=self._head_offset(),
+            global_tokens=self._global_tokens(),
             **matching,
         )
 
@@ -90,18 +118,40 @@ class LLNDiagAttention(MomentMatchedAttention):
         offset = head_offsets(mix, self._head_offset(), q)
         if offset is None:
             return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, key_padding_mask)
-        return reference.joint_matrix(q, k, alpha, beta, self.block_size, offset, key_padding_mask)
+        return reference.joint_matrix(
+            q, k, alpha, beta, self.block_size, offset, key_padding_mask, self._global_tokens()
+        )
 
     def branches(self) -> dict[str, Attention]:
-        """Return LLN attention, which shares this attention's learned gain, and block-diagonal softmax."""
+        """Return LLN attention, which shares this attention's learned gain, and softmax inside the blocks.
+
+        With global tokens, the second one also has softmax from and to the global tokens.
+        """
         sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
         lln_options = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(LLNConfig)}
         lln = LLNAttention(LLNConfig(**lln_options), *sizes)
         lln.log_gain = self.log_gain
-        diag = BlockDiagAttention(BlockDiagConfig(self.block_size), *sizes)
+        diag: Attention = BlockDiagAttention(BlockDiagConfig(self.block_size), *sizes)
+        if self.global_tokens != NO_GLOBAL_TOKENS:
+            diag = InsideAttention(self.config, *sizes)
+            diag.log_gain = self.log_gain
+            diag.segment_lengths = self.segment_lengths
         return {"LLN only": lln, "Diag only": diag}
 
-    def _head_offset(self) -> Tensor | None:
+    def _global_tokens(self) -> int | Tensor | None:
+        """Return the number of global tokens, one for all sequences or (B,), or None if there are none."""
+        if self.global_tokens == NO_GLOBAL_TOKENS:
+            return None
+        if not self.needs_segments:
+            return int(self.global_tokens)
+        if self.segment_lengths is None:
+            raise ValueError(
+                f"global_tokens={FIRST_SEGMENT} needs the lengths of the first segments: set segment_lengths before "
+                "the call, as the encoder does"
+            )
+        return self.segment_lengths.clamp(max=MAX_GLOBAL_TOKENS)
+
+    def _head_offset(self) -> float | Tensor | None:
         """Return the learned offset of every head, (H,), or None unless the mix is joint_offset."""
         if self.config.mix == "joint_offset":
             return self.offset
@@ -113,3 +163,20 @@ class LLNDiagAttention(MomentMatchedAttention):
         if self.config.mix == "ratio":
             return ratio * lln + (1 - ratio) * diag
         return ratio * lln + self.diag_scale.to(lln.dtype) * diag
+
+
+class InsideAttention(LLNDiagAttention):
+    """A joint mix without the weights of LLN: softmax over the block and the global tokens.
+
+    Global tokens attend to all tokens. A token whose block has no real key, without global tokens, gets LLN attention.
+    """
+
+    def __init__(
+        self, config: LLNDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
+    ) -> None:
+        config = dataclasses.replace(config, mix="joint_offset")
+        super().__init__(config, num_heads, head_dim, max_positions, dropout)
+        del self.offset
+
+    def _head_offset(self) -> float:
+        return ONLY_INSIDE

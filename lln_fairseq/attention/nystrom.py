@@ -42,7 +42,7 @@ class NystromAttention(Attention):
     """
 
     config: NystromConfig
-    stochastic_rows = False  # the damped pseudo-inverse preserves neither the signs nor the sums of rows
+    rows_sum_to_one = False  # the damped pseudo-inverse preserves neither the signs nor the sums of rows
 
     def __init__(
         self, config: NystromConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float

@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
     # Properties of a mechanism. tests/attention/test_contract.py tests every property that a class does not switch off.
     has_matrix = True  # forward(q, k, v) equals P v for a single matrix P
-    stochastic_rows = True  # the rows of P sum to 1
+    rows_sum_to_one = True  # the rows of P sum to 1
     batch_independent = True  # the output of a sequence does not depend on the rest of the batch
     constants = "calibrated"  # constants of the moment matching of α and β, for mechanisms that have α and β
     # A sequence may be spread over several workers if each of them holds a multiple of this many tokens. None means
@@ -48,6 +48,11 @@ class Attention(nn.Module):
 
     # The workers that share the sequences, in the order of their tokens. None: this worker holds all tokens.
     group: ProcessGroup | None = None
+
+    # True for a mechanism that reads `segment_lengths`, which the encoder then sets before every call of forward.
+    needs_segments = False
+    # The number of tokens of the first segment of every sequence, int64 (B,), see `segments.first_segment_lengths`.
+    segment_lengths: Tensor | None = None
 
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -118,7 +123,7 @@ class Attention(nn.Module):
         """
         return {}
 
-    def place(self, layer: int, layers: int) -> None:
+    def set_depth(self, layer: int, layers: int) -> None:
         """Tell the mechanism that it is in layer `layer` (counted from 0) of an encoder with `layers` layers.
 
         The encoder calls this once after it has been built. Override it in mechanisms that depend on the depth.
@@ -214,12 +219,12 @@ def build_attention(
             that is not allowed, or if the name belongs to a mechanism that replaces a whole encoder layer.
     """
     config = checked_config(name, options)
-    require_attention(name, "cannot be built as an attention of queries, keys and values: use build_layer")
+    reject_layer_mechanism(name, "cannot be built as an attention of queries, keys and values: use build_layer")
     cls = ATTENTION_REGISTRY[name].cls
     return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
 
 
-def require_attention(name: str, reason: str) -> None:
+def reject_layer_mechanism(name: str, reason: str) -> None:
     """Raise ValueError if the mechanism replaces a whole encoder layer. Unknown names pass.
 
     The message is "NAME replaces the whole encoder layer, and REASON".

@@ -35,7 +35,7 @@ class SkyformerAttention(Attention):
     """
 
     config: SkyformerConfig
-    stochastic_rows = False
+    rows_sum_to_one = False
 
     def __init__(
         self, config: SkyformerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float

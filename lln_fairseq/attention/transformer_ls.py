@@ -35,7 +35,7 @@ class TransformerLSAttention(Attention):
 
     config: TransformerLSConfig
     has_matrix = False  # the norms mix the heads of a value
-    stochastic_rows = False
+    rows_sum_to_one = False
 
     def __init__(
         self, config: TransformerLSConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float

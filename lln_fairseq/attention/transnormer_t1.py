@@ -31,8 +31,8 @@ class TransNormerAttention(Attention):
 
     DiagAttention is defined by the subclass. NormAttention is φ(q) (φ(k)ᵀ v) / RMS. The RMS is taken over all heads of
     a token, so NormAttention has no attention matrix and attention dropout does not apply to it. The norm has no
-    learned gain, because the output projection that follows can represent any gain. Until an encoder calls `place`, the
-    attention acts like the only layer of an encoder: NormAttention unless `local_layers` is at least 1.
+    learned gain, because the output projection that follows can represent any gain. Until an encoder calls
+    `set_depth`, the attention acts like the only layer of an encoder: NormAttention unless `local_layers` is 1 or more.
     """
 
     config: TransNormerConfig
@@ -42,16 +42,16 @@ class TransNormerAttention(Attention):
         self, config: TransNormerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        self.place(0, 1)
+        self.set_depth(0, 1)
 
-    def place(self, layer: int, layers: int) -> None:
-        """Decide whether this layer is local, and set has_matrix and stochastic_rows accordingly."""
+    def set_depth(self, layer: int, layers: int) -> None:
+        """Decide whether this layer is local, and set has_matrix and rows_sum_to_one accordingly."""
         local_layers = self.config.local_layers
         if local_layers is None:
             local_layers = layers // 2
         self.is_local = layer < local_layers
         self.has_matrix = self.is_local and self.local_has_matrix
-        self.stochastic_rows = self.has_matrix
+        self.rows_sum_to_one = self.has_matrix
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lln_fairseq.attention import MECHANISMS, require_attention
-from lln_fairseq.checkpoints.config import NO_POSITIONS, STOCK_ATTENTION, stored_options
+from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
+from lln_fairseq.checkpoints.config import NO_POSITIONS, STOCK_ATTENTION, softmax_layers, stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.errors import InputError, input_errors
 
@@ -43,7 +43,7 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     if name != stored_name:
         for mechanism in (str(name), str(stored_name)):
             with input_errors():
-                require_attention(
+                reject_layer_mechanism(
                     mechanism,
                     f"{path} has {stored_name}, this model {name}: neither has the other's parameters",
                 )
@@ -53,6 +53,10 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
         key = f"{name}_{field.name}"
         if key in options and key in stored and stored[key] != options[key]:
             logger.warning(f"{path} was trained with {key} = {stored[key]}, here it is {options[key]}")
+    layers = softmax_layers(options)
+    stored_layers = softmax_layers(stored)
+    if layers != stored_layers:
+        logger.warning(f"{path} was trained with softmax_layers = {stored_layers}, here it is {layers}")
 
 
 def require_roberta_layers(options: Mapping[str, Any], path: Any) -> None:
@@ -63,7 +67,7 @@ def require_roberta_layers(options: Mapping[str, Any], path: Any) -> None:
         path: the model's file, for the message
     """
     with input_errors():
-        require_attention(str(options.get("attention")), f"{path} is therefore not a RoBERTa")
+        reject_layer_mechanism(str(options.get("attention")), f"{path} is therefore not a RoBERTa")
 
 
 def dictionary_hash(dictionary: Any) -> str:

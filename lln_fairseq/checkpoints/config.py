@@ -105,6 +105,17 @@ def _stored_group(group: Any) -> dict[str, Any]:
     return dict(group) if isinstance(group, Mapping) else {}
 
 
+def softmax_layers(options: Mapping[str, Any]) -> str | None:
+    """Return a model's option softmax_layers as text, or None if no layer is named.
+
+    Checkpoints of older versions do not have this option, and Hydra reads the number of a single layer as an int.
+    """
+    layers = options.get("softmax_layers")
+    if layers is None or layers == "":
+        return None
+    return str(layers)
+
+
 def plain_config(cfg: DictConfig) -> dict[str, Any]:
     """Return the configuration of a program as dictionaries, with interpolations resolved and enums as strings."""
     config: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)

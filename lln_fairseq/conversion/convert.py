@@ -9,14 +9,15 @@ To encode text for it, give `--tokenizer OUT` to the programs of data_prep.
 
 import argparse
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
-from lln_fairseq.attention import MECHANISMS, require_attention
+from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion.directory import new_directory, write_large
@@ -61,7 +62,7 @@ def convert(
         InputError: if an option or the source cannot be used, or `out` exists.
     """
     with input_errors():
-        require_attention(attention, "cannot use the weights of a converted encoder")
+        reject_layer_mechanism(attention, "cannot use the weights of a converted encoder")
     if not source.exists():
         raise InputError(f"no such directory or checkpoint: {source}")
     if source.is_dir() and heads is not None:
@@ -136,18 +137,28 @@ def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> di
         torch.manual_seed(SEED)
         model = LLNRobertaModel.build_model(OmegaConf.create(options), task)
     load_encoder_parameters(model, encoder)
+    task_options = {"_name": "lln_masked_lm", "data": ".", "tokens_per_sample": positions}
+    identity = {"dictionary": dictionary_hash(task.source_dictionary)}
+    return checkpoint_at_update_0(model.state_dict(), options, task_options, identity)
+
+
+def checkpoint_at_update_0(
+    parameters: dict[str, Tensor], options: dict[str, Any], task_options: dict[str, Any], identity: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the content of a checkpoint of LLNRobertaModel that has not been trained yet.
+
+    Args:
+        parameters: the state of the model.
+        options: the options of the model.
+        task_options: the options of its task, with the task's name under `_name`.
+        identity: the hash of the dictionary and the labels, as `HookedTask.get_checkpoint_dict` records them.
+    """
     return {
         "args": None,
-        "cfg": {
-            "model": {"_name": "lln_roberta", **options},
-            "task": {"_name": "lln_masked_lm", "data": ".", "tokens_per_sample": positions},
-        },
-        "model": model.state_dict(),
+        "cfg": {"model": {**options, "_name": "lln_roberta"}, "task": task_options},
+        "model": parameters,
         "optimizer_history": [{"num_updates": 0, "optimizer_name": "", "lr_scheduler_state": {}}],
-        "extra_state": {
-            "train_iterator": {"epoch": 1, "iterations_in_epoch": 0},
-            PLUGIN_STATE: {"dictionary": dictionary_hash(task.source_dictionary)},
-        },
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, PLUGIN_STATE: identity},
     }
 
 
@@ -189,6 +200,8 @@ def hydra_overrides(encoder: ImportedEncoder, attention: str) -> list[str]:
             continue
         if option == "layernorm_embedding" and value is not encoder.options.get("encoder_normalize_before"):
             continue  # the model's own default is the opposite of encoder_normalize_before
+        if "," in str(value):
+            value = f'"{value}"'  # without quotes, Hydra takes a comma for a sweep
         overrides.append(f"model.{option}={value}")
     return overrides
 
@@ -215,4 +228,4 @@ def main(argv: list[str]) -> None:
         print(note)
     checkpoint = args.out / CHECKPOINT
     print(f"wrote {checkpoint}; to fine-tune it, give these overrides to lln-fairseq train:")
-    print(" ".join([f"checkpoint.finetune_from_model={checkpoint}", *hydra_overrides(encoder, args.attention)]))
+    print(shlex.join([f"checkpoint.finetune_from_model={checkpoint}", *hydra_overrides(encoder, args.attention)]))

@@ -3,8 +3,8 @@
     lln-fairseq export CHECKPOINT OUT [--onnx]
 
 A pre-trained model becomes a masked language model, a fine-tuned model a sequence classifier. With softmax attention
-the result is a stock RoBERTa. The attentions lln and lln_diag come with their own code, which you load with
-`AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx.
+the result is a stock RoBERTa. The attentions lln and lln_diag, also with softmax in some layers, come with their own
+code, which you load with `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
 
 # Options of this project's models that fairseq's own RoBERTa does not have, with the values that it uses.
-STOCK_OPTIONS = {"attention": STOCK_ATTENTION, "layer_norm_eps": 1e-5}
+STOCK_OPTIONS = {"attention": STOCK_ATTENTION, "softmax_layers": None, "layer_norm_eps": 1e-5}
 
 
 def export(

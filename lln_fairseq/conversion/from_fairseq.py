@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.checkpoints.compatibility import require_roberta_layers
-from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.config import softmax_layers, stored_options
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint_lazily, verify_checksums
 from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
 from lln_fairseq.conversion.directory import as_float32
@@ -52,8 +52,8 @@ def read_fairseq_checkpoint(
         path: the checkpoint.
         dictionary: its dict.txt; None looks for it in the run's tokenizer directory and next to the checkpoint.
         heads: number of attention heads, for a checkpoint that does not state it; otherwise it must agree.
-        attention: the attention of the converted model. The attention's own parameters and options are taken from
-            a checkpoint that has the same attention, and ignored otherwise.
+        attention: the attention of the converted model. The attention's own parameters and options and the option
+            softmax_layers are taken from a checkpoint that has the same attention, and ignored otherwise.
 
     Raises:
         InputError: if a file cannot be read, the model is not a RoBERTa, or the dictionary does not fit the model.
@@ -76,6 +76,7 @@ def read_fairseq_checkpoint(
     if stored.get("attention") == attention:
         parameters |= {name: value for name, value in tensors.items() if ATTENTION_PARAMETERS in name}
         options |= {key: value for key, value in stored.items() if key.startswith(f"{attention}_")}
+        options["softmax_layers"] = softmax_layers(stored)
     directory = _tokenizer_directory(path, dictionary)
     dictionary_path = _find_dictionary(dictionary, directory)
     symbols = _read_symbols(dictionary_path, sizes.vocabulary, path)

@@ -11,7 +11,7 @@ from lln_fairseq.errors import InputError
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
 PIPELINES = {"ForMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification"}
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-ATTENTION_OPTIONS = ("mix", "block_size", "scope", "constants", "gain", "alpha", "beta")
+ATTENTION_OPTIONS = ("mix", "block_size", "global_tokens", "scope", "constants", "gain", "alpha", "beta")
 MANIFEST = "manifest.json"  # of the data
 SCORES = "valid.json"  # what `lln-fairseq evaluate --json` wrote
 APPROXIMATE = (
@@ -60,14 +60,18 @@ def model_card(
 
 
 def _describe_attention(config: Mapping[str, Any]) -> str:
-    """Return a sentence about the model's attention and its options."""
+    """Return one or two sentences about the model's attention and its options."""
     if "attention" not in config:
         return "Its attention is softmax: it is a stock RoBERTa and needs no code of its own."
     options = [f"{key} {config[key]}" for key in ATTENTION_OPTIONS if config.get(key) is not None]
-    return (
+    sentence = (
         f"Its attention is `{config['attention']}`, Linear Log-Normal attention ({PAPER}), whose cost is linear in the "
         f"length of the sequence: {', '.join(options)}."
     )
+    if config.get("softmax_layers"):
+        layers = ", ".join(str(layer) for layer in config["softmax_layers"])
+        sentence += f" These layers, counted from 0, have softmax attention, whose cost is quadratic: {layers}."
+    return sentence
 
 
 def _usage(config: Mapping[str, Any], purpose: str, has_tokenizer: bool) -> list[str]:

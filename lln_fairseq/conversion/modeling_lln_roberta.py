@@ -34,6 +34,8 @@ MIX_PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 PER_FEATURE_MIXES = ("ratio", "scale")  # mixes whose parameters are (H, 1, D); the others' are (H,)
 DENOMINATOR_FLOOR = 1 / 16
+FIRST_SEGMENT = "first_segment"
+MAX_GLOBAL_TOKENS = 128  # the largest number of global tokens of a first segment
 # The paper's moment matching, with the constants of the authors' code: sigma_lln^2 = PAPER_A sigma_tilde^2 + PAPER_B.
 PAPER_A = 0.14855178144710912
 PAPER_B = -0.35487039130661086
@@ -48,12 +50,15 @@ class LLNRobertaConfig(RobertaConfig):
         attention: "lln" or "lln_diag".
         mix: the formula that combines LLN with block-diagonal softmax in lln_diag, a key of MIX_PARAMETERS.
         block_size: tokens of a block of lln_diag; None means the features of a head.
+        global_tokens: the first tokens that attend to all tokens by softmax, and that all tokens attend to, in a joint
+            mix: "none", "first_segment" (of a pair, at most MAX_GLOBAL_TOKENS), or their number as text.
         alpha: fixed factor of the queries; None matches it to softmax's variance.
         beta: fixed factor of the keys; moment matching is used unless both alpha and beta are given.
         scope: "head" measures the standard deviations in each sequence and head, "batch" over the whole batch.
         constants: the constants of moment matching: "paper", or those of `moment_table`.
         gain: "learned" multiplies alpha and beta by learned factors for each head, "none" does not.
         moment_table: two lists, log s in increasing order and log sigma_tilde^2, for constants other than "paper".
+        softmax_layers: the layers, counted from 0, that have softmax attention instead; None means no layer.
         **options: the options of RobertaConfig.
     """
 
@@ -64,30 +69,38 @@ class LLNRobertaConfig(RobertaConfig):
         attention: str = "lln_diag",
         mix: str = "average",
         block_size: int | None = None,
+        global_tokens: str = "none",
         alpha: float | None = None,
         beta: float | None = None,
         scope: str = "head",
         constants: str = "calibrated",
         gain: str = "none",
         moment_table: list[list[float]] | None = None,
+        softmax_layers: list[int] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.attention = attention
         self.mix = mix
         self.block_size = block_size
+        self.global_tokens = global_tokens
         self.alpha = alpha
         self.beta = beta
         self.scope = scope
         self.constants = constants
         self.gain = gain
         self.moment_table = moment_table
+        self.softmax_layers = softmax_layers or []
 
 
 class LLNSelfAttention(RobertaSelfAttention):
-    """RoBERTa's self-attention module with LLN or LLN+Diag instead of softmax between the projections.
+    """RoBERTa's self-attention module with LLN, LLN+Diag or PyTorch's fused softmax between the projections.
 
     Each parameter below exists only if the options in `config` use it.
+
+    Args:
+        config: the options of the model.
+        layer: the number of the layer, which has softmax attention if `config.softmax_layers` contains it.
     """
 
     log_gain: nn.Parameter  # (2, H), logarithms of the factors of alpha and beta
@@ -95,9 +108,12 @@ class LLNSelfAttention(RobertaSelfAttention):
     ratio: nn.Parameter  # (H, 1, D)
     diag_scale: nn.Parameter  # (H, 1, D)
 
-    def __init__(self, config: LLNRobertaConfig) -> None:
+    def __init__(self, config: LLNRobertaConfig, layer: int) -> None:
         super().__init__(config)
         self.config = config
+        self.is_softmax = layer in config.softmax_layers
+        if self.is_softmax:
+            return
         heads = config.num_attention_heads
         if config.gain == "learned":
             self.log_gain = nn.Parameter(torch.zeros(2, heads))
@@ -115,30 +131,70 @@ class LLNSelfAttention(RobertaSelfAttention):
     ) -> tuple[Tensor, None]:
         """Return the attention's output (B, N, C) for hidden_states (B, N, C), and None in place of the weights.
 
-        For `attention_mask` see `padding_from_mask`. Further arguments of RobertaSelfAttention are ignored.
+        For `attention_mask` see `padding_from_mask` and `mark_first_segments`. Further arguments of
+        RobertaSelfAttention are ignored.
         """
+        global_tokens = self.count_global_tokens(hidden_states, attention_mask)
+        if self.config.global_tokens == FIRST_SEGMENT and attention_mask is not None:
+            attention_mask = attention_mask[:, :, :1]
         q = self.split_heads(self.query(hidden_states))
         k = self.split_heads(self.key(hidden_states))
         v = self.split_heads(self.value(hidden_states))
-        out = self.attend(q, k, v, padding_from_mask(attention_mask))
+        out = self.attend(q, k, v, padding_from_mask(attention_mask), global_tokens)
         return out.transpose(1, 2).flatten(2), None
+
+    def count_global_tokens(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """Return the number of global tokens of every sequence, int64 (B,), or None if there are none.
+
+        Args:
+            hidden_states: (B, N, C).
+            attention_mask: with global_tokens="first_segment", the one of `mark_first_segments` as (B, 1, 2, N).
+        """
+        if self.is_softmax or self.config.global_tokens == "none":
+            return None
+        if self.config.global_tokens != FIRST_SEGMENT:
+            return hidden_states.new_full(hidden_states.shape[:1], self.largest_prefix(), dtype=torch.int64)
+        if attention_mask is None or attention_mask.shape[2] != 2:
+            raise ValueError("global_tokens=first_segment needs the mask that LLNRobertaModel makes from input_ids")
+        return (attention_mask[:, 0, 1] >= 0).sum(dim=-1).clamp(max=MAX_GLOBAL_TOKENS)
+
+    def largest_prefix(self) -> int:
+        """Return the largest number of global tokens of a sequence."""
+        if self.config.global_tokens == FIRST_SEGMENT:
+            return MAX_GLOBAL_TOKENS
+        return int(self.config.global_tokens)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Return x (B, N, C) as a contiguous tensor (B, H, N, D)."""
         return x.unflatten(-1, (self.num_attention_heads, self.attention_head_size)).transpose(1, 2).contiguous()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
-        """Compute the attention of q, k, v (B, H, N, D), in their shape and dtype, with lln_fairseq if installed."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, global_tokens: Tensor | None = None
+    ) -> Tensor:
+        """Compute the attention of q, k, v (B, H, N, D), in their shape and dtype, with lln_fairseq if installed.
+
+        global_tokens is the result of `count_global_tokens`.
+        """
         dropout = 0.0
         if self.training:
             dropout = self.dropout.p
+        if self.is_softmax:
+            return softmax_attention(q, k, v, padded, dropout)
         block_size = self.config.block_size or q.shape[-1]
         if HAS_KERNELS:
-            return self.attend_with_kernels(q, k, v, padded, block_size, dropout)
-        return self.attend_without_kernels(q.float(), k.float(), v.float(), padded, block_size, dropout).to(q.dtype)
+            return self.attend_with_kernels(q, k, v, padded, block_size, dropout, global_tokens)
+        out = self.attend_without_kernels(q.float(), k.float(), v.float(), padded, block_size, dropout, global_tokens)
+        return out.to(q.dtype)
 
     def attend_with_kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, block_size: int, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padded: Tensor | None,
+        block_size: int,
+        dropout: float,
+        global_tokens: Tensor | None,
     ) -> Tensor:
         """Compute `attend` with the operations of lln_fairseq."""
         config = self.config
@@ -150,6 +206,10 @@ class LLNSelfAttention(RobertaSelfAttention):
             options["beta"] = config.beta
             options["scope"] = config.scope
             options["constants"] = config.constants
+        if config.global_tokens == FIRST_SEGMENT:
+            options["global_tokens"] = global_tokens
+        elif global_tokens is not None:
+            options["global_tokens"] = self.largest_prefix()  # a number, so that the GPU is not waited for
         if config.attention == "lln_diag" and config.mix not in PER_FEATURE_MIXES:
             return lln_diag_attention(
                 q,
@@ -169,7 +229,14 @@ class LLNSelfAttention(RobertaSelfAttention):
         return self.mix_outputs(lln, diag)
 
     def attend_without_kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, block_size: int, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padded: Tensor | None,
+        block_size: int,
+        dropout: float,
+        global_tokens: Tensor | None,
     ) -> Tensor:
         """Compute `attend` for float32 inputs with plain operations of PyTorch."""
         alpha, beta = self.alpha_beta(q, k, padded)
@@ -177,7 +244,12 @@ class LLNSelfAttention(RobertaSelfAttention):
         if self.config.attention == "lln":
             return plain_lln(a, w, v, padded)
         if self.config.mix.startswith("joint"):
-            return plain_joint(q, k, v, a, w, padded, block_size, dropout, self.mix_parameter())
+            offset = self.mix_parameter()
+            if global_tokens is None:
+                return plain_joint(q, k, v, a, w, padded, block_size, dropout, offset)
+            prefix = self.largest_prefix()
+            out = plain_joint(q, k, v, a, w, padded, block_size, dropout, offset, global_tokens, prefix)
+            return with_global_queries(out, q, k, v, padded, dropout, global_tokens, prefix)
         lln = plain_lln(a, w, v, padded)
         diag = plain_block_diag(q, k, v, padded, block_size, dropout)
         return self.mix_outputs(lln, diag)
@@ -223,6 +295,24 @@ def padding_from_mask(mask: Tensor | None) -> Tensor | None:
     if row.dtype == torch.bool:
         return ~row
     return row < 0
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, dropout: float) -> Tensor:
+    """Compute softmax(q k^T / sqrt(D)) v, (B, H, n, D), with dropout on the weights.
+
+    q (B, H, n, D) are the queries of the first n tokens, and k, v are (B, H, N, D). Padded rows of them are ignored. If
+    all tokens of a sequence are padded, its output is 0.
+    """
+    visible = None
+    if padded is not None:
+        hidden = padded[:, None, :, None]
+        q = q.masked_fill(hidden[:, :, : q.shape[2]], 0.0)
+        k = k.masked_fill(hidden, 0.0)
+        v = v.masked_fill(hidden, 0.0)
+        # Without a visible key the weights would be NaN. Such a sequence sees all keys, whose values are 0.
+        visible = ~padded | padded.all(dim=1, keepdim=True)
+        visible = visible[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout)
 
 
 def plain_features(q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -285,6 +375,25 @@ class Blocks:
         """Return blocks (B, H, blocks, size, D) as (B, H, N, D), without the rows that filled up the last one."""
         return x.flatten(2, 3).narrow(2, 0, self.length)
 
+    def with_prefix(self, x_blocks: Tensor, x: Tensor, prefix: int) -> Tensor:
+        """Return the blocks of x, (B, H, blocks, size, D), with the first `prefix` rows of x appended to each."""
+        rows = x[:, :, None, :prefix].expand(-1, -1, self.count, -1, -1)
+        return torch.cat([x_blocks, rows], dim=3)
+
+    def hidden_prefix(self, padded: Tensor | None, global_tokens: Tensor, prefix: int) -> Tensor:
+        """Return which of the first tokens are no additional key of a block, bool (B, 1, blocks, 1, n).
+
+        These are padded tokens, tokens that are not global, and tokens in or after the block. n is `prefix`, or the
+        length if that is smaller, and global_tokens is (B,).
+        """
+        token = torch.arange(self.length, device=global_tokens.device)[:prefix]
+        start = self.size * torch.arange(self.count, device=global_tokens.device)
+        hidden = token >= global_tokens[:, None]
+        if padded is not None:
+            hidden = hidden | padded[:, :prefix]
+        hidden = hidden[:, None] | (token >= start[:, None])
+        return hidden[:, None, :, None]
+
 
 def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, block_size: int, dropout: float) -> Tensor:
     """Compute softmax(q k^T / sqrt(D)) v, (B, H, N, D), inside blocks of tokens, with dropout on the weights.
@@ -292,12 +401,21 @@ def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, blo
     The output is 0 in a block whose tokens are all padded.
     """
     blocks = Blocks(q, padded, block_size)
-    q = blocks.cut(q)
-    k = blocks.cut(k)
-    v = blocks.cut(v)
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(blocks.hidden, torch.finfo(q.dtype).min)
-    weights = F.dropout(scores.softmax(dim=-1).masked_fill(blocks.hidden, 0.0), dropout)
-    return blocks.join(weights @ v.masked_fill(blocks.hidden.mT, 0.0))
+    return blocks.join(attend_inside(blocks.cut(q), blocks.cut(k), blocks.cut(v), blocks.hidden, dropout))
+
+
+def attend_inside(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, dropout: float) -> Tensor:
+    """Compute softmax(q k^T / sqrt(D)) v of every block, (B, H, blocks, size, D), with dropout on the weights.
+
+    Args:
+        q: (B, H, blocks, size, D).
+        k, v: the keys and values of every block, (B, H, blocks, keys, D).
+        hidden: (B, 1, blocks, 1, keys) bool, True for keys that are ignored. Without others, the output is 0.
+        dropout: dropout probability.
+    """
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, torch.finfo(q.dtype).min)
+    weights = F.dropout(scores.softmax(dim=-1).masked_fill(hidden, 0.0), dropout)
+    return weights @ v.masked_fill(hidden.mT, 0.0)
 
 
 def plain_joint(
@@ -310,12 +428,15 @@ def plain_joint(
     block_size: int,
     dropout: float,
     offset: Tensor | None,
+    global_tokens: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """Compute the joint mixes, softmax inside the query's block and LLN outside: (1 - c u) Diag + c (LLN outside).
 
     u is the weight that LLN gives to tokens outside the query's block. c is 1 without an offset, and
     1 / (u + (1 - u) exp(-offset)) with one, where the denominator is at least DENOMINATOR_FLOOR. If all tokens of a
-    sequence that are not padding are in one block, the output (B, H, N, D) is that of softmax.
+    sequence that are not padding are in one block, the output (B, H, N, D) is that of softmax. Global tokens belong to
+    every block as keys; `with_global_queries` computes what they attend to.
 
     Args:
         q, k, v: (B, H, N, D).
@@ -324,26 +445,57 @@ def plain_joint(
         block_size: tokens of a block.
         dropout: dropout probability of the softmax weights.
         offset: (H,) or None.
+        global_tokens: the number of global tokens of every sequence, (B,), or None.
+        prefix: the first tokens that can be global; a sequence has at most so many global tokens.
     """
     blocks = Blocks(q, padded, block_size)
-    diag = plain_block_diag(q, k, v, padded, block_size, dropout)
     lln = plain_lln(a, w, v, padded)
+    q_blocks = blocks.cut(q)
     a_blocks = blocks.cut(a)
-    w_blocks = blocks.cut(w)
-    v_blocks = blocks.cut(v)
-    diag_blocks = blocks.cut(diag)
     lln_blocks = blocks.cut(lln)
-    weights_inside = (a_blocks @ w_blocks.mT).masked_fill(blocks.hidden, 0.0)
+    k_inside = blocks.cut(k)
+    v_inside = blocks.cut(v)
+    w_inside = blocks.cut(w)
+    hidden = blocks.hidden
+    all_real = (~hidden).sum(dim=-1, keepdim=True).sum(dim=2, keepdim=True)  # real tokens of each sequence
+    if global_tokens is not None:
+        k_inside = blocks.with_prefix(k_inside, k, prefix)
+        v_inside = blocks.with_prefix(v_inside, v, prefix)
+        w_inside = blocks.with_prefix(w_inside, w, prefix)
+        hidden = torch.cat([hidden, blocks.hidden_prefix(padded, global_tokens, prefix)], dim=-1)
+    diag = attend_inside(q_blocks, k_inside, v_inside, hidden, dropout)
+    weights_inside = (a_blocks @ w_inside.mT).masked_fill(hidden, 0.0)
     u = (1 - weights_inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
-    real = (~blocks.hidden).sum(dim=-1, keepdim=True)  # real tokens of each block
+    real = (~hidden).sum(dim=-1, keepdim=True)  # real tokens inside each block
     c = torch.ones_like(u)
     if offset is not None:
         denominator = u + (1 - u) * (-offset.float()[:, None, None, None]).exp()
         c = 1 / denominator.clamp_min(DENOMINATOR_FLOOR)
     c = c.masked_fill(real == 0, 1.0)
-    c = c.masked_fill((real == real.sum(dim=2, keepdim=True)) & (real > 0), 0.0)  # all real tokens are in this block
-    lln_outside = lln_blocks - weights_inside @ v_blocks.masked_fill(blocks.hidden.mT, 0.0)
-    return blocks.join((1 - c * u) * diag_blocks + c * lln_outside)
+    c = c.masked_fill((real == all_real) & (real > 0), 0.0)  # all real tokens are inside this block
+    lln_outside = lln_blocks - weights_inside @ v_inside.masked_fill(hidden.mT, 0.0)
+    return blocks.join((1 - c * u) * diag + c * lln_outside)
+
+
+def with_global_queries(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padded: Tensor | None,
+    dropout: float,
+    global_tokens: Tensor,
+    prefix: int,
+) -> Tensor:
+    """Return `out` with softmax over all tokens as the output of the global tokens. All tensors are (B, H, N, D).
+
+    `global_tokens` (B,) and `prefix` are those of `plain_joint`.
+    """
+    first = q[:, :, :prefix]
+    exact = softmax_attention(first, k, v, padded, dropout)
+    is_global = torch.arange(first.shape[2], device=q.device) < global_tokens[:, None]
+    first = torch.where(is_global[:, None, :, None], exact, out[:, :, :prefix])
+    return torch.cat([first, out[:, :, prefix:]], dim=2)
 
 
 @torch.no_grad()
@@ -393,16 +545,57 @@ def standard_deviation(x: Tensor, padded: Tensor | None, scope: str) -> Tensor:
 
 
 class LLNRobertaModel(RobertaModel):
-    """RoBERTa's encoder with LLN attention. By default it has no pooler, because none was trained."""
+    """RoBERTa's encoder with LLN attention, and softmax in the layers that the configuration names.
+
+    By default it has no pooler, because none was trained.
+    """
 
     config_class = LLNRobertaConfig
     _supports_sdpa = False  # PyTorch's scaled_dot_product_attention computes softmax
 
     def __init__(self, config: LLNRobertaConfig, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=add_pooling_layer)
-        for layer in self.encoder.layer:
-            layer.attention.self = LLNSelfAttention(config)  # type: ignore[union-attr]
+        for number, layer in enumerate(self.encoder.layer):
+            layer.attention.self = LLNSelfAttention(config, number)  # type: ignore[union-attr]
         self.post_init()
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *others: Any, **options: Any
+    ) -> Any:
+        """Compute RobertaModel's output. With global_tokens="first_segment", input_ids (B, N) are required."""
+        if self.config.global_tokens == FIRST_SEGMENT:
+            eos = self.config.eos_token_id
+            attention_mask = mark_first_segments(input_ids, attention_mask, eos)  # type: ignore[arg-type]
+        return super().forward(input_ids, attention_mask, *others, **options)
+
+
+def mark_first_segments(input_ids: Tensor | None, attention_mask: Tensor | None, eos: int) -> Tensor:
+    """Return the attention mask with a second row, which is 1 in the first segment of a sequence: int64 (B, 2, N).
+
+    In a pair, `<s> A </s></s> B </s>`, the first segment ends with the first of the two adjacent </s>. Without two
+    adjacent </s> it is the first token. As a part of the mask, it reaches every layer, also if gradient checkpointing
+    computes a layer again in the backward pass.
+
+    Args:
+        input_ids: (B, N).
+        attention_mask: (B, N), 0 at padding, or None without padding.
+        eos: the id of </s>.
+
+    Raises:
+        ValueError: if there are no input_ids, or the mask has another number of dimensions.
+    """
+    if input_ids is None:
+        raise ValueError("global_tokens=first_segment needs input_ids, got only inputs_embeds")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if attention_mask.dim() != 2:
+        raise ValueError("global_tokens=first_segment supports only padding masks (B, N)")
+    is_end = input_ids == eos
+    is_doubled = is_end[:, :-1] & is_end[:, 1:]
+    tokens_before = (is_doubled.cumsum(dim=1) == 0).sum(dim=1)  # all of them if no </s> is doubled
+    lengths = torch.where(is_doubled.any(dim=1), tokens_before + 1, 1)
+    token = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return torch.stack([attention_mask.long(), (token < lengths[:, None]).long()], dim=1)
 
 
 class LLNRobertaForMaskedLM(RobertaForMaskedLM):

@@ -23,6 +23,7 @@ from lln_fairseq.conversion.parameter_names import (
 )
 from lln_fairseq.data.special_symbols import BOS, EOS, PAD
 from lln_fairseq.errors import InputError
+from lln_fairseq.modules.encoder import parse_softmax_layers
 from lln_fairseq.ops.moment_matching import TABLE_FILES, calibration_table
 
 MODELING = "modeling_lln_roberta"
@@ -73,7 +74,7 @@ def convert_to_hugging_face(
 
     Args:
         state: the model's state dict.
-        args: the model's options, with `attention` and `layer_norm_eps`.
+        args: the model's options, with `attention`, `softmax_layers` and `layer_norm_eps`.
         attention_options: the options of the attention.
         head: name of the classification head to export; empty exports a masked language model.
         labels: the name of each class of the head, in order; empty for a regression.
@@ -86,6 +87,8 @@ def convert_to_hugging_face(
     sizes = _read_sizes(state)
     config = _roberta_config(args, sizes)
     config |= _attention_config(args.attention, attention_options, sizes.features // args.encoder_attention_heads)
+    if args.attention != STOCK_ATTENTION:
+        config["softmax_layers"] = list(parse_softmax_layers(args.softmax_layers, sizes.layers, args.attention))
     tensors = {f"roberta.{name.hugging_face}": state[name.fairseq] for name in encoder_names(sizes)}
     tensors[f"roberta.{TOKEN_TYPES}"] = torch.zeros(1, sizes.features)
     tensors |= _attention_parameters(state, sizes.layers)

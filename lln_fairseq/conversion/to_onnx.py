@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
-from lln_fairseq.data.special_symbols import BOS, NUM_SPECIAL, PAD
+from lln_fairseq.data.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 from lln_fairseq.errors import InputError, first_line
 
 FILE = "model.onnx"
 INPUT_NAMES = ("input_ids", "attention_mask")
 PACKAGES = ("transformers", "onnxscript", "onnxruntime")
+LONG = 200  # more tokens than the first segment of a pair can have global tokens
 TOLERANCE = 1e-4  # the largest error of a logit, relative to the largest logit
 ONE_FILE_BYTES = 1.9e9  # weights above this size go into model.onnx.data: a protobuf holds at most 2 GiB
 
@@ -112,10 +113,14 @@ def _load_exported_model(modeling: Any, directory: Path, architecture: str) -> n
 def _random_tokens(sequences: int, length: int, vocabulary: int, padded: bool = False) -> Tensor:
     """Return random tokens (sequences, length), seeded with the length.
 
-    With `padded`, row i ends with i * length // sequences padding tokens, but always has a first token.
+    Row i is a pair, whose first text ends behind (i + 1) / (sequences + 1) of the row, if there is room for it. With
+    `padded`, row i ends with i * length // sequences padding tokens, but always has a first token.
     """
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(NUM_SPECIAL, vocabulary, (sequences, length), generator=generator)
+    for row in range(sequences):
+        end = (row + 1) * length // (sequences + 1)
+        tokens[row, end : end + 2] = EOS
     tokens[:, 0] = BOS
     if padded:
         for row in range(sequences):
@@ -156,7 +161,7 @@ def _check_onnx_logits(path: Path, batches: Iterator[Tensor], logits: Callable[[
 
 def _test_batches(vocabulary: int, longest: int, block_size: int) -> Iterator[Tensor]:
     """Yield batches of tokens (B, N) whose sizes differ from the traced one, each without and with padding."""
-    for sequences, length in ((1, 1), (1, 3 * block_size), (3, 7), (5, 2 * block_size + 3)):
+    for sequences, length in ((1, 1), (1, max(3 * block_size, LONG)), (3, 7), (5, 2 * block_size + 3)):
         for padded in (False, True):
             yield _random_tokens(sequences, min(length, longest), vocabulary, padded)
 

@@ -15,6 +15,7 @@ projection.
 """
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -77,6 +78,8 @@ class QKReparameterization(nn.Module):
 
 class Student(nn.Module):
     """The linear attention of one layer, applied to queries and keys that a QKReparameterization has changed."""
+
+    needs_segments = False  # the encoder finds `attention` itself, and gives it the lengths of the segments
 
     def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -193,8 +196,8 @@ class TokenStream:
 class LayerwiseTrainer:
     """Base class of trainers with one loss per layer, which can stop at any step and resume exactly.
 
-    Subclasses implement `errors`. The optimizer is Adam. Its learning rate rises linearly for `warmup` steps, and falls
-    linearly to 0 in the second half of the steps.
+    Subclasses implement `errors`. A trainer with other losses overrides `losses` and `scalars`. The optimizer is Adam.
+    Its learning rate rises linearly for `warmup` steps, and falls linearly to 0 in the second half of the steps.
     """
 
     warmup = 1
@@ -208,24 +211,36 @@ class LayerwiseTrainer:
         self.optimizer = torch.optim.Adam(module.parameters(), lr=lr)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def train_step(self, texts: TokenStream, tokens: int, longest: int) -> list[float]:
-        """Update the parameters once on a batch of `TokenStream.mixed_batch`.
+    def train_step(self, texts: Any, tokens: int, longest: int) -> list[float]:
+        """Update the parameters once on a random batch.
 
         Args:
+            texts: a TokenStream, or the TaskRows of a split
             tokens: tokens per update, approximately
             longest: tokens of the longest texts
 
-        Returns: the relative squared error of each layer before the update
+        Returns: the losses before the update: the relative squared error of each layer
         """
         schedule = min((self.step + 1) / self.warmup, 2 * (1 - self.step / self.steps), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * schedule
-        errors = self.errors(texts.mixed_batch(tokens, longest, self.generator))
+        losses = self.losses(texts, tokens, longest)
         self.optimizer.zero_grad()
-        torch.stack(errors).mean().backward()
+        torch.stack(losses).mean().backward()
         self.optimizer.step()
         self.step += 1
-        return [error.item() for error in errors]
+        return [loss.item() for loss in losses]
+
+    def losses(self, texts: Any, tokens: int, longest: int) -> list[Tensor]:
+        """Draw a batch and compute the losses, whose mean is minimized. Arguments are those of `train_step`."""
+        return self.errors(texts.mixed_batch(tokens, longest, self.generator))
+
+    def scalars(self, means: list[float]) -> dict[str, float]:
+        """Return what TensorBoard shows, by name, given the mean of each loss over the last steps.
+
+        This is the relative error of each layer, the root of its squared error.
+        """
+        return {f"error/layer_{layer:02d}": math.sqrt(mean) for layer, mean in enumerate(means)}
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
         """Compute the relative squared error of each layer on tokens (B, N), as scalars with gradients."""
@@ -241,10 +256,11 @@ class LayerwiseTrainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from what `state` returned."""
+        """Resume from what `state` returned. A state without its optimizer must be that of the last step."""
         self.step = state["step"]
         self.module.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
 
 

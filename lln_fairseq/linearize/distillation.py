@@ -1,9 +1,9 @@
 """Distillation, the second stage of linearize: train all layers of the linear encoder to match the teacher's states.
 
-The loss is ‖h - h'‖² / ‖h'‖², averaged over the layers, where h is a layer's output over all tokens and h' the
-teacher's. All layers are trained end to end, so that a layer can correct errors of the layers below it, which attention
-transfer cannot do. The embeddings and the heads stay the teacher's. The projections change, so that the result can no
-longer be set back to the teacher's softmax attention.
+The loss is ‖h - h'‖² / ‖h'‖², averaged over the layers, where h is a layer's output over all tokens that are not
+padded and h' the teacher's. All layers are trained end to end, so that a layer can correct errors of the layers below
+it, which attention transfer cannot do. The embeddings and the heads stay the teacher's. The projections change, so that
+the result can no longer be set back to the teacher's softmax attention.
 """
 
 from typing import Any
@@ -29,8 +29,14 @@ class Distillation(LayerwiseTrainer):
         """Compute ‖h - h'‖² / ‖h'‖² of each layer on tokens (B, N), as scalars with gradients."""
         with torch.no_grad():
             teacher_states = hidden_states(self.teacher, tokens)
+        states = hidden_states(self.model, tokens)
+        padded = tokens.eq(self.model.encoder.dictionary.pad())
+        if padded.any():
+            mask = padded.mT[..., None].to(states[0].device)  # (N, B, 1)
+            states = [state.masked_fill(mask, 0.0) for state in states]
+            teacher_states = [state.masked_fill(mask, 0.0) for state in teacher_states]
         errors = []
-        for state, teacher_state in zip(hidden_states(self.model, tokens), teacher_states, strict=True):
+        for state, teacher_state in zip(states, teacher_states, strict=True):
             errors.append((state - teacher_state).square().sum() / teacher_state.square().sum())
         return errors
 

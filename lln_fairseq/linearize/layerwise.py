@@ -1,6 +1,6 @@
 """The first stage of linearize: train a linear attention for each layer of a softmax encoder, and evaluate it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lln_fairseq.attention import build_attention
+from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import (
     LayerwiseTrainer,
@@ -47,7 +48,7 @@ class Students(LayerwiseTrainer):
         except ValueError as error:
             raise InputError(str(error)) from None
         for number, module in enumerate(attentions):
-            module.place(number, len(attentions))
+            module.set_depth(number, len(attentions))
         self.students = [Student(module, teacher.num_heads, teacher.head_dim) for module in attentions]
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
@@ -56,9 +57,13 @@ class Students(LayerwiseTrainer):
 
         Each student gets the q, k, v and mask of its teacher layer. Gradients flow to the students only.
         """
-        device = next(self.model.parameters()).device
+        tokens = tokens.to(next(self.model.parameters()).device)
         with torch.no_grad(), recorded(self.layers) as calls:
-            self.model(src_tokens=tokens.to(device), features_only=True)
+            self.model(src_tokens=tokens, features_only=True)
+        if self.students[0].attention.needs_segments:
+            segment_lengths = first_segment_lengths(tokens, self.model.encoder.dictionary.eos())
+            for student in self.students:
+                student.attention.segment_lengths = segment_lengths
         errors = []
         for layer, call, student in zip(self.layers, calls, self.students, strict=True):
             out = student(call.q, call.k, call.v, call.mask)
@@ -75,13 +80,17 @@ class Students(LayerwiseTrainer):
             branches[name] = [student.with_attention(student.attention.branches()[name]) for student in self.students]
         return branches
 
-    def fold(self) -> dict[str, Tensor]:
+    def fold(self, softmax_layers: Collection[int] = ()) -> dict[str, Tensor]:
         """Fold the reparameterizations into the model's projections, and replace its attentions with the students'.
+
+        The layers whose numbers are in `softmax_layers` stay unchanged.
 
         Returns: the parameters that changed or are new, on the CPU, by their names in the model
         """
         changed: dict[str, Tensor] = {}
         for number, (layer, student) in enumerate(zip(self.layers, self.students, strict=True)):
+            if number in softmax_layers:
+                continue
             student.alignment.fold(layer.self_attn.q_proj, layer.self_attn.k_proj)
             layer.self_attn.attention = student.attention
             prefix = f"encoder.sentence_encoder.layers.{number}.self_attn."
@@ -157,23 +166,3 @@ class HeldOutSet:
             padded = (tokens == pad).to(device)[..., None]
             vectors.append(hidden.masked_fill(padded, 0).sum(dim=1) / (~padded).sum(dim=1))
         return torch.cat(vectors)
-
-
-def print_transfer_report(
-    students: Students, held_out: list[HeldOutSet], before: list[Quality], after: list[Quality]
-) -> None:
-    """Print the quality before and after the transfer, and of each branch of a hybrid attention on its own.
-
-    Args:
-        held_out: the sets of texts
-        before, after: one quality per set
-    """
-    for texts, start, end in zip(held_out, before, after, strict=True):
-        print(f"held-out texts of {texts.length} tokens, compared with the teacher: before -> after the transfer")
-        print(f"  cosine of the texts' vectors    {start.cosine:.3f} -> {end.cosine:.3f}")
-        print(f"  same nearest text               {start.same_neighbor:.2f} -> {end.same_neighbor:.2f}")
-        for layer, (start_error, end_error) in enumerate(zip(start.errors, end.errors, strict=True)):
-            print(f"  relative error of layer {layer:2d}       {start_error:.3f} -> {end_error:.3f}")
-        for name, attentions in students.branches().items():
-            cosine, same_neighbor = texts.similarity(attentions)
-            print(f"  {name:12s} cosine {cosine:.3f}, same nearest text {same_neighbor:.2f}")

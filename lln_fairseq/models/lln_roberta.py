@@ -92,7 +92,13 @@ class RobertaConfig(FairseqDataclass):
         default=DEFAULT_MIN_PARAMS_TO_WRAP,
         metadata={"help": "number of parameters from which FSDP wraps a layer"},
     )
-    attention: ChoiceEnum(sorted(MECHANISMS)) = field(default="lln_diag", metadata={"help": "mechanism in every layer"})
+    attention: ChoiceEnum(sorted(MECHANISMS)) = field(
+        default="lln_diag", metadata={"help": "mechanism in every layer but those of --softmax-layers"}
+    )
+    softmax_layers: Optional[str] = field(
+        default=None,
+        metadata={"help": "comma-separated layers with softmax attention, counted from 0; default: none"},
+    )
 
 
 LLNRobertaConfig = dataclasses.make_dataclass(
@@ -103,7 +109,7 @@ LLNRobertaConfig.__doc__ = "The options of RoBERTa, and the options of every reg
 
 @register_model("lln_roberta", dataclass=LLNRobertaConfig)
 class LLNRobertaModel(RobertaModel):
-    """fairseq's RoBERTa with a pluggable mechanism in every layer.
+    """fairseq's RoBERTa with a pluggable mechanism, in every layer but those of `softmax_layers`.
 
     Parameters, their names and their initial values are those of the stock model, apart from parameters that belong to
     the mechanism.

@@ -1,4 +1,4 @@
-"""fairseq's encoder with a pluggable attention mechanism in every layer.
+"""fairseq's encoder with a pluggable attention mechanism, and softmax in the layers that an option names.
 
 The classes override fairseq's build_* hooks, support sequences that are spread over several workers, and can compute
 the feed-forward part in pieces.
@@ -17,9 +17,36 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, require_attention
+from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, reject_layer_mechanism
+from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
 from lln_fairseq.modules.token_shards import Shard
+
+SOFTMAX = "softmax"  # the registered name of the attention of softmax_layers
+
+
+def parse_softmax_layers(text: str | None, layers: int, attention: str) -> tuple[int, ...]:
+    """Return the layers that the option softmax_layers names, in increasing order.
+
+    Args:
+        text: numbers of layers, counted from 0 and separated by commas; empty or None for no layer.
+        layers: number of layers of the encoder.
+        attention: the registered name of the mechanism of the other layers.
+
+    Raises:
+        ValueError: if a number is missing or not one of a layer, or the mechanism replaces whole layers.
+    """
+    if not text:
+        return ()
+    reject_layer_mechanism(attention, "does not support softmax_layers")
+    numbers = set()
+    for number in text.split(","):
+        if not number.strip().isdecimal() or int(number) >= layers:
+            raise ValueError(
+                f"softmax_layers must be numbers from 0 to {layers - 1}, separated by commas, got '{text}'"
+            )
+        numbers.add(int(number))
+    return tuple(sorted(numbers))
 
 
 class LLNEncoderLayer(TransformerEncoderLayerBase):
@@ -46,11 +73,24 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
         # In evaluation fairseq 0.12.2 would otherwise use PyTorch's fused layer in place of the attention.
         self.can_use_fastpath = False
 
-    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None) -> Tensor:
-        """Apply the layer to x (T, B, C), and return the same shape. attn_mask must be None.
+    def forward(
+        self,
+        x: Tensor,
+        encoder_padding_mask: Tensor | None,
+        attn_mask: Tensor | None = None,
+        segment_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Apply the layer to x (T, B, C), and return the same shape.
 
-        encoder_padding_mask is (B, T), True or nonzero = padded, or None.
+        Args:
+            x: (T, B, C).
+            encoder_padding_mask: (B, T), True or nonzero = padded, or None.
+            attn_mask: must be None.
+            segment_lengths: the attention's `segment_lengths` for this call, (B,); None leaves it unchanged. See
+                `pass_segment_lengths`.
         """
+        if segment_lengths is not None:
+            self.self_attn.attention.segment_lengths = segment_lengths
         if not self.feed_forward_tokens:
             return super().forward(x, encoder_padding_mask, attn_mask)
         batch_size = max(x.shape[1], 1)
@@ -89,12 +129,27 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
         )
 
 
-class LLNTransformerEncoder(TransformerEncoder):
-    """fairseq's transformer encoder with a pluggable mechanism in every layer.
+def pass_segment_lengths(
+    layer: LLNEncoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the segment lengths of the attention to the arguments of the layer; a forward pre-hook.
 
-    `args` are fairseq's options of the model, plus `feed_forward_tokens`. `attention` and `options` are the registered
-    name and the options of the mechanism. Raises ValueError if the mechanism cannot be built, or if it replaces a layer
-    and `args` contains options that only RoBERTa's own layers support.
+    Activation checkpointing calls the layer with these arguments again in the backward pass. By then, another forward
+    pass, such as that of the second tower, can have replaced the lengths in the attention.
+    """
+    attention = layer.self_attn.attention
+    if attention.needs_segments:
+        kwargs = {**kwargs, "segment_lengths": attention.segment_lengths}
+    return args, kwargs
+
+
+class LLNTransformerEncoder(TransformerEncoder):
+    """fairseq's transformer encoder with a pluggable mechanism, or softmax attention in the layers of softmax_layers.
+
+    `args` are fairseq's options of the model, plus `feed_forward_tokens` and `softmax_layers`. `attention` and
+    `options` are the registered name and the options of the mechanism. Raises ValueError if the mechanism cannot be
+    built, if `softmax_layers` names a layer that does not exist, or if the mechanism replaces a layer and `args`
+    contains options that only RoBERTa's own layers support.
     """
 
     layer_norm: nn.Module | None  # after the last layer; created by TransformerEncoder
@@ -106,6 +161,8 @@ class LLNTransformerEncoder(TransformerEncoder):
         self.attention_name = attention
         self.attention_options = options
         self.feed_forward_tokens = args.feed_forward_tokens
+        self.softmax_layers = parse_softmax_layers(args.softmax_layers, args.encoder_layers, attention)
+        self.layers_built = 0
         self.shard: Shard | None = None
         super().__init__(args, dictionary, embed_tokens)
         if attention in LAYER_REGISTRY and self.layer_norm is None:
@@ -113,7 +170,7 @@ class LLNTransformerEncoder(TransformerEncoder):
             self.layer_norm = nn.LayerNorm(embed_tokens.embedding_dim)
         attentions = self._attentions()
         for layer, module in enumerate(attentions):
-            module.place(layer, len(attentions))
+            module.set_depth(layer, len(attentions))
 
     def _attentions(self) -> list[Attention]:
         """Return the attentions of all layers, from the first layer to the last."""
@@ -157,34 +214,53 @@ class LLNTransformerEncoder(TransformerEncoder):
             x = self.quant_noise(x)
         return x, embed
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def forward(self, src_tokens: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return fairseq's dictionary, with the output of the last layer under the additional key `features`.
+
+        Arguments are those of fairseq's encoder. Attentions that need the lengths of the first segments get those of
+        src_tokens (B, T).
 
         fairseq's NanDetector looks for a tensor among the values of every module's result. fairseq's dictionary has
         only lists, so without this tensor the detector would fail with a StopIteration that has no message.
         """
-        out = super().forward(*args, **kwargs)
+        self._set_segment_lengths(src_tokens)
+        out = super().forward(src_tokens, *args, **kwargs)
         return {**out, "features": out["encoder_out"][0]}
+
+    def _set_segment_lengths(self, tokens: Tensor) -> None:
+        """Give the lengths of the first segments of tokens (B, T) to the attentions that need them."""
+        attentions = [module for module in self._attentions() if module.needs_segments]
+        if not attentions:
+            return
+        lengths = first_segment_lengths(tokens, self.dictionary.eos())
+        for module in attentions:
+            module.segment_lengths = lengths
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         """Build a layer, wrapped for activation checkpointing and FSDP. fairseq calls this hook."""
         cfg = TransformerConfig.from_namespace(cfg)
+        is_softmax = self.layers_built in self.softmax_layers
+        self.layers_built += 1
         if self.attention_name in LAYER_REGISTRY:
             layer = self._build_replacement_layer(cfg)
+        elif is_softmax:
+            layer = LLNEncoderLayer(cfg, SOFTMAX, {}, self.feed_forward_tokens)
         else:
             layer = LLNEncoderLayer(cfg, self.attention_name, self.attention_options, self.feed_forward_tokens)
         # The rest is copied from fairseq's build_encoder_layer.
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+            if isinstance(layer, LLNEncoderLayer):
+                layer.register_forward_pre_hook(pass_segment_lengths, with_kwargs=True)
         min_num_params = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
         return fsdp_wrap(layer, min_num_params=min_num_params)
 
     def _build_replacement_layer(self, cfg: TransformerConfig) -> nn.Module:
         """Build a mechanism that replaces a layer. Raise ValueError for options that it does not support."""
         if self.feed_forward_tokens:
-            require_attention(self.attention_name, "does not support feed_forward_tokens")
+            reject_layer_mechanism(self.attention_name, "does not support feed_forward_tokens")
         if cfg.quant_noise.pq:
-            require_attention(self.attention_name, "does not support quant_noise_pq")
+            reject_layer_mechanism(self.attention_name, "does not support quant_noise_pq")
         return build_layer(
             self.attention_name,
             dim=cfg.encoder.embed_dim,
@@ -196,11 +272,11 @@ class LLNTransformerEncoder(TransformerEncoder):
 
 
 class LLNRobertaEncoder(RobertaEncoder):
-    """fairseq's RoBERTa encoder with a pluggable mechanism in every layer, and with layer_norm_eps in its layer norms.
+    """fairseq's RoBERTa encoder with a pluggable mechanism, and with layer_norm_eps in its layer norms.
 
-    `args` are fairseq's options of the model, plus `feed_forward_tokens` and `layer_norm_eps`. A mechanism that
-    replaces a layer sets `args.no_token_positional_embeddings` in place and uses layer_norm_eps in its own norms; other
-    mechanisms keep the ε of their norms.
+    `args` are those of `LLNTransformerEncoder`, plus `layer_norm_eps`. A mechanism that replaces a layer sets
+    `args.no_token_positional_embeddings` in place and uses layer_norm_eps in its own norms; other mechanisms keep the
+    ε of their norms.
     """
 
     def __init__(self, args: Any, dictionary: Any, attention: str, options: dict[str, Any]) -> None:

@@ -20,7 +20,14 @@ from fairseq.utils import split_paths
 from omegaconf import DictConfig
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, STOCK, STOCK_ATTENTION, plain_config, plain_options
+from lln_fairseq.checkpoints.config import (
+    LANGUAGE_MODELS,
+    STOCK,
+    STOCK_ATTENTION,
+    plain_config,
+    plain_options,
+    softmax_layers,
+)
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import InputError
@@ -71,8 +78,8 @@ CHUNKS = 64  # samples per file
 def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
     """Load the checkpoint in save_dir that a run resumes, or return None for a new run.
 
-    fairseq looks for the default file name in save_dir, and treats any other --restore-file as a full path. A file in
-    another directory starts a new run, as does a missing file.
+    fairseq looks for the default file name in save_dir, and treats any other --restore-file as a full path. Any file
+    outside save_dir, and a missing file, mean a new run.
 
     Args:
         cfg: fairseq's checkpoint options
@@ -90,7 +97,8 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
     """Raise InputError if a run would be resumed with other settings, other data or another initial model.
 
     Nothing is checked for a new run (`state` is None) or if the optimizer, the learning rate schedule or the data
-    loader is reset. With --reset-meters, the options of the checkpoint group may differ.
+    loader is reset. A hash that the checkpoint lacks is not checked. With --reset-meters, the metric that chooses the
+    best checkpoint may differ.
 
     Args:
         cfg: the whole configuration of the run
@@ -121,9 +129,9 @@ def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, st
     Args:
         cfg: the whole configuration of the run
         state: the checkpoint that it resumes, or None for a new run
-    Returns: "content", the hash of the training data, and "start", the hash of the model that the run started from.
-        A resumed run keeps the "start" of its checkpoint, because the file can have changed since; if the checkpoint
-        lacks a "start", so does the result.
+    Returns: "content", the hash of the training data as it is now, and "start", the hash of the model that the run
+        started from, which is absent if it is unknown. A resumed run keeps the "start" of its checkpoint, because the
+        file can have changed since.
     """
     origin: dict[str, Any] = {"content": _hash_training_data(cfg)}
     start = _hash_initial_model(cfg.checkpoint) if state is None else plugin_state(state).get("start")
@@ -133,12 +141,15 @@ def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, st
 
 
 def _hash_training_data(cfg: DictConfig) -> str:
-    """Return the hash of the training data; `cfg` is the whole configuration."""
+    """Return the `data_hash` of task.data for dataset.train_subset; `cfg` is the whole configuration."""
     return data_hash(split_paths(cfg.task.data), cfg.dataset.train_subset)
 
 
 def _hash_initial_model(cfg: DictConfig) -> str | None:
-    """Return the hash of the file that a new run starts from: "" for a run from scratch, None if it is not local."""
+    """Return the hash of --restore-file, or of --finetune-from-model if --restore-file is the default.
+
+    The result is "" if neither is given, and None if the file is not an existing local file.
+    """
     path = cfg.restore_file
     if cfg.restore_file == LAST:
         path = cfg.finetune_from_model
@@ -156,7 +167,9 @@ def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
         cfg: the checkpoint options of the run
         recorded: the hash of the initial model in the checkpoint, "" for a run from scratch
         saved: the configuration in the checkpoint
-    Returns: whether they differ; False if --finetune-from-model is a file that no longer exists.
+    Returns: whether they differ. If `cfg` has no --finetune-from-model, or `recorded` is "", only whether both
+        configurations have that option is compared. Otherwise the hash is compared, and the result is False if the
+        file no longer exists.
     """
     path = cfg.finetune_from_model
     if not path or not recorded:
@@ -217,8 +230,8 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
     """List the settings that change the result of a run and differ between its checkpoint and the new configuration.
 
     A setting that only one of them has is not compared. Nor is one that is None in one of them, because a preset or a
-    default decides it, except for the options of an attention: these have no presets, so alpha=None (matched) and
-    alpha=2.0 (fixed) differ.
+    default decides it, except for softmax_layers and the options of an attention: these have no presets, so alpha=None
+    (matched) and alpha=2.0 (fixed) differ.
 
     Args:
         saved: the configuration in the checkpoint
@@ -229,15 +242,23 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
         return []
     before = dict(result_settings(saved))
     now = dict(result_settings(plain_config(cfg)))
-    changed = [key for key in before if key in now and before[key] != now[key]]
+    changed = [key for key in before if key in now and _differ(before[key], now[key])]
     if "dataset.max_tokens" in before and not TOKEN_LIMITS.issubset(changed):
         changed = [key for key in changed if key not in TOKEN_LIMITS]
-    compared_if_none = {f"model.{option}" for option in _mechanism_by_option()}
+    compared_if_none = {f"model.{option}" for option in ("softmax_layers", *_mechanism_by_option())}
     descriptions = []
     for key in changed:
         if key in compared_if_none or (before[key] is not None and now[key] is not None):
             descriptions.append(f"{key} = {before[key]} in the checkpoint, now {now[key]}")
     return descriptions
+
+
+def _differ(before: Any, now: Any) -> bool:
+    """Return True if two values of a setting differ; a number and its text are the same.
+
+    Hydra reads model.lln_diag_global_tokens=16 as a number, but fairseq-train reads this option as a text.
+    """
+    return before != now and str(before) != str(now)
 
 
 def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -250,7 +271,9 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for group, ignored in MAY_CHANGE.items():
         options = _declared_options(group, config.get(group))
         if group == "model":
-            ignored = ignored | _options_of_other_attentions(options)
+            ignored = ignored | _options_of_other_mechanisms(options)
+            if "attention" in options:
+                options["softmax_layers"] = softmax_layers(options)
         for key, value in options.items():
             if key not in ignored:
                 yield f"{group}.{key}", value
@@ -296,7 +319,7 @@ def _mechanism_by_option() -> dict[str, str]:
     return mechanisms
 
 
-def _options_of_other_attentions(options: Mapping[str, Any]) -> set[str]:
+def _options_of_other_mechanisms(options: Mapping[str, Any]) -> set[str]:
     """Return the options of the mechanisms that the model does not use; empty if it has no option `attention`."""
     if "attention" not in options:
         return set()

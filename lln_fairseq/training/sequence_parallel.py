@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, require_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, reject_layer_mechanism
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.modules.token_shards import create_neighbor_group, cut_batch
 
@@ -76,7 +76,7 @@ def shard_multiple(model: Any) -> int:
     Raises: InputError if the model cannot split its sequences across workers.
     """
     with input_errors():
-        require_attention(getattr(model.args, "attention", ""), UNSUPPORTED)
+        reject_layer_mechanism(getattr(model.args, "attention", ""), UNSUPPORTED)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if not attentions:
         raise InputError("--sequence-parallel-size needs a model of this package (--arch lln_roberta_...)")

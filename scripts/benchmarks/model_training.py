@@ -148,7 +148,7 @@ class Training:
         attention_name = SOFTMAX if name == MATRIX else name
         attentions = [build_row_attention(attention_name, **sizes) for _ in range(count)]
         for layer, attention in enumerate(attentions):
-            attention.place(layer, count)
+            attention.set_depth(layer, count)
         if name == MATRIX:
             return [MatrixSoftmax(attention) for attention in attentions]
         return attentions

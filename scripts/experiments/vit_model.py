@@ -90,7 +90,7 @@ class ViT(nn.Module):
                 max_positions=shape.tokens,
                 **options,
             )
-            module.place(index, shape.layers)
+            module.set_depth(index, shape.layers)
             self.layers.append(ViTLayer(shape, module))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.classes)

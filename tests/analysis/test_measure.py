@@ -26,7 +26,7 @@ def test_batch_is_measured_without_its_padding(name):
 
     values = measure_by_name(attention, q, k, mask)
 
-    if not attention.stochastic_rows:
+    if not attention.rows_sum_to_one:
         assert all(values[key].isnan().all() for key in ("entropy", "variance", "log_ks"))
         return
     P = attention.attention_matrix(q, k, mask)

@@ -121,7 +121,7 @@ def test_probe_writes_the_instruments_of_every_layer(attention, tmp_path):
     for number, layer in enumerate(model.encoder.sentence_encoder.layers):
         mechanism = layer.self_attn.attention  # mechanisms may differ by depth
         names = {*layer_scalars.NAMES[:3], "residual"}
-        if mechanism.stochastic_rows:
+        if mechanism.rows_sum_to_one:
             names.update(measure.NAMES)
         if mechanism.alpha_beta(*2 * [torch.ones(1, 2, 3, 4)]):
             names.update(layer_scalars.NAMES)
@@ -133,7 +133,7 @@ def test_probe_writes_the_instruments_of_every_layer(attention, tmp_path):
             assert curve.values[0] == pytest.approx(curve.values[1], rel=0.1, abs=0.02), tag
 
     layer = record_layers(model.float(), batch)[0]
-    if layer.attention.stochastic_rows:
+    if layer.attention.rows_sum_to_one:
         measured = measure.measure_batch(layer.attention, layer.q, layer.k, layer.key_padding_mask)
         entropy = measured.mean(dim=(0, 2))[measure.NAMES.index("entropy")].item()
         assert curves["probe/entropy/layer_00"].values[1] == pytest.approx(entropy, rel=1e-2)

@@ -24,6 +24,8 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "lln_diag-joint": ("lln_diag", dict(mix="joint")),
     "lln_diag-joint-offset-7": ("lln_diag", dict(mix="joint_offset", block_size=7)),
     "lln_diag-joint-offset-48": ("lln_diag", dict(mix="joint_offset", block_size=48)),
+    "lln_diag-joint-global-16": ("lln_diag", dict(mix="joint_offset", block_size=7, global_tokens="16")),
+    "lln_diag-joint-global-100": ("lln_diag", dict(mix="joint", global_tokens=100)),
     "transnormer_t1-local": ("transnormer_t1", dict(local_layers=1)),
     "transnormer_t2-local-diag": ("transnormer_t2", dict(local_layers=1, block_size=7)),
     "nystrom-7": ("nystrom", dict(landmarks=7)),
@@ -64,7 +66,7 @@ def test_forward_equals_matrix_times_values(variant, length):
 
     matrix = attention.double().attention_matrix(q.double(), k.double(), mask)
     assert relative_rms(attention.float()(q, k, v, mask), matrix @ v.double()) <= FLOAT32_FORWARD
-    if not attention.stochastic_rows:
+    if not attention.rows_sum_to_one:
         return
     assert (matrix.sum(dim=-1) <= 1 + 1e-9).all()
     # Rows of a block-diagonal part are 0 in blocks that are all padding.
@@ -174,6 +176,11 @@ BAD_ARGUMENTS = [
     (dict(name="lln", alpha=1.0), "together"),
     (dict(name="lln", alpha=-1.0, beta=1.0), "positive"),
     (dict(name="lln_diag", block_size=0), "at least 1"),
+    (dict(name="lln_diag", global_tokens="16"), "global_tokens=16 needs the mix joint or joint_offset, got mix 'aver"),
+    (dict(name="lln_diag", global_tokens="first_segment", mix="scale"), "needs the mix joint .* got mix 'scale'"),
+    (dict(name="lln_diag", global_tokens="all", mix="joint"), "none, first_segment or a positive number, got 'all'"),
+    (dict(name="lln_diag", global_tokens=0, mix="joint"), "none, first_segment or a positive number, got '0'"),
+    (dict(name="lln_diag", global_tokens="-1", mix="joint"), "none, first_segment or a positive number, got '-1'"),
     (dict(name="transnormer_t2", local_layers=-1), "at least 0"),
     (dict(name="nystrom", landmarks=0), "at least 1"),
     (dict(name="nystrom", conv_kernel=8), "must be odd"),

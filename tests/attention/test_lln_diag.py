@@ -1,16 +1,20 @@
-"""The learned parameters of LLN+Diag's joint mixes. The contract tests cover everything else."""
+"""The learned parameters and global tokens of LLN+Diag's joint mixes. The contract tests cover everything else."""
 
+import pytest
 import torch
 
 from lln_fairseq.attention import build_attention
+from lln_fairseq.attention.lln_diag import MAX_GLOBAL_TOKENS
+from lln_fairseq.ops import reference
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 
 BLOCK_SIZE = 16
 
 
-def build(mix):
-    return build_attention("lln_diag", num_heads=3, head_dim=32, max_positions=200, mix=mix, block_size=BLOCK_SIZE)
+def build(mix, **options):
+    sizes = dict(num_heads=3, head_dim=32, max_positions=200)
+    return build_attention("lln_diag", **sizes, mix=mix, block_size=BLOCK_SIZE, **options)
 
 
 def test_joint_offset_learns_one_number_per_head():
@@ -60,3 +64,66 @@ def test_very_negative_joint_offset_is_block_diagonal_softmax():
     with torch.no_grad():
         attention.offset.fill_(-80.0)
     assert relative_rms(attention(q, k, v), block_diag(q, k, v)) < 1e-6
+
+
+def test_tokens_of_first_segments_are_global():
+    attention = build("joint_offset", global_tokens="first_segment")
+    assert attention.needs_segments
+    q, k, v = random_qkv(batch=3, length=190)
+    mask = random_padding(3, 190)
+    attention.segment_lengths = torch.tensor([1, 20, 180])
+    output = attention(q, k, v, mask)
+    assert torch.equal(
+        output,
+        lln_diag_attention(
+            q,
+            k,
+            v,
+            None,
+            None,
+            mask,
+            BLOCK_SIZE,
+            mix="joint_offset",
+            global_tokens=torch.tensor([1, 20, MAX_GLOBAL_TOKENS]),
+        ),
+    )
+    matrix = attention.double().attention_matrix(q.double(), k.double(), mask)
+    assert relative_rms(output, matrix @ v.double()) <= FLOAT32_FORWARD
+    softmax = reference.softmax_matrix(q.double(), k.double(), mask)
+    torch.testing.assert_close(matrix[1, :, :20], softmax[1, :, :20])
+    assert not torch.allclose(matrix[1, :, 20:], softmax[1, :, 20:])
+
+
+def test_first_segment_without_lengths_is_rejected():
+    attention = build("joint", global_tokens="first_segment")
+    q, k, v = random_qkv()
+    with pytest.raises(ValueError, match="global_tokens=first_segment needs the lengths of the first segments"):
+        attention(q, k, v)
+    with pytest.raises(ValueError, match="global_tokens=first_segment needs the lengths of the first segments"):
+        attention.attention_matrix(q, k)
+
+
+@pytest.mark.parametrize("mix", ["joint", "joint_offset"])
+@pytest.mark.parametrize("global_tokens", ["20", "first_segment"])
+def test_branch_with_global_tokens_attends_inside_by_softmax(mix, global_tokens):
+    attention = build(mix, global_tokens=global_tokens, gain="learned")
+    attention.segment_lengths = torch.tensor([20, 20])
+    q, k, v = random_qkv(length=97)
+    mask = random_padding(2, 97)
+    block = torch.arange(97) // BLOCK_SIZE
+    is_global = torch.arange(97) < 20
+    inside = (block[:, None] == block) | is_global | is_global[:, None]
+    expected = reference.softmax_matrix(q, k, mask, inside) @ v.masked_fill(mask[:, None, :, None], 0.0)
+
+    diag = attention.branches()["Diag only"]
+
+    assert list(diag.parameters()) == [attention.log_gain]
+    real = ~mask[:, None, :, None].expand_as(v)
+    torch.testing.assert_close(diag(q, k, v, mask)[real], expected[real], rtol=1e-5, atol=1e-5)
+    real_rows = ~mask[:, None, :, None].expand(2, 3, 97, 97)
+    matrix = reference.softmax_matrix(q, k, mask, inside)
+    torch.testing.assert_close(diag.attention_matrix(q, k, mask)[real_rows], matrix[real_rows], rtol=1e-5, atol=1e-5)
+
+
+def test_branch_without_global_tokens_is_block_diagonal():
+    assert type(build("joint").branches()["Diag only"]).__name__ == "BlockDiagAttention"

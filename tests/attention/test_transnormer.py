@@ -54,10 +54,10 @@ def test_matches_formula(name, local_layers):
 def test_depth_decides_which_layers_are_local(layers, options, expected):
     attention = build("transnormer_t2", **options)
     for layer in range(layers):
-        attention.place(layer, layers)
+        attention.set_depth(layer, layers)
         assert attention.is_local == expected[layer]
         assert attention.has_matrix == attention.is_local
-        assert attention.stochastic_rows == attention.is_local
+        assert attention.rows_sum_to_one == attention.is_local
 
 
 @pytest.mark.parametrize("local_layers", [0, 1])

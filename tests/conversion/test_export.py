@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.attention.lln_diag import MAX_GLOBAL_TOKENS
+from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.conversion import modeling_lln_roberta as modeling
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.directory import new_directory
@@ -104,6 +106,7 @@ def test_text_gives_same_logits_after_conversion_and_export(kind, tmp_path):
     assert exported_tokenizer.model_max_length == 40
 
 
+GLOBAL = ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
 LLN_MODELS = {
     "lln": (),
     "lln fixed": ("--lln-alpha", 1.5, "--lln-beta", 2.0),
@@ -116,11 +119,17 @@ LLN_MODELS = {
     "lln_diag joint_offset": ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8),
     "lln_diag gain": ("--lln-diag-gain", "learned"),
     "lln_diag scale": ("--lln-diag-mix", "scale"),
+    "lln_diag global": (*GLOBAL, "--lln-diag-global-tokens", "11"),
+    "lln_diag long global": (*GLOBAL, "--lln-diag-global-tokens", "200"),
+    "lln_diag softmax": ("--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned", "--softmax-layers", "1"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", with_representatives(LLN_MODELS, "lln paper", "lln_diag batch", "lln_diag joint_offset")
+    "name",
+    with_representatives(
+        LLN_MODELS, "lln paper", "lln_diag batch", "lln_diag joint_offset", "lln_diag softmax", "lln_diag global"
+    ),
 )
 def test_lln_gives_same_logits_with_and_without_kernels(name, pretrain, tmp_path, monkeypatch):
     checkpoint = pretrain("--attention", name.split()[0], *LLN_MODELS[name])
@@ -143,6 +152,77 @@ def test_lln_gives_same_logits_with_and_without_kernels(name, pretrain, tmp_path
         if "batch" not in name:  # with this scope, a sequence depends on the others
             without_padding = hugging_face_logits(model, tokens[2:3, :9])[0]
             torch.testing.assert_close(without_padding, actual[2, :9], rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def pair_model(pretrain, tmp_path):
+    """Return a checkpoint whose first segments are global, its exported model, and pairs and single texts (4, 37)."""
+    checkpoint = pretrain("--attention", "lln_diag", *GLOBAL, "--lln-diag-global-tokens", "first_segment")
+    export(checkpoint, tmp_path / "out")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    tokens = padded_batch()
+    tokens[0, 20:22] = 2
+    tokens[1, 3:5] = 2
+    tokens[2, 5] = 2  # a single text
+    return checkpoint, model, tokens
+
+
+def test_first_segments_give_same_logits_with_and_without_kernels(pair_model, monkeypatch):
+    checkpoint, model, tokens = pair_model
+    real = tokens != 1
+    expected = compute_logits(checkpoint, tokens)
+    for has_kernels in (True, False):
+        monkeypatch.setattr(sys.modules[type(model).__module__], "HAS_KERNELS", has_kernels)
+        actual = hugging_face_logits(model, tokens)
+        torch.testing.assert_close(actual[real], expected[real], rtol=1e-5, atol=1e-5)
+        alone = hugging_face_logits(model, tokens[1:2, :36])[0]
+        torch.testing.assert_close(alone, actual[1, :36], rtol=1e-5, atol=1e-5)
+        without_mask = model(tokens[:1]).logits
+        torch.testing.assert_close(without_mask, actual[:1], rtol=1e-5, atol=1e-5)
+
+
+def test_first_segments_are_limited_as_in_the_encoder():
+    tokens = torch.full((2, 200), 5)
+    tokens[:, 150:152] = 2
+    tokens[1, 30:32] = 2
+    mask = modeling.mark_first_segments(tokens, None, 2)
+    assert mask.shape == (2, 2, 200)
+    assert mask[:, 0].all()
+    assert torch.equal(mask[:, 1].sum(dim=1), first_segment_lengths(tokens, 2))
+    assert modeling.MAX_GLOBAL_TOKENS == MAX_GLOBAL_TOKENS
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_first_segments_are_those_of_the_forward_pass_that_is_repeated(
+    has_kernels, use_reentrant, pair_model, monkeypatch
+):
+    _, model, tokens = pair_model
+    monkeypatch.setattr(sys.modules[type(model).__module__], "HAS_KERNELS", has_kernels)
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+    def gradients():
+        model.zero_grad()
+        outputs = [model(batch, attention_mask=batch != 1).logits for batch in (tokens, tokens.flip(0))]
+        sum(output.square().mean() for output in outputs).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients()
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    torch.testing.assert_close(gradients(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_first_segments_need_ids(pair_model):
+    _, model, tokens = pair_model
+    embeddings = model.get_input_embeddings()(tokens)
+    with pytest.raises(ValueError, match="global_tokens=first_segment needs input_ids"):
+        model(inputs_embeds=embeddings)
+    with pytest.raises(ValueError, match=r"global_tokens=first_segment supports only padding masks \(B, N\)"):
+        model(tokens, attention_mask=torch.ones(4, 37, 37))
 
 
 @pytest.mark.parametrize("scope", ["head", "batch"])

@@ -20,11 +20,15 @@ from tests.helpers import with_representatives
 
 ONE_LAYER = ("--encoder-layers", 1)  # the exporter takes seconds for each layer
 BLOCKS = ("--lln-diag-block-size", 8)
+JOINT = (*BLOCKS, "--lln-diag-mix", "joint_offset")
 MODELS = {
     "softmax": ("--encoder-layers", 2),
     "lln": ("--lln-constants", "paper"),
     "lln_diag joint_offset": (*BLOCKS, "--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned"),
     "lln_diag joint": ("--lln-diag-block-size", 64, "--lln-diag-mix", "joint"),  # one block holds all tokens
+    "lln softmax": ("--encoder-layers", 2, "--softmax-layers", "0"),
+    "lln_diag global": (*JOINT, "--lln-diag-global-tokens", "11"),
+    "lln_diag segment": (*JOINT, "--lln-diag-global-tokens", "first_segment", "--max-positions", 300),
     "lln_diag scale": (*BLOCKS, "--lln-diag-mix", "scale", "--lln-diag-scope", "batch"),
 }
 
@@ -55,7 +59,12 @@ def test_onnxruntime_gives_same_logits(name, pretrain, tmp_path, monkeypatch):
     else:
         assert not data.exists()
     batch = padded_batch()
-    for tokens in (batch, batch[:1], batch[:2, :16], batch[2:3, :9], batch[3:, :1]):
+    batches = [batch, batch[:1], batch[:2, :16], batch[2:3, :9], batch[3:, :1]]
+    if "segment" in name:
+        pair = batch.clone()
+        pair[0, 20:22] = 2
+        batches += [pair, pair[:1].repeat(1, 7)]
+    for tokens in batches:
         real = tokens != 1
         expected = compute_logits(checkpoint, tokens)[real]
         assert expected.abs().max() > 0.5

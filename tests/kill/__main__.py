@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from lln_fairseq.__main__ import main as run_program
-from lln_fairseq.linearize import linearize
+from lln_fairseq.linearize import progress
 from tests.fairseq_runs import LLN, MASKED_LM, TRAINING, make_corpus, train
 
 
@@ -59,8 +59,8 @@ class Linearization:
 
     def work(self, folder):
         """Linearize the teacher in `folder`, or resume it."""
-        linearize.LOG_INTERVAL = 5
-        linearize.SAVE_INTERVAL = 5
+        progress.LOG_INTERVAL = 5
+        progress.SAVE_INTERVAL = 5
         options = ("--steps", 40, "--distill", 20, "--tokens", 64, "--length", 32)
         code = run_program(["linearize", *map(str, (self.teacher, self.corpus, folder, *options))])
         assert code == 0, f"exit code {code}"

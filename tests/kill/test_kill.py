@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.exhaustive
 def test_killed_programs_finish_with_the_same_result():
     command = [sys.executable, "-m", "tests.kill", "--kills", "3"]
 

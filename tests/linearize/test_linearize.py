@@ -19,7 +19,7 @@ from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import Students
 from scripts.experiments import conversion
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
+from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 from tests.helpers import relative_rms
 
 SIZES = (("train", 120), ("valid", 90))
@@ -113,6 +113,23 @@ def test_transfer_reduces_errors_and_keeps_softmax(teacher, tmp_path, capsys):
     assert run(path, data, out, *OPTIONS) == 0
     assert "is complete" in capsys.readouterr().out
     assert list((out / "tensorboard").iterdir())
+
+
+def test_named_layer_of_an_encoder_keeps_softmax(teacher, tmp_path, capsys):
+    path, data = teacher
+    out = tmp_path / "out"
+
+    assert run(path, data, out, *STUDENT, *SHORT, "--softmax-layers", "0", "--distill", 1) == 0
+
+    report = capsys.readouterr().out
+    assert re.search(r"with softmax in layer 0\n  64 tokens: cosine \d", report)
+    model, _ = load_model(str(out / "model.pt"))
+    attentions = [layer.self_attn.attention for layer in model.encoder.sentence_encoder.layers]
+    assert [type(attention).__name__ for attention in attentions] == ["SoftmaxAttention", "LLNDiagAttention"]
+    assert features(model).isfinite().all()
+    teacher_model, _ = load_model(str(path))
+    assert run(path, data, tmp_path / "all", *SHORT, "--softmax-layers", "0,1") == 0
+    assert torch.equal(features_of(tmp_path / "all" / "model.pt"), features(teacher_model))
 
 
 def test_finished_run_rejects_changed_settings_but_takes_a_second_stage(teacher, tmp_path, monkeypatch, capsys):
@@ -282,16 +299,6 @@ def test_attention_without_branches_and_data_of_a_task_work(teacher, tmp_path, c
 
     assert "only" not in capsys.readouterr().out
     assert features_of(tmp_path / "out" / "model.pt").isfinite().all()
-
-
-def test_dropped_classification_head_is_reported(tmp_path, monkeypatch, capsys):
-    data = make_classification(tmp_path / "data", SIZES)
-    options = (*CLASSIFICATION, *LLN, "--attention", "softmax", "--max-update", 1)
-    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
-
-    assert run(tmp_path / "run" / "checkpoint_last.pt", data, tmp_path / "out", *SHORT) == 0
-
-    assert "left out: classification_heads." in capsys.readouterr().out.splitlines()[-2]
 
 
 def truncated_copy(data, copy):

@@ -20,6 +20,7 @@ def run_script(folder, *arguments, **variables):
     return subprocess.run([SCRIPT, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.exhaustive
 def test_rehearsal_reports_the_steps_that_ran(tmp_path):
     done = run_script(tmp_path, "--rehearse", "kernels", "attention")
 

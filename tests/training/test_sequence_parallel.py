@@ -37,7 +37,6 @@ from tests.fairseq_runs import (
     split_options,
     train,
 )
-from tests.helpers import with_representatives
 from tests.workers import free_port, run_workers
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +113,8 @@ def directory(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("names", with_representatives(GROUPS, GROUPS[0]), ids=" ".join)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("names", GROUPS, ids=" ".join)
 def test_workers_that_split_sequences_train_like_one(names, directory, monkeypatch):
     results = run_workers(WORKERS, train_runs, names, directory, free_port())
     for name in names:

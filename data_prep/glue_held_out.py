@@ -1,0 +1,214 @@
+"""Build a GLUE task with a labeled test split, and optionally QNLI with its sentence among distractors.
+
+    python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli --train 7000 --test 2500
+    python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli16 --train 2000 \\
+        --test 1000 --sentences 16
+
+GLUE does not publish the labels of its test sets. Here `train` is the first rows of the published training file, `test`
+its last rows, and `valid` the published dev set, so that a model can be chosen on `valid` and reported on `test`.
+
+With --sentences N, the second text of a QNLI row has N sentences in random order: the row's own sentence, and
+sentences of other questions of the same split. The label still says whether the row's own sentence answers the
+question, so a model must find that sentence first. The output has the layout of data_prep.glue.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lln_fairseq.data import manifest
+from lln_fairseq.data.download import fetch_tree
+from lln_fairseq.data.encode import ParallelEncoder, usable_cores
+from lln_fairseq.data.reporting import DataError, print_status
+from lln_fairseq.data.text import SPLITS
+from lln_fairseq.data.vocabulary import load_vocabulary
+
+from .command import run_command
+from .glue import GlueSource, count_glue_rows, glue_result_files, write_glue_task
+from .glue_tasks import GLUE_TASKS, GlueRows
+
+FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
+
+
+def split_rows(source: GlueSource, train: int, test: int) -> dict[str, GlueRows]:
+    """Return the rows of train, valid and test, all with labels.
+
+    Args:
+        source: the files of a task in GLUE's layout.
+        train: number of rows that are taken from the start of the training file.
+        test: number of rows that are taken from the end of the training file.
+
+    Raises:
+        DataError: if the training file has too few rows.
+    """
+    rows = source.read_rows("train")
+    if train + test > len(rows):
+        raise DataError(
+            f"{source.tree.where}: --train and --test must be at most {len(rows)} rows together, got {train + test}"
+        )
+    return {
+        "train": _select_rows(rows, slice(0, train)),
+        "valid": source.read_rows("valid"),
+        "test": _select_rows(rows, slice(len(rows) - test, None)),
+    }
+
+
+def _select_rows(rows: GlueRows, part: slice) -> GlueRows:
+    """Return a part of labeled rows."""
+    assert rows.labels is not None
+    inputs = tuple(texts[part] for texts in rows.inputs)
+    empty = sum(1 for texts in zip(*inputs, strict=True) if not all(texts))
+    return GlueRows(inputs, rows.labels[part], empty=empty)
+
+
+def add_distractors(rows: GlueRows, sentences: int, seed: int) -> GlueRows:
+    """Hide the sentence of every row among sentences of other questions.
+
+    Args:
+        rows: the rows of QNLI: questions, sentences and labels.
+        sentences: number of sentences of the new second text, including the row's own.
+        seed: selects the distractors and the order.
+
+    Raises:
+        DataError: if there are fewer sentences of other questions than a row needs.
+    """
+    questions, originals = rows.inputs
+    generator = random.Random(seed)
+    texts = []
+    for question, original in zip(questions, originals, strict=True):
+        chosen = [original]
+        candidates = generator.sample(range(len(originals)), min(len(originals), 2 * sentences))
+        for candidate in candidates:
+            if len(chosen) == sentences:
+                break
+            if questions[candidate] != question and originals[candidate] not in chosen:
+                chosen.append(originals[candidate])
+        if len(chosen) < sentences:
+            raise DataError(f"--sentences is {sentences}, but a split has only {len(originals)} rows")
+        generator.shuffle(chosen)
+        texts.append(" ".join(chosen))
+    return GlueRows((questions, texts), rows.labels, empty=rows.empty)
+
+
+def build_glue_held_out(
+    out: Path,
+    task_name: str,
+    tokenizer: str,
+    train: int,
+    test: int,
+    sentences: int = 1,
+    source: Path | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Build the data set in `out` and return its manifest. A finished directory with the same settings is kept.
+
+    Args:
+        out: the output directory, which is created.
+        task_name: a classification of GLUE_TASKS.
+        tokenizer: a tokenizer that load_vocabulary accepts.
+        train, test: number of rows of both splits, see `split_rows`.
+        sentences: number of sentences of the second text of QNLI; 1 leaves the rows as they are.
+        source: archive or directory in GLUE's layout; None downloads the published archive.
+        workers: number of processes; None uses all cores.
+        overwrite: build again even if the directory contains a result.
+
+    Raises:
+        DataError: if the source or the directory cannot be used, or the source has too few rows.
+    """
+    task = GLUE_TASKS[task_name]
+    vocabulary = load_vocabulary(tokenizer)
+    tree, _ = fetch_tree(task.published, source)
+    glue_source = GlueSource(tree, task)
+    settings = {
+        "program": "data_prep.glue_held_out",
+        "format": FORMAT,
+        "task": task.name,
+        "train": train,
+        "test": test,
+        "sentences": sentences,
+        "source": glue_source.checksums(),
+        "tokenizer": vocabulary.identity,
+    }
+
+    def read() -> dict[str, GlueRows]:
+        rows = split_rows(glue_source, train, test)
+        if sentences > 1:
+            for seed, split in enumerate(rows):
+                rows[split] = add_distractors(rows[split], sentences, seed)
+        return rows
+
+    def write(rows: dict[str, GlueRows]) -> dict[str, Any]:
+        with ParallelEncoder(vocabulary, workers) as encoder:
+            datasets = write_glue_task(out, task, rows, encoder)
+        return {
+            "tokenizer": vocabulary.record(directory="input0/"),
+            "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
+            "counts": {split: count_glue_rows(task, rows[split]) for split in SPLITS},
+            "datasets": datasets,
+            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
+        }
+
+    files = glue_result_files(task, SPLITS, vocabulary, labeled_splits=SPLITS)
+    return manifest.build_directory(out, settings, files, read, write, overwrite)
+
+
+def summarize_held_out(content: dict[str, Any]) -> str:
+    """Format the counts of a manifest, one line per split."""
+    lines = []
+    for split, counts in content["counts"].items():
+        tokens = sum(inputs[split]["tokens"] for name, inputs in content["datasets"].items() if name != "label")
+        lines.append(f"{split:5}  {counts['rows']} rows, {tokens / counts['rows']:.0f} tokens a row")
+    return "\n".join(lines)
+
+
+def _build_and_report(args: argparse.Namespace) -> None:
+    content = build_glue_held_out(
+        args.out,
+        args.task,
+        args.tokenizer,
+        args.train,
+        args.test,
+        args.sentences,
+        args.source,
+        args.workers,
+        args.overwrite,
+    )
+    print_status(summarize_held_out(content))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.glue_held_out", description=(__doc__ or "").split("\n")[0]
+    )
+    classifications = [name for name, task in GLUE_TASKS.items() if task.labels]
+    parser.add_argument("task", choices=classifications, metavar="TASK", help=", ".join(classifications))
+    parser.add_argument("--out", type=Path, required=True, help="output directory")
+    parser.add_argument(
+        "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"
+    )
+    parser.add_argument("--train", type=int, required=True, help="rows of train, from the start of the training file")
+    parser.add_argument("--test", type=int, required=True, help="rows of test, from the end of the training file")
+    parser.add_argument(
+        "--sentences", type=int, default=1, help="sentences of the second text of QNLI (default: %(default)s)"
+    )
+    parser.add_argument("--source", type=Path, help="directory or archive to read instead of the published archive")
+    parser.add_argument(
+        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
+    args = parser.parse_args(argv)
+    if min(args.train, args.test, args.sentences) < 1:
+        parser.error("--train, --test and --sentences must be at least 1")
+    if args.sentences > 1 and args.task != "QNLI":
+        parser.error("--sentences is only for QNLI")
+    return run_command(partial(_build_and_report, args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""The first segments of a batch of token ids, for attentions that treat their tokens as global."""
+
+from torch import Tensor
+
+
+def first_segment_lengths(tokens: Tensor, eos: int) -> Tensor:
+    """Return the number of tokens of the first segment of every sequence, without waiting for a GPU.
+
+    In a pair, `<s> A </s></s> B </s>`, the first segment ends with the first of the two adjacent </s>. A sequence
+    without two adjacent </s> is not a pair, and only its first token counts.
+
+    Args:
+        tokens: token ids (B, N).
+        eos: the id of </s>.
+
+    Returns:
+        int64 (B,), from 1 to N.
+    """
+    is_end = tokens.eq(eos)
+    is_doubled = is_end[:, :-1] & is_end[:, 1:]
+    tokens_before = is_doubled.cumsum(dim=1).eq(0).sum(dim=1)  # all of them if no </s> is doubled
+    return tokens_before.add(1).where(is_doubled.any(dim=1), 1)

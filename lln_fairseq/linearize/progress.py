@@ -1,0 +1,167 @@
+"""The training state of all stages of linearize, from which an interrupted run resumes exactly."""
+
+import argparse
+import copy
+import math
+from collections import deque
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
+from lln_fairseq.checkpoints.saving import lock_directory
+from lln_fairseq.conversion.convert import CHECKPOINT
+from lln_fairseq.conversion.directory import write_large
+from lln_fairseq.data.files import atomic_path
+from lln_fairseq.errors import InputError
+from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
+from lln_fairseq.training.run_identity import data_hash, file_hash
+
+PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
+LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr", "fine-tuning": "--finetune-lr"}  # by stage
+# Settings that a run may change as long as none of these stages has begun. All others may never change.
+CHANGEABLE = {
+    "softmax_layers": ("distillation", "fine-tuning"),
+    "distill": ("distillation", "fine-tuning"),
+    "distill_lr": ("distillation", "fine-tuning"),
+    "finetune": ("fine-tuning",),
+    "finetune_lr": ("fine-tuning",),
+    "evaluate_rows": (),
+}
+LOG_INTERVAL = 10  # steps
+SAVE_INTERVAL = 50  # steps
+
+
+class Progress:
+    """The training state of all stages, saved in OUT/linearize.pt and restored from it.
+
+    The file stays there after the end, because a later run may add a stage to a finished one.
+
+    Attributes:
+        complete: True if OUT holds the finished model of these settings
+        softmax_layers: the layers that keep softmax; None if they have not been chosen yet
+        scores: scores of a classifier as text by their labels, see `DevScores`
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Load the progress of an earlier run, if OUT holds one.
+
+        Raises: InputError if OUT holds a run with other settings, or another model.
+        """
+        self.args = args
+        self.file = args.out / PROGRESS
+        self.stages: dict[str, Any] = {}  # states of the trainers, by stage
+        self.softmax_layers: list[int] | None = None
+        self.scores: dict[str, str] = {}
+        self.complete = False
+        hashes = {"teacher": file_hash(str(args.teacher)), "data": data_hash([str(args.data)])}
+        settings = vars(args) | hashes
+        self.settings = {key: str(value) for key, value in settings.items() if key != "out"}
+        model = args.out / CHECKPOINT
+        out_is_teacher = args.teacher.resolve().parent == args.out.resolve()
+        if out_is_teacher or (model.exists() and not self.file.exists()):
+            raise InputError(f"{args.out} holds another model: give another OUT")
+        if self.file.exists():
+            self._load(model.exists())
+
+    def _load(self, model_exists: bool) -> None:
+        """Load the saved progress. Raises: InputError if a setting differs that the run can no longer change."""
+        saved = load_plain_data(str(self.file))
+        verify_checksums(str(self.file))
+        self.stages = saved["stages"]
+        # A file of an earlier version lacks the settings that did not exist yet, and was made without them.
+        new_settings = {"softmax_layers": "", "finetune": "0", "evaluate_rows": "None"}
+        settings = new_settings | {"finetune_lr": self.settings["finetune_lr"]} | saved["settings"]
+        differing = [key for key, value in self.settings.items() if settings.get(key) != value]
+        fixed = []
+        for key in differing:
+            if key not in CHANGEABLE or any(stage in self.stages for stage in CHANGEABLE[key]):
+                fixed.append(key)
+        if fixed:
+            raise InputError(f"{self.args.out} holds a run with another {', another '.join(fixed)}: give another OUT")
+        self.complete = saved.get("complete") is True and not differing and model_exists
+        if "softmax_layers" not in differing:
+            self.softmax_layers = saved.get("softmax_layers")
+        if "evaluate_rows" not in differing:
+            self.scores = saved.get("scores", {})
+
+    def create_directory(self) -> None:
+        """Create OUT and lock it as long as this object lives.
+
+        Raises: InputError if another conversion is running in it.
+        """
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_directory(self.args.out, "conversion", "OUT")
+
+    def finish(self) -> None:
+        """Record that the model has been written."""
+        self.complete = True
+        self.save()
+
+    def train(self, name: str, trainer: LayerwiseTrainer, texts: Any, longest: int, writer: SummaryWriter) -> None:
+        """Train a stage to its end, starting where an earlier run last saved it.
+
+        Args:
+            name: the stage, one of LR_OPTIONS
+            texts: a TokenStream, or the TaskRows of a split
+            longest: tokens of the longest texts
+
+        Raises: InputError if a loss is not finite.
+        """
+        if name in self.stages:
+            trainer.restore(self.stages[name])
+        recent_losses: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
+        with tqdm(total=trainer.steps, initial=trainer.step, desc=name, disable=None) as bar:
+            while trainer.step < trainer.steps:
+                recent_losses.append(trainer.train_step(texts, self.args.tokens, longest))
+                assert_finite(recent_losses[-1], name, f"in step {trainer.step}")
+                bar.update()
+                is_last = trainer.step == trainer.steps
+                if is_last or trainer.step % LOG_INTERVAL == 0:
+                    means = [sum(values) / len(recent_losses) for values in zip(*recent_losses, strict=True)]
+                    scalars = trainer.scalars(means)
+                    label = "loss" if "loss" in scalars else "relative error"
+                    summary = f"{label} {sum(scalars.values()) / len(scalars):.3f}"
+                    bar.set_postfix_str(summary)
+                    for key, value in scalars.items():
+                        writer.add_scalar(f"{name}_{key}", value, trainer.step)
+                if is_last or trainer.step % SAVE_INTERVAL == 0:
+                    self.stages[name] = trainer.state()
+                    if is_last:
+                        self.stages[name] = _without_optimizer(self.stages[name])
+                    self.complete = False
+                    self.save()
+                    if bar.disable:
+                        print(f"{name}: step {trainer.step} of {trainer.steps}, {summary}", flush=True)
+
+    def save(self) -> None:
+        """Write OUT/linearize.pt; the old one stays whole if that fails."""
+        state = {
+            "settings": self.settings,
+            "stages": self.stages,
+            "softmax_layers": self.softmax_layers,
+            "scores": self.scores,
+            "complete": self.complete,
+        }
+        with atomic_path(self.file) as part:
+            write_large(part, lambda path: torch.save(state, path))
+
+
+def _without_optimizer(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the state of a finished trainer, which later stages do not change."""
+    return copy.deepcopy({key: value for key, value in state.items() if key != "optimizer"})
+
+
+def assert_finite(values: list[float], stage: str, where: str) -> None:
+    """Raise InputError if a value that a stage computed is not finite.
+
+    Args:
+        stage: one of LR_OPTIONS
+        where: when or on what the values were computed, for the message
+    """
+    if not all(map(math.isfinite, values)):
+        raise InputError(
+            f"the {stage} {where} diverged to NaN or infinity: try a lower {LR_OPTIONS[stage]} and another OUT"
+        )

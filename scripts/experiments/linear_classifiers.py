@@ -1,0 +1,112 @@
+"""Measure what fine-tuned softmax classifiers keep when `lln-fairseq linearize` makes them linear.
+
+    python -m scripts.experiments.linear_classifiers data-bin/qnli runs/linear_qnli \\
+        --teachers runs/qnli_seed1/checkpoint_best.pt runs/qnli_seed2/checkpoint_best.pt
+
+DATA is the teachers' data, with the labeled splits train and test (python -m data_prep.glue_held_out). Every variant
+of the linear attention is trained from every teacher, on the rows of `train`. The table has the accuracy on `test`: the
+mean over the teachers, the range, and the mean difference to the teachers. Nothing is chosen on `test`. Finished runs
+in OUT are skipped, so that an interrupted command can be run again.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lln_fairseq.command import run_main
+from scripts.experiments.steps import Steps
+from scripts.terminal import aligned, program_parser
+
+JOINT = "--option mix=joint_offset gain=learned block_size="
+VARIANTS = {  # name: arguments of linearize
+    "blocks of 16": f"{JOINT}16",
+    "blocks of 32": f"{JOINT}32",
+    "blocks of 64": f"{JOINT}64",
+    "blocks of 128": f"{JOINT}128",
+    "blocks of 256": f"{JOINT}256",
+    "average, blocks of 32": "--option gain=learned block_size=32",
+    "average, blocks of 64": "--option gain=learned block_size=64",
+    "LLN only": "--attention lln --option gain=learned",
+    "blocks of 32 only": "--attention block_diag --option block_size=32",
+    "blocks of 32, first segment global": f"{JOINT}32 global_tokens=first_segment",
+    "blocks of 64, first segment global": f"{JOINT}64 global_tokens=first_segment",
+    "blocks of 32, 1 softmax layer": f"{JOINT}32 --softmax-layers best:1",
+    "blocks of 32, 2 softmax layers": f"{JOINT}32 --softmax-layers best:2",
+    "blocks of 64, 1 softmax layer": f"{JOINT}64 --softmax-layers best:1",
+    "blocks of 64, 2 softmax layers": f"{JOINT}64 --softmax-layers best:2",
+    "not trained, blocks of 32": f"{JOINT}32 --steps 0",
+    "blocks of 32, fine-tuned": f"{JOINT}32 --finetune 200",
+}
+SPLIT = "test"
+
+
+def evaluate(steps: Steps, name: str, checkpoint: Path, data: Path, result: Path) -> float:
+    """Evaluate a classifier on the test split, as a step, and return its accuracy in percent."""
+    command = [sys.executable, "-m", "lln_fairseq", "evaluate", str(checkpoint), str(data)]
+    command += [f"--split={SPLIT}", "--json", str(result)]
+    steps.run(f"evaluate {name}", command)
+    return 100 * json.loads(result.read_text())["accuracy"]
+
+
+def linearize(steps: Steps, name: str, teacher: Path, data: Path, out: Path, arguments: Sequence[str]) -> Path:
+    """Linearize a teacher, as a step, and return the new checkpoint."""
+    command = [sys.executable, "-m", "lln_fairseq", "linearize", str(teacher), str(data), str(out)]
+    command += ["--evaluate-rows", "1", *arguments]
+    steps.run(f"linearize {name}", command)
+    return out / "model.pt"
+
+
+def format_row(name: str, accuracies: Sequence[float], teacher_accuracies: Sequence[float]) -> list[str]:
+    """Return the cells of a table row: the name, the mean and range of the accuracies, and the mean difference."""
+    mean = sum(accuracies) / len(accuracies)
+    difference = mean - sum(teacher_accuracies) / len(teacher_accuracies)
+    return [name, f"{mean:.1f} ({min(accuracies):.1f}–{max(accuracies):.1f})", f"{difference:+.1f}"]
+
+
+def run_experiment(args: argparse.Namespace) -> None:
+    """Run all steps and print the table."""
+    steps = Steps(args.out)
+    teacher_accuracies = []
+    for number, teacher in enumerate(args.teachers, start=1):
+        result = args.out / f"teacher{number}.json"
+        teacher_accuracies.append(evaluate(steps, f"teacher {number}", teacher, args.data, result))
+    rows = [["", f"{SPLIT} accuracy [%]", "difference"]]
+    rows.append(format_row("softmax (the teachers)", teacher_accuracies, teacher_accuracies))
+    for variant in args.variants:
+        accuracies = []
+        for number, teacher in enumerate(args.teachers, start=1):
+            name = f"{variant}, teacher {number}"
+            out = args.out / name.replace(", ", "_").replace(" ", "_")
+            arguments = [*VARIANTS[variant].split(), "--seed", str(number), *args.linearize]
+            checkpoint = linearize(steps, name, teacher, args.data, out, arguments)
+            accuracies.append(evaluate(steps, name, checkpoint, args.data, out / f"{SPLIT}.json"))
+        rows.append(format_row(variant, accuracies, teacher_accuracies))
+        print(aligned([rows[0], rows[1], rows[-1]]), flush=True)
+    print(f"\n{aligned(rows)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = program_parser("python -m scripts.experiments.linear_classifiers", __doc__)
+    parser.add_argument("data", type=Path, help="the data directory of the teachers' task")
+    parser.add_argument("out", type=Path, help="directory of the linear models and results")
+    parser.add_argument("--teachers", type=Path, nargs="+", required=True, help="fine-tuned softmax checkpoints")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        metavar="VARIANT",
+        help=f"default: all of {'; '.join(VARIANTS)}",
+    )
+    parser.add_argument(
+        "--linearize", nargs=argparse.REMAINDER, default=[], help="last: further arguments of lln-fairseq linearize"
+    )
+    args = parser.parse_args(argv)
+    return run_main(lambda: run_experiment(args), "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The lengths of first segments from token ids."""
+
+import pytest
+import torch
+
+from lln_fairseq.attention.segments import first_segment_lengths
+
+BOS, PAD, EOS = 0, 1, 2
+
+
+def length_of(*tokens):
+    return first_segment_lengths(torch.tensor([tokens]), EOS).tolist()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length"),
+    [
+        ((BOS, 5, 6, EOS, EOS, 7, EOS), 4),  # a pair
+        ((BOS, 5, 6, EOS, EOS, 7, EOS, EOS, 8, EOS), 4),  # only the first two adjacent </s> count
+        ((BOS, EOS, EOS, 7, EOS), 2),  # a pair with an empty first text
+        ((BOS, 5, EOS, 6, 7, EOS, EOS), 6),  # a single </s> does not end a segment
+        ((BOS, 5, 6, 7, EOS, EOS), 5),  # a pair with an empty second text that was cut
+        ((BOS, 5, 6, 7, EOS, PAD), 1),  # a single text
+        ((BOS, 5, 6, 7), 1),
+        ((EOS, EOS), 1),
+        ((EOS,), 1),
+        ((PAD, PAD, PAD), 1),
+    ],
+)
+def test_length_of_first_segment(tokens, length):
+    assert length_of(*tokens) == [length]
+
+
+def test_rows_of_a_batch_are_independent():
+    tokens = torch.tensor([[BOS, 5, EOS, EOS, 6, EOS], [BOS, 5, EOS, PAD, PAD, PAD], [BOS, EOS, EOS, 5, 6, EOS]])
+    lengths = first_segment_lengths(tokens, EOS)
+    assert lengths.tolist() == [3, 1, 2]
+    assert lengths.dtype == torch.int64
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_empty_batch(shape):
+    assert len(first_segment_lengths(torch.zeros(shape, dtype=torch.int64), EOS)) == shape[0]

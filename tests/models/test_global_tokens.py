@@ -1,0 +1,236 @@
+"""Models with global tokens: the encoder finds the first segments, also for two texts and in the backward pass."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+from omegaconf import OmegaConf
+
+from lln_fairseq.analysis import measure
+from lln_fairseq.analysis.probe import ablated, record_layers
+from lln_fairseq.analysis.report import measure_model
+from lln_fairseq.errors import InputError
+from lln_fairseq.inference.loading import load_model
+from lln_fairseq.models.lln_roberta import LLNRobertaModel
+from lln_fairseq.models.lln_transformer_lm import LLNTransformerLMConfig
+from lln_fairseq.training.sequence_parallel import shard_multiple
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    WORDS,
+    binarize,
+    hydra_train,
+    make_classification,
+    make_dictionary,
+    sentences,
+    split_options,
+    train,
+)
+
+BOS, PAD, EOS = 0, 1, 2
+GLOBAL = dict(attention="lln_diag", lln_diag_mix="joint_offset", lln_diag_block_size=8)
+FIRST_SEGMENT = GLOBAL | dict(lln_diag_global_tokens="first_segment")
+FLAGS = ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
+
+
+def build_model(**options):
+    """Build a small model with 2 layers, 128 positions and a classification head, in evaluation mode."""
+    dictionary = Dictionary()
+    for number in range(60):
+        dictionary.add_symbol(f"w{number}")
+    sizes = dict(encoder_layers=2, encoder_embed_dim=32, encoder_ffn_embed_dim=64, encoder_attention_heads=2)
+    task = SimpleNamespace(source_dictionary=dictionary, max_positions=lambda: 128)
+    torch.manual_seed(0)
+    model = LLNRobertaModel.build_model(OmegaConf.create(sizes | options), task)
+    model.register_classification_head("head", num_classes=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def pairs(*lengths, seed=0):
+    """Return the tokens of pairs of random texts, padded to one length; (5, 9) are the lengths of the texts of a pair.
+
+    A second length of None makes a single text.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for first, second in lengths:
+        row = [BOS, *torch.randint(4, 60, (first,), generator=generator).tolist(), EOS]
+        if second is not None:
+            row += [EOS, *torch.randint(4, 60, (second,), generator=generator).tolist(), EOS]
+        rows.append(torch.tensor(row))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+
+
+BATCH = ((5, 40), (20, 7), (30, None), (0, 3))
+
+
+def attention_of(model, layer=0):
+    return model.encoder.sentence_encoder.layers[layer].self_attn.attention
+
+
+def features(model, tokens):
+    return model(tokens, features_only=True)[0]
+
+
+def test_encoder_counts_tokens_of_first_segments():
+    model = build_model(**FIRST_SEGMENT)
+    features(model, pairs(*BATCH))
+    for layer in range(2):
+        assert attention_of(model, layer).segment_lengths.tolist() == [7, 22, 1, 2]
+
+
+def test_encoder_sets_no_lengths_that_nobody_needs():
+    model = build_model(**GLOBAL, lln_diag_global_tokens="7")
+    features(model, pairs(*BATCH))
+    assert attention_of(model).segment_lengths is None
+
+
+def test_number_and_first_segment_of_equal_length_agree():
+    tokens = pairs((5, 40), (5, 12))
+    by_number = features(build_model(**GLOBAL, lln_diag_global_tokens="7"), tokens)
+    by_segment = features(build_model(**FIRST_SEGMENT), tokens)
+    without = features(build_model(**GLOBAL), tokens)
+    real = tokens != PAD
+    assert torch.equal(by_number[real], by_segment[real])
+    assert not torch.allclose(by_number[real], without[real], atol=1e-3)
+
+
+@pytest.mark.parametrize("global_tokens", ["7", "first_segment"])
+def test_features_depend_neither_on_padding_nor_on_the_batch(global_tokens):
+    model = build_model(**GLOBAL, lln_diag_global_tokens=global_tokens)
+    tokens = pairs(*BATCH)
+    in_batch = features(model, tokens)
+    for row, (tokens_of_row, features_of_row) in enumerate(zip(tokens, in_batch, strict=True)):
+        length = int((tokens_of_row != PAD).sum())
+        alone = features(model, tokens_of_row[None, :length])[0]
+        torch.testing.assert_close(features_of_row[:length], alone, rtol=1e-4, atol=1e-5, msg=str(row))
+
+
+def gradients(model, *batches):
+    """Return the gradients of the parameters after one backward pass over several forward passes."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    sum(model(**batch, classification_head_name="head")[0].square().sum() for batch in batches).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+RECOMPUTED = [{"checkpoint_activations": True}, {"checkpoint_activations": True, "offload_activations": True}]
+FIRST = pairs((5, 40), (20, 7), (30, None))
+SECOND = pairs((30, 3), (2, 50), (9, 9), seed=1)
+CALLS = {
+    "two towers": ({"two_towers": True}, [{"src_tokens": FIRST, "other_tokens": SECOND}]),
+    "two forward passes": ({}, [{"src_tokens": FIRST}, {"src_tokens": SECOND}]),
+}
+
+
+@pytest.mark.parametrize("options", RECOMPUTED)
+@pytest.mark.parametrize("name", CALLS)
+def test_recomputation_has_the_lengths_of_its_own_forward_pass(name, options):
+    towers, batches = CALLS[name]
+    model = build_model(**FIRST_SEGMENT, **towers, dropout=0.1, attention_dropout=0.1).train()
+    recomputing_model = build_model(**FIRST_SEGMENT, **towers, **options, dropout=0.1, attention_dropout=0.1).train()
+
+    expected = gradients(model, *batches)
+    actual = gradients(recomputing_model, *batches)
+
+    assert actual.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(actual[key], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}, {"feed_forward_tokens": 16}])
+def test_instruments_measure_sequences_with_their_own_lengths(options):
+    model = build_model(**FIRST_SEGMENT, **options)
+    tokens = pairs(*BATCH)
+
+    layers = record_layers(model, {"src_tokens": tokens})
+    together = measure.measure_batch(layers[1].attention, layers[1].q, layers[1].k, layers[1].key_padding_mask)
+
+    for row, tokens_of_row in enumerate(tokens):
+        length = int((tokens_of_row != PAD).sum())
+        (_, layer) = record_layers(model, {"src_tokens": tokens_of_row[None, :length]})
+        alone = measure.measure_batch(layer.attention, layer.q, layer.k)
+        entropy = measure.NAMES.index("entropy")
+        torch.testing.assert_close(together[row, entropy], alone[0, entropy], rtol=1e-4, atol=1e-5)
+    with torch.no_grad(), ablated(model):
+        ablated_features = features(model, tokens)
+    torch.testing.assert_close(ablated_features, features(model, tokens))
+    assert measure_model(model, [{"src_tokens": tokens}]).sequences == len(tokens)
+
+
+def test_sequences_cannot_be_divided_among_workers():
+    with pytest.raises(InputError, match="global_tokens=first_segment cannot split a sequence across workers"):
+        shard_multiple(build_model(**FIRST_SEGMENT))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lln_diag_global_tokens": "16"}, "global_tokens=16 needs the mix joint or joint_offset, got mix 'average'"),
+        (GLOBAL | {"lln_diag_global_tokens": "1.5"}, "none, first_segment or a positive number, got '1.5'"),
+    ],
+)
+def test_wrong_option_is_rejected(options, message):
+    with pytest.raises(InputError, match=message):
+        build_model(**options)
+
+
+def test_causal_models_have_no_global_tokens():
+    assert not [name for name in vars(LLNTransformerLMConfig()) if "global_tokens" in name]
+
+
+@pytest.fixture(scope="module")
+def pair_data(tmp_path_factory):
+    """Return the directory of a binarized classification of pairs with two classes."""
+    sizes = (("train", 60), ("valid", 11))
+    folder = make_classification(tmp_path_factory.mktemp("pairs"), sizes)
+    dictionary = make_dictionary(folder / "input1" / "dict.txt", WORDS)
+    for seed, (split, count) in enumerate(sizes, start=len(sizes)):
+        binarize(sentences(count, seed), dictionary, folder / "input1" / split)
+    return folder
+
+
+def test_run_trains_resumes_and_loads(pair_data, tmp_path, monkeypatch):
+    options = (*CLASSIFICATION, *LLN, *FLAGS, "--lln-diag-global-tokens", "first_segment", "--separator-token", EOS)
+    options = (*options, "--shorten-method", "truncate", "--checkpoint-activations")
+
+    def train_until(update, directory, *extra_options):
+        log = tmp_path / f"{directory}{update}.log"
+        rows = train(
+            monkeypatch, log, pair_data, tmp_path / directory, *options, "--max-update", update, *extra_options
+        )["train"]
+        return {row["num_updates"]: (row["loss"], row["gnorm"]) for row in rows}
+
+    uninterrupted = train_until(4, "a")
+    train_until(2, "b")
+    with pytest.raises(InputError, match=r"lln_diag_global_tokens = first_segment in the checkpoint, now 16"):
+        train_until(4, "b", "--lln-diag-global-tokens", "16")
+    resumed = train_until(4, "b")
+    assert list(resumed) == ["3", "4"]
+    assert resumed.items() <= uninterrupted.items()
+    model, task = load_model(str(tmp_path / "a/checkpoint_last.pt"))
+    task.load_dataset("valid")
+    batch = task.dataset("valid").collater([task.dataset("valid")[row] for row in range(3)])
+    model(**batch["net_input"], features_only=True)
+    tokens = batch["net_input"]["src_tokens"]
+    for length, row in zip(attention_of(model).segment_lengths.tolist(), tokens.tolist(), strict=True):
+        assert row[length - 1 : length + 1] == [EOS, EOS]
+
+
+def test_both_command_lines_continue_the_same_run(corpus, tmp_path, monkeypatch):
+    """Hydra reads the number of tokens as a number."""
+    overrides = """
+        model=tiny corpus=demo run=cpu lr_scheduler.warmup_updates=1 task.global_batch=8 dataset.batch_size=8
+        dataset.num_workers=0 model.encoder_layers=1 model.lln_diag_block_size=8 model.lln_diag_mix=joint
+    """
+    arguments = (*split_options(overrides), f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'run'}")
+    hydra_train(monkeypatch, *arguments, "model.lln_diag_global_tokens=16", "optimization.max_update=1")
+    hydra_train(monkeypatch, *arguments, "model.lln_diag_global_tokens='16'", "optimization.max_update=2")
+    with pytest.raises(SystemExit):
+        hydra_train(monkeypatch, *arguments, "model.lln_diag_global_tokens=17", "optimization.max_update=3")
+    model, _ = load_model(str(tmp_path / "run/checkpoint_last.pt"), str(corpus))
+    assert attention_of(model).global_tokens == "16"

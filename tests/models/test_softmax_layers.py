@@ -1,0 +1,236 @@
+"""Models with softmax attention in some layers: built, trained, resumed, loaded, converted, measured and refused."""
+
+import shlex
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+from omegaconf import OmegaConf
+
+import lln_fairseq
+from lln_fairseq.__main__ import main
+from lln_fairseq.analysis.probe import record_layers
+from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.errors import InputError
+from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
+from lln_fairseq.inference.loading import load_model
+from lln_fairseq.models.lln_roberta import LLNRobertaModel
+from lln_fairseq.training.sequence_parallel import shard_multiple
+from tests.conversion.sources import add_noise, compute_logits, padded_batch
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, hydra_train, make_corpus, split_options, train
+from tests.text_runs import make_glue, texts_of
+
+OPTIONS = (*MASKED_LM, *LLN, "--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
+HYBRID = (*OPTIONS, "--softmax-layers", "1")
+
+
+def build_model(**options):
+    """Build a small model with 3 layers and 128 positions, in evaluation mode."""
+    dictionary = Dictionary()
+    for number in range(60):
+        dictionary.add_symbol(f"w{number}")
+    sizes = dict(encoder_layers=3, encoder_embed_dim=32, encoder_ffn_embed_dim=64, encoder_attention_heads=2)
+    task = SimpleNamespace(source_dictionary=dictionary, max_positions=lambda: 128)
+    torch.manual_seed(0)
+    return LLNRobertaModel.build_model(OmegaConf.create(sizes | options), task).eval()
+
+
+def attention_names(model):
+    """Return the registered name of the attention of every layer."""
+    name_by_class = {entry.cls: name for name, entry in ATTENTION_REGISTRY.items()}
+    return [name_by_class[type(layer.self_attn.attention)] for layer in model.encoder.sentence_encoder.layers]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a directory with dict.txt, tokens and the run of a model with softmax attention in its second layer."""
+    folder = make_corpus(tmp_path_factory.mktemp("corpus"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        train(monkeypatch, folder / "log", folder, folder / "run", *HYBRID, "--max-update", 2)
+    return folder
+
+
+@pytest.mark.parametrize("attention", ["lln_diag", "lln", "transnormer_t1"])
+@pytest.mark.parametrize(
+    ("text", "layers"), [(None, ()), ("", ()), ("0", (0,)), ("2, 0", (0, 2)), ("1,1", (1,)), ("0,1,2", (0, 1, 2))]
+)
+def test_named_layers_have_softmax(attention, text, layers):
+    model = build_model(attention=attention, softmax_layers=text)
+    expected = ["softmax" if layer in layers else attention for layer in range(3)]
+    assert attention_names(model) == expected
+
+
+def test_other_layers_keep_their_place():
+    model = build_model(attention="transnormer_t1", encoder_layers=4, softmax_layers="0")
+    layers = model.encoder.sentence_encoder.layers
+    assert [layer.self_attn.attention.is_local for layer in layers[1:]] == [True, False, False]
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}, {"feed_forward_tokens": 16}])
+def test_softmax_in_every_layer_is_a_softmax_model(options):
+    softmax = build_model(attention="softmax", **options)
+    hybrid = build_model(attention="lln_diag", lln_diag_mix="joint_offset", softmax_layers="0,1,2", **options)
+    tokens = padded_batch(64)
+    assert hybrid.state_dict().keys() == softmax.state_dict().keys()
+    assert torch.equal(hybrid(tokens)[0], softmax(tokens)[0])
+
+
+def test_softmax_layers_have_no_attention_parameters(caplog):
+    options = dict(attention="lln_diag", lln_diag_mix="joint_offset", lln_diag_gain="learned")
+    linear = build_model(**options)
+    hybrid = build_model(**options, softmax_layers="1")
+    layers = hybrid.encoder.sentence_encoder.layers
+    assert [len(layer.self_attn.attention.state_dict()) for layer in layers] == [2, 0, 2]
+
+    hybrid.load_state_dict(linear.state_dict())  # fairseq's loading drops what a softmax layer does not have
+
+    dropped = [message for message in caplog.messages if "is left out" in message]
+    assert len(dropped) == 2
+    assert all(".layers.1.self_attn.attention." in message for message in dropped)
+
+
+def test_softmax_model_accepts_softmax_layers():
+    assert attention_names(build_model(attention="softmax", softmax_layers="1")) == ["softmax"] * 3
+
+
+@pytest.mark.parametrize("text", ["3", "-1", "x", "0,", "1 2", "0-2", "²"])
+def test_wrong_layer_is_rejected(text):
+    message = f"softmax_layers must be numbers from 0 to 2, separated by commas, got '{text}'"
+    with pytest.raises(InputError) as error:
+        build_model(attention="lln", softmax_layers=text)
+    assert str(error.value) == message
+
+
+def test_mechanism_that_replaces_layers_is_rejected():
+    with pytest.raises(InputError, match="flash replaces the whole encoder layer, and does not support softmax_layers"):
+        build_model(attention="flash", softmax_layers="0")
+
+
+def test_sequences_cannot_be_divided_among_workers():
+    with pytest.raises(InputError, match="attention softmax cannot split a sequence across workers"):
+        shard_multiple(build_model(attention="lln", softmax_layers="1"))
+
+
+def test_recorded_layers_are_those_of_the_model():
+    model = build_model(attention="lln_diag", softmax_layers="1")
+    layers = record_layers(model, {"src_tokens": padded_batch(64)})
+    names = [type(layer.attention).__name__ for layer in layers]
+    assert names == ["LLNDiagAttention", "SoftmaxAttention", "LLNDiagAttention"]
+    alpha = torch.stack([layer.scalars()[4] for layer in layers])
+    assert alpha.isnan().tolist() == [False, True, False]
+
+
+def test_checkpoint_is_loaded_with_its_softmax_layers(trained):
+    model, _ = load_model(str(trained / "run/checkpoint_last.pt"), str(trained))
+    assert attention_names(model) == ["lln_diag", "softmax"]
+
+
+def test_resumed_run_continues_exactly(trained, tmp_path, monkeypatch):
+    def losses(log):
+        return {row["num_updates"]: (row["loss"], row["gnorm"]) for row in log["train"]}
+
+    def train_until(update, directory):
+        log = tmp_path / f"{directory}{update}.log"
+        return losses(train(monkeypatch, log, trained, tmp_path / directory, *HYBRID, "--max-update", update))
+
+    uninterrupted = train_until(4, "a")
+    train_until(2, "b")
+    resumed = train_until(4, "b")
+    assert list(resumed) == ["3", "4"]
+    assert resumed.items() <= uninterrupted.items()
+
+
+def test_resume_compares_softmax_layers_with_checkpoints_of_older_versions(trained, tmp_path, monkeypatch):
+    def train_until(update, *options):
+        train(monkeypatch, tmp_path / "log", trained, tmp_path / "run", *OPTIONS, "--max-update", update, *options)
+
+    train_until(1)
+    path = tmp_path / "run/checkpoint_last.pt"
+    for update, stored in ((2, ""), (3, None), (4, "no such option")):
+        state = torch.load(path)
+        state["cfg"]["model"]["softmax_layers"] = stored
+        if stored == "no such option":
+            del state["cfg"]["model"]["softmax_layers"]
+        torch.save(state, path)
+        with pytest.raises(InputError, match=r"model\.softmax_layers = None in the checkpoint, now 1"):
+            train_until(update, "--softmax-layers", "1")
+        train_until(update)
+    with pytest.raises(InputError, match=r"model\.softmax_layers = None in the checkpoint, now 1"):
+        train_until(5, "--softmax-layers", "1")
+
+
+def test_both_command_lines_continue_the_same_run(trained, tmp_path, monkeypatch):
+    """Hydra reads the number of a single layer as an int."""
+    overrides = """
+        model=tiny corpus=demo run=cpu lr_scheduler.warmup_updates=1 task.global_batch=8 dataset.batch_size=8
+        dataset.num_workers=0 model.encoder_layers=1 model.lln_diag_block_size=8
+    """
+    arguments = (*split_options(overrides), f"task.data={trained}", f"checkpoint.save_dir={tmp_path / 'run'}")
+    hydra_train(monkeypatch, *arguments, "model.softmax_layers=0", "optimization.max_update=1")
+    hydra_train(monkeypatch, *arguments, "model.softmax_layers='0'", "optimization.max_update=2")
+    with pytest.raises(SystemExit):
+        hydra_train(monkeypatch, *arguments, "optimization.max_update=3")
+    model, _ = load_model(str(tmp_path / "run/checkpoint_last.pt"), str(trained))
+    assert attention_names(model) == ["softmax"]
+
+
+def test_fine_tuning_names_a_difference(trained, task_data, tmp_path, monkeypatch, caplog):
+    start = trained / "run/checkpoint_last.pt"
+    attention = ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
+    options = (*CLASSIFICATION, *LLN, *attention, "--finetune-from-model", start, "--max-update", 1)
+    train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *options, "--softmax-layers", 1)
+    assert not any("was trained with" in message for message in caplog.messages)
+    train(monkeypatch, tmp_path / "b.log", task_data, tmp_path / "b", *options)
+    assert any("was trained with softmax_layers = 1, here it is None" in message for message in caplog.messages)
+
+
+def test_conversion_keeps_softmax_layers_of_the_same_attention(trained, tmp_path, monkeypatch, capsys):
+    options = (*HYBRID, "--encoder-layers", 3, "--softmax-layers", "0,2", "--max-update", 1)
+    train(monkeypatch, tmp_path / "log", trained, tmp_path / "run", *options)
+    source = add_noise(tmp_path / "run/checkpoint_last.pt")
+    capsys.readouterr()
+    arguments = ["convert", str(source), "--dictionary", str(trained / "dict.txt")]
+
+    assert main([*arguments, str(tmp_path / "same"), "--attention", "lln_diag"]) == 0
+    *_, command = capsys.readouterr().out.splitlines()
+    assert 'model.softmax_layers="0,2"' in shlex.split(command)
+    converted_logits = compute_logits(tmp_path / "same/model.pt", padded_batch())
+    assert torch.equal(converted_logits, compute_logits(source, padded_batch()))
+
+    assert main([*arguments, str(tmp_path / "other"), "--attention", "lln"]) == 0
+    assert "softmax_layers" not in capsys.readouterr().out
+    assert load_checkpoint_lazily(str(tmp_path / "other/model.pt"))["cfg"]["model"].get("softmax_layers") is None
+
+
+def test_analyze_measures_both_kinds_of_layers(trained, capsys):
+    checkpoint = trained / "run/checkpoint_last.pt"
+    assert main(["analyze", str(checkpoint), str(trained), "--batches", "1"]) == 0
+    concentration = capsys.readouterr().out.split("concentration")[1].splitlines()
+    first, second = concentration[2].split(), concentration[3].split()
+    assert first[0] == "0"
+    assert "-" not in first
+    assert second[0] == "1"
+    assert second[2:5] == ["-", "-", "-"]  # softmax has no α and β
+
+
+def test_damaged_option_of_a_checkpoint_is_rejected(trained, tmp_path):
+    state = torch.load(trained / "run/checkpoint_last.pt")
+    for value, message in (("7", "numbers from 0 to 1"), ({"a": 1}, "softmax_layers is not a plain value")):
+        state["cfg"]["model"]["softmax_layers"] = value
+        torch.save(state, tmp_path / "a.pt")
+        with pytest.raises(InputError, match=message):
+            load_model(str(tmp_path / "a.pt"), str(trained))
+
+
+def test_predictions_from_text_equal_those_of_evaluate(tmp_path, monkeypatch):
+    data = make_glue(tmp_path, "SST-2") / "SST-2"
+    options = (*CLASSIFICATION, *LLN, "--criterion", "lln_sentence_prediction", "--softmax-layers", 0)
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options, "--max-update", 1)
+    checkpoint = tmp_path / "run/checkpoint_last.pt"
+    model, task = load_finetuned_model(str(checkpoint), str(data))
+    assert attention_names(model) == ["softmax", "lln_diag"]
+    expected = format_predictions(task, compute_outputs(model, task, "valid"))
+    texts = [row[0] for row in texts_of(tmp_path, "SST-2")]
+    assert [prediction.label for prediction in lln_fairseq.load(checkpoint).predict(texts)] == expected
