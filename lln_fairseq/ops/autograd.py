@@ -36,8 +36,7 @@ def hybrid_attention(
 
     1. With an exchange between workers: the backend. A worker without tokens uses `no_tokens`, because the other
        workers wait for its part.
-    2. Without elements, or if operations are traced or transformed with the backend "torch" or with global tokens: the
-       plain formula.
+    2. Without elements, or if operations are traced or transformed with the backend "torch": the plain formula.
     3. Under torch.compile with another backend: the backend as one operator in the compiled graph.
     4. Otherwise: the backend, called directly.
 
@@ -46,8 +45,8 @@ def hybrid_attention(
         alpha, beta: (B, H). If both are None, they are matched to the moments of q and k (scope "head", constants
             "calibrated"). With an exchange, both must be given.
         mask: bool (B, N), True = padded, or None.
-        spec: the formula, its block size, dropout, joint offset, exchange and global tokens. Dropout without a seed gets one from
-            torch's random generator.
+        spec: the formula, its block size, dropout, joint offset, exchange and global tokens. Dropout without a seed
+            gets one from torch's random generator.
         backend: "cpu", "triton" or "torch".
 
     Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, or once with dropout, with an
@@ -57,9 +56,7 @@ def hybrid_attention(
     if spec.exchange is not None:
         if is_traced_or_transformed(q, k, v, alpha, beta, mask):
             raise ValueError("attention over several workers cannot be traced, compiled or transformed")
-    elif q.numel() == 0 or spec.global_tokens is not None or (
-        backend == "torch" and is_traced_or_transformed(q, k, v, alpha, beta, spec.offset, mask)
-    ):
+    elif q.numel() == 0 or (backend == "torch" and is_traced_or_transformed(q, k, v, alpha, beta, spec.offset, mask)):
         if alpha is None or beta is None:
             alpha, beta = match_moments(q, k, mask, backend="torch")
         return hybrid_formula(q, k, v, alpha, beta, mask, spec)

@@ -62,9 +62,7 @@ def count_global_keys(max_global_tokens: int, length: int, block_size: int) -> i
     return min(max_global_tokens, last_block)
 
 
-def global_key_padding(
-    global_tokens: Tensor, mask: Tensor | None, q: Tensor, block_size: int, num_keys: int
-) -> Tensor:
+def global_key_padding(global_tokens: Tensor, mask: Tensor | None, q: Tensor, block_size: int, num_keys: int) -> Tensor:
     """Return which of the first E tokens are no global key of a block, bool (B, blocks, E).
 
     True marks a padded token, one that is not global, and one that does not lie before the block.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops.backends import HybridSpec
+from lln_fairseq.ops.joint import count_global_keys, global_key_padding
 from lln_fairseq.ops.padding import clear_queries, explicit_mask
 from lln_fairseq.ops.scratch import Scratch, head_groups
 
@@ -51,6 +52,7 @@ class CallContext:
         scratch: buffers for one group, with N rounded up to a multiple of block_size
         padding: bool (B·H, rounded-up N), True = padded, also beyond N; None if the call has no mask and N is a
             multiple of block_size
+        global_padding: bool (B·H, blocks, E), the result of `global_key_padding`; None if no block has global keys
     """
 
     def __init__(self, q: Tensor, mask: Tensor | None, spec: HybridSpec) -> None:
@@ -64,12 +66,18 @@ class CallContext:
         blocks = -(-length // self.block_size)
         padded_length = blocks * self.block_size
         self.scratch = Scratch(q, padded_length)
-        self.groups = list(head_groups(self.heads, padded_length * max(dim, self.block_size), q))
+        keys_of_block = self.block_size + spec.max_global_tokens
+        self.groups = list(head_groups(self.heads, padded_length * max(dim, keys_of_block), q))
         self.has_mask = mask is not None
         self.padding: Tensor | None = None
         if self.has_mask or padded_length != length:
             padding = torch.nn.functional.pad(explicit_mask(mask, q), (0, padded_length - length), value=True)
             self.padding = padding.repeat_interleave(heads, dim=0)
+        self.global_padding: Tensor | None = None
+        num_global_keys = count_global_keys(spec.max_global_tokens, length, self.block_size)
+        if spec.global_tokens is not None and num_global_keys > 0:
+            global_padding = global_key_padding(spec.global_tokens, mask, q, self.block_size, num_global_keys)
+            self.global_padding = global_padding.repeat_interleave(heads, dim=0)
 
     def head_scalars(self, x: Tensor) -> Tensor:
         """Reshape one number per head, (B, H), to (B·H, 1, 1) in the compute dtype."""

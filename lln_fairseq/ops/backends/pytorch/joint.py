@@ -11,6 +11,10 @@ and oe_i = do_i O_i:
 
 Since the rows of P sum to 1, du may be added to any entries of a row of dP: it is added inside the block, where the
 products are computed anyway.
+
+With global tokens, a block also has the first n keys of the sequence: the matrices D, M, E and X get n more columns,
+which are 0 where `global_key_padding` is True. These keys are the same rows for all blocks of a head, so that their products
+need no copy of them.
 """
 
 import math
@@ -22,14 +26,20 @@ from torch import Tensor
 from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagAttention, softmax_backward
 from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
 from lln_fairseq.ops.backends.pytorch.lln import LLNAttention
-from lln_fairseq.ops.joint import BlockKinds, classify_blocks, outside_mass, outside_weight, outside_weight_gradients
+from lln_fairseq.ops.joint import (
+    BlockKinds,
+    classify_blocks,
+    outside_mass,
+    outside_weight,
+    outside_weight_gradients,
+)
 
 
 class JointAttention:
     """Computes the joint form for one group of G heads.
 
     Numbers of a block are (G · blocks, 1, 1), numbers of a query (G · blocks, block size, 1), and matrices of a block
-    (G · blocks, block size, block size).
+    (G · blocks, block size, block size + n), where n is 0 without global tokens.
     """
 
     def __init__(self, call: CallContext, group: slice, heads: HeadTensors) -> None:
@@ -37,13 +47,14 @@ class JointAttention:
         assert heads.key_max is not None
         assert heads.key_sum is not None
         assert heads.offset is not None
-        self.group = group
         self.heads = heads
+        self.group = group
         self.scratch = call.scratch
         self.lln = LLNAttention(call, group, heads)
         self.key_max = heads.key_max
         self.key_sum = heads.key_sum
         self.block_diag = BlockDiagAttention(call, group)
+        self.block_size = call.block_size
         self.as_blocks = self.block_diag.as_blocks
         self.num_heads = heads.offset.shape[0]
         num_blocks = call.scratch.length // call.block_size
@@ -51,7 +62,15 @@ class JointAttention:
         padding = heads.offset.new_zeros(1, num_blocks, call.block_size, dtype=torch.bool)
         if call.padding is not None:
             padding = call.padding[group].unflatten(1, (num_blocks, call.block_size))
-        flags = classify_blocks(padding)
+        self.num_global = 0  # n
+        self.key_padding: Tensor | None = None  # of the columns of a block's matrices, with global tokens
+        global_padding = None
+        if call.global_padding is not None:
+            global_padding = call.global_padding[group]
+            self.num_global = global_padding.shape[-1]
+            padding = padding.expand(self.num_heads, -1, -1)
+            self.key_padding = torch.cat([padding, global_padding], dim=-1).flatten(0, 1)[:, None]
+        flags = classify_blocks(padding, global_padding)
         self.blocks = BlockKinds(*(x.expand(self.num_heads, num_blocks).reshape(-1, 1, 1) for x in flags))
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -60,18 +79,19 @@ class JointAttention:
         Args:
             inputs: q, k and v (G, N, D)
         """
+        q, k, v = inputs
         a, key_max, key_sum = self.lln.forward(inputs, out)
         self.key_max.copy_(key_max)
         self.key_sum.copy_(key_sum)
-        m = self._lln_in_blocks(a, self._key_features(inputs[1]))
-        q, k, v = (self.as_blocks(x) for x in inputs)
+        m = self._lln_inside(a, self._key_features(k))
         u = outside_mass(m)
         c = outside_weight(u, self.offset, self.blocks)
-        p = self.block_diag.probabilities(q, k)
+        p = self._probabilities(q, k)
         dropout_factors = self.block_diag.dropout_factors(p)
         if dropout_factors is not None:
             p.mul_(dropout_factors)
-        self.as_blocks(out).mul_(c).baddbmm_(p.mul_(1 - c * u).addcmul_(m, c, value=-1), v)
+        self.as_blocks(out).mul_(c)
+        self._add_product(out, p.mul_(1 - c * u).addcmul_(m, c, value=-1), v)
 
     def backward(self, inputs: Sequence[Tensor], grads: Sequence[Tensor], scalar_grads: HeadGradients) -> None:
         """Compute the gradients of q, k and v into `grads`, and those of α, β and the offset into `scalar_grads`.
@@ -87,12 +107,13 @@ class JointAttention:
         a = self.lln.query_features(q)
         w = self._key_features(k)
         grad_a = torch.bmm(grad_out, self.heads.state.mT, out=grad_q)
-        tensors = [as_blocks(tensor) for tensor in (q, k, v, grad_out, a, w, grad_a, grad_v)]
-        grad_scores, x, c = self._block_backward(tensors, scalar_grads.offset)
+        grad_scores, x, c = self._block_backward((q, k, v, grad_out, a, w, grad_a, grad_v), scalar_grads.offset)
 
         # Queries. grad_a and grad_x are in the memory of grad_q.
-        as_blocks(grad_a).mul_(c).baddbmm_(x, as_blocks(w))
-        torch.bmm(x.mT, as_blocks(a), out=as_blocks(grad_k))
+        as_blocks(grad_a).mul_(c)
+        self._add_product(grad_a, x, w)
+        grad_k.zero_()
+        self._add_transposed_product(grad_k, x, a)
         delta = torch.linalg.vecdot(a, grad_a)[..., None]
         grad_x = softmax_backward(grad_a, a)
         g = torch.bmm(delta.mT, a)
@@ -111,38 +132,42 @@ class JointAttention:
 
         # The softmax inside the blocks.
         scale = 1 / math.sqrt(q.shape[-1])
-        as_blocks(grad_x).baddbmm_(grad_scores, as_blocks(k), alpha=scale)
-        as_blocks(grad_y).baddbmm_(grad_scores.mT, as_blocks(q), alpha=scale)
+        self._add_product(grad_x, grad_scores, k, scale)
+        self._add_transposed_product(grad_y, grad_scores, q, scale)
 
     def _block_backward(self, tensors: Sequence[Tensor], grad_offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of the blocks' matrices.
 
         Args:
-            tensors: q, k, v, do, A, W, do Sᵀ and the gradient of v, as blocks; the last is overwritten by the part
-                from inside the block, (a D - c M)ᵀ do
+            tensors: q, k, v, do, A, W, do Sᵀ and the gradient of v, each (G, N, D); the last is overwritten by the
+                part from inside the block, (a D - c M)ᵀ do
             grad_offset: (B·H, 1, 1), of which the group's part is filled; None if it is not needed
 
         Returns: the gradient of the softmax's scores and X, both matrices of the blocks, and c for each query
         """
         q, k, v, grad_out, a, w, grad_a, grad_v = tensors
-        m = self._lln_in_blocks(a, w)
-        p = self.block_diag.probabilities(q, k)
+        m = self._lln_inside(a, w)
+        p = self._probabilities(q, k)
         # The buffer of the scores is free once their softmax has been computed.
-        e = torch.bmm(grad_out, v.mT, out=self.scratch("scores", *p.shape))
+        e = self._products(grad_out, v, "scores")
         dropout_factors = self.block_diag.dropout_factors(p)
         dropped_p = p if dropout_factors is None else dropout_factors * p
         u = outside_mass(m)
         c = outside_weight(u, self.offset, self.blocks)
         c_by_u, c_by_offset = outside_weight_gradients(c, u, self.offset, self.blocks)
         diag_e = torch.linalg.vecdot(dropped_p, e)[..., None]
-        outside_e = (torch.linalg.vecdot(a, grad_a) - torch.linalg.vecdot(m, e))[..., None]
+        out_e = torch.linalg.vecdot(self.as_blocks(a), self.as_blocks(grad_a))
+        outside_e = (out_e - torch.linalg.vecdot(m, e))[..., None]
         grad_u = c_by_u * outside_e - (c + c_by_u * u) * diag_e
         if grad_offset is not None:
             grad_by_query = c_by_offset * (outside_e - u * diag_e)
             grad_offset[self.group] = grad_by_query.view(self.num_heads, -1).sum(dim=1).view(-1, 1, 1)
         m.mul_(-c).addcmul_(dropped_p, 1 - c * u)
-        torch.bmm(m.mT, grad_out, out=grad_v)
+        grad_v.zero_()
+        self._add_transposed_product(grad_v, m, grad_out)
         x = torch.mul(e, -c, out=m).sub_(grad_u)
+        if self.key_padding is not None:
+            x.masked_fill_(self.key_padding, 0.0)
         grad_p = e.mul_(1 - c * u)
         if dropout_factors is not None:
             grad_p.mul_(dropout_factors)
@@ -155,8 +180,67 @@ class JointAttention:
         """
         return self.lln.key_features(k, self.key_max).div_(self.key_sum)
 
-    def _lln_in_blocks(self, a: Tensor, w: Tensor) -> Tensor:
-        """Compute M = A W_bᵀ in scratch memory."""
-        a = self.as_blocks(a)
-        w = self.as_blocks(w)
-        return torch.bmm(a, w.mT, out=self.scratch("inside", a.shape[0], a.shape[1], a.shape[1]))
+    def _lln_inside(self, a: Tensor, w: Tensor) -> Tensor:
+        """Compute M from A and W (G, N, D) in scratch memory."""
+        m = self._products(a, w, "inside")
+        if self.key_padding is not None:
+            m.masked_fill_(self.key_padding, 0.0)
+        return m
+
+    def _probabilities(self, q: Tensor, k: Tensor) -> Tensor:
+        """Compute D from q and k (G, N, D) in scratch memory, without dropout."""
+        if self.key_padding is None:
+            return self.block_diag.probabilities(self.as_blocks(q), self.as_blocks(k))
+        scores = self._products(q, k, "scores").mul_(1 / math.sqrt(q.shape[-1]))
+        scores.masked_fill_(self.key_padding, torch.finfo(scores.dtype).min)
+        p = torch.softmax(scores, dim=-1, out=self.scratch("p", *scores.shape))
+        return p.masked_fill_(self.key_padding, 0.0)
+
+    def _products(self, x: Tensor, y: Tensor, buffer: str) -> Tensor:
+        """Multiply the rows of x by those of y that are keys of the same block.
+
+        Args:
+            x, y: (G, N, D)
+            buffer: name of the scratch memory of the result
+
+        Returns: matrices of the blocks; entries of padded keys are not cleared
+        """
+        blocks = self.as_blocks(x)
+        products = self.scratch(buffer, blocks.shape[0], self.block_size, self.block_size + self.num_global)
+        if self.num_global == 0:
+            return torch.bmm(blocks, self.as_blocks(y).mT, out=products)
+        local, global_part = self._split(products)
+        local.baddbmm_(blocks, self.as_blocks(y).mT, beta=0)
+        global_part.baddbmm_(x, y[:, : self.num_global].mT, beta=0)
+        return products
+
+    def _add_product(self, out: Tensor, weights: Tensor, y: Tensor, scale: float = 1.0) -> None:
+        """Add scale · weights y to out: the keys' rows of y, weighted for each query.
+
+        Args:
+            out, y: (G, N, D)
+            weights: matrices of the blocks
+        """
+        local, global_part = self._split(weights)
+        self.as_blocks(out).baddbmm_(local, self.as_blocks(y), alpha=scale)
+        if self.num_global:
+            out.baddbmm_(global_part, y[:, : self.num_global], alpha=scale)
+
+    def _add_transposed_product(self, out: Tensor, weights: Tensor, x: Tensor, scale: float = 1.0) -> None:
+        """Add scale · weightsᵀ x to out: the queries' rows of x, weighted for each key.
+
+        Args:
+            out, x: (G, N, D)
+            weights: matrices of the blocks
+        """
+        local, global_part = self._split(weights)
+        self.as_blocks(out).baddbmm_(local.mT, self.as_blocks(x), alpha=scale)
+        if self.num_global:
+            out[:, : self.num_global].baddbmm_(global_part.mT, x, alpha=scale)
+
+    def _split(self, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the columns of the blocks' own keys, (G · blocks, block size, block size), and of the global
+        keys, (G, N, n).
+        """
+        global_part = matrices.view(self.num_heads, -1, matrices.shape[-1])[..., self.block_size :]
+        return matrices[..., : self.block_size], global_part
