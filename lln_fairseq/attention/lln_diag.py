@@ -1,7 +1,9 @@
 """LLN+Diag: Linear Log-Normal attention combined with block-diagonal softmax (arXiv 2311.13541, section 4.2)."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +66,7 @@ class LLNDiagAttention(MomentMatchedAttention):
     nor one of its words.
     """
 
+    linearize_options: ClassVar[Mapping[str, Any]] = {"mix": "joint_offset", "gain": "learned", "block_size": 64}
     config: LLNDiagConfig
     ratio: nn.Parameter  # (H, 1, D), only in the mixes ratio and scale
     diag_scale: nn.Parameter  # (H, 1, D), only in the mix scale

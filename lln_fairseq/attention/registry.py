@@ -18,7 +18,7 @@ import difflib
 import json
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -41,6 +41,8 @@ class Attention(nn.Module):
     has_matrix = True  # forward(q, k, v) equals P v for a single matrix P
     rows_sum_to_one = True  # the rows of P sum to 1
     batch_independent = True  # the output of a sequence does not depend on the rest of the batch
+    # The options that replace the defaults when `lln-fairseq linearize` trains the mechanism to match softmax.
+    linearize_options: ClassVar[Mapping[str, Any]] = {}
     constants = "calibrated"  # constants of the moment matching of α and β, for mechanisms that have α and β
     # A sequence may be spread over several workers if each of them holds a multiple of this many tokens. None means
     # that the mechanism needs the whole sequence on one worker.

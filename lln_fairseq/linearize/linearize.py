@@ -24,6 +24,8 @@ See lln_fairseq/linearize/attention_transfer.py, softmax_layers.py, distillation
 import argparse
 import copy
 import math
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.attention.registry import checked_config, parse_options
 from lln_fairseq.checkpoints.compatibility import is_finetuned
-from lln_fairseq.conversion.convert import CHECKPOINT, write_converted_encoder
+from lln_fairseq.conversion.convert import CHECKPOINT, hydra_overrides, write_converted_encoder
 from lln_fairseq.conversion.encoder import ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.data.checks import check_lines
@@ -66,7 +68,8 @@ def linearize(args: argparse.Namespace) -> None:
     """
     with input_errors():
         reject_layer_mechanism(args.attention, "cannot replace a teacher's attention")
-        args.option = vars(checked_config(args.attention, args.option))  # the checkpoint must state all options
+        options = {**linearize_options(args.attention), **args.option}
+        args.option = vars(checked_config(args.attention, options))  # the checkpoint must state all options
     teacher.require_softmax(args.teacher)
     progress = Progress(args)
     if progress.complete:
@@ -81,6 +84,11 @@ def linearize(args: argparse.Namespace) -> None:
     run.write_model()
     progress.finish()
     print(f"{args.out / CHECKPOINT}: {args.attention}")
+
+
+def linearize_options(attention: str) -> Mapping[str, Any]:
+    """Return the options of an attention that are used unless the command line gives other values."""
+    return MECHANISMS[attention].cls.linearize_options
 
 
 class Linearization:
@@ -216,6 +224,9 @@ class Linearization:
         _write_encoder(self.encoder, args.attention, args.out)
         for note in self.encoder.notes:
             print(note)
+        print("to fine-tune it, give these overrides to lln-fairseq train:")
+        start = f"checkpoint.finetune_from_model={args.out / CHECKPOINT}"
+        print(shlex.join([start, *hydra_overrides(self.encoder, args.attention)]))
 
 
 def _write_encoder(encoder: ImportedEncoder, attention: str, out: Path) -> None:
@@ -267,6 +278,11 @@ def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
     return TokenStream(torch.cat(rows).long(), dictionary.bos(), dictionary.eos())
 
 
+def format_options(attention: str) -> str:
+    """Return the result of `linearize_options` in the form of the command line: mix=joint block_size=64."""
+    return " ".join(f"{key}={value}" for key, value in linearize_options(attention).items())
+
+
 def main(argv: list[str]) -> None:
     """Run `lln-fairseq linearize` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
@@ -289,7 +305,7 @@ def main(argv: list[str]) -> None:
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="options of the attention, as in docs/attentions.md: mix=joint_offset",
+        help=f"options of the attention, as in docs/attentions.md (default for {default}: {format_options(default)})",
     )
     parser.add_argument("--steps", type=int, default=400, help="updates of the transfer (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens per update (default: %(default)s)")
