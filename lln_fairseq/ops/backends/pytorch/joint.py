@@ -13,8 +13,8 @@ Since the rows of P sum to 1, du may be added to any entries of a row of dP: it 
 products are computed anyway.
 
 With global tokens, a block also has the first n keys of the sequence: the matrices D, M, E and X get n more columns,
-which are 0 where `global_key_padding` is True. These keys are the same rows for all blocks of a head, so that their products
-need no copy of them.
+which are 0 where `global_key_padding` is True. These keys are the same rows for all blocks of a head, so that their
+products need no copy of them.
 """
 
 import math
