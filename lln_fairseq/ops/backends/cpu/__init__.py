@@ -40,11 +40,12 @@ POINTERS = ("padding", "alpha", "beta", "states", "grad_alpha", "grad_beta", "of
 # are packed at once because Python's share of a call is a tenth of the time for 512 tokens.
 FIELDS = [
     *(("q", name) for name in ("batches", "heads", "tokens", "tile_size", "threads")),
-    *(("q", name) for name in ("state_rows", "keep_threshold", "joint")),
+    *(("q", name) for name in ("state_rows", "keep_threshold", "joint", "max_global")),
     ("Q", "seed"),
     ("d", "lln_weight"),
     ("d", "diag_weight"),
     *(("P", name) for name in POINTERS),
+    ("P", "global_tokens"),
     ("P", "scratch"),
     ("P", "calibration.x"),
     ("P", "calibration.y"),
@@ -66,8 +67,6 @@ def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: in
         return f"The CPU kernels support head dims that are multiples of 16 up to 256, not {q.shape[-1]}."
     if block_size is not None and block_size > MAX_BLOCK_SIZE:
         return f"The CPU kernels support blocks of up to {MAX_BLOCK_SIZE} tokens, not {block_size}."
-    if max_global_tokens:
-        return "The CPU kernels do not support global tokens yet."
     library = _load_kernels(q.shape[-1])
     return library if isinstance(library, str) else None
 
@@ -83,17 +82,17 @@ def _load_kernels(dim: int) -> ctypes.CDLL | str:
     except CannotCompile as error:
         logger.warning("attention on this CPU runs in PyTorch, at about half the speed: %s", error)
         return f"They could not be compiled: {error}."
-    library.scratch_floats.argtypes = [ctypes.c_int64]
+    library.scratch_floats.argtypes = [ctypes.c_int64, ctypes.c_int64]
     library.scratch_floats.restype = ctypes.c_int64
     return library
 
 
 @functools.cache
-def _scratch_floats(dim: int, tile_size: int) -> int:
+def _scratch_floats(dim: int, tile_size: int, max_global: int) -> int:
     """Return how many floats of scratch memory one thread needs."""
     library = _load_kernels(dim)
     assert isinstance(library, ctypes.CDLL)  # the caller has checked is_supported
-    return library.scratch_floats(tile_size)
+    return library.scratch_floats(tile_size, max_global)
 
 
 _threads_started = False  # True once a kernel has used several threads, in this process or the one it was forked from
@@ -147,12 +146,13 @@ def _call_kernel(
     if spec.diag_weight:
         tile_size = max(1, min(spec.block_size, tokens))
     threads = _num_threads()
-    scratch = _scratch(threads * _scratch_floats(dim, tile_size))
+    scratch = _scratch(threads * _scratch_floats(dim, tile_size, spec.max_global_tokens))
     values: list[float] = [batch, heads, tokens, tile_size, threads, _state_rows(dim, spec)]
-    values += [spec.keep_threshold if spec.dropout_p else 0, spec.joint, int(spec.seed or 0)]
+    values += [spec.keep_threshold if spec.dropout_p else 0, spec.joint, spec.max_global_tokens, int(spec.seed or 0)]
     values += [spec.lln_weight, spec.diag_weight]
     values += [0 if x is None else x.data_ptr() for x in pointers]
     values += [0] * (len(POINTERS) - len(pointers))
+    values.append(0 if spec.global_tokens is None else spec.global_tokens.data_ptr())
     values.append(scratch.data_ptr())
     if table is None:
         values += [0, 0, 0]

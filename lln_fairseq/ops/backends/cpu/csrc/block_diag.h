@@ -1,9 +1,9 @@
 /* Softmax attention inside a block of tokens. In a call with blocks, each tile is a block. */
 
-/* Draw 1 (keep) or 0 (drop) for every probability of a block, from 16 bits each of the generator Philox4x32-10
+/* Draw 1 (keep) or 0 (drop) for every probability of a block with `keys` keys, from 16 bits each of the generator Philox4x32-10
    (Salmon et al., SC 2011). The numbers depend on the seed, the head and the block only. */
-static void draw_dropout(const problem *p, span s, float *dropout) {
-    const int64_t words = s.rows * s.rows / 8;
+static void draw_dropout(const problem *p, span s, int64_t keys, float *dropout) {
+    const int64_t words = s.rows * keys / 8;
     const int64_t head = s.batch * p->heads + s.head;
 #pragma omp simd
     for (int64_t i = 0; i < words; i++) {
@@ -26,12 +26,13 @@ static void draw_dropout(const problem *p, span s, float *dropout) {
     }
 }
 
-/* Compute probs = softmax(q k' / sqrt(D)) of a block, without dropout. `transposed` (D, n) receives k'. */
-static void block_softmax(span s, const float *q, const float *k, const float *valid, float *transposed, float *probs) {
-    const int64_t n = s.rows;
-    transpose(n, D, k, transposed);
-    multiply(0, n, n, D, q, D, 1, transposed, 1 / sqrtf(D), probs, NULL);
-    for (int64_t i = 0; i < n; i++) softmax(n, valid, probs + i * n);
+/* Compute probs = softmax(q k' / sqrt(D)) of n queries and `keys` keys, without dropout. `transposed` (D, keys) receives
+   k'. */
+static void block_softmax(int64_t n, int64_t keys, const float *q, const float *k, const float *valid,
+                          float *transposed, float *probs) {
+    transpose(keys, D, k, transposed);
+    multiply(0, n, keys, D, q, D, 1, transposed, 1 / sqrtf(D), probs, NULL);
+    for (int64_t i = 0; i < n; i++) softmax(keys, valid, probs + i * keys);
 }
 
 /* Return the weight of the block-diagonal part, divided by the probability of keeping if there is dropout. */
@@ -46,9 +47,9 @@ static void block_forward(const problem *p, span s, scratch c, const float *q, f
     const float *v = load_keys(&p->v, s, valid, c.v);
     float *probs = c.probs;
     float *dropout = c.dropout;
-    block_softmax(s, q, k, valid, c.transposed, probs);
+    block_softmax(s.rows, s.rows, q, k, valid, c.transposed, probs);
     if (p->keep_threshold) {
-        draw_dropout(p, s, dropout);
+        draw_dropout(p, s, s.rows, dropout);
         for (int64_t i = 0; i < s.rows * s.rows; i++) probs[i] *= dropout[i];
     }
     multiply(1, s.rows, D, s.rows, probs, s.rows, 1, v, scaled_diag_weight(p), out, PREFETCH(s, &p->k, &p->v));
@@ -69,11 +70,11 @@ static void block_backward(const problem *p, span s, scratch c, const float *k, 
     float *grad_probs = c.grad_probs;
     float *dropout = c.dropout;
     float *dropped_probs = probs;
-    block_softmax(s, q, k, valid, c.transposed, probs);
+    block_softmax(s.rows, s.rows, q, k, valid, c.transposed, probs);
     transpose(n, D, v, c.transposed);
     multiply(0, n, n, D, grad_out, D, 1, c.transposed, 1, grad_probs, PREFETCH(s, &p->q, &p->out));
     if (p->keep_threshold) {
-        draw_dropout(p, s, dropout);
+        draw_dropout(p, s, s.rows, dropout);
         dropped_probs = dropout;
         for (int64_t i = 0; i < n * n; i++) {
             grad_probs[i] *= dropout[i];

@@ -1,5 +1,5 @@
 /* The joint form of LLN+Diag: the formulas of ops/joint.py and backends/pytorch/joint.py, with their symbols. Each tile
-   is a block. */
+   is a block. Its keys are its own tokens and, after them, the global tokens before it. */
 
 static const float FLOOR = 0.0625f; /* the floor of ops/joint.py */
 
@@ -16,14 +16,70 @@ static int64_t count_real_keys(const problem *p, int64_t head, int64_t start, in
     return real;
 }
 
+/* The keys of a block: its own tokens, and the global tokens before it. */
+typedef struct {
+    span own, global;
+    int64_t rows;       /* rows of both tiles */
+    const float *valid; /* 1 for each real key, 0 for all other rows; NULL if every row is a real key */
+} key_span;
+
+/* Return the keys of the block `s`. The marks of valid keys are stored in c.valid or c.valid_keys. */
+static key_span keys_of_block(const problem *p, span s, scratch c) {
+    const int64_t global_tokens = p->global_tokens ? p->global_tokens[s.batch] : 0;
+    const int64_t count = global_tokens < s.start ? global_tokens : s.start;
+    const span global = {s.batch, s.head, 0, count, round_up(count)};
+    if (count == 0) return (key_span){s, global, s.rows, valid_tokens(p, s, c)};
+    mark_valid_tokens(p, s, c.valid_keys);
+    mark_valid_tokens(p, global, c.valid_keys + s.rows);
+    return (key_span){s, global, s.rows + global.rows, c.valid_keys};
+}
+
+/* Return the rows of the block's keys in `x`, the global ones last: a copy, unless there are none and the tile can be
+   used in the tensor itself. */
+static const float *load_block_keys(const view *x, key_span keys, float *copy) {
+    const float *own = load_keys(x, keys.own, keys.valid, copy);
+    if (keys.global.count == 0) return own;
+    if (own != copy) memcpy(copy, own, keys.own.rows * D * sizeof(float));
+    load_keys(x, keys.global, keys.valid + keys.own.rows, copy + keys.own.rows * D);
+    return copy;
+}
+
+/* Return where to compute the gradients of the block's keys: in the tensor itself only if there are no global keys. */
+static float *output_block_keys(const view *x, key_span keys, float *copy) {
+    return keys.global.count == 0 ? output_tile(x, keys.own, copy) : copy;
+}
+
+/* Write the gradients of the block's own keys to the tensor, and add those of the global keys to `global_grad`. */
+static void store_block_keys(const view *x, key_span keys, const float *from, float *global_grad) {
+    if (keys.global.count == 0) {
+        store_tile(x, keys.own, from);
+        return;
+    }
+    for (int64_t i = 0; i < keys.own.count; i++)
+        memcpy(first_token(x, keys.own) + i * x->token, from + i * D, D * sizeof(float));
+    from += keys.own.rows * D;
+#pragma omp simd
+    for (int64_t i = 0; i < keys.global.count * D; i++) global_grad[i] += from[i];
+}
+
+/* Add the sums of all blocks to the gradients of the global keys of a head, whose tiles have been computed before. */
+static void add_global_gradients(const problem *p, const view *x, span all, const float *global_grad) {
+    for (int64_t i = 0; i < p->global_tokens[all.batch]; i++) {
+        float *to = first_token(x, all) + i * x->token;
+#pragma omp simd
+        for (int d = 0; d < D; d++) to[d] += global_grad[i * D + d];
+    }
+}
+
 /* What decides the weight of the keys outside a block. */
 typedef struct {
     int has_all_keys, has_no_key; /* whether the block has all real keys of the sequence, or none of them */
     float exp_minus_offset;       /* e^-o */
 } block_rule;
 
-static block_rule rule_of_block(const problem *p, int64_t head, span s, int64_t real_keys) {
-    const int64_t inside = count_real_keys(p, head, s.start, s.count);
+static block_rule rule_of_block(const problem *p, int64_t head, key_span keys, int64_t real_keys) {
+    const int64_t inside = count_real_keys(p, head, keys.own.start, keys.own.count)
+                           + count_real_keys(p, head, keys.global.start, keys.global.count);
     return (block_rule){inside == real_keys && inside, !inside, expf(-p->offset[head])};
 }
 
@@ -60,19 +116,19 @@ static inline float sum(int64_t n, const float *x) {
 
 /* Replace the transposed keys in w_T (D, n) by W', with the same bits that S was computed from: e^(beta k - L) would
    differ from them by the rounding of a large L. */
-static void key_features_T(const problem *p, int64_t head, span s, const float *valid, float *w_T) {
+static void key_features_T(const problem *p, int64_t head, int64_t n, const float *valid, float *w_T) {
     const float beta = p->beta[head];
     const float *key_max = key_max_of_head(p, head);
     const float *key_sum = key_sum_of_head(p, head);
     for (int d = 0; d < D; d++) {
         const float shift = key_max[d];
         const float inverse = 1 / key_sum[d];
-        float *w = w_T + d * s.rows;
+        float *w = w_T + d * n;
 #pragma omp simd
-        for (int64_t j = 0; j < s.rows; j++) w[j] = exponential(beta * w[j] - shift) * inverse;
+        for (int64_t j = 0; j < n; j++) w[j] = exponential(beta * w[j] - shift) * inverse;
         if (valid == NULL) continue;
 #pragma omp simd
-        for (int64_t j = 0; j < s.rows; j++) w[j] *= valid[j];
+        for (int64_t j = 0; j < n; j++) w[j] *= valid[j];
     }
 }
 
@@ -84,35 +140,36 @@ static inline void scale_row(int64_t n, float factor, float *x) {
 /* Compute the output of a block: c A S + (a D - c M) v. `real_keys` is the number of real keys of the sequence. */
 static void joint_forward(const problem *p, int64_t head, span s, scratch c, const float *q, int64_t real_keys,
                           float *out) {
-    const float *valid = valid_tokens(p, s, c);
-    const float *k = load_keys(&p->k, s, valid, c.k);
-    const float *v = load_keys(&p->v, s, valid, c.v);
+    const key_span keys = keys_of_block(p, s, c);
+    const float *k = load_block_keys(&p->k, keys, c.k);
+    const float *v = load_block_keys(&p->v, keys, c.v);
     const int64_t n = s.rows;
-    const block_rule rule = rule_of_block(p, head, s, real_keys);
+    const int64_t m = keys.rows;
+    const block_rule rule = rule_of_block(p, head, keys, real_keys);
     const float rescale = scaled_diag_weight(p);
     float *a = c.features;
     float *probs = c.probs;
     float *lln_probs = c.lln_probs;
-    block_softmax(s, q, k, valid, c.transposed, probs);
-    key_features_T(p, head, s, valid, c.transposed);
+    block_softmax(n, m, q, k, keys.valid, c.transposed, probs);
+    key_features_T(p, head, m, keys.valid, c.transposed);
     query_features(s, q, p->alpha[head], log_sum_of_head(p, head), a);
-    multiply(0, n, n, D, a, D, 1, c.transposed, 1, lln_probs, NULL);
+    multiply(0, n, m, D, a, D, 1, c.transposed, 1, lln_probs, NULL);
     if (p->keep_threshold) {
-        draw_dropout(p, s, c.dropout);
-        for (int64_t i = 0; i < n * n; i++) probs[i] *= c.dropout[i];
+        draw_dropout(p, s, m, c.dropout);
+        for (int64_t i = 0; i < n * m; i++) probs[i] *= c.dropout[i];
     }
     for (int64_t i = 0; i < n; i++) {
-        float *row = probs + i * n;
-        float *m = lln_probs + i * n;
-        const float u = outside_mass(sum(n, m));
+        float *row = probs + i * m;
+        float *lln_row = lln_probs + i * m;
+        const float u = outside_mass(sum(m, lln_row));
         const float outer = outside_weight(rule, u).weight;
         const float inner = (1 - outer * u) * rescale;
 #pragma omp simd
-        for (int64_t j = 0; j < n; j++) row[j] = inner * row[j] - outer * m[j];
+        for (int64_t j = 0; j < m; j++) row[j] = inner * row[j] - outer * lln_row[j];
         scale_row(D, outer, a + i * D);
     }
     multiply(0, n, D, D, a, D, 1, state_of_head(p, head), 1, out, PREFETCH(s, &p->q, &p->out));
-    multiply(1, n, D, n, probs, n, 1, v, 1, out, PREFETCH(s, &p->k, &p->v));
+    multiply(1, n, D, m, probs, m, 1, v, 1, out, PREFETCH(s, &p->k, &p->v));
 }
 
 /* Compute the backward pass of one query's row of a block, in place:
@@ -195,22 +252,23 @@ typedef struct {
 } scalar_gradients;
 
 /* Compute the first half of a block's backward pass: its dq, and its own parts of dk and dv, into the tensors. Add its
-   parts to c.grad_state (dS), c.g and `sums`. */
+   parts to c.grad_state (dS), c.g, c.global_grad_k, c.global_grad_v and `sums`. */
 static void joint_block_backward(const problem *p, int64_t head, span s, scratch c, int64_t real_keys,
                                  scalar_gradients *sums) {
-    const float *valid = valid_tokens(p, s, c);
-    const float *k = load_keys(&p->k, s, valid, c.k);
-    const float *v = load_keys(&p->v, s, valid, c.v);
-    const float *q = load_queries(&p->q, s, valid, c.q);
+    const key_span keys = keys_of_block(p, s, c);
+    const float *k = load_block_keys(&p->k, keys, c.k);
+    const float *v = load_block_keys(&p->v, keys, c.v);
+    const float *q = load_queries(&p->q, s, keys.valid, c.q);
     const float *grad_out = load_tile(&p->out, s, NULL, 0, c.grad_out);
     float *grad_q = output_tile(&p->grad_q, s, c.grad_q);
-    float *grad_k = output_tile(&p->grad_k, s, c.grad_k);
-    float *grad_v = output_tile(&p->grad_v, s, c.grad_v);
+    float *grad_k = output_block_keys(&p->grad_k, keys, c.grad_k);
+    float *grad_v = output_block_keys(&p->grad_v, keys, c.grad_v);
     const int64_t n = s.rows;
+    const int64_t m = keys.rows;
     const float beta = p->beta[head];
     const float rescale = scaled_diag_weight(p);
     const float scale = 1 / sqrtf(D);
-    const block_rule rule = rule_of_block(p, head, s, real_keys);
+    const block_rule rule = rule_of_block(p, head, keys, real_keys);
     float *a = c.features;
     float *w = c.out;
     float *grad_a = c.grad_logits;
@@ -218,37 +276,37 @@ static void joint_block_backward(const problem *p, int64_t head, span s, scratch
     float *e = c.grad_probs;
     float *lln_probs = c.lln_probs;
 
-    block_softmax(s, q, k, valid, c.transposed, probs);
-    key_features_T(p, head, s, valid, c.transposed);
-    transpose(D, n, c.transposed, w);
+    block_softmax(n, m, q, k, keys.valid, c.transposed, probs);
+    key_features_T(p, head, m, keys.valid, c.transposed);
+    transpose(D, m, c.transposed, w);
     query_features(s, q, p->alpha[head], log_sum_of_head(p, head), a);
-    multiply(0, n, n, D, a, D, 1, c.transposed, 1, lln_probs, PREFETCH(s, &p->grad_k, &p->grad_v));
-    transpose(n, D, v, c.transposed);
-    multiply(0, n, n, D, grad_out, D, 1, c.transposed, 1, e, PREFETCH(s, &p->k, &p->v));
+    multiply(0, n, m, D, a, D, 1, c.transposed, 1, lln_probs, PREFETCH(s, &p->grad_k, &p->grad_v));
+    transpose(m, D, v, c.transposed);
+    multiply(0, n, m, D, grad_out, D, 1, c.transposed, 1, e, PREFETCH(s, &p->k, &p->v));
     multiply(0, n, D, D, grad_out, D, 1, c.state_T, 1, grad_a, PREFETCH(s, &p->q, &p->out));
-    if (p->keep_threshold) draw_dropout(p, s, c.dropout);
+    if (p->keep_threshold) draw_dropout(p, s, m, c.dropout);
     /* A constant for has_dropout lets the compiler specialize the loop. */
 #define ROWS_BACKWARD(has_dropout)                                                                             \
     for (int64_t i = 0; i < n; i++)                                                                            \
-        sums->offset += joint_row_backward(rule, n, has_dropout, c.dropout + i * n, rescale, a + i * D,        \
-                                           grad_a + i * D, probs + i * n, e + i * n, lln_probs + i * n,        \
+        sums->offset += joint_row_backward(rule, m, has_dropout, c.dropout + i * m, rescale, a + i * D,        \
+                                           grad_a + i * D, probs + i * m, e + i * m, lln_probs + i * m,        \
                                            c.outside_weight + i);
     if (p->keep_threshold) { ROWS_BACKWARD(1) } else { ROWS_BACKWARD(0) }
     const float *grad_scores = probs;
     const float *x = e;
     const float *value_weights = lln_probs;
 
-    multiply(1, n, D, n, x, n, 1, w, 1, grad_a, PREFETCH(s, &p->grad_q));
-    multiply(0, n, D, n, value_weights, 1, n, grad_out, 1, grad_v, NULL);
-    multiply(0, n, D, n, x, 1, n, a, 1, grad_k, NULL);
-    sums->beta += joint_keys_backward(n * D, k, w, beta, grad_k);
+    multiply(1, n, D, m, x, m, 1, w, 1, grad_a, PREFETCH(s, &p->grad_q));
+    multiply(0, m, D, n, value_weights, 1, m, grad_out, 1, grad_v, NULL);
+    multiply(0, m, D, n, x, 1, m, a, 1, grad_k, NULL);
+    sums->beta += joint_keys_backward(m * D, k, w, beta, grad_k);
     sums->alpha += joint_queries_backward(s, q, p->alpha[head], c.outside_weight, a, grad_a, grad_q, c.g);
     multiply(1, D, D, n, a, 1, D, grad_out, 1, c.grad_state, NULL);
-    multiply(1, n, D, n, grad_scores, n, 1, k, scale, grad_q, NULL);
-    multiply(1, n, D, n, grad_scores, 1, n, q, scale, grad_k, NULL);
+    multiply(1, n, D, m, grad_scores, m, 1, k, scale, grad_q, NULL);
+    multiply(1, m, D, n, grad_scores, 1, m, q, scale, grad_k, NULL);
     store_tile(&p->grad_q, s, grad_q);
-    store_tile(&p->grad_k, s, grad_k);
-    store_tile(&p->grad_v, s, grad_v);
+    store_block_keys(&p->grad_k, keys, grad_k, c.global_grad_k);
+    store_block_keys(&p->grad_v, keys, grad_v, c.global_grad_v);
 }
 
 /* Compute all gradients of a head. */
@@ -258,8 +316,14 @@ static void joint_backward(const problem *p, int64_t head, scratch c) {
     transpose(D, D, state_of_head(p, head), c.state_T);
     memset(c.grad_state, 0, D * D * sizeof(float));
     memset(c.g, 0, D * sizeof(float));
+    memset(c.global_grad_k, 0, p->max_global * D * sizeof(float));
+    memset(c.global_grad_v, 0, p->max_global * D * sizeof(float));
     for (int64_t start = 0; start < p->tokens; start += p->tile_size)
         joint_block_backward(p, head, tile_at(p, head, start), c, real_keys, &sums);
+    if (p->global_tokens) {
+        add_global_gradients(p, &p->grad_k, tile_at(p, head, 0), c.global_grad_k);
+        add_global_gradients(p, &p->grad_v, tile_at(p, head, 0), c.global_grad_v);
+    }
 
     /* S was computed from W = e^(beta k - key_max) / key_sum. Dividing dS and g by key_sum here lets keys_backward work
        with e^(beta k - key_max). */

@@ -13,6 +13,7 @@ typedef struct {
     int64_t state_rows;     /* rows of the state of a head, see `states` */
     int64_t keep_threshold; /* how many values of 16 random bits keep a probability; 0 = no dropout */
     int64_t joint;          /* 1 for the joint form, see joint.h; otherwise 0 */
+    int64_t max_global;     /* the largest number in `global_tokens`, 0 without it */
     uint64_t seed;
     double lln_weight, diag_weight; /* weights of the two parts; a part of weight 0 is not computed */
     const uint8_t *padding;         /* (B, N), 1 = padded, or NULL */
@@ -21,45 +22,56 @@ typedef struct {
     float *grad_alpha, *grad_beta;  /* (B H) or NULL */
     float *offset, *grad_offset;    /* (B H) or NULL, the offset of the joint form */
     float *exchanged;               /* (B H, D + 1, D): dS and g, between the two halves of backward; or NULL */
-    float *scratch;                 /* threads x scratch_floats(tile_size) */
+    const int64_t *global_tokens;   /* (B), the number of global tokens of every sequence, or NULL; see joint.h */
+    float *scratch;                 /* threads x scratch_floats(tile_size, max_global) */
     table calibration;              /* if it has points, alpha and beta are computed from it */
     view q, k, v;
     view out; /* in a backward pass, the gradient of the output */
     view grad_q, grad_k, grad_v;
 } problem;
 
-/* The scratch memory of a thread: tiles of tokens (n, D), matrices of a block (n, n), states (D, D), vectors (D) and
-   vectors of tokens (n). The suffix _T marks a transposed matrix. */
-#define TILES(_) \
-    _(q) _(k) _(v) _(grad_out) _(out) _(features) _(grad_logits) _(transposed) _(grad_q) _(grad_k) _(grad_v)
-#define SQUARES(_) _(probs) _(grad_probs) _(dropout) _(lln_probs)
+/* The scratch memory of a thread: tiles of tokens (n, D), tiles of the keys of a block (keys, D), gradients of the global
+   keys (g, D), matrices of a block (n, keys), states (D, D), vectors (D), one of tokens (n) and one of keys. A block has
+   n tokens of its own and up to g global ones, so that keys = n + g. The suffix _T marks a transposed matrix. */
+#define TILES(_) _(q) _(grad_out) _(features) _(grad_logits) _(grad_q)
+#define KEY_TILES(_) _(k) _(v) _(out) _(transposed) _(grad_k) _(grad_v)
+#define GLOBAL_TILES(_) _(global_grad_k) _(global_grad_v)
+#define MATRICES(_) _(probs) _(grad_probs) _(dropout) _(lln_probs)
 #define STATES(_) _(grad_state) _(state_T)
 #define VECTORS(_) _(key_max) _(key_sum) _(factor) _(g)
 #define POINTER(name) float *name;
 #define ONE(name) +1
 typedef struct {
-    TILES(POINTER) SQUARES(POINTER) STATES(POINTER) VECTORS(POINTER) float *valid, *outside_weight;
+    TILES(POINTER) KEY_TILES(POINTER) GLOBAL_TILES(POINTER) MATRICES(POINTER) STATES(POINTER) VECTORS(POINTER)
+    float *valid, *outside_weight, *valid_keys;
 } scratch;
 
 /* Return the floats of scratch memory that a thread needs. */
-int64_t scratch_floats(int64_t tile_size) {
+int64_t scratch_floats(int64_t tile_size, int64_t max_global) {
     const int64_t n = round_up(tile_size);
-    return (TILES(ONE)) * n * D + (SQUARES(ONE)) * n * n + (STATES(ONE)) * D * D + (VECTORS(ONE)) * D + 2 * n;
+    const int64_t g = round_up(max_global);
+    const int64_t keys = n + g;
+    return (TILES(ONE)) * n * D + (KEY_TILES(ONE)) * keys * D + (GLOBAL_TILES(ONE)) * g * D + (MATRICES(ONE)) * n * keys
+           + (STATES(ONE)) * D * D + (VECTORS(ONE)) * D + 2 * n + keys;
 }
 
 /* Divide the scratch memory of a thread into its parts. */
 static scratch divide_scratch(const problem *p, int thread) {
     const int64_t n = round_up(p->tile_size);
-    float *next = p->scratch + thread * scratch_floats(p->tile_size);
+    const int64_t g = round_up(p->max_global);
+    float *next = p->scratch + thread * scratch_floats(p->tile_size, p->max_global);
     scratch c;
 #define TAKE(size, name) c.name = next, next += size;
 #define TILE(name) TAKE(n * D, name)
-#define SQUARE(name) TAKE(n * n, name)
+#define KEY_TILE(name) TAKE((n + g) * D, name)
+#define GLOBAL_TILE(name) TAKE(g * D, name)
+#define MATRIX(name) TAKE(n * (n + g), name)
 #define STATE(name) TAKE(D * D, name)
 #define VECTOR(name) TAKE(D, name)
-    TILES(TILE) SQUARES(SQUARE) STATES(STATE) VECTORS(VECTOR)
+    TILES(TILE) KEY_TILES(KEY_TILE) GLOBAL_TILES(GLOBAL_TILE) MATRICES(MATRIX) STATES(STATE) VECTORS(VECTOR)
     c.valid = next;
     c.outside_weight = next + n;
+    c.valid_keys = next + 2 * n;
     return c;
 }
 
@@ -70,13 +82,17 @@ static span tile_at(const problem *p, int64_t head, int64_t start) {
     return (span){head / p->heads, head % p->heads, start, count, round_up(count)};
 }
 
-/* Return 1 for each real token of a tile and 0 for padded tokens and for rows beyond the last token, in c.valid; NULL
-   if every row is a real token. */
+/* Store 1 for each real token of a tile and 0 for padded tokens and for rows beyond the last token. */
+static void mark_valid_tokens(const problem *p, span s, float *valid) {
+    const uint8_t *padding = p->padding ? p->padding + s.batch * p->tokens + s.start : NULL;
+    for (int64_t j = 0; j < s.rows; j++) valid[j] = j < s.count && !(padding && padding[j]);
+}
+
+/* Return the marks of a tile's tokens in c.valid, or NULL if every row is a real token. */
 static const float *valid_tokens(const problem *p, span s, scratch c) {
     const uint8_t *padding = p->padding ? p->padding + s.batch * p->tokens + s.start : NULL;
-    if (padding && !memchr(padding, 1, s.count)) padding = NULL;
-    if (padding == NULL && s.count == s.rows) return NULL;
-    for (int64_t j = 0; j < s.rows; j++) c.valid[j] = j < s.count && !(padding && padding[j]);
+    if (s.count == s.rows && !(padding && memchr(padding, 1, s.count))) return NULL;
+    mark_valid_tokens(p, s, c.valid);
     return c.valid;
 }
 
