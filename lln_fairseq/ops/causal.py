@@ -29,8 +29,8 @@ from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
 
 PIECE = 64  # tokens in a piece on a CPU, whose matrices fit the cache
-PIECE_ELSEWHERE = 256  # tokens in a piece on other devices, which want fewer launches
-# A piece can multiply a sum by e^20: for values up to 1e28 the product stays below e^88, float32's largest number.
+PIECE_ELSEWHERE = 256  # tokens in a piece on other devices, where each kernel launch costs time
+# A piece can multiply a sum by e^20. For values up to 1e28 the product stays below 3.4e38, float32's largest number.
 MAX_RISE = 20.0
 
 
@@ -102,7 +102,7 @@ def scale_inputs(
         alpha, beta: tensors that broadcast to (B, H, N).
         mask: bool (B, N), True = padded, or None. Padded tokens get y = -inf, v = 0 and a finite x.
 
-    Returns: three tensors (B, H, N, D) in float32 (float64 for float64 inputs).
+    Returns: three tensors (B, H, N, D) in float64 if q is float64, otherwise in float32.
     """
     dtype = compute_dtype(q.dtype)
     q, k, v = clear_padding(q.to(dtype), k.to(dtype), v.to(dtype), mask)
@@ -140,6 +140,7 @@ class CausalFunction(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradients of x, y and v, from differentiable operations if create_graph=True."""
         x, y, v, *saved = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return _backward(x, y, v, saved, ctx.cuts, grad)
@@ -147,14 +148,14 @@ class CausalFunction(torch.autograd.Function):
         def formula(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
             return torch.cat([piece.out for piece in _pieces(x, y, v, ctx.cuts, empty_state(x))], dim=2)
 
-        # The gradients must be differentiable themselves (create_graph=True).
         return tuple(differentiable_gradients(formula, (x, y, v), ctx.needs_input_grad, grad))
 
 
 def _cuts(y: Tensor, state: CausalState) -> list[tuple[int, int]]:
     """Return the (start, stop) of every piece, such that no running maximum rises by more than MAX_RISE inside one.
 
-    Pieces have PIECE or PIECE_ELSEWHERE tokens, and are halved as often as necessary. y: (B, H, N, D).
+    Pieces start with PIECE tokens on a CPU and PIECE_ELSEWHERE on other devices (the last may be shorter). A piece in
+    which a maximum rises by more is halved, as often as necessary. y: (B, H, N, D).
     """
     size = PIECE if y.device.type == "cpu" else PIECE_ELSEWHERE
     length = y.shape[2]
@@ -176,7 +177,8 @@ def _cuts(y: Tensor, state: CausalState) -> list[tuple[int, int]]:
 def _rises_too_far(y: Tensor, before: Tensor, cuts: Sequence[tuple[int, int]]) -> list[bool]:
     """Return for every piece whether a running maximum rises by more than MAX_RISE after the piece's first row.
 
-    NaN counts as no rise. The call synchronizes with the device once.
+    A rise from -inf to a finite value is infinite. A rise from -inf to -inf is NaN and counts as none. The call
+    synchronizes with the device once.
 
     Args:
         y: (B, H, N, D).
@@ -204,7 +206,8 @@ def _pieces(x: Tensor, y: Tensor, v: Tensor, cuts: Sequence[tuple[int, int]], st
 def _piece(x: Tensor, y: Tensor, v: Tensor, state: CausalState) -> _Piece:
     """Compute one piece, x, y, v (B, H, C, D), from the state before it.
 
-    It is differentiable. Maxima are detached, because the result does not depend on them.
+    It is differentiable. Maxima are detached, because the result does not depend on them. A row without a real key has
+    ρ = inf and the divisor 1, so that its result is 0.
     """
     values = F.pad(v, (0, 1), value=1.0)
     maxima = y.detach().cummax(dim=2).values.maximum(state.maximum)
@@ -224,7 +227,8 @@ def _factors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return e^{x + r - ρ}, e^{y - r} (B, H, C, D), and the state's sums relative to r instead of R.
 
-    r is `first_max` (B, H, 1, D), the running maximum at the first row of the piece, and ρ is `row_max` (B, H, C, 1).
+    r is `first_max` (B, H, 1, D), the running maximum at the first row of the piece; where it is -inf, 0 is used. ρ is
+    `row_max` (B, H, C, 1); where it is inf, the first factor is 0.
     """
     r = _finite(first_max)
     return (x + (r - row_max)).exp(), (y - r).exp(), _decay(state.maximum, first_max) * state.sums
@@ -233,7 +237,7 @@ def _factors(
 def _decay(old: Tensor, new: Tensor) -> Tensor:
     """Return e^{old - new}, (B, H, D, 1), by which sums relative to `old` become relative to `new`.
 
-    Both are maxima (B, H, 1, D) with old <= new.
+    Both are maxima (B, H, 1, D) with old <= new. The result is 0 where `old` is -inf.
     """
     return (old - _finite(new)).exp().mT
 
@@ -250,7 +254,8 @@ def _backward(
 
     Args:
         x, y, v: (B, H, N, D).
-        saved: out, ρ, the divisor, and the maximum and sums of the state before every piece.
+        saved: out, ρ and the divisor, followed by the maximum and the sums of the state before the first piece, those
+            before the second, and so on.
         cuts: (start, stop) of every piece.
         grad: the gradient of the result, (B, H, N, D).
     """

@@ -184,9 +184,10 @@ def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
 def data_hash(directories: list[str], subset: str = "train") -> str:
     """Return a sha256 of the content of the training data as a hexadecimal string, or "" if there are no files.
 
-    The files are the .idx and .bin files of the subset in each directory and its immediate subdirectories, and the
-    .label files in those subdirectories, in the order of the directories and of their sorted names. Of a .bin of more
-    than 64 MiB, only the size and 64 evenly spaced chunks of 256 KiB are hashed, including its first and last bytes.
+    The files are those whose names start with `subset`, such as train.bin and train1.bin: .idx and .bin in each
+    directory and its immediate subdirectories, and .label in those subdirectories. They are hashed directory by
+    directory, then by kind in this order, then by sorted path; their names are not hashed. Of a .bin of more than
+    64 MiB, only the size and 64 evenly spaced chunks of 256 KiB are hashed, including its first and last bytes.
     """
     name = glob.escape(subset)
     patterns = (f"{name}*.idx", f"{name}*.bin", f"*/{name}*.idx", f"*/{name}*.bin", f"*/{name}*.label")
@@ -231,7 +232,8 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
 
     A setting that only one of them has is not compared. Nor is one that is None in one of them, because a preset or a
     default decides it, except for softmax_layers and the options of an attention: these have no presets, so alpha=None
-    (matched) and alpha=2.0 (fixed) differ.
+    (matched) and alpha=2.0 (fixed) differ. If the checkpoint's batches are limited by sequences, "tokens an update" and
+    "dataset.max_tokens" are listed only if both differ.
 
     Args:
         saved: the configuration in the checkpoint
@@ -264,6 +266,10 @@ def _differ(before: Any, now: Any) -> bool:
 def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the settings that change the result of a run, as pairs such as ("common.seed", 1).
 
+    These are all options of the groups in MAY_CHANGE except those listed there and those of mechanisms that the model
+    does not use; the options in COMPARED; the sizes of an update; and what tells models apart that have no option
+    `attention`: the name of a language model, and the attention of fairseq's own models.
+
     Args:
         config: a whole configuration; each group is a dictionary, or a Namespace for a class without a dataclass. A
             missing group yields nothing.
@@ -292,7 +298,7 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _declared_options(group_name: str, group: Any) -> dict[str, Any]:
-    """Return the options of a group that belong to it.
+    """Return the options of a group that belong to it. A dictionary is returned whole.
 
     The group of a class without a dataclass, such as the optimizer sgd or fairseq's own RoBERTa, is a Namespace of all
     command-line arguments, including those of other groups. The result then has only `_name` and the arguments that the
@@ -329,9 +335,10 @@ def _options_of_other_mechanisms(options: Mapping[str, Any]) -> set[str]:
 def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the maximum number of sequences and of tokens per update, as pairs like those of `result_settings`.
 
-    Each maximum is a list with one value per entry of update_freq, that is per epoch, over all batches and workers, or
-    NO_LIMIT. If sequences are limited, the maximum number of tokens of a single batch is yielded too. Nothing is
-    yielded if update_freq, the number of workers or both limits are missing.
+    Each maximum is NO_LIMIT, or a list with one value per entry of update_freq (one per epoch): the limit of a batch,
+    times update_freq, times the number of groups of workers that share sequences. If sequences are limited, the pair
+    ("dataset.max_tokens", limit of a batch or NO_LIMIT) follows. Nothing is yielded unless one of the limits, the
+    number of workers and all of update_freq are integers.
     """
     dataset = plain_options(config.get("dataset"))
     sequences = dataset.get("batch_size")
