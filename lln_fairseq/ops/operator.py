@@ -27,10 +27,11 @@ def compiled_hybrid_attention(
     """Compute hybrid attention under torch.compile.
 
     The arguments are those of `hybrid_attention`, for tensors that the backend supports. The spec must have no
-    exchange, and its seed is ignored.
+    exchange and no global tokens, and its seed is ignored.
 
     Returns: (B, H, N, D) in the dtype of q.
     """
+    assert spec.global_tokens is None  # choose_backend then selects "torch", which is compiled as the plain formula
     seed = None
     if spec.dropout_p:
         # The seed is an input of the operator, so that recomputing the forward pass drops the same weights.
