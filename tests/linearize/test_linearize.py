@@ -142,7 +142,7 @@ def test_finished_run_rejects_changed_settings_but_takes_a_second_stage(teacher,
 
     # Other paths to the same teacher and text, and an option that states its default, change nothing.
     monkeypatch.chdir(path.parent)
-    assert run(path.name, os.path.relpath(data), out, *SHORT, "--option", "mix=average") == 0
+    assert run(path.name, os.path.relpath(data), out, *SHORT, "--option", "mix=joint_offset") == 0
     assert "is complete" in capsys.readouterr().out
 
     # A second stage continues where the transfer ended.
@@ -174,7 +174,9 @@ DIVERGING = {
 
 @pytest.mark.parametrize("stage", DIVERGING)
 def test_diverging_stage_writes_no_model(stage, teacher, tmp_path, capsys):
-    assert run(*teacher, tmp_path / "out", "--tokens", 64, *DIVERGING[stage]) == 1
+    options = ("--tokens", 64, "--option", "block_size=8")
+
+    assert run(*teacher, tmp_path / "out", *options, *DIVERGING[stage]) == 1
 
     error = capsys.readouterr().err.strip()
     assert re.search(rf"the {stage} .*diverged to NaN or infinity: try a lower --\S*lr and another OUT$", error)
@@ -286,9 +288,10 @@ def test_training_warns_about_changed_options_of_the_student(teacher, tmp_path, 
 
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options, *changed)
 
-    assert "was trained with lln_diag_mix = average, here it is joint" in caplog.text
-    assert "was trained with lln_diag_block_size = None, here it is 8" in caplog.text
-    assert caplog.text.count("was trained with") == 2
+    assert "was trained with lln_diag_mix = joint_offset, here it is joint" in caplog.text
+    assert "was trained with lln_diag_block_size = 64, here it is 8" in caplog.text
+    assert "was trained with lln_diag_gain = learned, here it is none" in caplog.text
+    assert caplog.text.count("was trained with") == 3
 
 
 def test_attention_without_branches_and_data_of_a_task_work(teacher, tmp_path, capsys):
