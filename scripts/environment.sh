@@ -62,6 +62,8 @@ print(sys.version_info[:2], pathlib.Path.cwd(), hashlib.sha256(b"".join(parts)).
         run "$python" -m pip install --no-compile --quiet --disable-pip-version-check -r requirements.txt -e '.[test]' || code=$?
         { kill "$timer" && wait "$timer"; } 2>/dev/null || true
         [ "$code" = 0 ] || fail "the installation failed, see the message of pip above"
+        # Compiling fairseq prints warnings about its syntax, which would otherwise appear in the first run.
+        "$python" -W ignore -m compileall -q "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/fairseq
         echo "$fingerprint" >"$stamp"
     fi
     export LLN_INSTALL_SECONDS=$((SECONDS - start))

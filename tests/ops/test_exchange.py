@@ -20,6 +20,8 @@ from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import random_padding, random_qkv, relative_rms
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.exhaustive  # starting the workers and going through all cases takes half a minute
+
 WORKERS = 4
 BATCH = 2
 HEADS = 3
