@@ -137,15 +137,15 @@ def lln_diag_attention(
     check_dropout(dropout_p)
     offset = head_offsets(mix, mix_parameter, q)
     is_joint = offset is not None
-    globals_, max_globals = check_global_tokens(global_tokens, mix, q, k, v)
+    global_counts, max_global_count = check_global_tokens(global_tokens, mix, q, k, v)
     exchange = create_exchange(group, q, block_size)
     if exchange is None:
         group = None
     elif is_joint:
         raise ValueError(f"mix '{mix}' cannot be computed over several workers, choose average")
     alpha, beta = _resolve_alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group)
-    inputs = (k, v, alpha, beta, offset, key_padding_mask, globals_)
-    backend = choose_backend(backend, q, block_size, *inputs, max_global_tokens=max_globals)
+    inputs = (k, v, alpha, beta, offset, key_padding_mask, global_counts)
+    backend = choose_backend(backend, q, block_size, *inputs, max_global_tokens=max_global_count)
     weight = 1.0 if is_joint else 0.5
     spec = HybridSpec(
         weight,
@@ -155,13 +155,13 @@ def lln_diag_attention(
         joint=is_joint,
         offset=offset,
         exchange=exchange,
-        global_tokens=globals_,
-        max_global_tokens=max_globals,
+        global_tokens=global_counts,
+        max_global_tokens=max_global_count,
     )
     out = hybrid_attention(q, k, v, alpha, beta, key_padding_mask, spec, backend)
-    if globals_ is None:
+    if global_counts is None:
         return out
-    return attend_from_global_tokens(out, q, k, v, key_padding_mask, globals_, max_globals, dropout_p)
+    return attend_from_global_tokens(out, q, k, v, key_padding_mask, global_counts, max_global_count, dropout_p)
 
 
 def lln_features(
