@@ -1,4 +1,4 @@
-"""The score of a classifier on the dev rows of its task, with one attention or another."""
+"""The score of a classifier on the dev rows of its task, with different attentions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,15 +19,15 @@ from lln_fairseq.linearize.task_rows import TaskRows
 class DevScores:
     """Computes and prints the score of a classifier on the first rows of the split "valid".
 
-    The score is the accuracy, or Spearman's correlation for a regression. Each is computed once: `known` keeps the
-    scores as text by their labels, also from earlier runs.
+    The score is the accuracy, or Spearman's correlation for a regression. Each score is computed once: `known` maps
+    labels to formatted scores, including those of earlier runs.
     """
 
     def __init__(self, model: Any, task: Any, rows: TaskRows, limit: int | None, known: dict[str, str]) -> None:
-        """Print the number of rows.
+        """Prepare the scoring, and print the number of rows.
 
         Args:
-            model: the teacher, whose attentions will be replaced in place
+            model: the teacher, whose attentions are replaced while a score is computed
             rows: the split "valid"
             limit: the number of rows to use; None for all
             known: scores that were computed before, by their labels; new scores are added in place
@@ -53,7 +53,7 @@ class DevScores:
         print(f"scores on {which} rows of split '{rows.split}' of {rows.directory}:", flush=True)
 
     def report(self, label: str, attentions: Sequence[nn.Module] | None = None) -> None:
-        """Print the score of the model, and compute it unless it is known.
+        """Compute the score of the model unless it is known, and print it.
 
         Args:
             label: what is scored; the key in `known`

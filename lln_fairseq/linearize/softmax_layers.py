@@ -23,14 +23,14 @@ BEST = re.compile(r"best:([1-9]\d*)")
 
 
 def parse_layers(text: str, layers: int, attention: str) -> list[int] | int:
-    """Return the layers that --softmax-layers names, or their number if it asks for the best ones.
+    """Return the layers that --softmax-layers names, counted from 0, or N for "best:N".
 
     Args:
-        text: numbers of layers separated by commas, "best:COUNT", or "" for no layer
+        text: numbers of layers separated by commas, "best:N", or "" for no layer
         layers: number of layers of the teacher
         attention: the name of the attention of the remaining layers
 
-    Raises: InputError if the text has another form, or a layer does not exist.
+    Raises: InputError if the text has another form, a layer does not exist, or N is larger than `layers`.
     """
     best = BEST.fullmatch(text)
     if best is not None:
@@ -41,12 +41,12 @@ def parse_layers(text: str, layers: int, attention: str) -> list[int] | int:
         return list(parse_softmax_layers(text, layers, attention))
     except ValueError:
         raise InputError(
-            f"--softmax-layers must be best:COUNT, or numbers from 0 to {layers - 1}, separated by commas, got '{text}'"
+            f"--softmax-layers must be best:N, or numbers from 0 to {layers - 1}, separated by commas, got '{text}'"
         ) from None
 
 
 def mixed_attentions(students: Students, softmax_layers: list[int]) -> list[nn.Module]:
-    """Return the attention of every layer: the teacher's in these layers, and the student in all others."""
+    """Return the attention of every layer: the teacher's in `softmax_layers`, and the student's in all others."""
     attentions: list[nn.Module] = list(students.students)
     for layer in softmax_layers:
         attentions[layer] = students.layers[layer].self_attn.attention
@@ -54,15 +54,15 @@ def mixed_attentions(students: Students, softmax_layers: list[int]) -> list[nn.M
 
 
 class Distance:
-    """The distance of a model from its teacher on COUNT rows or texts of the training data."""
+    """The distance of a model from its teacher on at most COUNT rows or texts of the training data."""
 
     def __init__(self, name: str, outputs: Callable[[], Tensor], measure: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Compute the teacher's outputs.
+        """Compute the teacher's outputs. The model must still be the teacher.
 
         Args:
-            name: what `measure` computes, for the report
+            name: the name of the measure in the report
             outputs: computes the model's outputs with its current attentions
-            measure: computes the distance of outputs from those of the teacher, its second argument
+            measure: computes the distance from the model's outputs and the teacher's, in this order
         """
         self.name = name
         self.outputs = outputs
@@ -75,7 +75,7 @@ class Distance:
 
 
 def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
-    """Return the mean KL divergence from the teacher's class probabilities; for a regression, the mean squared error.
+    """Build the distance of a classifier: mean KL(teacher ‖ model), or the mean squared error of a regression.
 
     `model` must still be the teacher, and `rows` its training rows.
     """
@@ -95,7 +95,10 @@ def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
 
 
 def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
-    """Return the relative error of the last hidden state on training texts. `model` must still be the teacher."""
+    """Build the distance of an encoder: the relative error ‖h - h'‖ / ‖h'‖ of its last hidden states.
+
+    `model` must still be the teacher. Each text has `length` tokens.
+    """
     tokens = texts.batch(COUNT, length, torch.Generator().manual_seed(SEED))
     batches = tokens.split(max(1, TOKENS_PER_BATCH // length))
     device = next(model.parameters()).device
@@ -113,13 +116,13 @@ def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
 
 
 def find_best_layers(count: int, students: Students, distance: Distance) -> list[int]:
-    """Restore softmax in one layer after the other, each time in the layer that reduces the distance most.
+    """Restore softmax in one layer at a time, always in the layer that reduces the distance most.
 
-    Prints the distance with every layer that could be restored.
+    In each step the distance with every candidate layer is printed. The model is unchanged afterwards.
 
     Args:
         count: the number of layers to restore
-        distance: computed with the model of the students
+        distance: the distance of the model that the students belong to
 
     Returns: the layers in the order in which they were restored
     """

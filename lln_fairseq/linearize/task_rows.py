@@ -1,4 +1,4 @@
-"""The rows of a sentence prediction task, as its classifier sees them, in random batches for the training."""
+"""The rows of a sentence prediction task, as its classifier sees them, in random batches for training."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,9 +23,10 @@ class TaskRows:
         Args:
             task: the task of the classifier
             split: "train" or "valid"
-            longest: the number of tokens that the model takes at most
+            longest: the maximum number of tokens that the model accepts; longer rows stay in the split
 
-        Raises: InputError if the split is missing, damaged or empty, has no labels, or has no row that is short enough.
+        Raises: InputError if the split is missing, damaged or empty, has no labels, or has no row of at most `longest`
+            tokens.
         """
         self.split = split
         self.longest = longest
@@ -52,16 +53,16 @@ class TaskRows:
         return len(self.dataset)
 
     def sample(self, numbers: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """Return these rows as a batch of fairseq, padded at the end, with `net_input` and `target`."""
+        """Return the rows with these numbers as a fairseq batch, padded at the end, with `net_input` and `target`."""
         sample: dict[str, Any] = self.dataset.collater([self.dataset[int(number)] for number in numbers])
         return sample
 
     def draw(self, tokens: int, longest: int, generator: torch.Generator) -> dict[str, Any]:
-        """Draw rows of similar length at random, each row of the split with about the same probability.
+        """Draw rows of similar length at random, each eligible row with about the same probability.
 
         Args:
-            tokens: the number of tokens with padding, at most; but one row is always drawn
-            longest: tokens of the longest rows to draw
+            tokens: the maximum number of tokens including padding; at least one row is drawn
+            longest: rows with more tokens than this are not eligible
 
         Returns: the batch, as `sample`
         """
@@ -83,12 +84,15 @@ class TaskRows:
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
         """Draw rows as `draw` does, and return the token ids (B, N) that the encoder reads.
 
-        If the classifier encodes two texts separately, they are separate sequences.
+        If the classifier encodes the two texts of a row separately, each text is a sequence of its own.
         """
         return encoder_tokens(self.draw(tokens, longest, generator), self.pad)
 
     def batches(self, numbers: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
-        """Yield the given rows in batches of rows of similar length, each with at most `tokens` tokens or one row."""
+        """Yield row numbers in batches of rows of similar length.
+
+        A batch has at most `tokens` tokens including padding, unless a single row is longer.
+        """
         ordered = numbers[self.lengths[numbers].argsort(kind="stable")]
         batch: list[int] = []
         for number in ordered:

@@ -1,7 +1,7 @@
-"""Global tokens of LLN+Diag: the first tokens of a sequence, which see all tokens and are seen by all tokens exactly.
+"""Global tokens of LLN+Diag: the first tokens of a sequence, which attend to all tokens by softmax, and all to them.
 
-As keys, they extend every block of the joint form (ops/joint.py). As queries, they attend to all keys by softmax, which
-this module computes outside of the backends: M rows of N scores.
+As keys, they are added to the keys of every block of the joint form (ops/joint.py). As queries, they attend to all keys
+by softmax, which this module computes outside of the backends, at the cost of M x N scores.
 """
 
 from operator import index
@@ -30,8 +30,8 @@ def check_global_tokens(
         other_inputs: the other tensors of the call. If one of them is traced or transformed, the values of
             global_tokens are not read: they are not checked, and the bound is N.
 
-    Returns: int64 (B,) on the device of q, each at most N, and the bound, at most N; None and 0 if no token is global.
-    Raises: ValueError if they are negative, of another type or shape, or if the mix is not a joint mix.
+    Returns: int64 (B,) on the device of q, and the bound; larger values become N. (None, 0) if no token is global.
+    Raises: ValueError if global_tokens is negative or has another type or shape, or if the mix is not a joint mix.
     """
     if global_tokens is None:
         return None, 0
@@ -115,8 +115,8 @@ def _attend_to_all_keys(queries: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
 class _GlobalRows(torch.autograd.Function):
     """`_attend_to_all_keys` without dropout, with derivatives of any order.
 
-    torch's fused attention has only first derivatives. The backward pass computes the rows again, because whether its
-    result must be differentiable is not known before. It saves no tensor besides the inputs.
+    torch's fused attention has only first derivatives. The forward pass cannot know whether the gradients will be
+    differentiated again, so it saves only the inputs, and the backward pass computes the rows again.
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ class _GlobalRows(torch.autograd.Function):
 
 @without_autocast
 def _gradients(grad: Tensor, ctx: Any) -> list[Tensor | None]:
-    """Return the gradients of the queries, k and v; those that are not needed are None."""
+    """Return the gradients with respect to the queries, k and v; those that are not needed are None."""
     queries, k, v, mask = ctx.saved_tensors
     create_graph = torch.is_grad_enabled() or is_traced_or_transformed(grad)
 

@@ -293,10 +293,10 @@ def test_best_layers_of_a_regression_and_of_texts(regression, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("9", "--softmax-layers must be best:COUNT, or numbers from 0 to 1"),
-        ("0,x", "--softmax-layers must be best:COUNT, or numbers from 0 to 1"),
+        ("9", "--softmax-layers must be best:N, or numbers from 0 to 1"),
+        ("0,x", "--softmax-layers must be best:N, or numbers from 0 to 1"),
         ("best:3", "--softmax-layers is best:3, but the teacher has 2 layers"),
-        ("best:0", "--softmax-layers must be best:COUNT, or numbers from 0 to 1"),
+        ("best:0", "--softmax-layers must be best:N, or numbers from 0 to 1"),
     ],
 )
 def test_layers_that_do_not_exist_are_rejected(layers, message, teacher, tmp_path, capsys):
