@@ -12,6 +12,7 @@ from fairseq.distributed import fsdp_wrap
 from fairseq.models.roberta.model import RobertaEncoder
 from fairseq.models.transformer import TransformerConfig, TransformerEncoder
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.gelu import gelu
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, build_layer, reject_layer_mechanism
 from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
+from lln_fairseq.modules.packed_linear import PackedLinear
 from lln_fairseq.modules.token_shards import Shard
 
 SOFTMAX = "softmax"  # the registered name of the attention of softmax_layers
@@ -91,25 +93,33 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
         """
         if segment_lengths is not None:
             self.self_attn.attention.segment_lengths = segment_lengths
-        if not self.feed_forward_tokens:
+        positions_per_piece = x.shape[0]
+        if self.feed_forward_tokens:
+            batch_size = max(x.shape[1], 1)
+            positions_per_piece = max(self.feed_forward_tokens // batch_size, 1)
+        is_split = x.shape[0] > positions_per_piece
+        is_packed = isinstance(self.fc1, PackedLinear) and not self.training
+        if not (is_split or is_packed):
             return super().forward(x, encoder_padding_mask, attn_mask)
-        batch_size = max(x.shape[1], 1)
-        positions_per_piece = max(self.feed_forward_tokens // batch_size, 1)
-        if x.shape[0] <= positions_per_piece:
-            return super().forward(x, encoder_padding_mask, attn_mask)
-        # The rest is fairseq's forward with the feed-forward part in pieces.
+        # The rest is fairseq's forward with the feed-forward part in pieces, or with the activation inside fc1.
         attended = self.self_attn_layer_norm(x) if self.normalize_before else x
         attended, _ = self.self_attn(attended, attended, attended, encoder_padding_mask, False, attn_mask)
         x = x + self.dropout_module(attended)
         if not self.normalize_before:
             x = self.self_attn_layer_norm(x)
+        if not is_split:
+            return self._feed_forward(x)
         pieces = x.split(positions_per_piece)
         return torch.cat([checkpoint(self._feed_forward, piece, use_reentrant=False) for piece in pieces])
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward part with its residual connection and layer norm to some tokens (T, B, C)."""
         inner = self.final_layer_norm(x) if self.normalize_before else x
-        inner = self.activation_dropout_module(self.activation_fn(self.fc1(inner)))
+        if isinstance(self.fc1, PackedLinear) and self.activation_fn is gelu:
+            inner = self.fc1(inner, gelu=True)
+        else:
+            inner = self.activation_fn(self.fc1(inner))
+        inner = self.activation_dropout_module(inner)
         x = x + self.dropout_module(self.fc2(inner))
         if self.normalize_before:
             return x

@@ -98,7 +98,7 @@ def _scratch_floats(dim: int, tile_size: int, max_global: int) -> int:
 _threads_started = False  # True once a kernel has used several threads, in this process or the one it was forked from
 
 
-def _num_threads() -> int:
+def num_threads() -> int:
     """Return torch's number of threads, and note that kernels have started threads if there are several."""
     global _threads_started
     threads = torch.get_num_threads()
@@ -145,7 +145,7 @@ def _call_kernel(
     tile_size = TILE_SIZE
     if spec.diag_weight:
         tile_size = max(1, min(spec.block_size, tokens))
-    threads = _num_threads()
+    threads = num_threads()
     scratch = _scratch(threads * _scratch_floats(dim, tile_size, spec.max_global_tokens))
     values: list[float] = [batch, heads, tokens, tile_size, threads, _state_rows(dim, spec)]
     values += [spec.keep_threshold if spec.dropout_p else 0, spec.joint, spec.max_global_tokens, int(spec.seed or 0)]

@@ -1,19 +1,16 @@
 /* Tiles of tokens: matrix products, softmax, and how a tile is read from and written to a tensor (B, H, N, D). */
 
-#include <math.h>
-#include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
-enum { LANES = 16, PANEL = 4 };
-#elif defined(__AVX__)
-enum { LANES = 8, PANEL = 2 };
+#include "vectors.h"
+
+#if defined(__AVX__) && !defined(__AVX512F__)
+enum { PANEL = 2 };
 #else
-enum { LANES = 4, PANEL = 4 };
+enum { PANEL = 4 };
 #endif
 /* A panel of a product has ROWS x PANEL vectors; the rows of a tile are rounded up to a multiple of MULTIPLE. */
 enum { ROWS = 4, MULTIPLE = 16 };
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* A tensor (B, H, N, D) whose features are contiguous. */
 typedef struct {
@@ -31,24 +28,6 @@ static inline float *first_token(const view *x, span s) {
 }
 
 /* ---- arithmetic ---- */
-
-/* Compute e^x with a relative error of 1e-7 for x <= 0. x is clamped to at least -87, the range of float32, and NaN
-   stays NaN. Above 0, x counts as 0: x is a difference of large numbers, and rounding may have left it slightly above.
-   The polynomial is that of expf in the Cephes library. */
-static inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 0.0f ? 0.0f : x;
-    const float n = rintf(x * 1.44269504088896341f);
-    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    const union { uint32_t i; float f; } power = {((uint32_t)(int32_t)n + 127u) << 23};
-    return (p * r * r + r + 1.0f) * power.f;
-}
 
 /* Views, up to the first NULL, of which the tile after `s` is prefetched while a product on `s` leaves memory idle. */
 typedef struct {

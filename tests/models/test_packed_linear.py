@@ -1,0 +1,230 @@
+"""Linear layers with packed weights: the packed copy follows every change of the weight, and training never uses it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lln_fairseq.modules import packed_linear as module
+from lln_fairseq.modules.packed_linear import pack_linear_layers
+from lln_fairseq.ops.backends.cpu.linear import pack_weight
+from tests.models.test_softmax_layers import build_model
+
+pytestmark = pytest.mark.skipif(pack_weight(torch.zeros(32, 1)) is None, reason="there is no C compiler")
+
+
+@pytest.fixture
+def layer():
+    """Return a layer in evaluation mode that has been used, so that it has a packed copy."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 64)).eval()
+    pack_linear_layers(model)
+    apply(model[0])
+    assert model[0]._packed is not None
+    return model[0]
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """Return a list that gets an entry for every call of the kernel."""
+    calls = []
+    original = module.packed_linear
+
+    def counted(*args):
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(module, "packed_linear", counted)
+    return calls
+
+
+def random_input(dtype=torch.float32):
+    return torch.randn(5, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def apply(layer, dtype=torch.float32):
+    with torch.no_grad():
+        return layer(random_input(dtype))
+
+
+def assert_follows_weight(layer, dtype=torch.float32):
+    """Check that the layer computes with its weight as it is now."""
+    expected = F.linear(random_input(dtype), layer.weight, layer.bias).detach()
+    torch.testing.assert_close(apply(layer, dtype), expected, rtol=1e-5, atol=1e-5)
+
+
+def change_by_optimizer(layer):
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+    layer(random_input()).sum().backward()
+    optimizer.step()
+
+
+def change_in_place(layer):
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def change_data(layer):
+    layer.weight.data = 2 * layer.weight.data
+
+
+def change_data_in_place_and_train(layer):
+    layer.weight.data.mul_(2)
+    layer.train()
+    layer.eval()
+
+
+def load_other_state(layer):
+    layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()})
+
+
+def assign_other_state(layer):
+    layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()}, assign=True)
+
+
+def replace_parameter(layer):
+    layer.weight = nn.Parameter(2 * layer.weight.detach())
+
+
+CHANGES = (
+    change_by_optimizer,
+    change_in_place,
+    change_data,
+    change_data_in_place_and_train,
+    load_other_state,
+    assign_other_state,
+    replace_parameter,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weight_is_used(layer, change):
+    before = layer.weight.detach().clone()
+    change(layer)
+    assert not torch.equal(layer.weight, before)
+    assert_follows_weight(layer)
+
+
+def test_converted_layers_follow_their_weight(layer):
+    assert_follows_weight(layer.to(torch.float64), torch.float64)
+    change_in_place(layer)
+    assert_follows_weight(layer.to(torch.float32))
+    assert_follows_weight(layer.to(torch.bfloat16), torch.bfloat16)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copies_have_their_own_weight(layer, copy_of):
+    other = copy_of(layer)
+    assert other._packed is None
+    change_in_place(other)
+    assert_follows_weight(other)
+    assert_follows_weight(layer)
+
+
+def test_state_dict_and_parameters_stay_the_same():
+    model = nn.Sequential(nn.Linear(48, 64), nn.LayerNorm(64)).eval()
+    names = list(model.state_dict())
+    parameters = list(model.parameters())
+    pack_linear_layers(model)
+    apply(model)
+    assert list(model.state_dict()) == names
+    assert all(x is y for x, y in zip(model.parameters(), parameters, strict=True))
+
+
+def test_kernel_is_used_only_for_inference(layer, kernel_calls):
+    layer(random_input())
+    layer(random_input()).sum().backward()
+    assert layer.weight.grad is not None
+    layer.train()
+    apply(layer)
+    layer.eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert apply(layer).dtype == torch.bfloat16
+    assert not kernel_calls
+    apply(layer)
+    assert len(kernel_calls) == 1
+
+
+def test_tracing_uses_operations_of_torch(layer, kernel_calls):
+    with torch.no_grad():
+        program = torch.export.export(layer, (random_input(),))
+        traced = torch.jit.trace(layer, random_input(), check_trace=False)
+        per_row = torch.func.vmap(layer)(random_input())
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)(random_input())
+    assert not kernel_calls
+    expected = apply(layer)
+    for actual in (program.module()(random_input()), traced(random_input()), per_row, compiled):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_input_of_another_width_is_rejected(layer):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.zeros(48, 5))
+
+
+def test_hooks_are_called(layer):
+    outputs = []
+    layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    assert apply(layer) is outputs[0]
+
+
+# ---- whole models ----
+
+PADDING = 1  # fairseq's padding symbol
+SIZES = dict(encoder_embed_dim=64, encoder_ffn_embed_dim=96)
+
+
+def padded_tokens():
+    tokens = torch.randint(4, 60, (3, 21), generator=torch.Generator().manual_seed(2))
+    tokens[1, 13:] = PADDING
+    return tokens
+
+
+def packed_copy(model):
+    packed = copy.deepcopy(model)
+    pack_linear_layers(packed)
+    return packed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attention": "softmax", "activation_fn": "relu"},
+        {"encoder_normalize_before": True},
+        {"feed_forward_tokens": 8},
+        {"softmax_layers": "1"},
+    ],
+    ids=str,
+)
+def test_packed_model_gives_the_same_output(options, kernel_calls):
+    model = build_model(**SIZES, **options)
+    packed = packed_copy(model)
+    with torch.no_grad():
+        expected = model(padded_tokens(), features_only=True)[0]
+        actual = packed(padded_tokens(), features_only=True)[0]
+    assert kernel_calls
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_training_a_packed_model_changes_no_bit():
+    model = build_model(**SIZES)
+    packed = packed_copy(model)
+    losses = []
+    for trained in (model, packed):
+        with torch.no_grad():
+            trained(padded_tokens())
+        trained.train()
+        torch.manual_seed(3)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = trained(padded_tokens())[0].square().mean()
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert losses[:2] == losses[2:]
+    assert all(map(torch.equal, model.parameters(), packed.parameters()))
