@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor
 
@@ -83,11 +84,11 @@ class LLNMultiheadAttention(MultiheadAttention):
         return self.out_proj(out), None
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """Split (T, B, H · D) into heads, (B, H, T, D): a view on a GPU, contiguous on a CPU.
+        """Split (T, B, H · D) into heads, (B, H, T, D): contiguous in training on a CPU, otherwise a view.
 
-        On a CPU one copy is cheaper than many strided reads.
+        Where q, k and v are also read in a backward pass on a CPU, one copy is cheaper than many strided reads.
         """
         heads = x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3)
-        if heads.is_cuda:
+        if heads.is_cuda or not torch.is_grad_enabled():
             return heads
         return heads.contiguous()
