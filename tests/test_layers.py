@@ -29,7 +29,7 @@ ALLOWED_IMPORTS = {
     "training": {"analysis", "attention", "checkpoints", "command", "data", "errors", "modules"},
     "fairseq_compat": {"attention", "checkpoints", "errors", "training"},
     "tasks": {"checkpoints", "criterions", "data", "errors", "fairseq_compat", "models", "training"},
-    "inference": {"checkpoints", "command", "criterions", "data", "errors", "tasks"},
+    "inference": {"checkpoints", "command", "criterions", "data", "errors", "modules", "tasks"},
     "conversion": {
         "__init__",
         "attention",

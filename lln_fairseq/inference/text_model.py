@@ -25,6 +25,7 @@ from lln_fairseq.data.text_ids import Text, TextIds, batch_by_length, split_into
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
+from lln_fairseq.modules.packed_linear import pack_linear_layers
 
 
 class Prediction(NamedTuple):
@@ -225,6 +226,7 @@ def load_text_model(
         places = directories(checkpoint, training_data)
     directory, vocabulary = _find_vocabulary(checkpoint, places, tokenizer)
     model, task = load_model(checkpoint, str(directory))
+    pack_linear_layers(model)
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
     if getattr(task.cfg, "two_towers", False):
         raise InputError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
