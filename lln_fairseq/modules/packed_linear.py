@@ -56,13 +56,13 @@ class PackedLinear(nn.Linear):
         return (
             not self.training
             and not torch.is_grad_enabled()
+            and not is_traced_or_transformed(x, self.weight, self.bias)
             and x.dtype == torch.float32
             and x.device.type == "cpu"
             and x.shape[-1] == self.in_features
             and self.bias is not None
             and self.bias.dtype == torch.float32
             and not torch.is_autocast_enabled("cpu")
-            and not is_traced_or_transformed(x, self.weight, self.bias)
             and not self.weight.is_inference()  # such a weight does not count its changes
         )
 
