@@ -1,6 +1,7 @@
 import os
 
 import pytest
+import torch
 
 from scripts.benchmarks import prediction as benchmark
 
@@ -22,6 +23,24 @@ def test_small_run_prints_every_variant(offline, monkeypatch, capsys):
     out = capsys.readouterr().out
     for row in ("predict, softmax", "predict, lln_diag", "pipeline, batches of 4"):
         assert row in out
+
+
+@pytest.mark.exhaustive
+def test_lengths_are_timed_for_every_model(offline, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "REPEATS", 1)
+
+    assert benchmark.main(["--presets", "tiny", "--lengths", "5", "40", "--repeats", "1"]) == 0
+
+    out = capsys.readouterr().out
+    for row in ("lln_diag", "transformers, sdpa", "by length", "in order"):
+        assert row in out
+
+
+def test_different_logits_are_rejected():
+    models = {"softmax": lambda tokens: torch.zeros(1, 2), "transformers, sdpa": lambda tokens: torch.ones(1, 2)}
+
+    with pytest.raises(RuntimeError, match=r"transformers, sdpa and the loaded model differ by 1.0e\+00"):
+        benchmark.check_same_logits(models, benchmark.random_tokens(7)[None])
 
 
 TEXTS = benchmark.random_sentences(9, 5)
