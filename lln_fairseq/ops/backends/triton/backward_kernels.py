@@ -36,9 +36,9 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
 
 
 @triton.jit
-def _state_scale(b_log_s, N):
+def _state_scale(b_log_key_sum, N):
     """Return c = 2^⌊log2(min_d s_d / √N)⌋ from log s (D,) in base 2."""
-    return tl.exp2(tl.floor(tl.min(b_log_s, 0) - 0.5 * tl.log2(N.to(tl.float32))))
+    return tl.exp2(tl.floor(tl.min(b_log_key_sum, 0) - 0.5 * tl.log2(N.to(tl.float32))))
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def _add_key_features_times_state(
         # (ROWS, SLICE)
         b_w = _load_key_features(p_k, o_f, real, b_beta, p_m, stride_n, ROWS)
         # (SLICE, D)
-        b_S = tl.load(p_S + o_f[:, None] * D + tl.arange(0, D)[None, :]).to(DOT)
-        b_o = _dot(b_w.to(DOT), b_S, acc=b_o)
+        b_state = tl.load(p_S + o_f[:, None] * D + tl.arange(0, D)[None, :]).to(DOT)
+        b_o = _dot(b_w.to(DOT), b_state, acc=b_o)
     return b_o
 
 
@@ -105,8 +105,8 @@ def _add_times_state_T(b_o, p_x, mask, p_S, stride_n, D: tl.constexpr, ROWS: tl.
         # (ROWS, SLICE)
         b_x = tl.load(p_x + tl.arange(0, ROWS)[:, None] * stride_n + o_f[None, :], mask=mask[:, None], other=0.0)
         # (D, SLICE)
-        b_S = tl.load(p_S + tl.arange(0, D)[:, None] * D + o_f[None, :]).to(DOT)
-        b_o = _dot(b_x.to(DOT), tl.trans(b_S), acc=b_o)
+        b_state = tl.load(p_S + tl.arange(0, D)[:, None] * D + o_f[None, :]).to(DOT)
+        b_o = _dot(b_x.to(DOT), tl.trans(b_state), acc=b_o)
     return b_o
 
 
@@ -198,12 +198,12 @@ def _lln_dstate_kernel(
             tl.store(p_dq, (b_alpha * b_dx).to(dq.dtype.element_ty), mask=in_range)
 
     if FINAL:
-        b_log_s = tl.load(log_s + i_bh * D + o_d)
-        scale = _state_scale(b_log_s, N)
-        b_inverse_s = tl.exp2(-b_log_s)
-        b_dS *= (b_inverse_s * (WEIGHT * scale))[:, None]
-        b_S = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
-        b_g = b_g * (b_inverse_s * WEIGHT) + tl.sum(b_S * _rounding_error(b_dS, dS), 1) / scale
+        b_log_key_sum = tl.load(log_s + i_bh * D + o_d)
+        scale = _state_scale(b_log_key_sum, N)
+        b_inverse_key_sum = tl.exp2(-b_log_key_sum)
+        b_dS *= (b_inverse_key_sum * (WEIGHT * scale))[:, None]
+        b_state = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
+        b_g = b_g * (b_inverse_key_sum * WEIGHT) + tl.sum(b_state * _rounding_error(b_dS, dS), 1) / scale
     tl.store(g + i_out * D + o_d, b_g)
     tl.store(dS + i_out * D * D + o_dd, b_dS.to(dS.dtype.element_ty))
     if dalpha is not None:
@@ -244,14 +244,14 @@ def _lln_dcombine_kernel(
         b_dS += tl.sum(tl.load(p_dS + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
 
     scale = _state_scale(tl.load(log_s + i_bh * D + tl.arange(0, D)), N)
-    b_inverse_s = tl.exp2(-tl.load(log_s + i_bh * D + o_c // D))
-    b_dS *= b_inverse_s * (WEIGHT * scale)
+    b_inverse_key_sum = tl.exp2(-tl.load(log_s + i_bh * D + o_c // D))
+    b_dS *= b_inverse_key_sum * (WEIGHT * scale)
     tl.store(dS + i_bh * D * D + o_c, b_dS.to(dS.dtype.element_ty))
     # All D elements of a row of b_g hold the row's g. Each takes 1 / D of it and the correction for its element of dS,
     # so that their sum is g with the corrections of the whole row.
-    b_g *= b_inverse_s * (WEIGHT / D)
-    b_S = tl.load(S + i_bh * D * D + o_c).to(tl.float32)
-    b_g += b_S * _rounding_error(b_dS, dS) / scale
+    b_g *= b_inverse_key_sum * (WEIGHT / D)
+    b_state = tl.load(S + i_bh * D * D + o_c).to(tl.float32)
+    b_g += b_state * _rounding_error(b_dS, dS) / scale
     o_row = i_c * (COLS // D) + tl.arange(0, COLS // D)
     tl.store(g + i_bh * D + o_row, tl.sum(tl.reshape(b_g, (COLS // D, D)), 1))
 

@@ -25,6 +25,7 @@ from lln_fairseq.ops.backends.triton.backward_kernels import (
 )
 from lln_fairseq.ops.backends.triton.forward_kernels import (
     LOG2E,
+    LOWEST,
     _block_scores,
     _dot,
     _dropout_scale,
@@ -68,7 +69,7 @@ def _block_dq(
     Returns Σ_j p (dp - δ) k_j (ROWS, D), not yet multiplied by SCALE, then the log-normalizer in base 2 of each query's
     softmax and δ = Σ_j p dp, both (ROWS,) float32.
     """
-    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_delta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):

@@ -32,6 +32,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# The start of a running maximum. It is finite: from -inf, a tile without a real key would give 2^(-inf + inf) = NaN.
+LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -129,7 +131,7 @@ def _softmax_step(b_scores, b_row_max, b_row_sum, SCALE: tl.constexpr):
 
     Args:
         b_scores: (queries, keys) of the tile, not yet multiplied by SCALE; -inf leaves a key out.
-        b_row_max: (queries,) maximum of the earlier tiles in base 2, -1e30 before the first one.
+        b_row_max: (queries,) maximum of the earlier tiles in base 2, LOWEST before the first one.
         b_row_sum: (queries,) sum of 2^(score - maximum) over the earlier tiles, 0 before the first one.
 
     Returns:
@@ -155,11 +157,11 @@ def _log_sum_exp(b_row_max, b_row_sum):
 
 
 @triton.jit
-def _finish_key_sums(b_m, b_s):
+def _finish_key_sums(b_m, b_key_sum):
     """Return m, log s and 1 / s. Without a real key (s = 0) they are 0, 0 and 1."""
-    has_keys = b_s > 0
-    b_s = tl.where(has_keys, b_s, 1.0)
-    return tl.where(has_keys, b_m, 0.0), tl.log2(b_s), 1.0 / b_s
+    has_keys = b_key_sum > 0
+    b_key_sum = tl.where(has_keys, b_key_sum, 1.0)
+    return tl.where(has_keys, b_m, 0.0), tl.log2(b_key_sum), 1.0 / b_key_sum
 
 
 @triton.jit
@@ -209,10 +211,9 @@ def _lln_state_kernel(
     start = i_s * T
     end = tl.minimum(start + T, N)
 
-    # -1e30 instead of -inf: a tile without a real key must give 2^(-inf - m) = 0, not 2^(-inf + inf).
-    b_m = tl.full([D], -1e30, tl.float32)
-    b_s = tl.zeros([D], tl.float32)
-    b_S = tl.zeros([D, D], tl.float32)
+    b_m = tl.full([D], LOWEST, tl.float32)
+    b_key_sum = tl.zeros([D], tl.float32)
+    b_state = tl.zeros([D, D], tl.float32)
     for i_r in range(0, end - start, ROWS):
         _, real, b_k, b_v = _load_keys(k + offset, v + offset, pad, i_bh // H, start + i_r, end, stride_n, N, D, ROWS)
         # (ROWS, D)
@@ -224,17 +225,17 @@ def _lln_state_kernel(
         # (ROWS, D)
         b_w = tl.exp2(b_y - b_m[None, :])
         # (D,)
-        b_s = b_s * b_rescale + tl.sum(b_w, 0)
+        b_key_sum = b_key_sum * b_rescale + tl.sum(b_w, 0)
         # (D, D)
-        b_S = _dot(tl.trans(b_w.to(DOT)), b_v.to(DOT), acc=b_S * b_rescale[:, None])
+        b_state = _dot(tl.trans(b_w.to(DOT)), b_v.to(DOT), acc=b_state * b_rescale[:, None])
 
     o_d = tl.arange(0, D)
     if FINAL:
-        b_m, b_s, b_inverse_s = _finish_key_sums(b_m, b_s)
-        b_S = b_S * b_inverse_s[:, None]
+        b_m, b_key_sum, b_inverse_key_sum = _finish_key_sums(b_m, b_key_sum)
+        b_state = b_state * b_inverse_key_sum[:, None]
     tl.store(m + i_out * D + o_d, b_m)
-    tl.store(log_s + i_out * D + o_d, b_s)
-    tl.store(S + i_out * D * D + o_d[:, None] * D + o_d[None, :], b_S.to(S.dtype.element_ty))
+    tl.store(log_s + i_out * D + o_d, b_key_sum)
+    tl.store(S + i_out * D * D + o_d[:, None] * D + o_d[None, :], b_state.to(S.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["SPLITS"])
@@ -253,25 +254,25 @@ def _lln_combine_kernel(
     p_vector = i_bh * SPLITS * D + (o_c // D)[None, :]
     p_matrix = part_S + i_bh * SPLITS * D * D + o_c[None, :]
 
-    b_m = tl.full([COLS], -1e30, tl.float32)
+    b_m = tl.full([COLS], LOWEST, tl.float32)
     for i_s in range(0, SPLITS, ROWS):
         o_s = (i_s + tl.arange(0, ROWS))[:, None]
-        b_m = tl.maximum(b_m, tl.max(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=-1e30), 0))
-    b_s = tl.zeros([COLS], tl.float32)
-    b_S = tl.zeros([COLS], tl.float32)
+        b_m = tl.maximum(b_m, tl.max(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=LOWEST), 0))
+    b_key_sum = tl.zeros([COLS], tl.float32)
+    b_state = tl.zeros([COLS], tl.float32)
     for i_s in range(0, SPLITS, ROWS):
         o_s = (i_s + tl.arange(0, ROWS))[:, None]
         # (ROWS, COLS)
-        b_rescale = tl.exp2(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=-1e30) - b_m[None, :])
+        b_rescale = tl.exp2(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=LOWEST) - b_m[None, :])
         # (COLS,)
-        b_s += tl.sum(b_rescale * tl.load(part_s + p_vector + o_s * D, mask=o_s < SPLITS, other=0.0), 0)
-        b_S += tl.sum(b_rescale * tl.load(p_matrix + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
+        b_key_sum += tl.sum(b_rescale * tl.load(part_s + p_vector + o_s * D, mask=o_s < SPLITS, other=0.0), 0)
+        b_state += tl.sum(b_rescale * tl.load(p_matrix + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
 
-    b_m, b_log_s, b_inverse_s = _finish_key_sums(b_m, b_s)
-    tl.store(S + i_bh * D * D + o_c, (b_S * b_inverse_s).to(S.dtype.element_ty))
+    b_m, b_log_key_sum, b_inverse_key_sum = _finish_key_sums(b_m, b_key_sum)
+    tl.store(S + i_bh * D * D + o_c, (b_state * b_inverse_key_sum).to(S.dtype.element_ty))
     is_first = o_c % D == 0
     tl.store(m + i_bh * D + o_c // D, b_m, mask=is_first)
-    tl.store(log_s + i_bh * D + o_c // D, b_log_s, mask=is_first)
+    tl.store(log_s + i_bh * D + o_c // D, b_log_key_sum, mask=is_first)
 
 
 @triton.jit
@@ -300,7 +301,7 @@ def _block_attention(
 
     The keys come in tiles of ROWS from the chunk [start, end). A row without a real key gives 0.
     """
-    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
@@ -362,7 +363,7 @@ def _lln_out_kernel(
     b_alpha = tl.load(alpha + i_bh)
     b_l = _load_log_normalizer(m, log_s, i_bh, D)
     # (D, D)
-    b_S = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
+    b_state = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
     for i_r in range(0, CHUNK, ROWS):
         i_t = start + i_r
         o_q = i_t + tl.arange(0, ROWS)
@@ -371,7 +372,7 @@ def _lln_out_kernel(
         b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=in_range, other=0.0)
         if pad is not None:
             b_q = tl.where(_is_usable_query(b_q, pad, i_b, o_q, end, N)[:, None], b_q, 0.0)
-        b_o = _dot(_query_features(b_q, b_alpha, b_l).to(DOT), b_S)
+        b_o = _dot(_query_features(b_q, b_alpha, b_l).to(DOT), b_state)
         if BLOCK > 0:
             b_o += _block_attention(
                 b_q,

@@ -103,12 +103,12 @@ def _joint_dstate_kernel(
         b_dS = _dot(tl.trans(b_a), b_do.to(DOT), acc=b_dS)
 
     if FINAL:
-        b_log_s = tl.load(log_s + i_bh * D + o_d)
-        scale = _state_scale(b_log_s, N)
-        b_inverse_s = tl.exp2(-b_log_s)
-        b_dS *= (b_inverse_s * scale)[:, None]
-        b_S = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
-        b_g = b_g * b_inverse_s + tl.sum(b_S * _rounding_error(b_dS, dS), 1) / scale
+        b_log_key_sum = tl.load(log_s + i_bh * D + o_d)
+        scale = _state_scale(b_log_key_sum, N)
+        b_inverse_key_sum = tl.exp2(-b_log_key_sum)
+        b_dS *= (b_inverse_key_sum * scale)[:, None]
+        b_state = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
+        b_g = b_g * b_inverse_key_sum + tl.sum(b_state * _rounding_error(b_dS, dS), 1) / scale
     tl.store(g + i_out * D + o_d, b_g)
     tl.store(dS + i_out * D * D + o_dd, b_dS.to(dS.dtype.element_ty))
 

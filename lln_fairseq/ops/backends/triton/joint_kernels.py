@@ -16,6 +16,7 @@ import triton.language as tl
 from lln_fairseq.ops.backends.triton.backward_kernels import _key_features
 from lln_fairseq.ops.backends.triton.forward_kernels import (
     LOG2E,
+    LOWEST,
     _block_scores,
     _dot,
     _dropout_scale,
@@ -37,9 +38,9 @@ FLOOR = tl.constexpr(_FLOOR)
 @triton.jit
 def _load_inverse_s(log_s, i_bh, D: tl.constexpr):
     """Return the two factors of 1 / s: the number 1 / min_d s_d, and min_d s_d / s (D,), which is at most 1."""
-    b_log_s = tl.load(log_s + i_bh * D + tl.arange(0, D))
-    min_log_s = tl.min(b_log_s, 0)
-    return tl.exp2(-min_log_s), tl.exp2(min_log_s - b_log_s)
+    b_log_key_sum = tl.load(log_s + i_bh * D + tl.arange(0, D))
+    min_log_s = tl.min(b_log_key_sum, 0)
+    return tl.exp2(-min_log_s), tl.exp2(min_log_s - b_log_key_sum)
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def _block_and_outside(
         Σ_j 2^(score - maximum) v_j (ROWS, D) of the block's softmax, its sum of weights (ROWS,), A S - M v (ROWS, D),
         and Σ_j M (ROWS,), all float32.
     """
-    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_inside = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, D], tl.float32)
@@ -233,9 +234,9 @@ def _joint_out_kernel(
             b_q = tl.where(_is_usable_query(b_q, pad, i_b, o_q, end, N)[:, None], b_q, 0.0)
         b_a = _query_features(b_q, b_alpha, b_l)
         # (D, D)
-        b_S = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
+        b_state = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
         # (ROWS, D)
-        b_lln = _dot(b_a.to(DOT), b_S)
+        b_lln = _dot(b_a.to(DOT), b_state)
         b_o, b_row_sum, b_outside, b_inside = _block_and_outside(
             b_q,
             (b_a * b_min_s_over_s[None, :]).to(DOT),

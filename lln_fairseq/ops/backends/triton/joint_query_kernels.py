@@ -22,6 +22,7 @@ import triton.language as tl
 from lln_fairseq.ops.backends.triton.backward_kernels import _add_times_state_T, _exp2_at_most_1, _key_features
 from lln_fairseq.ops.backends.triton.forward_kernels import (
     LOG2E,
+    LOWEST,
     _block_scores,
     _dot,
     _dropout_scale,
@@ -76,7 +77,7 @@ def _block_row_sums(
     Returns the log-normalizer of the block's softmax in base 2, de = Σ_j D E, and Σ_j M and Σ_j M E, both divided by
     1 / min s; each (ROWS,) float32. b_scaled_a is A min s / s.
     """
-    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_de = tl.zeros([ROWS], tl.float32)
     b_inside = tl.zeros([ROWS], tl.float32)
