@@ -119,7 +119,7 @@ def outside_weight(u: Tensor, offset: Tensor, kinds: BlockKinds) -> Tensor:
 
 
 def outside_weight_gradients(c: Tensor, u: Tensor, offset: Tensor, kinds: BlockKinds) -> tuple[Tensor, Tensor]:
-    """Return dc/du and dc/do for c = outside_weight(u, offset, kinds), both in the shape of u.
+    """Return the derivatives of c = outside_weight(u, offset, kinds) by u and by the offset, both in the shape of u.
 
     Both are 0 where c is constant: where the divisor of c is at most FLOOR, and where one of the kinds is True.
     """
