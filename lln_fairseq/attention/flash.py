@@ -28,17 +28,26 @@ class FlashConfig:
 
 
 class GatedAttentionUnit(nn.Module):
-    """Gated attention unit with one head (section 3 of the paper): o = (U ∘ A V) W_o for normalized tokens x̂ (B, N, d).
+    """Gated attention unit with one head (section 3 of the paper). Its output is (U ∘ A V) W_o for normalized tokens x̂.
 
-        U = SiLU(x̂ W_u), V = SiLU(x̂ W_v) (B, N, e), e = 2 d;  Z = SiLU(x̂ W_z) (B, N, s)
-        Q = R(Z ∘ γ_q + β_q), K = R(Z ∘ γ_k + β_k), R the rotary position embedding
-        quadratic    A = relu²(Q Kᵀ / n + b)
-        chunked      A = relu²(Q Kᵀ / c + b) within chunks of c tokens, plus Q' K'ᵀ / n over the whole sequence
+        U = SiLU(x̂ W_u)                 V = SiLU(x̂ W_v)                 Z = SiLU(x̂ W_z)
+        Q = R(Z ∘ γ_q + β_q)            K = R(Z ∘ γ_k + β_k)
+        form "quadratic"    A = relu²(Q Kᵀ / n + b)
+        form "chunked"      A = relu²(Q Kᵀ / c + b) within chunks of c tokens, plus Q' K'ᵀ / n over the whole sequence
 
-    Q' and K' are made like Q and K, with scales and offsets of their own. The second term of the chunked form is
-    computed as Q' (K'ᵀ V) / n, so its cost is linear in N. n is the number of real tokens of a sequence, b a learned
-    bias of the distance i - j. V is 0 at padding. Tokens have d = `dim` features. `attention_dropout` is the dropout
-    probability of the entries of relu²(...), `activation_dropout` that of U ∘ A V. An odd key_dim raises ValueError.
+    x̂ is (B, N, d), U and V are (B, N, e) with e = 2 d, and Z, Q and K are (B, N, s) with s = config.key_dim. R is the
+    rotary position embedding, n is the number of tokens of the sequence that are not padding, and b is a learned bias
+    for each distance i - j. Q' and K' are computed from Z like Q and K, with other γ and β. V is 0 at padding. The term
+    with Q' and K' is computed as Q' (K'ᵀ V) / n, so its cost is linear in N.
+
+    Args:
+        config: the options.
+        dim: d, the number of features of a token.
+        attention_dropout: dropout probability of the entries of relu²(...).
+        activation_dropout: dropout probability of the entries of U ∘ A V.
+
+    Raises:
+        ValueError: if config.key_dim is odd.
     """
 
     def __init__(self, config: FlashConfig, dim: int, attention_dropout: float, activation_dropout: float) -> None:
@@ -61,7 +70,7 @@ class GatedAttentionUnit(nn.Module):
         self.distance_bias = nn.Parameter(INITIAL_STD * torch.randn(2 * config.chunk_size - 1))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Normalize the tokens x (B, N, d) and apply the unit, without the residual connection.
+        """Normalize the tokens x (B, N, d) and apply the unit to them, without the residual connection.
 
         key_padding_mask is bool (B, N), True = padded, or None. The result is (B, N, d).
         """
@@ -85,9 +94,16 @@ class GatedAttentionUnit(nn.Module):
         return self.out_proj(F.dropout(gate * attended, self.activation_dropout, self.training))
 
     def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute relu²(Q Kᵀ / c + b) V within every chunk of c tokens, from q, k (B, N, s) and v (B, N, e).
+        """Compute relu²(Q Kᵀ / c + b) V within every chunk of c tokens.
 
-        The result is (B, N, e). A sequence shorter than c is a single chunk, whose scores are still divided by c.
+        A sequence shorter than c is a single chunk. Its scores are also divided by c.
+
+        Args:
+            q, k: (B, N, s).
+            v: (B, N, e).
+
+        Returns:
+            (B, N, e).
         """
         length = v.shape[1]
         width = min(self.config.chunk_size, length)
@@ -101,9 +117,15 @@ class GatedAttentionUnit(nn.Module):
     def _weights(self, q: Tensor, k: Tensor, factor: Tensor | float) -> Tensor:
         """Compute relu²(Q Kᵀ · factor + b) with attention dropout.
 
-        q and k (..., M, s) are the M consecutive tokens of a sequence or chunk. factor is a number or broadcasts to the
-        result (..., M, M), which has the dtype of q. b is the learned bias of the distance i - j, clamped to
-        ±(chunk_size - 1), so all larger distances share one bias.
+        b is the learned bias for the distance i - j. Distances are clamped to ±(chunk_size - 1), so all larger
+        distances share one bias.
+
+        Args:
+            q, k: (..., M, s), the queries and keys of M consecutive tokens: a sequence or a chunk.
+            factor: a number, or a tensor that broadcasts to the result.
+
+        Returns:
+            (..., M, M) in the dtype of q.
         """
         max_distance = self.config.chunk_size - 1
         index = torch.arange(q.shape[-2], device=q.device)
@@ -114,9 +136,10 @@ class GatedAttentionUnit(nn.Module):
 
 @register_layer("flash", FlashConfig)
 class FlashLayer(EncoderLayer):
-    """A layer of gated attention units. A unit does the work of attention and of the feed-forward part.
+    """A layer of gated attention units, each of which replaces both attention and the feed-forward part.
 
-    Published models have twice as many layers as RoBERTa, with one unit each, so a layer has two units by default.
+    Published models have twice as many layers as RoBERTa, with one unit in each layer. So a layer has two units here,
+    unless the option `units` says otherwise.
     """
 
     def __init__(
@@ -127,11 +150,16 @@ class FlashLayer(EncoderLayer):
 
 
 def rotary_embedding(x: Tensor) -> Tensor:
-    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864).
+    """Apply the rotary position embedding to P vectors of every token (Su et al. 2021, arXiv 2104.09864).
 
-    x is (B, N, P, s) with an even s; all P vectors of a token have its position. At position i, counted from 0, the
-    features f and f + s/2 are rotated by the angle i · 10000^(-2f/s), which is computed in float32 (float64 for float64
-    inputs). The result has the shape and dtype of x.
+    For a token at position i, counted from 0, the features f and f + s/2 of each vector are rotated by the angle
+    i · 10000^(-2f/s). The angle is computed in float32, or in float64 for float64 inputs.
+
+    Args:
+        x: (B, N, P, s) with an even s.
+
+    Returns:
+        (B, N, P, s) in the dtype of x.
     """
     half = x.shape[-1] // 2
     dtype = compute_dtype(x.dtype)

@@ -13,14 +13,18 @@ class KernelFeatureAttention(Attention):
     """Linear attention with P_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l), for a non-negative feature map φ.
 
     A subclass defines φ in `features`, or overrides `feature_maps` if φ depends on the position of the token. The cost
-    is linear in N. P is never formed, so attention dropout does not apply. The output is 0 for a query whose features
-    are orthogonal to those of all keys.
+    is linear in N. P is never formed, so attention dropout does not apply. The output for query i is 0 if φ(q_i)·φ(k_j)
+    is 0 for all keys j.
     """
 
     def features(self, x: Tensor) -> Tensor:
-        """Compute φ(x) >= 0, (B, H, N, F) in the dtype of x, for queries or keys x (B, H, N, D).
+        """Compute φ(x), which must be non-negative, for queries or keys x.
 
-        x is float32 or float64.
+        Args:
+            x: (B, H, N, D) in float32 or float64.
+
+        Returns:
+            (B, H, N, F) in the dtype of x.
         """
         raise NotImplementedError
 

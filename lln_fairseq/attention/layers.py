@@ -1,15 +1,14 @@
-"""Define the base class and the registration of mechanisms that replace a whole encoder layer.
+"""The base class and the registration of mechanisms that replace a whole encoder layer.
 
-Such a mechanism takes the place of self-attention and the feed-forward part together. It is defined in one file:
+Such a mechanism replaces both self-attention and the feed-forward part. It is defined in one file:
 
     @register_layer("gate", GateConfig)
     class GateLayer(EncoderLayer):
         def __init__(self, config, dim, dropout, attention_dropout, activation_dropout):
             super().__init__([GatedUnit(dim, activation_dropout) for _ in range(config.units)], dropout)
 
-Options, flags, Hydra keys, contract tests and benchmark rows follow from the registry as they do for an attention.
-Features that need queries and keys, or RoBERTa's own layers, reject these mechanisms with
-`registry.reject_layer_mechanism`.
+Flags, Hydra keys, contract tests and benchmark rows are derived from the registry, as they are for an attention. Code
+that needs queries and keys, or RoBERTa's own layers, rejects these mechanisms with `registry.reject_layer_mechanism`.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,9 +30,9 @@ from lln_fairseq.attention.registry import (
 class EncoderLayer(nn.Module):
     """A sequence of units, each in a residual connection: x + dropout(unit(x)).
 
-    A unit maps (x (B, N, C), key_padding_mask (B, N) bool or None) to (B, N, C). It normalizes its own input,
-    with and without --encoder-normalize-before, and must not let padding influence the real tokens. The encoder
-    therefore ends with a layer norm.
+    A unit is called with x (B, N, C) and key_padding_mask, bool (B, N) or None, and returns (B, N, C). It normalizes
+    its input itself, whether or not --encoder-normalize-before is set, so the encoder has a layer norm after the last
+    layer. Padding must not influence the other tokens.
 
     Args:
         units: the units, applied in this order.
@@ -48,10 +47,14 @@ class EncoderLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None = None) -> Tensor:
-        """Apply the units in turn to x (T, B, C). If x has no elements, return x itself.
+        """Apply the units to x, one after the other.
 
-        encoder_padding_mask is (B, T), True or nonzero = padded, or None. Padded tokens can have any values; they are
-        set to 0 first, in a copy.
+        Args:
+            x: (T, B, C). Padding tokens can have any values, because they are first set to 0 in a copy of x.
+            encoder_padding_mask: (B, T), True or nonzero = padded, or None.
+
+        Returns:
+            (T, B, C); x itself if it has no elements.
         """
         if not x.numel():
             return x
@@ -65,7 +68,7 @@ class EncoderLayer(nn.Module):
         return x.transpose(0, 1)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Change nothing. fairseq calls this on every layer to rename the parameters of old checkpoints."""
+        """Do nothing. fairseq calls this method on every layer to rename the parameters of old checkpoints."""
 
 
 _LayerClass = TypeVar("_LayerClass", bound=type[EncoderLayer])
@@ -74,8 +77,15 @@ _LayerClass = TypeVar("_LayerClass", bound=type[EncoderLayer])
 def register_layer(name: str, config: type) -> Callable[[_LayerClass], _LayerClass]:
     """Return a class decorator that registers a subclass of `EncoderLayer`.
 
-    The class is called with (config, dim, dropout, attention_dropout, activation_dropout), see `build_layer`. Arguments
-    and exceptions are those of `registry.register_attention`, but there is no default for `config`.
+    `build_layer` calls the class with (config, dim, dropout, attention_dropout, activation_dropout).
+
+    Args:
+        name: the value of --attention that selects the class.
+        config: the dataclass of its options, whose fields are made with `option`.
+
+    Raises (when the decorator is applied):
+        ValueError: if the name is already registered.
+        TypeError: if `config` is not a dataclass.
     """
     return register_in(LAYER_REGISTRY, name, config)
 
@@ -97,10 +107,11 @@ def build_layer(
         dropout: dropout probability of the output of a unit.
         attention_dropout: dropout probability of attention weights.
         activation_dropout: dropout probability of the input of a unit's last projection.
-        options: values for the fields of the options dataclass; fields that are left out keep their defaults.
+        options: values for the fields of the options dataclass. Other fields keep their defaults.
 
     Raises:
-        ValueError: as `registry.build_attention` does, or if the name belongs to an attention.
+        ValueError: if the name or an option is unknown, if an option has a value that is not allowed, or if the name
+            belongs to an attention.
     """
     config = checked_config(name, options)
     if name not in LAYER_REGISTRY:
@@ -110,9 +121,10 @@ def build_layer(
 
 
 def check_attention_spec(spec: str) -> None:
-    """Raise ValueError if an attention spec (see `registry.parse_attention_spec`) cannot be built.
+    """Raise ValueError if the mechanism that an attention spec describes cannot be built.
 
-    To check it, the mechanism is built with one head of 64 features and discarded.
+    The mechanism is built with one head of 64 features and then discarded. `registry.parse_attention_spec` describes
+    the syntax of a spec.
     """
     name, options = parse_attention_spec(spec)
     if name in LAYER_REGISTRY:

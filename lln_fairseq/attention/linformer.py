@@ -26,13 +26,13 @@ class LinformerConfig:
 
 @register_attention("linformer", LinformerConfig)
 class LinformerAttention(Attention):
-    """softmax(q (E k)ᵀ / √D) F v with learned E and F of shape (k, max_positions) (eq. 7 of the paper).
+    """softmax(q (E k)ᵀ / √D) F v with learned matrices E and F (eq. 7 of the paper).
 
-    Token j is weighted by column j of E and F, so a model cannot process sequences longer than max_positions, and
-    columns are only trained up to the length of the training sequences. Padded keys and values count as 0, so a short
-    sequence uses the first columns only. Attention dropout applies to the weights of the projected keys. E and F are
-    initialized from N(0, 1/k), the random projections of Theorem 1. The paper can also share projections between
-    layers; here every layer has its own. Sequences longer than max_positions raise ValueError.
+    E and F are (projected_length, max_positions). Column j of E and F holds the weights of token j. So forward raises
+    ValueError for a sequence longer than max_positions, and only the columns up to the length of the training sequences
+    are trained. Keys and values at padding positions count as 0. Attention dropout applies to the weights of the
+    projected keys. E and F are initialized from N(0, 1 / projected_length), the random projections of Theorem 1. The
+    paper can also share projections between layers; here every layer has its own.
     """
 
     config: LinformerConfig
@@ -67,9 +67,13 @@ class LinformerAttention(Attention):
         return (q @ (key_projection @ k).mT / self.head_dim**0.5).softmax(dim=-1) @ value_projection
 
     def _projections(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E and F, each (H or 1, k, N), for the length and in the dtype of q (B, H, N, D).
+        """Return E and F for the sequences of q (B, H, N, D).
 
-        Raises ValueError if N exceeds max_positions.
+        Returns:
+            Two tensors (H or 1, projected_length, N) in the dtype of q.
+
+        Raises:
+            ValueError: if N exceeds max_positions.
         """
         length = q.shape[2]
         if length > self.max_positions:
@@ -81,7 +85,15 @@ class LinformerAttention(Attention):
 
     @staticmethod
     def _project(weights: Tensor, x: Tensor) -> Tensor:
-        """Multiply x (B, H, N, D) by weights (H or 1, k, N), which gives (B, H, k, D)."""
+        """Project the tokens of x (B, H, N, D) with E or F.
+
+        Args:
+            weights: (H or 1, projected_length, N).
+            x: keys or values.
+
+        Returns:
+            (B, H, projected_length, D).
+        """
         if weights.shape[0] > 1:
             return torch.einsum("hkn,bhnd->bhkd", weights, x)
         # One matrix product for all heads.

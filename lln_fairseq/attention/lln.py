@@ -32,9 +32,12 @@ class LLNConfig:
 class MomentMatchedAttention(Attention):
     """Base class of attentions that have α and β.
 
-    α and β are fixed numbers, or matched to the queries and keys of every call. With gain="learned", each head
-    multiplies each of them by a learned factor. Raises ValueError if only one of α and β is given, or if one is not
-    positive.
+    α and β are fixed numbers if config.alpha and config.beta are set. Otherwise moment matching computes them from the
+    queries and keys of every call. With config.gain="learned", each head multiplies α by one learned factor and β by
+    another.
+
+    Raises:
+        ValueError: if only one of config.alpha and config.beta is set, or if one of them is not positive.
     """
 
     shard_multiple: int | None = 1
@@ -64,9 +67,13 @@ class MomentMatchedAttention(Attention):
     def moment_matching_arguments(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> dict[str, Any]:
         """Return the keyword arguments of `lln_attention` and `lln_diag_attention` that determine α and β.
 
-        Without a learned gain these are the options, so that the function can match the moments while it reads the
-        queries and keys. With a learned gain they are α and β themselves, (B, H), with a gradient to the gain. The
-        group of workers is always included. The arguments are those of `attention_matrix`.
+        Without a learned gain, these are the options, so that the function itself can match the moments while it reads
+        the queries and keys. With a learned gain, they are α and β, both (B, H), through which gradients flow to the
+        gain. The group of workers is always included.
+
+        Args:
+            q, k: queries and keys (B, H, N, D).
+            key_padding_mask: bool (B, N), True = padded, or None.
         """
         if self.log_gain is None:
             return {
@@ -80,7 +87,7 @@ class MomentMatchedAttention(Attention):
         return {"alpha": alpha, "beta": beta, "group": self.group}
 
     def _differentiable_alpha_beta(self, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return α and β (B, H), multiplied by the learned gains if there are any, with gradients to the gains."""
+        """Return α and β, both (B, H), multiplied by the learned gain if there is one. Gradients flow to the gain."""
         config = self.config
         if config.alpha is None or config.beta is None:
             alpha, beta = match_moments(q, k, mask, config.scope, config.constants, group=self.group)

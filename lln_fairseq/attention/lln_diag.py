@@ -48,7 +48,7 @@ class LLNDiagConfig(LLNConfig):
 
 
 def check_global_tokens(text: str, mix: str) -> None:
-    """Raise ValueError if `text` is no value of the option global_tokens, or the mix does not support it."""
+    """Raise ValueError if the option global_tokens cannot have the value `text`, or if the mix has no global tokens."""
     if text == NO_GLOBAL_TOKENS:
         return
     if text != FIRST_SEGMENT and not (text.isdecimal() and int(text) > 0):
@@ -61,9 +61,12 @@ def check_global_tokens(text: str, mix: str) -> None:
 class LLNDiagAttention(MomentMatchedAttention):
     """LLN+Diag: ½ (LLN + block-diagonal softmax), as in the paper, or another mix of the two.
 
-    ops/joint.py defines the mixes joint and joint_offset. Attention dropout applies to the block-diagonal part, and to
-    the global tokens. Raises ValueError if `global_tokens` is not an option of the mix, or neither a positive number
-    nor one of its words.
+    ops/joint.py defines the mixes joint and joint_offset. Attention dropout applies to the softmax inside the blocks
+    and to the softmax of the global tokens.
+
+    Raises:
+        ValueError: if config.global_tokens is not "none", "first_segment" or a positive number, or if the mix has no
+            global tokens. Also under the conditions of `MomentMatchedAttention`.
     """
 
     linearize_options: ClassVar[Mapping[str, Any]] = {"mix": "joint_offset", "gain": "learned", "block_size": 64}
@@ -126,9 +129,10 @@ class LLNDiagAttention(MomentMatchedAttention):
         )
 
     def branches(self) -> dict[str, Attention]:
-        """Return LLN attention, which shares this attention's learned gain, and softmax inside the blocks.
+        """Return the two attentions that this mechanism combines: "LLN only" and "Diag only".
 
-        With global tokens, the second one also has softmax from and to the global tokens.
+        "LLN only" is LLN attention with the same learned gain, if there is one. "Diag only" is softmax attention inside
+        the blocks and, with global tokens, also from and to the global tokens.
         """
         sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
         lln_options = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(LLNConfig)}
@@ -142,7 +146,14 @@ class LLNDiagAttention(MomentMatchedAttention):
         return {"LLN only": lln, "Diag only": diag}
 
     def _global_tokens(self) -> int | Tensor | None:
-        """Return the number of global tokens, one for all sequences or (B,), or None if there are none."""
+        """Return the number of global tokens of every sequence.
+
+        Returns:
+            An int that holds for all sequences, a tensor (B,) if the option is first_segment, or None if it is none.
+
+        Raises:
+            ValueError: if the option is first_segment and `segment_lengths` has not been set.
+        """
         if self.global_tokens == NO_GLOBAL_TOKENS:
             return None
         if not self.needs_segments:
@@ -155,13 +166,20 @@ class LLNDiagAttention(MomentMatchedAttention):
         return self.segment_lengths.clamp(max=MAX_GLOBAL_TOKENS)
 
     def _head_offset(self) -> float | Tensor | None:
-        """Return the learned offset of every head, (H,), or None unless the mix is joint_offset."""
+        """Return the learned offset of every head, (H,), for the mix joint_offset; None for another mix."""
         if self.config.mix == "joint_offset":
             return self.offset
         return None
 
     def _mix_per_feature(self, lln: Tensor, diag: Tensor) -> Tensor:
-        """Combine both outputs, each (B, H, N, D), with the learned weights of the mixes ratio and scale."""
+        """Combine the outputs of LLN and of block-diagonal softmax for the mixes ratio and scale.
+
+        Args:
+            lln, diag: the outputs, each (B, H, N, D).
+
+        Returns:
+            Their sum with the learned weights, (B, H, N, D).
+        """
         ratio = self.ratio.to(lln.dtype)
         if self.config.mix == "ratio":
             return ratio * lln + (1 - ratio) * diag
@@ -169,9 +187,10 @@ class LLNDiagAttention(MomentMatchedAttention):
 
 
 class InsideAttention(LLNDiagAttention):
-    """A joint mix without the weights of LLN: softmax over the block and the global tokens.
+    """A joint mix in which LLN has no weight: softmax over the tokens of the block and the global tokens.
 
-    Global tokens attend to all tokens. A token whose block has no real key, without global tokens, gets LLN attention.
+    Global tokens attend to all tokens. A token gets LLN attention if all tokens of its block are padding and there are
+    no global tokens before the block.
     """
 
     def __init__(

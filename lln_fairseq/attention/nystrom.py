@@ -32,13 +32,15 @@ class NystromConfig:
 class NystromAttention(Attention):
     """P = softmax(q k̃ᵀ / √D) Z softmax(q̃ kᵀ / √D) with Z ≈ softmax(q̃ k̃ᵀ / √D)⁺ (Algorithm 1 of the paper).
 
-    q̃ and k̃ are the means of `landmarks` segments of the real tokens of each sequence. In a sequence of at most
-    `landmarks` tokens every token is a landmark. P would then be S S⁺ S = S, so it is computed as the softmax S. The
-    optional convolution over the tokens of v adds its output to P v; each head has its own kernel, and padded values
-    count as 0.
+    The landmarks q̃ and k̃ are means of the queries and keys over segments of each sequence, see `ops/landmarks.py`. In a
+    sequence of at most `landmarks` tokens every token is a landmark. P would then be S S⁺ S = S for the softmax S, so S
+    itself is used. An optional convolution over the tokens of v is added to P v. Each head has its own convolution
+    kernel, and values at padding positions count as 0.
 
     The product of the three matrices is never formed, so attention dropout does not apply, as in the published code.
-    Raises ValueError if conv_kernel is even and not 0.
+
+    Raises:
+        ValueError: if config.conv_kernel is even and not 0.
     """
 
     config: NystromConfig
@@ -66,9 +68,10 @@ class NystromAttention(Attention):
         return out + self._convolve(v, self.conv.weight)
 
     def _landmark_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Compute P v without the convolution, for a batch that is longer than the number of landmarks.
+        """Compute P v without the convolution, for N greater than the number of landmarks.
 
-        Arguments and result have the shapes of `forward`. Short sequences in the batch get exact softmax attention.
+        The arguments and the result have the shapes of `forward`. A sequence of the batch gets exact softmax attention
+        if it has at most as many tokens as there are landmarks, not counting padding.
         """
         landmarks = Landmarks(q.shape[2], self.config.landmarks, key_padding_mask, q.device)
         q_mean = landmarks.means(q)
@@ -86,14 +89,22 @@ class NystromAttention(Attention):
         return softmax_attention(q, k_mean, values, landmarks.padding)
 
     def _convolve(self, v: Tensor, weight: Tensor) -> Tensor:
-        """Compute Σ_t w_t v_{i + t - width // 2} for every head of v (B, H, N, D), with zeros beyond both ends.
+        """Compute the convolution Σ_t w_t v_{i + t - width // 2} for every token i, with zeros beyond both ends.
 
-        weight is w, (H, 1, width, 1). The result is (B, H, N, D).
+        Args:
+            v: (B, H, N, D).
+            weight: w for every head, (H, 1, width, 1).
+
+        Returns:
+            (B, H, N, D).
         """
         return F.conv2d(v, weight.to(v.dtype), padding=(self.config.conv_kernel // 2, 0), groups=self.num_heads)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute P sequence by sequence, with the pseudo-inverse iteration applied to singular values."""
+        """Compute P, including the convolution, one sequence after another.
+
+        The iteration of the pseudo-inverse is applied to the singular values of the matrix.
+        """
         batch, heads, length, _ = q.shape
         matrix = q.new_zeros(batch, heads, length, length)
         padding = explicit_mask(key_padding_mask, q)
@@ -107,9 +118,14 @@ class NystromAttention(Attention):
         return matrix
 
     def _sequence_matrix(self, q: Tensor, k: Tensor, tokens: Tensor) -> Tensor:
-        """Compute the columns (H, N, n) of P that belong to the n real tokens of one sequence, without the convolution.
+        """Compute the columns of P for one sequence, without the convolution and without the columns of padding.
 
-        q and k are (H, N, D). tokens (n,) are the positions of the real tokens in ascending order, at least one.
+        Args:
+            q, k: (H, N, D).
+            tokens: (n,) the positions of the tokens that are not padding, in ascending order, with n >= 1.
+
+        Returns:
+            (H, N, n).
         """
 
         def softmax(x: Tensor, y: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ class PerformerAttention(Attention):
     In expectation φ(q)·φ(k) = exp(q·k / √D) (Lemma 1 of the paper). The computation uses the logarithms of the
     features, so nothing overflows and no epsilon is needed. P is never formed, so attention dropout does not apply.
 
-    Features only change during training and are saved with the parameters. The next draw depends on a seed, which is
-    taken from torch's global generator on construction, and on the number of training passes so far. Both are saved, so
-    a resumed run and all workers draw the same features as an uninterrupted run.
+    The features change only during training, and they are saved with the parameters. A new draw depends on the number
+    of training passes so far and on a seed, which is drawn from torch's global generator when the object is created.
+    Both are saved, so a resumed run draws the same features as an uninterrupted run, and so do all workers.
 
-    A model in half precision rounds ω, for queries and keys alike. The directions change by about one part in a
-    thousand, and the kernel remains the same.
+    A model in half precision rounds ω. This changes the directions by about one part in a thousand, in the same way for
+    queries and keys, so the kernel remains the same.
     """
 
     config: PerformerConfig
@@ -62,38 +62,39 @@ class PerformerAttention(Attention):
         return reference.kernel_matrix(phi_q, phi_k, key_padding_mask)
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return features (B, H, N, M) that give the same P as φ.
+        """Return features of the queries and the keys, each (B, H, N, M), that give the same P as φ.
 
-        They differ from φ by a factor per query and a factor per feature, which keep them from overflowing.
+        They are rescaled by `balanced_features`, so that they cannot overflow.
         """
         log_phi_q, log_phi_k = log_features(q, k, self.omega(q.dtype))
         return balanced_features(log_phi_q, log_phi_k, key_padding_mask)
 
     def omega(self, dtype: torch.dtype) -> Tensor:
-        """Return ω / D^¼, (D, M), in float32 or, for a dtype of float64, in float64.
+        """Return a copy of ω / D^¼ as (D, M), in float64 if `dtype` is float64, otherwise in float32.
 
-        It is a copy, so drawing new features does not invalidate the graph of an earlier forward pass.
+        Because it is a copy, drawing new features does not invalidate the graph of an earlier forward pass.
         """
         return self.projection.to(compute_dtype(dtype)).mT * self.head_dim**-0.25
 
     def get_extra_state(self) -> Tensor:
-        """Return the seed and the number of training passes, which state_dict saves."""
+        """Return the seed and the number of training passes, (2,), which state_dict saves."""
         return torch.tensor([self.seed, self.forwards])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the seed and the number of training passes. The projection is loaded as a buffer."""
+        """Restore the seed and the number of training passes. load_state_dict restores the projection, a buffer."""
         self.seed, self.forwards = state.tolist()
 
     def _count_forward(self) -> None:
-        """Count a training pass, and draw a new projection in place if it is due."""
+        """Add 1 to the number of training passes. After every `redraw_every` passes, draw a new projection in place."""
         self.forwards += 1
         if self.config.redraw_every and self.forwards % self.config.redraw_every == 0:
             self.projection.copy_(self._draw_projection())
 
     def _draw_projection(self) -> Tensor:
-        """Draw ω (M, D) in float32 from the seed and the number of training passes.
+        """Draw ω, (M, D) in float32. The same seed and number of training passes give the same ω.
 
-        Every row is standard normal, which makes the kernel unbiased. Rows within a block of D rows are orthogonal.
+        Every row is standard normal, which makes the kernel unbiased. The rows within each block of D rows are
+        orthogonal.
         """
         generator = torch.Generator().manual_seed(self.seed + self.forwards)
         num_features = self.config.num_features

@@ -24,18 +24,18 @@ class ReformerAttention(Attention):
     """LSH attention: P_ij = c_ij e^{q_i·k_j / √D} / Σ_l c_il e^{q_i·k_l / √D}.
 
     c_ij is the number of rounds in which query i attends to key j. Every round assigns queries and keys to the buckets
-    h(x) = argmax [xR, -xR] with a random R (section 2 of the paper), and sorts both by bucket. m consecutive sorted
-    queries form a chunk, which attends to 3 m consecutive sorted keys, centered on the bucket of its middle query.
-    Rounds are weighted by their sums of exponentials. As in the published code, a key that a query meets in two rounds
-    counts twice, and the 3 m keys are not masked if they are in other buckets. A sequence of at most 3 m tokens
-    therefore gets exact softmax attention.
+    h(x) = argmax [xR, -xR] with a random R (section 2 of the paper), and sorts both by bucket. m = `chunk_size`
+    consecutive sorted queries form a chunk. The chunk attends to 3 m consecutive sorted keys, which are centered on the
+    bucket of the chunk's middle query. The outputs of the rounds are weighted by their sums of exponentials. As in the
+    published code, a key that a query attends to in two rounds counts twice, and keys from other buckets are not
+    masked. So a sequence of at most 3 m tokens gets exact softmax attention.
 
-    The paper sets k = q / |q| and sorts tokens, so that queries and keys of a bucket share a chunk, and masks the
+    The paper sets k = q / |q|, sorts the tokens, so that queries and keys of a bucket share a chunk, and masks the
     diagonal. Here the keys are independent of the queries, and both are sorted separately.
 
-    A sequence of n real tokens has 2 ⌈n / 2m⌉ buckets and its padding is sorted to the end, so the result does not
-    depend on the batch. During training, every forward pass draws its own R. Evaluation uses one R, which is drawn on
-    construction from a seed that is saved. The arguments are those of `Attention`.
+    A sequence with n tokens that are not padding has 2 ⌈n / 2m⌉ buckets, and its padding is sorted to the end. So the
+    result does not depend on the rest of the batch. During training, every forward pass draws a new R. Evaluation
+    always uses the same R, which is drawn when the object is created, from a seed that is saved.
     """
 
     config: ReformerConfig
@@ -63,9 +63,15 @@ class ReformerAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _hash_round(self, q: Tensor, k: Tensor, v: Tensor, rotation: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the attention of one round of hashing with R (H, D, directions) for q, k, v (B, H, N, D).
+        """Compute the attention of one round of hashing.
 
-        Return the output (B, H, N, D), and the logsumexp of the scores of every query, (B, H, N).
+        Args:
+            q, k, v: (B, H, N, D).
+            rotation: R, (H, D, directions).
+            padding: bool (B, N), True = padded.
+
+        Returns:
+            The output (B, H, N, D), and the logsumexp of the scores of every query, (B, H, N).
         """
         length = q.shape[2]
         q_bucket = self.buckets(q, rotation, padding)
@@ -87,7 +93,9 @@ class ReformerAttention(Attention):
         return _gather_rows(out.flatten(2, 3), original_order), log_sum
 
     def buckets(self, x: Tensor, rotation: Tensor, padding: Tensor) -> Tensor:
-        """Assign every token to a bucket. A sequence of n real tokens uses only the first ⌈n / 2m⌉ directions.
+        """Assign every token to a bucket.
+
+        A sequence with n tokens that are not padding uses only the first ⌈n / 2m⌉ directions.
 
         Args:
             x: queries or keys (B, H, N, D).
@@ -95,7 +103,8 @@ class ReformerAttention(Attention):
             padding: bool (B, N), True = padded.
 
         Returns:
-            The bucket of every token, (B, H, N). Padded tokens get 2 · directions, which sorts them to the end.
+            The bucket of every token, (B, H, N). Padding tokens get the bucket 2 · directions, which sorts them to the
+            end.
         """
         with torch.autocast(x.device.type, enabled=False):
             projected = x.float() @ rotation.float()  # (B, H, N, directions)
@@ -116,9 +125,11 @@ class ReformerAttention(Attention):
             padding: bool (B, N), True = padded.
 
         Returns:
-            The positions of the queries in sorted order, (B, H, chunks · m), filled up with numbers beyond N - 1.
-            The positions of the keys of every chunk, (B, H, chunks, 3 m).
-            bool (B, H, chunks, 3 m), False for keys that a sequence of fewer than 3 m tokens does not have.
+            query_order: the positions of the queries in sorted order, (B, H, chunks · m). Positions above N - 1 fill up
+                the last chunk.
+            key_index: the positions of the keys that every chunk attends to, (B, H, chunks, 3 m).
+            is_attended: bool (B, H, chunks, 3 m). False for the places of key_index that a sequence with fewer than 3 m
+                tokens does not use.
         """
         length = padding.shape[1]
         m = self.config.chunk_size
@@ -144,9 +155,9 @@ class ReformerAttention(Attention):
         return q_order, key_index, is_attended
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute P of evaluation mode by counting chunk by chunk which queries attend to which keys.
+        """Compute P in evaluation mode, by counting chunk by chunk which queries attend to which keys.
 
-        The hashes are computed as in forward.
+        The buckets are computed with the same code as in forward.
         """
         padding = explicit_mask(key_padding_mask, q)
         batch, heads, length, _ = q.shape
@@ -162,9 +173,12 @@ class ReformerAttention(Attention):
         return scores.softmax(dim=-1).masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _count_attended(self, counts: Tensor, q_bucket: list[int], k_bucket: list[int], num_real: int) -> None:
-        """Add 1 to counts (N, N), in place, for every query and key that meet in one round of one head.
+        """Add 1 to counts_ij if query i attends to key j in one round of one head.
 
-        q_bucket and k_bucket hold the bucket of each of the N tokens, of which num_real are real.
+        Args:
+            counts: (N, N), changed in place.
+            q_bucket, k_bucket: the buckets of the N queries and of the N keys.
+            num_real: the number of tokens that are not padding.
         """
         if num_real == 0:
             return
@@ -187,21 +201,32 @@ class ReformerAttention(Attention):
         return torch.tensor(self.seed)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the seed and draw the rotations from it again, in place."""
+        """Restore the seed, and overwrite the rotations with those that the seed gives."""
         self.seed = int(state)
         self.rotations.copy_(self._draw_rotations())
 
     def _draw_rotations(self) -> Tensor:
-        """Draw R (hashes, H, D, directions) from the seed, with a direction for every 2 m tokens of max_positions."""
+        """Draw R from the seed.
+
+        Returns:
+            (hashes, H, D, directions), with one direction for every 2 m tokens of max_positions.
+        """
         num_directions = -(-self.max_positions // (2 * self.config.chunk_size))
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(self.config.hashes, self.num_heads, self.head_dim, num_directions, generator=generator)
 
 
 def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows index (B, H, M) of x (B, H, N, D), as (B, H, M, D).
+    """Return the rows of x that `index` selects, for every sequence and head.
 
-    This is an embedding lookup because the gradient of `gather` is slow.
+    An embedding lookup is used, because the gradient of `gather` is slow.
+
+    Args:
+        x: (B, H, N, D).
+        index: (B, H, M), numbers of rows from 0 to N - 1.
+
+    Returns:
+        (B, H, M, D).
     """
     batch, heads, length, dim = x.shape
     first_row = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * length

@@ -1,4 +1,4 @@
-"""Define the base class of attention mechanisms, and the registry behind `--attention NAME`.
+"""The base class of attentions, and the registry of the mechanisms that `--attention NAME` selects.
 
 A mechanism is one file: a dataclass with its options, a subclass of `Attention` and a decorator.
 
@@ -72,8 +72,8 @@ class Attention(nn.Module):
             key_padding_mask: bool (B, N), True = padded, or None if nothing is padded.
 
         Returns:
-            (B, H, N, D). Padding can hold any values, even NaN, without changing the outputs of real tokens. The
-            outputs of padded tokens are finite but meaningless.
+            (B, H, N, D). The inputs can hold any values at padding positions, even NaN, without changing the outputs of
+            the other tokens. The outputs at padding positions are finite but meaningless.
         """
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class Attention(nn.Module):
             key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
-            P (B, H, N, N), with 0 in the columns of padded keys.
+            P (B, H, N, N), with 0 in the columns of padding keys.
 
         Raises:
             ValueError: if `has_matrix` is False. The message must contain "no single attention matrix".
@@ -99,36 +99,49 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor] | None:
         """Return the features φ(Q) and φ(K) of a linear attention.
 
-        P is φ(Q) φ(K)ᵀ with every row divided by its sum over the keys that are not padded. The analysis uses the
-        features to compute spectral gaps exactly at any length. Arguments are those of `attention_matrix`.
+        P is φ(Q) φ(K)ᵀ with every row divided by its sum over the keys that are not padding. The analysis uses the
+        features to compute spectral gaps exactly at any length.
+
+        Args:
+            q, k: queries and keys (B, H, N, D).
+            key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
-            φ(Q) and φ(K), each (B, H, N, F), or None if P has no such form with an F that is independent of N.
+            φ(Q) and φ(K), each (B, H, N, F) with an F that does not depend on N. None if P does not have this form.
         """
         return None
 
     def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         """Return the α and β that LLN attention uses for these queries and keys.
 
-        The analysis derives the temperature τ of LLN attention from them. Arguments are those of `attention_matrix`.
+        The analysis derives the temperature τ of LLN attention from them.
+
+        Args:
+            q, k: queries and keys (B, H, N, D).
+            key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
-            α and β, each (B, H) and detached from the graph, or None if the mechanism contains no LLN attention.
+            α and β, each (B, H) and without gradient. None if the mechanism contains no LLN attention.
         """
         return None
 
     def branches(self) -> dict[str, "Attention"]:
         """Return the attentions that this mechanism combines, so that each can be measured by itself.
 
-        Each is a complete attention with the same options; the key is its name in reports. The dictionary is empty for
-        a mechanism that is not a combination.
+        Returns:
+            A dict from names for reports to complete attentions with the same options. It is empty for a mechanism that
+            does not combine attentions.
         """
         return {}
 
     def set_depth(self, layer: int, layers: int) -> None:
-        """Tell the mechanism that it is in layer `layer` (counted from 0) of an encoder with `layers` layers.
+        """Tell the mechanism its position in the encoder. Override this method in mechanisms that depend on the depth.
 
-        The encoder calls this once after it has been built. Override it in mechanisms that depend on the depth.
+        The encoder calls it once for each of its layers, after all layers have been built.
+
+        Args:
+            layer: the index of the layer, counted from 0.
+            layers: the number of layers of the encoder.
         """
 
     @property
@@ -179,7 +192,14 @@ def register_attention(name: str, config: type = NoOptions) -> Callable[[_Module
 def register_in(registry: dict[str, RegistryEntry], name: str, config: type) -> Callable[[_ModuleClass], _ModuleClass]:
     """Return a class decorator that adds a class to one of the two registries, and returns the class unchanged.
 
-    Names must be unique over both registries. Raises as `register_attention` does.
+    Args:
+        registry: ATTENTION_REGISTRY or LAYER_REGISTRY.
+        name: the value of --attention that selects the class. It must be unique over both registries.
+        config: the dataclass of its options.
+
+    Raises (when the decorator is applied):
+        ValueError: if the name is already registered.
+        TypeError: if `config` is not a dataclass.
     """
 
     def register(cls: _ModuleClass) -> _ModuleClass:
@@ -197,8 +217,8 @@ def option(default: Any, help: str, choices: tuple[str, ...] | None = None, at_l
     """Declare a field of an options dataclass.
 
     Args:
-        default: the default value. None means that the class computes a default itself. None is not compared with
-            `at_least`, but must be one of `choices` if there are any.
+        default: the default value. With None, the mechanism computes the default itself. None is allowed even if
+            `at_least` is set, but it must be one of `choices` if there are any.
         help: the help text of the command-line flag.
         choices: the allowed values of a string option.
         at_least: the smallest allowed value of a number.
@@ -213,12 +233,13 @@ def build_attention(
 
     Args:
         name: a key of ATTENTION_REGISTRY.
-        num_heads, head_dim, max_positions, dropout: as for `Attention`.
-        options: values for the fields of the options dataclass; fields that are left out keep their defaults.
+        num_heads, head_dim, max_positions, dropout: the arguments of `Attention`.
+        options: values for the fields of the options dataclass. Other fields keep their defaults.
 
     Raises:
-        ValueError: if the name or an option is unknown (the message lists the known ones), if an option has a value
-            that is not allowed, or if the name belongs to a mechanism that replaces a whole encoder layer.
+        ValueError: if the name or an option is unknown, if an option has a value that is not allowed, or if the name
+            belongs to a mechanism that replaces a whole encoder layer. For an unknown name or option, the message lists
+            the known ones.
     """
     config = checked_config(name, options)
     reject_layer_mechanism(name, "cannot be built as an attention of queries, keys and values: use build_layer")
@@ -227,7 +248,7 @@ def build_attention(
 
 
 def reject_layer_mechanism(name: str, reason: str) -> None:
-    """Raise ValueError if the mechanism replaces a whole encoder layer. Unknown names pass.
+    """Raise ValueError if the mechanism `name` replaces a whole encoder layer. An unknown name raises nothing.
 
     The message is "NAME replaces the whole encoder layer, and REASON".
     """
@@ -240,7 +261,7 @@ def checked_config(name: str, options: dict[str, Any]) -> Any:
 
     Args:
         name: a key of MECHANISMS.
-        options: values for fields of the dataclass; fields that are left out keep their defaults.
+        options: values for fields of the dataclass. Other fields keep their defaults.
 
     Raises:
         ValueError: if the name or an option is unknown, if a value is not among the choices or below the minimum, or
@@ -274,8 +295,11 @@ def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapp
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     """Parse strings such as "mix=ratio" and "block_size=16" into {"mix": "ratio", "block_size": 16}.
 
-    A value that is valid JSON (a number, true, false, null) is converted, anything else stays a string. If an option
-    occurs twice, the last value counts. A string without "=" raises ValueError.
+    A value that is valid JSON, such as a number, true, false or null, is converted. Any other value stays a string. If
+    an option occurs twice, the last value is used.
+
+    Raises:
+        ValueError: if a string contains no "=".
     """
     options = {}
     for pair in pairs:
@@ -287,10 +311,12 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_attention_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Parse an attention spec, NAME or NAME:OPTION=VALUE,OPTION=VALUE, into the name and the options.
+    """Parse an attention spec, NAME or NAME:OPTION=VALUE,OPTION=VALUE, into the name and a dict of the options.
 
-    Benchmarks and comparisons name mechanisms this way. An option without "=" raises ValueError. Neither the name nor
-    the options are checked against the registry; `layers.check_attention_spec` does that.
+    Neither the name nor the options are compared with the registry: `layers.check_attention_spec` does that.
+
+    Raises:
+        ValueError: if an option contains no "=".
     """
     name, _, options = spec.partition(":")
     return name, parse_options(pair for pair in options.split(",") if pair)
@@ -305,10 +331,11 @@ def _parse_value(text: str) -> Any:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown word.
+    """Return the end of an error message about a word that is not among the known words.
 
-    It is "; did you mean 'NEAREST'? (known: A, B)", without the question if no known word is similar, and with
-    "(known: none)" if there are none.
+    Returns:
+        "; did you mean 'NEAREST'? (known: A, B)", or " (known: A, B)" if no known word is similar to `word`, or
+        " (known: none)" if there are no known words.
     """
     names = sorted(known)
     listing = f" (known: {', '.join(names) or 'none'})"

@@ -1,13 +1,13 @@
-"""The first segments of a batch of token ids, for attentions that treat their tokens as global."""
+"""The lengths of the first segments of sequences, for attentions whose global tokens are the first segment."""
 
 from torch import Tensor
 
 
 def first_segment_lengths(tokens: Tensor, eos: int) -> Tensor:
-    """Return the number of tokens of the first segment of every sequence, without waiting for a GPU.
+    """Return the number of tokens in the first segment of every sequence, without waiting for a GPU.
 
-    In a pair, `<s> A </s></s> B </s>`, the first segment ends with the first of the two adjacent </s>. A sequence
-    without two adjacent </s> is not a pair, and only its first token counts.
+    In a pair of texts, `<s> A </s></s> B </s>`, the first segment ends with the first of the two adjacent </s>. A
+    sequence without two adjacent </s> is not a pair, and its first segment is its first token.
 
     Args:
         tokens: token ids (B, N).

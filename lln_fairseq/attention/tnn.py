@@ -1,4 +1,7 @@
-"""TNN: gated Toeplitz units, which mix tokens by their distance only (Qin et al. 2023, arXiv 2305.04749)."""
+"""TNN: gated Toeplitz units, in which only the distance of two tokens decides how they mix.
+
+Qin et al. 2023, arXiv 2305.04749.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from lln_fairseq.attention.layers import EncoderLayer, register_layer
 from lln_fairseq.attention.registry import option
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 
-EXPANSION = 3  # width within the Toeplitz unit / d
+EXPANSION = 3  # E / d: the width within the Toeplitz unit, divided by the number of features of a token
 EPSILON = 1e-6  # added to mean squares
 
 
@@ -32,10 +35,10 @@ class InputDtypeLinear(nn.Linear):
 
 
 class RelativePositionEncoder(nn.Module):
-    """The relative position encoder (section 3.3 of the paper), a network from a distance k to a weight per channel.
+    """The relative position encoder RPE (section 3.3 of the paper): a network that maps a distance to channel weights.
 
-    RPE(k) = Linear(1, h), then `rpe_layers` times [norm, ReLU, Linear(h, h)], then norm, ReLU, Linear(h, E), where h is
-    `rpe_dim` and E is the number of `channels`.
+    It is Linear(1, h), then `rpe_layers` times norm, ReLU and Linear(h, h), then norm, ReLU and Linear(h, E), where h
+    is `rpe_dim` and E is the number of `channels`.
     """
 
     def __init__(self, config: TnnConfig, channels: int) -> None:
@@ -45,9 +48,14 @@ class RelativePositionEncoder(nn.Module):
 
     @without_autocast
     def forward(self, distances: Tensor) -> Tensor:
-        """Compute the weights (M, E) of the distances (M,), which are integers of either sign.
+        """Compute one weight per channel for each distance.
 
-        The result is float32, or float64 for a model in float64. Half precision could not represent the distances.
+        Args:
+            distances: (M,) integers of either sign.
+
+        Returns:
+            (M, E) in float32, or in float64 if the parameters are float64. Half precision could not represent the
+            distances.
         """
         first, *rest = self.layers
         parameter_dtype = next(self.parameters()).dtype
@@ -58,11 +66,18 @@ class RelativePositionEncoder(nn.Module):
 
 
 class GatedToeplitzUnit(nn.Module):
-    """Gated Toeplitz unit (section 3.2 of the paper): o = (SiLU(x̂ W_u) ∘ T SiLU(x̂ W_v)) W_o for normalized tokens x̂.
+    """Gated Toeplitz unit (section 3.2 of the paper): (SiLU(x̂ W_u) ∘ T SiLU(x̂ W_v)) W_o for normalized tokens x̂.
 
-    Tokens have d = `dim` features, and the width within the unit is E = 3 d. T is one Toeplitz matrix per channel,
-    T_ij = γ^|i-j| RPE(i - j). The values SiLU(x̂ W_v) are 0 at padding. `activation_dropout` is the dropout probability
-    of the input of W_o. A gamma outside (0, 1] raises ValueError.
+    x̂ is (B, N, d), and the width within the unit is E = 3 d. T has one Toeplitz matrix (N, N) for each of the E
+    channels, T_ij = γ^|i-j| RPE(i - j). SiLU(x̂ W_v) is set to 0 at padding.
+
+    Args:
+        config: the options.
+        dim: d, the number of features of a token.
+        activation_dropout: dropout probability of the input of W_o.
+
+    Raises:
+        ValueError: if config.gamma is not in (0, 1].
     """
 
     def __init__(self, config: TnnConfig, dim: int, activation_dropout: float) -> None:
@@ -90,9 +105,11 @@ class GatedToeplitzUnit(nn.Module):
         return self.out_proj(F.dropout(gate * mixed, self.activation_dropout, self.training))
 
     def mixing_weights(self, length: int, device: torch.device) -> Tensor:
-        """Return the mixing weights t_k = γ^|k| RPE(k) of a sequence of N = `length` tokens, in float32 or float64.
+        """Return the mixing weights t_k = γ^|k| RPE(k) for the distances k in a sequence of N = `length` tokens.
 
-        They are t_0 ... t_{N-1}, t_{-N} ... t_{-1}, the layout (2 N, E) of `toeplitz_product`. t_{-N} is never used.
+        Returns:
+            (2 N, E) in float32 or float64, in the order that `toeplitz_product` needs: t_0 ... t_{N-1}, then
+            t_{-N} ... t_{-1}. t_{-N} is never used.
         """
         distances = torch.arange(2 * length, device=device)
         distances = torch.where(distances < length, distances, distances - 2 * length)
@@ -101,9 +118,11 @@ class GatedToeplitzUnit(nn.Module):
 
 
 class GatedLinearUnit(nn.Module):
-    """Gated linear unit: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3 for normalized tokens x̂, with the width d = `dim` throughout.
+    """Gated linear unit: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3 for normalized tokens x̂, with square matrices W.
 
-    `activation_dropout` is the dropout probability of the input of W_3.
+    Args:
+        dim: d, the number of features of a token.
+        activation_dropout: dropout probability of the input of W_3.
     """
 
     def __init__(self, dim: int, activation_dropout: float) -> None:
@@ -114,9 +133,9 @@ class GatedLinearUnit(nn.Module):
         self.out_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Normalize the tokens x (B, N, d) and apply the unit to each, without the residual connection.
+        """Normalize the tokens x (B, N, d) and apply the unit to each token, without the residual connection.
 
-        The mask is ignored, since no token influences another.
+        The mask is ignored, because no token influences another. The result is (B, N, d).
         """
         x = rms_norm(x)
         gated = F.silu(self.gate_proj(x)) * self.value_proj(x)
@@ -127,8 +146,8 @@ class GatedLinearUnit(nn.Module):
 class TnnLayer(EncoderLayer):
     """A gated Toeplitz unit followed by a gated linear unit.
 
-    Positions enter through the distances only, so the encoder adds no position embeddings. There are no attention
-    weights, so `attention_dropout` has no effect.
+    The distances of the tokens are the only information on their positions: the encoder adds no position embeddings.
+    There are no attention weights, so `attention_dropout` has no effect.
     """
 
     positions = False
@@ -143,13 +162,15 @@ class TnnLayer(EncoderLayer):
 def toeplitz_product(weights: Tensor, v: Tensor) -> Tensor:
     """Compute o_i = Σ_j t_{i-j} v_j for every channel, with an FFT in O(N log N).
 
+    The computation is in float32, or in float64 if v is float64.
+
     Args:
-        weights: t_0 ... t_{N-1}, one arbitrary row, t_{-N+1} ... t_{-1}; (2 N, E). This is the first column of the
-            circulant matrix that contains the Toeplitz matrix.
+        weights: (2 N, E), with the rows t_0 ... t_{N-1}, then one arbitrary row, then t_{-N+1} ... t_{-1}. This is the
+            first column of the circulant matrix that contains the Toeplitz matrix.
         v: (B, N, E).
 
     Returns:
-        (B, N, E) in the dtype of v, computed in float32 (float64 for float64 values).
+        (B, N, E) in the dtype of v.
     """
     length = v.shape[1]
     dtype = compute_dtype(v.dtype)
@@ -160,7 +181,7 @@ def toeplitz_product(weights: Tensor, v: Tensor) -> Tensor:
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square over the last dimension, without a learned gain.
 
-    Computed in float32 (float64 for float64 inputs) and returned in the dtype of x.
+    The computation is in float32, or in float64 for float64 inputs. The result has the shape and dtype of x.
     """
     x_compute = x.to(compute_dtype(x.dtype))
     return (x_compute * (x_compute.square().mean(dim=-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)

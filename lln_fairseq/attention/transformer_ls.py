@@ -1,4 +1,7 @@
-"""Transformer-LS: softmax over a few learned mixtures of all keys and a window (Zhu et al. 2021, arXiv 2107.02192)."""
+"""Transformer-LS: one softmax over the keys in a window and over a few learned mixtures of all keys.
+
+Zhu et al. 2021, arXiv 2107.02192.
+"""
 
 from dataclasses import dataclass
 
@@ -25,12 +28,13 @@ class TransformerLSConfig:
 class TransformerLSAttention(Attention):
     """One softmax over r mixtures of keys and over a window: softmax(q [K̄; K_w]ᵀ / √D) [V̄; V_w] (eqs. 4 to 7).
 
-        K = LN_L(k), V = LN_L(v);  P = softmax over the tokens of k W_p;  K̄ = LN_S(Pᵀ K), V̄ = LN_S(Pᵀ V)
+        K = LN_L(k)         V = LN_L(v)         P = softmax of k W_p over the tokens
+        K̄ = LN_S(Pᵀ K)      V̄ = LN_S(Pᵀ V)
 
-    K_w and V_w are the rows of K and V in the window of the query. Both layer norms act on all heads of a token and are
-    shared by keys and values. W_p (H D, H r) is applied to the keys of all heads, while the paper applies it to the
-    layer's input x. Since k = x W_k, both can learn the same mixtures. Padding enters neither the mixtures nor the
-    windows. Attention dropout applies to the softmax.
+    K_w and V_w are the rows of K and V in the window of the query. Both layer norms act on all heads of a token
+    together, and each is shared by keys and values. W_p (H D, H r) is applied to the keys of all heads, whereas the
+    paper applies it to the input x of the layer. Both can learn the same mixtures, because k = x W_k. Padding tokens
+    are part of neither the mixtures nor the windows. Attention dropout applies to the softmax.
     """
 
     config: TransformerLSConfig
@@ -65,10 +69,17 @@ class TransformerLSAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0).to(q.dtype)
 
     def _mixing_weights(self, k: Tensor, padding: Tensor) -> Tensor:
-        """Compute the mixing weights P (B, H, N, r) from the keys before LN_L, (B, H, N, D), in the dtype of k.
+        """Compute the mixing weights P.
 
-        Each column is a softmax over the real tokens. In a sequence that is all padding it is a softmax over all
-        tokens, because it would otherwise be 0/0.
+        Each column is a softmax over the tokens that are not padding. In a sequence that is all padding, it is a
+        softmax over all tokens, because it would otherwise be 0/0.
+
+        Args:
+            k: the keys before LN_L, (B, H, N, D).
+            padding: bool (B, N), True = padded.
+
+        Returns:
+            (B, H, N, r) in the dtype of k.
         """
         scores = F.linear(k.transpose(1, 2).flatten(2), self.dynamic_proj.weight.to(k.dtype))
         scores = scores.unflatten(-1, (self.num_heads, self.config.rank))
@@ -77,10 +88,15 @@ class TransformerLSAttention(Attention):
         return scores.softmax(dim=1, dtype=compute_dtype(k.dtype)).to(k.dtype).transpose(1, 2)
 
     def _window_scores(self, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
-        """Compute the scores of every scaled query for the normalized keys in its window.
+        """Compute the scores of every query for the keys in its window.
 
-        q and k are (B, H, N, D), padding is bool (B, N). The result is (B, H, N, w + 2 (w // 2)), -inf at padding and
-        beyond the ends of the sequence.
+        Args:
+            q: the queries divided by √D, (B, H, N, D).
+            k: the keys after LN_L, (B, H, N, D).
+            padding: bool (B, N), True = padded.
+
+        Returns:
+            (B, H, N, w + 2 (w // 2)), with -inf for padding keys and beyond the ends of the sequence.
         """
         scores = self._chunks(q) @ self._windows(k)
         is_missing = self._windows(padding[:, None, :, None], fill=True)[..., 0, :]  # (B, 1, chunks, keys)
@@ -88,7 +104,15 @@ class TransformerLSAttention(Attention):
         return scores.flatten(2, 3)[:, :, : q.shape[2]]
 
     def _window_values(self, weights: Tensor, v: Tensor) -> Tensor:
-        """Sum the values of every window with the weights (B, H, N, keys); v and the result are (B, H, N, D)."""
+        """Compute, for every query, the weighted sum of the values in its window.
+
+        Args:
+            weights: (B, H, N, keys of a window).
+            v: (B, H, N, D).
+
+        Returns:
+            (B, H, N, D).
+        """
         out = self._chunks(weights) @ self._windows(v).mT
         return out.flatten(2, 3)[:, :, : v.shape[2]]
 
@@ -114,9 +138,9 @@ class TransformerLSAttention(Attention):
 
 
 def _norm_over_heads(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Apply a layer norm to all heads and features of each token of x (B, H, N, D).
+    """Apply a layer norm to each token of x (B, H, N, D), over its heads and features together.
 
-    The result has the shape and dtype of x. It is computed in float32 (float64 for float64 inputs).
+    The computation is in float32, or in float64 for float64 inputs. The result has the shape and dtype of x.
     """
     dtype = compute_dtype(x.dtype)
     tokens = x.transpose(1, 2).flatten(2).to(dtype)

@@ -1,4 +1,4 @@
-"""TransNormer T1: ReLU attention in blocks in early layers, normalized linear attention with φ = elu in later ones.
+"""TransNormer T1: ReLU attention in blocks in the first layers, normalized linear attention in the later layers.
 
 Qin et al. 2022, "The Devil in Linear Transformer", arXiv 2210.10340; details follow the authors' code.
 """
@@ -27,16 +27,17 @@ class TransNormerConfig:
 
 
 class TransNormerAttention(Attention):
-    """Base class of both TransNormers: DiagAttention in the first half of the layers, NormAttention in the second.
+    """Base class of both TransNormers: DiagAttention in the first half of the layers, NormAttention in the second half.
 
-    DiagAttention is defined by the subclass. NormAttention is φ(q) (φ(k)ᵀ v) / RMS. The RMS is taken over all heads of
-    a token, so NormAttention has no attention matrix and attention dropout does not apply to it. The norm has no
-    learned gain, because the output projection that follows can represent any gain. Until an encoder calls
-    `set_depth`, the attention acts like the only layer of an encoder: NormAttention unless `local_layers` is 1 or more.
+    The subclass defines DiagAttention, which is attention within blocks of tokens. NormAttention is φ(q) (φ(k)ᵀ v),
+    divided by its root mean square over all heads and features of a token. So NormAttention has no attention matrix,
+    and attention dropout does not apply to it. The norm has no learned gain, because the output projection that follows
+    can represent any gain. Until an encoder calls `set_depth`, the attention is NormAttention, or DiagAttention if
+    config.local_layers is at least 1.
     """
 
     config: TransNormerConfig
-    local_has_matrix = False  # DiagAttention has an attention matrix whose rows sum to 1
+    local_has_matrix = False  # True if DiagAttention has an attention matrix whose rows sum to 1
 
     def __init__(
         self, config: TransNormerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
@@ -45,7 +46,11 @@ class TransNormerAttention(Attention):
         self.set_depth(0, 1)
 
     def set_depth(self, layer: int, layers: int) -> None:
-        """Decide whether this layer is local, and set has_matrix and rows_sum_to_one accordingly."""
+        """Select DiagAttention or NormAttention for this layer, and set has_matrix and rows_sum_to_one accordingly.
+
+        DiagAttention is selected for the first `local_layers` layers, or for the first half of the layers if that
+        option is None. The half is rounded down. The arguments are those of `Attention.set_depth`.
+        """
         local_layers = self.config.local_layers
         if local_layers is None:
             local_layers = layers // 2
@@ -60,13 +65,13 @@ class TransNormerAttention(Attention):
         return norm_attention(q, k, v, self.features, key_padding_mask)
 
     def features(self, x: Tensor) -> Tensor:
-        """Compute φ of NormAttention elementwise; x is float32 or float64."""
+        """Return φ(x) of NormAttention, computed elementwise, in the shape and dtype of x (float32 or float64)."""
         raise NotImplementedError
 
     def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Compute DiagAttention, which is attention within blocks of tokens.
 
-        Args and result are those of `forward`; padded keys and values are 0 already.
+        The arguments and the result are those of `forward`, but `clear_padding` has already cleared q, k and v.
         """
         raise NotImplementedError
 
@@ -77,9 +82,10 @@ class TransNormerAttention(Attention):
 
 @register_attention("transnormer_t1", TransNormerConfig)
 class TransNormerT1Attention(TransNormerAttention):
-    """TransNormer with φ = elu, and ReLU(q·k/√D) within blocks in its local layers.
+    """TransNormer with φ = elu in NormAttention, and with the weights ReLU(q·k/√D) in DiagAttention.
 
-    The local weights have no denominator (ReLA). Their output is normalized as in the linear layers.
+    These weights have no denominator (ReLA). Instead, the output is divided by its root mean square, as it is in
+    NormAttention.
     """
 
     def features(self, x: Tensor) -> Tensor:
@@ -96,8 +102,8 @@ def norm_attention(
     """Compute RMSNorm(φ(q) (φ(k)ᵀ v)) in linear time, without a denominator that could vanish.
 
     Args:
-        q, k, v: (B, H, N, D). v is 0 at padding.
-        features: φ, elementwise. It is called with float32 tensors (float64 for float64 values).
+        q, k, v: (B, H, N, D). v must be 0 at padding.
+        features: φ, elementwise. It is called with float32 tensors, or with float64 tensors if v is float64.
         key_padding_mask: bool (B, N), True = padded, or None. φ(k) is set to 0 at padding.
 
     Returns:
@@ -116,7 +122,7 @@ def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropo
     """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012).
 
     Args:
-        q, k, v: (B, H, N, D). v is 0 at padding.
+        q, k, v: (B, H, N, D). v must be 0 at padding.
         block_size: tokens in a block; the last block may be shorter.
         dropout_p: probability of dropping a weight.
 
@@ -136,5 +142,5 @@ def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropo
 
 
 def rms_norm_over_heads(x: Tensor) -> Tensor:
-    """Divide x (B, H, N, D) by its root mean square over the heads and features of each token."""
+    """Divide each token of x (B, H, N, D) by its root mean square over all heads and features."""
     return x * (x.square().mean(dim=(1, 3), keepdim=True) + EPSILON).rsqrt()

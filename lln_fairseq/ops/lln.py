@@ -9,8 +9,8 @@ linear in N. The columns of W are distributions over the tokens, and the rows of
 so no divisor is ever 0.
 
 Numerical range: results and gradients are finite as long as |α q| and |β k| are below 1e9 and q·k and v are finite in
-float32. If α and β come from moment matching, this holds for |q| and |k| up to 1e15. The causal form needs |v| below
-1e28.
+float32. If α and β come from moment matching, this holds for |q| and |k| up to 1e15. The causal form in float32 also
+needs |v| below 1e28.
 
 NaN and padding: NaN and infinity never spread from one head to another. Values at padding positions never influence the
 other tokens (padding.py).
