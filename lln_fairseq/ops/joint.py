@@ -1,8 +1,8 @@
 """The joint form of LLN+Diag: softmax inside the query's block and LLN outside it, in rows that sum to 1.
 
-Let P = A Wᵀ be the LLN matrix and Diag the matrix of the softmax inside the blocks. For query i, LLN gives the mass
-u_i = 1 - Σ_{j in block(i)} P_ij to the keys outside the query's block, and they contribute O_i = Σ_{j outside} P_ij v_j
-to its output. The joint form is
+Let P = A Wᵀ be the LLN matrix (ops/lln.py) and Diag the matrix of the softmax inside the blocks. For query i, LLN gives
+the mass u_i = 1 - Σ_{j in block(i)} P_ij to the keys outside the query's block. These keys contribute
+O_i = Σ_{j outside} P_ij v_j to the LLN output. The joint form is
 
     out_i = (1 - c_i u_i) (Diag v)_i + c_i O_i        c = 1 / max(u + (1 - u) e^-o, 1/16)
 

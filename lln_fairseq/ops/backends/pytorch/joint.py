@@ -155,8 +155,8 @@ class JointAttention:
                 output: it is overwritten with the part (inner Diag - c M)ᵀ do, which comes from inside the block.
             grad_offset: (B·H, 1, 1), or None if it is not needed. The entries of the group are overwritten.
 
-        Returns: the gradient of the scores q kᵀ / √D of the softmax, X, and c for each query. The first two are
-            matrices of the blocks, in scratch memory.
+        Returns: three tensors: the gradient of the softmax's input q kᵀ / √D and X, which are matrices of the blocks in
+            scratch memory, and c, one number for each query.
         """
         q, k, v, grad_out, a, w, grad_a, grad_v = tensors
         m = self._lln_inside(a, w)

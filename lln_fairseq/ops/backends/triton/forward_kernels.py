@@ -26,7 +26,8 @@ Names and arguments of all kernels and device functions:
 
     b_, p_, o_, i_    prefixes: values in registers, a pointer, offsets along an axis, an index
     i_b, i_bh         the index of the sequence, and the index of the sequence and head, batch · H + head
-    i_t, i_s, i_c     the index of the first token of a tile, of a split, and of a chunk
+    i_t               the index of the first token of a tile
+    i_s, i_c          the index of a split, the index of a chunk
     T                 the number of tokens of a split: one program sums over one split of a sequence
     CHUNK             the number of tokens of a chunk: one program computes the rows of one chunk, ROWS at a time
     start, end        the first token of a program, and the token after its last one
