@@ -33,7 +33,7 @@ from lln_fairseq.ops.backends import is_traced_or_transformed
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
 
-PIECE = 64  # tokens in a piece on a CPU, whose matrices fit the cache
+PIECE = 64  # tokens in a piece on a CPU, so that the matrices of a piece fit in the cache
 PIECE_ELSEWHERE = 256  # tokens in a piece on other devices, where each kernel launch costs time
 # A piece can multiply a sum by e^20. For values up to 1e28 the product stays below 3.4e38, float32's largest number.
 MAX_RISE = 20.0

@@ -62,7 +62,8 @@ def per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
     """
     dtype = compute_dtype(q.dtype)
     if isinstance(x, int | float):
-        x = torch.full((), x, dtype=dtype, device=q.device)  # made on the device: a copy from the host would wait
+        # Created on the device, because a copy from the host would wait for the device.
+        x = torch.full((), x, dtype=dtype, device=q.device)
     else:
         x = torch.as_tensor(x, dtype=dtype, device=q.device)
     try:

@@ -38,5 +38,6 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def _call_without_autocast(device: str, function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
     """Call the function with autocast disabled for one device type, such as "cuda", and return its result."""
-    with torch.autocast(device, enabled=False):  # not an ExitStack for all devices: torch.compile cannot trace one
+    # The wrappers are nested, because torch.compile cannot trace an ExitStack that disables autocast for all devices.
+    with torch.autocast(device, enabled=False):
         return function(*args, **kwargs)

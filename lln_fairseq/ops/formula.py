@@ -75,7 +75,7 @@ def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     assert spec.offset is not None
     length = q.shape[2]
     total = a @ w.sum(dim=2)[..., None]
-    # The rows of P sum to 1 already. The division makes their derivatives follow from that too.
+    # The rows of P sum to 1 even without this division. With it, the derivatives take that into account too.
     a = a / total.masked_fill(total == 0, 1.0)
     state = (w.mT @ v)[:, :, None]
     global_padding = _global_padding(mask, q, spec)

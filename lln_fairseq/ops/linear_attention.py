@@ -27,7 +27,7 @@ def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, key_padding_mask: 
     if key_padding_mask is not None:
         padded = key_padding_mask[:, None, :, None]
         phi_k = phi_k.masked_fill(padded, 0.0)
-        values = values.masked_fill(padded, 0.0)  # 0 · inf in a padded row would be NaN
+        values = values.masked_fill(padded, 0.0)  # 0 times an infinite value would be NaN
     normalizer = phi_q @ phi_k.sum(dim=-2).unsqueeze(-1)
     out = phi_q @ (phi_k.mT @ values)
     return (out / normalizer.masked_fill(normalizer == 0, 1.0)).to(v.dtype)

@@ -34,7 +34,7 @@ def compiled_hybrid_attention(
 
     Returns: (B, H, N, D) in the dtype of q.
     """
-    assert spec.global_tokens is None  # choose_backend then selects "torch", which is compiled as the plain formula
+    assert spec.global_tokens is None  # with global tokens, choose_backend selects "torch" while compiling
     seed = None
     if spec.dropout_p:
         # The seed is an input of the operator, so that recomputing the forward pass drops the same weights.

@@ -46,7 +46,7 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
         logger.warning("%s. Until then, compiled kernels are not cached there", reason)
         folder = None
     if folder:
-        with contextlib.suppress(OSError):  # it is not there yet, or may not be executed
+        with contextlib.suppress(OSError):  # the library does not exist yet, or must not be executed there
             return ctypes.CDLL(str(folder / name))
     logger.info("compiling %s for this CPU, once: %s", main.name, shlex.join(command))
     if folder:

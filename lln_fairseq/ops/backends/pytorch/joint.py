@@ -73,7 +73,8 @@ class JointAttention:
         if call.padding is not None:
             padding = call.padding[group].unflatten(1, (num_blocks, call.block_size))
         self.num_global = 0  # n
-        self.key_padding: Tensor | None = None  # of the columns of a block's matrices, with global tokens
+        # With global tokens, the padding of the columns of the matrices, bool (G · blocks, 1, block size + n).
+        self.key_padding: Tensor | None = None
         global_padding = None
         if call.global_padding is not None:
             global_padding = call.global_padding[group]

@@ -156,7 +156,7 @@ class LLNAttention:
         The maximum of a sequence that is all padding is set to 0, which makes W, S and the output 0.
         """
         beta = self.heads.beta
-        # Only on a CPU: on other devices, looking at a value would wait for the device.
+        # The shortcut is not used on a GPU, because the host would wait for the values of β.
         if self.padding is None and not k.is_cuda and bool((beta >= 0).all()):
             return beta * k.amax(dim=1, keepdim=True)
         y = torch.mul(k, beta, out=self.scratch("x", *k.shape))

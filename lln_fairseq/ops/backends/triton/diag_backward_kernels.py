@@ -257,7 +257,7 @@ def _query_pass(
             tl.zeros([ROWS, D], tl.float32), p_do, in_range, S + i_bh * D * D, stride_do_n, D, ROWS, DOT
         )
         if pad is not None:
-            b_lse = tl.where(usable, b_lse, float("inf"))  # its weights in the key pass become 0
+            b_lse = tl.where(usable, b_lse, float("inf"))  # weights of unusable queries become 0 in the key pass
         b_q = tl.load(_row_pointers(q, i_t, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
         b_a = _query_features(b_q, b_alpha, _load_log_normalizer(m, log_s, i_bh, D))
         b_dx = 0.5 * b_a * (b_da - tl.sum(b_a * b_da, 1)[:, None])

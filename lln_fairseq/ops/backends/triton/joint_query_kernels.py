@@ -297,7 +297,7 @@ def _joint_dq_kernel(
         b_delta = b_c * b_oe - b_du * b_inside
         b_djoint_offset += b_dc_doffset * (b_oe - b_u * b_de)
         if pad is not None:
-            b_lse = tl.where(usable, b_lse, float("inf"))  # later launches count the query as 0
+            b_lse = tl.where(usable, b_lse, float("inf"))  # weights of unusable queries become 0 in the later kernels
 
         # (ROWS, D): s dA = c s do Sᵀ + X W
         p_log_s = log_s + i_bh * D + o_d
