@@ -54,11 +54,13 @@ def analyze_checkpoint(
 ) -> report.AttentionReport:
     """Measure a checkpoint on batches · batch_size sequences, evenly spaced over a split.
 
+    If the split has fewer sequences, all of them are measured.
+
     Args:
         checkpoint: the path of the model.
         data: the directory of binarized data.
         split: the name of the split, such as "valid".
-        batches: the number of batches. A split with fewer sequences is measured as a whole.
+        batches: the number of batches.
         batch_size: the number of sequences in a batch.
 
     Raises:

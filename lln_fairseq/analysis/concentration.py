@@ -55,11 +55,11 @@ def spectral_gap(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
 
 
 def linear_spectral_gap(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return the `spectral_gap` of P = diag(1/z) φ(Q) φ(K)ᵀ without forming P, where z are the row sums of φ(Q) φ(K)ᵀ.
+    """Return the spectral gap of P = diag(1/z) φ(Q) φ(K)ᵀ, where z are the row sums of φ(Q) φ(K)ᵀ.
 
-    For any matrices X and Y, XY and YX have the same nonzero eigenvalues. The nonzero eigenvalues of P, which is N x N,
-    are therefore those of φ(K)ᵀ diag(1/z) φ(Q), which is F x F. This takes O(N F² + F³) operations instead of O(N³).
-    The result is exact. If F is N or more, P is formed after all.
+    The result is that of `spectral_gap`, but P is not formed if F is smaller than N. For any matrices X and Y, XY and
+    YX have the same nonzero eigenvalues. The nonzero eigenvalues of P (N x N) are therefore those of
+    φ(K)ᵀ diag(1/z) φ(Q) (F x F). To compute them takes O(N F² + F³) operations instead of O(N³).
 
     Args:
         phi_q, phi_k: non-negative features (B, H, N, F), as `Attention.feature_maps` returns them. If a row sum is 0,
@@ -83,10 +83,10 @@ def linear_spectral_gap(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor |
 
 
 def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "calibrated") -> Tensor:
-    """Return σ_lln², the variance of log P of LLN attention whose α and β give σ̃² = α²σ_q² + β²σ_k².
+    """Return σ_lln², the s = σ_q²σ_k² for which moment matching chooses σ̃² = α²σ_q² + β²σ_k².
 
-    Moment matching looks up σ̃² for a variance s = σ_q²σ_k². This function does the reverse: it returns the s for which
-    moment matching would choose this σ̃².
+    Moment matching looks up σ̃² for s, and this function does the reverse. With the constants "calibrated", σ_lln² is
+    the variance of log P of LLN attention.
 
     Args:
         sigma_tilde2: σ̃², of any shape.

@@ -112,7 +112,7 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: if there are none, or if the model's mechanism replaces whole layers and so has no queries and keys.
     """
-    reject_layer_mechanism(getattr(getattr(model, "args", None), "attention", ""), "has no queries and keys to look at")
+    reject_layer_mechanism(getattr(getattr(model, "args", None), "attention", ""), "has no queries and keys to measure")
     layers = []
     for module in model.modules():
         is_layer = all(hasattr(module, name) for name in LAYER_ATTRIBUTES)

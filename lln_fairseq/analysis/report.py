@@ -75,7 +75,7 @@ class AttentionReport:
         layers: for each layer, a dictionary from the name of a measure to its values: one for each head, (H,), or a
             single one, (1,), for a measure of the whole layer. A measure that does not apply is NaN.
         by_depth: by_depth[name][variant] is a list of values, with the names of BY_DEPTH and the variants of VARIANTS.
-            Entry 0 of the list is for the embeddings, entry i for the output of layer i.
+            Entry 0 of the list is for the embeddings, entry i for the output of the i-th layer.
     """
 
     sequences: int = 0
@@ -200,7 +200,7 @@ def format_report(report: AttentionReport) -> str:
         lines += [
             "",
             f"More than {measure.MAX_TOKENS} tokens in a sequence: linear attentions are measured on {measure.ROWS} "
-            "rows of P, with the exact spectral gap. Of other attentions, P is not measured.",
+            "rows of P, with the exact spectral gap. For other attentions, P is not measured.",
         ]
     return "\n".join(lines)
 

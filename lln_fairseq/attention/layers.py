@@ -32,8 +32,8 @@ class EncoderLayer(nn.Module):
     """A sequence of units, each with a residual connection: x + dropout(unit(x)).
 
     A unit is called as unit(x, key_padding_mask). It gets the tokens x (B, N, C) and a mask, bool (B, N) or None, and
-    returns (B, N, C). Padding must not influence the output for other tokens. Every unit normalizes its own input,
-    whether or not --encoder-normalize-before is set, so the encoder always ends with a layer norm.
+    returns (B, N, C). Padding must not influence the output for other tokens. Every unit must normalize its own input,
+    whether or not --encoder-normalize-before is set. The encoder then adds a final layer norm.
 
     Args:
         units: the units, in the order in which they are applied.

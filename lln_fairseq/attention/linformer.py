@@ -26,13 +26,13 @@ class LinformerConfig:
 
 @register_attention("linformer", LinformerConfig)
 class LinformerAttention(Attention):
-    """Compute softmax(q (E k)ᵀ / √D) F v with learned matrices E and F, each (P, max_positions) (eq. 7 of the paper).
+    """Compute softmax(q (E k)ᵀ / √D) F v with learned matrices E and F, each (M, max_positions) (eq. 7 of the paper).
 
-    P is `projected_length`, or max_positions if that is smaller. Column j of E and F belongs to token j. So a model
+    M is `projected_length`, or max_positions if that is smaller. Column j of E and F belongs to token j. So a model
     cannot process sequences longer than max_positions, and columns beyond the longest training sequence stay untrained.
     Padded keys and values count as 0. Attention dropout applies to the weights of the projected keys.
 
-    E and F are initialized from N(0, 1/P), the random projections of Theorem 1. The paper also describes projections
+    E and F are initialized from N(0, 1/M), the random projections of Theorem 1. The paper also describes projections
     that all layers share; here every layer has its own.
 
     Raises (in `forward` and `attention_matrix`):
@@ -71,7 +71,10 @@ class LinformerAttention(Attention):
         return (q @ (key_projection @ k).mT / self.head_dim**0.5).softmax(dim=-1) @ value_projection
 
     def _projections(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first N columns of E and F, each (H or 1, P, N) in the dtype of q, for queries q (B, H, N, D).
+        """Return the first N columns of E and F, for queries q (B, H, N, D).
+
+        Returns:
+            E and F, each (H, M, N) in the dtype of q, or (1, M, N) if the heads share them.
 
         Raises:
             ValueError: if N exceeds max_positions.
@@ -86,7 +89,15 @@ class LinformerAttention(Attention):
 
     @staticmethod
     def _project(weights: Tensor, x: Tensor) -> Tensor:
-        """Project the keys or values x (B, H, N, D) with weights (H or 1, P, N). The result is (B, H, P, D)."""
+        """Multiply the keys or values of each head by a projection.
+
+        Args:
+            weights: the projections (H, M, N), or (1, M, N) for all heads.
+            x: keys or values (B, H, N, D).
+
+        Returns:
+            (B, H, M, D).
+        """
         if weights.shape[0] > 1:
             return torch.einsum("hkn,bhnd->bhkd", weights, x)
         # One matrix product for all heads.

@@ -172,7 +172,7 @@ class LLNDiagAttention(MomentMatchedAttention):
     def _head_offset(self) -> float | Tensor | None:
         """Return the learned offsets (H,) of the mix joint_offset, or None for any other mix.
 
-        `InsideAttention` returns a number, the offset of all heads.
+        A subclass can return one number for all heads.
         """
         if self.config.mix == "joint_offset":
             return self.offset
@@ -201,4 +201,5 @@ class InsideAttention(LLNDiagAttention):
         del self.offset
 
     def _head_offset(self) -> float:
+        """Return an offset so low that keys outside the block have practically no weight."""
         return ONLY_INSIDE

@@ -54,9 +54,9 @@ class LongformerAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _is_attended(self, is_first: Tensor) -> Tensor:
-        """Return a mask of the pairs of a query and a key that attend to each other. Padding is not taken into account.
+        """Return a mask that is True where a query attends to a key. Padding is not taken into account.
 
-        A query attends to the keys in its window and to the first token, and the first token to all keys.
+        Every query attends to the keys in its window and to the first token. The first token attends to all keys.
 
         Args:
             is_first: bool (B, N), True at the first token that is not padding.

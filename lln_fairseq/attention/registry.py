@@ -128,8 +128,8 @@ class Attention(nn.Module):
     def branches(self) -> dict[str, "Attention"]:
         """Return the attentions that this mechanism combines, so that each can be measured by itself.
 
-        The keys are the names of these attentions in reports. They have the options and learned parameters of this
-        mechanism. If the mechanism is not a combination, the dictionary is empty.
+        The keys are the names of these attentions in reports. The attentions have the options of this mechanism, and
+        share its learned parameters. If the mechanism is not a combination, the dictionary is empty.
         """
         return {}
 
@@ -219,8 +219,9 @@ def option(default: Any, help: str, choices: tuple[str, ...] | None = None, at_l
     Args:
         default: the default value. With None, the class that has the option computes a default itself.
         help: the help text of the command-line flag.
-        choices: the allowed values of a string option; None allows any value.
-        at_least: the smallest allowed value of a number. The value None is always allowed.
+        choices: the allowed values of a string option. None means that any value is allowed.
+        at_least: the smallest allowed value of a number. None means that there is no minimum. If the option itself is
+            None, it is not compared with the minimum.
     """
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "at_least": at_least})
 

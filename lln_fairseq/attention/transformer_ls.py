@@ -1,4 +1,4 @@
-"""Transformer-LS: softmax over a few learned mixtures of all keys and a window (Zhu et al. 2021, arXiv 2107.02192)."""
+"""Transformer-LS: softmax over a window and a few learned mixtures of all keys (Zhu et al. 2021, arXiv 2107.02192)."""
 
 from dataclasses import dataclass
 
