@@ -84,8 +84,8 @@ def exit_with_one_line() -> Iterator[None]:
     becomes an InputError.
 
     Under Hydra, an InputError is printed here and ends the run with exit code 1, because Hydra would print further
-    lines around the error. In three cases the InputError is raised instead: without Hydra, in a sweep, so that Hydra
-    continues with its next job, and with HYDRA_FULL_ERROR=1.
+    lines around the error. The InputError is raised instead if Hydra is not used, if HYDRA_FULL_ERROR=1 is set, or in a
+    sweep, so that Hydra continues with the next job.
     """
     try:
         with command.handle_signals(), _disk_errors():

@@ -5,9 +5,10 @@ F = Σ_rows Σ_j φ_τ(<row, y_j>), where φ_τ(z) = max(z - τ, 0) and y_1 ... 
 inputs if F(D0) = 0 and F(D1) > 0. The paper claims that with high probability, F separates the inputs with softmax
 attention, and is 0 on both inputs with linear attention.
 
-The experiments are those of the paper's sections 4, D.1 and F.1. They follow the description in the paper, so that each
-of its lemmas holds. "Our choices" in a docstring marks what the paper does not specify. All attentions get the same
-queries and keys, scaled so that softmax(q kᵀ/√d) has the paper's scores. The rows of the attention matrices are:
+The experiments are those of the paper's sections 4, D.1 and F.1. They were written from a copy of the paper without its
+formulas, and were chosen so that each of the paper's lemmas holds. "Our choices" in a docstring marks what this text
+leaves open. All attentions get the same queries and keys, scaled so that softmax(q kᵀ/√d) has the paper's scores. The
+rows of the attention matrices are:
 
     softmax  exp(scores) / Σ        linear  scores / Σ        lln  <e^{αq}, e^{βk}> / Σ with moment matching
 """
@@ -104,7 +105,7 @@ class Problem(NamedTuple):
 
 
 def hidden_units(n: int, delta: float) -> int:
-    """Return m = max(⌈ln(n/δ)⌉, 15). So many sign vectors very likely include one with the signs that separate."""
+    """Return m = max(⌈ln(n/δ)⌉, 15), the number of sign vectors. One of them very likely separates the inputs."""
     return max(math.ceil(math.log(n / delta)), 15)
 
 

@@ -156,6 +156,7 @@ def open_tree(path: Path) -> FileTree:
 
 
 def _open_tar(path: Path) -> FileTree:
+    """Return the tree of the files in a tar archive, after reading the whole archive. Links are left out."""
     archive = tarfile.open(path)  # noqa: SIM115  it stays open for the files of the tree
     openers = {member.name: partial(archive.extractfile, member) for member in archive if member.isfile()}
     read_to_end(archive)
@@ -163,6 +164,7 @@ def _open_tar(path: Path) -> FileTree:
 
 
 def _open_zip(path: Path) -> FileTree:
+    """Return the tree of the files in a zip archive."""
     archive = zipfile.ZipFile(path)
     openers = {name: partial(archive.open, name) for name in archive.namelist() if not name.endswith("/")}
     return FileTree(str(path), openers, archive=path)

@@ -31,7 +31,8 @@ PIP_ERROR_LINES = 5  # of pip's output in an error message
 def cache_directory() -> Path:
     """Return the directory of the cache, which may not exist yet.
 
-    It is the first of $LLN_DATA_CACHE, $XDG_CACHE_HOME/lln_fairseq and ~/.cache/lln_fairseq whose variable is set.
+    It is $LLN_DATA_CACHE if that variable is set. Otherwise it is $XDG_CACHE_HOME/lln_fairseq, or ~/.cache/lln_fairseq
+    if XDG_CACHE_HOME is not set either.
     """
     if cache := os.environ.get("LLN_DATA_CACHE"):
         return Path(cache)

@@ -44,8 +44,8 @@ def install(run_worker: Callable) -> None:
     """Install all patches of fairseq. A second call does nothing.
 
     Args:
-        run_worker: a function that runs in each worker. It is called as run_worker(main, cfg, ...), and fairseq's own
-            code would call main(cfg, ...).
+        run_worker: a function that runs fairseq's main in a worker. It is called as run_worker(main, cfg, ...) where
+            fairseq would call main(cfg, ...).
     """
     if hasattr(PathManager.copy, "__wrapped__"):
         return

@@ -101,8 +101,8 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
             combine: append the data of split1, split2, ...
             kwargs: passed to fairseq's load_dataset.
 
-        Raises: InputError if files of the split are damaged, do not fit the dictionaries, have different numbers of
-            rows, or a training split has no labels.
+        Raises: InputError if files of the split are damaged, do not fit the dictionaries or have different numbers of
+            rows, if a training split has no labels, or if two_towers or strip_eos does not fit the inputs.
         """
         self._check_files(split, combine)
         if self.cfg.two_towers or self.cfg.strip_eos:
