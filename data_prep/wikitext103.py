@@ -41,7 +41,12 @@ from .directories import split_files
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 MB = 10**6
 # The values of --tokenizer that train a SentencePiece model, and its kind.
-TRAINED_TOKENIZERS = {"sentencepiece": "bpe", "sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
+TRAINED_TOKENIZERS = {
+    "sentencepiece": "bpe",
+    "sentencepiece-bpe": "bpe",
+    "sentencepiece-unigram": "unigram",
+    "sentencepiece-char": "char",
+}
 
 ARTICLE_TITLE = re.compile(r"= (?!=).*(?<!=) =")  # headings of sections have more than one = on each side
 ARCHIVE = FILES["wikitext-103-raw-v1.zip"]
@@ -340,11 +345,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tokenizer",
         default="gpt2",
-        help="gpt2 (default); sentencepiece-bpe or sentencepiece-unigram, to train one on the text; a SentencePiece "
-        "model; or the directory of a tokenizer or of prepared data",
+        help="gpt2 (default); sentencepiece-bpe, sentencepiece-unigram or sentencepiece-char (single characters), to "
+        "train one on the text; a SentencePiece model; or the directory of a tokenizer or of prepared data",
     )
     parser.add_argument(
-        "--vocab-size", type=int, default=VOCAB_SIZE, help="number of pieces of a trained tokenizer (%(default)s)"
+        "--vocab-size",
+        type=int,
+        default=VOCAB_SIZE,
+        help="number of pieces of a trained tokenizer, with characters at most (%(default)s)",
     )
     parser.add_argument(
         "--articles",

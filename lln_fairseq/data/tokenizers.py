@@ -30,7 +30,7 @@ class Tokenizer(ABC):
     """Interface of all tokenizers.
 
     A tokenizer numbers its tokens with its own ids, which differ from fairseq's ids. The symbol of an id is its entry
-    in fairseq's dict.txt, and contains no white space. Special tokens have no symbol.
+    in fairseq's dict.txt, and contains no white space. An id without a symbol becomes fairseq's <unk>.
     """
 
     kind: ClassVar[str]  # a key of TOKENIZERS, which manifests record
@@ -299,7 +299,8 @@ def train_sentencepiece(
     Args:
         lines: the text; it is read once. Lines of more than MAX_LINE bytes are skipped.
         vocab_size: the number of pieces, including SentencePiece's three special pieces.
-        model_type: "bpe" or "unigram".
+        model_type: "bpe", "unigram" or "char". With "char", the pieces are single characters, and there may be fewer of
+            them than `vocab_size`.
         byte_fallback: encode unseen characters, and the rarest ones (0.05 % of the text), as bytes, and keep repeated
             spaces. Use this for text with thousands of different characters. Without byte fallback, the vocabulary
             contains every character of the text.
@@ -352,7 +353,7 @@ def train_on_corpus(lines: Iterable[str], vocab_size: int, model_type: str) -> S
     Args:
         lines: the text; it is read once. At most TRAIN_CHARACTERS characters are used, sampled evenly from the lines.
         vocab_size: the number of pieces, including SentencePiece's three special pieces.
-        model_type: "bpe" or "unigram".
+        model_type: "bpe", "unigram" or "char", as for `train_sentencepiece`.
 
     Raises:
         DataError: if SentencePiece cannot train, usually because the text is too small for `vocab_size` pieces.
