@@ -28,26 +28,26 @@ class FlashConfig:
 
 
 class GatedAttentionUnit(nn.Module):
-    """Gated attention unit with one head (section 3 of the paper). Its output is (U ∘ A V) W_o for normalized tokens x̂.
+    """Gated attention unit with one head (section 3 of the paper): o = (U ∘ A V) W_o.
 
-        U = SiLU(x̂ W_u)                 V = SiLU(x̂ W_v)                 Z = SiLU(x̂ W_z)
-        Q = R(Z ∘ γ_q + β_q)            K = R(Z ∘ γ_k + β_k)
-        form "quadratic"    A = relu²(Q Kᵀ / n + b)
-        form "chunked"      A = relu²(Q Kᵀ / c + b) within chunks of c tokens, plus Q' K'ᵀ / n over the whole sequence
+        U = SiLU(x̂ W_u)            V = SiLU(x̂ W_v)            Z = SiLU(x̂ W_z)
+        Q = R(Z ∘ γ_q + β_q)       K = R(Z ∘ γ_k + β_k)
+        quadratic    A = relu²(Q Kᵀ / n + b)
+        chunked      A = relu²(Q Kᵀ / c + b) within chunks of c tokens, plus Q' K'ᵀ / n over the whole sequence
 
-    x̂ is (B, N, d), U and V are (B, N, e) with e = 2 d, and Z, Q and K are (B, N, s) with s = config.key_dim. R is the
-    rotary position embedding, n is the number of tokens of the sequence that are not padding, and b is a learned bias
-    for each distance i - j. Q' and K' are computed from Z like Q and K, with other γ and β. V is 0 at padding. The term
-    with Q' and K' is computed as Q' (K'ᵀ V) / n, so its cost is linear in N.
+    x̂ holds the normalized tokens (B, N, d). U and V are (B, N, 2 d), Z is (B, N, s). V is set to 0 at padding. R is the
+    rotary position embedding, n is the number of tokens of a sequence without padding, and b_ij is a learned bias that
+    depends only on the distance i - j. Q' and K' are computed from Z like Q and K, with their own scales γ and
+    offsets β. The term Q' K'ᵀ V / n is computed as Q' (K'ᵀ V) / n, so its cost is linear in N.
 
     Args:
-        config: the options.
+        config: the options of FLASH, among them c (chunk_size) and s (key_dim).
         dim: d, the number of features of a token.
         attention_dropout: dropout probability of the entries of relu²(...).
         activation_dropout: dropout probability of the entries of U ∘ A V.
 
     Raises:
-        ValueError: if config.key_dim is odd.
+        ValueError: if key_dim is odd.
     """
 
     def __init__(self, config: FlashConfig, dim: int, attention_dropout: float, activation_dropout: float) -> None:
@@ -70,9 +70,14 @@ class GatedAttentionUnit(nn.Module):
         self.distance_bias = nn.Parameter(INITIAL_STD * torch.randn(2 * config.chunk_size - 1))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Normalize the tokens x (B, N, d) and apply the unit to them, without the residual connection.
+        """Normalize the tokens and apply the unit, without the residual connection.
 
-        key_padding_mask is bool (B, N), True = padded, or None. The result is (B, N, d).
+        Args:
+            x: tokens (B, N, d).
+            key_padding_mask: bool (B, N), True = padded, or None.
+
+        Returns:
+            (B, N, d).
         """
         x = self.layer_norm(x)
         gate = F.silu(self.gate_proj(x))
@@ -96,14 +101,14 @@ class GatedAttentionUnit(nn.Module):
     def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute relu²(Q Kᵀ / c + b) V within every chunk of c tokens.
 
-        A sequence shorter than c is a single chunk. Its scores are also divided by c.
+        The last chunk may be shorter. The scores of a shorter chunk are divided by c, too.
 
         Args:
             q, k: (B, N, s).
-            v: (B, N, e).
+            v: (B, N, 2 d), 0 at padding.
 
         Returns:
-            (B, N, e).
+            (B, N, 2 d).
         """
         length = v.shape[1]
         width = min(self.config.chunk_size, length)
@@ -115,14 +120,14 @@ class GatedAttentionUnit(nn.Module):
         return out.flatten(1, 2)[:, :length]
 
     def _weights(self, q: Tensor, k: Tensor, factor: Tensor | float) -> Tensor:
-        """Compute relu²(Q Kᵀ · factor + b) with attention dropout.
+        """Compute relu²(Q Kᵀ · factor + b) with attention dropout, for M consecutive tokens.
 
-        b is the learned bias for the distance i - j. Distances are clamped to ±(chunk_size - 1), so all larger
-        distances share one bias.
+        The distance i - j, which selects the bias b_ij, is clamped to ±(chunk_size - 1). All larger distances therefore
+        share one bias.
 
         Args:
-            q, k: (..., M, s), the queries and keys of M consecutive tokens: a sequence or a chunk.
-            factor: a number, or a tensor that broadcasts to the result.
+            q, k: (..., M, s).
+            factor: a number, or a tensor that broadcasts to (..., M, M).
 
         Returns:
             (..., M, M) in the dtype of q.
@@ -136,10 +141,10 @@ class GatedAttentionUnit(nn.Module):
 
 @register_layer("flash", FlashConfig)
 class FlashLayer(EncoderLayer):
-    """A layer of gated attention units, each of which replaces both attention and the feed-forward part.
+    """A layer of gated attention units. Each unit replaces both self-attention and the feed-forward part.
 
-    Published models have twice as many layers as RoBERTa, with one unit in each layer. So a layer has two units here,
-    unless the option `units` says otherwise.
+    The published models have twice as many layers as RoBERTa, and one unit in each of them. To get as many units with
+    RoBERTa's number of layers, a layer has two units by default.
     """
 
     def __init__(
@@ -150,13 +155,13 @@ class FlashLayer(EncoderLayer):
 
 
 def rotary_embedding(x: Tensor) -> Tensor:
-    """Apply the rotary position embedding to P vectors of every token (Su et al. 2021, arXiv 2104.09864).
+    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864).
 
-    For a token at position i, counted from 0, the features f and f + s/2 of each vector are rotated by the angle
-    i · 10000^(-2f/s). The angle is computed in float32, or in float64 for float64 inputs.
+    At position i, counted from 0, the features f and f + s/2 are rotated by the angle i · 10000^(-2f/s). Angles are
+    computed in float32, or in float64 if x is float64.
 
     Args:
-        x: (B, N, P, s) with an even s.
+        x: (B, N, P, s): P vectors for each of N tokens. s must be even.
 
     Returns:
         (B, N, P, s) in the dtype of x.

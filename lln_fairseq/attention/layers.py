@@ -1,14 +1,15 @@
-"""The base class and the registration of mechanisms that replace a whole encoder layer.
+"""Define the base class and the registration of mechanisms that replace a whole encoder layer.
 
-Such a mechanism replaces both self-attention and the feed-forward part. It is defined in one file:
+Such a mechanism takes the place of self-attention and the feed-forward part together. It is defined in one file:
 
     @register_layer("gate", GateConfig)
     class GateLayer(EncoderLayer):
         def __init__(self, config, dim, dropout, attention_dropout, activation_dropout):
             super().__init__([GatedUnit(dim, activation_dropout) for _ in range(config.units)], dropout)
 
-Flags, Hydra keys, contract tests and benchmark rows are derived from the registry, as they are for an attention. Code
-that needs queries and keys, or RoBERTa's own layers, rejects these mechanisms with `registry.reject_layer_mechanism`.
+Its command-line flags, Hydra keys, contract tests and benchmark rows are derived from the registry, as for an
+attention. Code that needs queries and keys, or RoBERTa's own layers, rejects these mechanisms with
+`registry.reject_layer_mechanism`.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,14 +29,14 @@ from lln_fairseq.attention.registry import (
 
 
 class EncoderLayer(nn.Module):
-    """A sequence of units, each in a residual connection: x + dropout(unit(x)).
+    """A sequence of units, each with a residual connection: x + dropout(unit(x)).
 
-    A unit is called with x (B, N, C) and key_padding_mask, bool (B, N) or None, and returns (B, N, C). It normalizes
-    its input itself, whether or not --encoder-normalize-before is set, so the encoder has a layer norm after the last
-    layer. Padding must not influence the other tokens.
+    A unit is called as unit(x, key_padding_mask). It gets the tokens x (B, N, C) and a mask, bool (B, N) or None, and
+    returns (B, N, C). Padding must not influence the output for other tokens. Every unit must normalize its own input,
+    whether or not --encoder-normalize-before is set. The encoder then adds a final layer norm.
 
     Args:
-        units: the units, applied in this order.
+        units: the units, in the order in which they are applied.
         dropout: dropout probability of the output of each unit.
     """
 
@@ -47,14 +48,14 @@ class EncoderLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None = None) -> Tensor:
-        """Apply the units to x, one after the other.
+        """Apply the units in turn.
 
         Args:
-            x: (T, B, C). Padding tokens can have any values, because they are first set to 0 in a copy of x.
+            x: tokens (T, B, C). Padding tokens can have any values; they are set to 0 in a copy.
             encoder_padding_mask: (B, T), True or nonzero = padded, or None.
 
         Returns:
-            (T, B, C); x itself if it has no elements.
+            (T, B, C), or x itself if it has no elements.
         """
         if not x.numel():
             return x
@@ -68,20 +69,20 @@ class EncoderLayer(nn.Module):
         return x.transpose(0, 1)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Do nothing. fairseq calls this method on every layer to rename the parameters of old checkpoints."""
+        """Change nothing. fairseq calls this on every layer to rename the parameters of old checkpoints."""
 
 
 _LayerClass = TypeVar("_LayerClass", bound=type[EncoderLayer])
 
 
 def register_layer(name: str, config: type) -> Callable[[_LayerClass], _LayerClass]:
-    """Return a class decorator that registers a subclass of `EncoderLayer`.
+    """Return a class decorator that registers a subclass of `EncoderLayer` and returns it unchanged.
 
-    `build_layer` calls the class with (config, dim, dropout, attention_dropout, activation_dropout).
+    `build_layer` calls the class with the arguments (config, dim, dropout, attention_dropout, activation_dropout).
 
     Args:
         name: the value of --attention that selects the class.
-        config: the dataclass of its options, whose fields are made with `option`.
+        config: the dataclass of the options, whose fields are declared with `option`.
 
     Raises (when the decorator is applied):
         ValueError: if the name is already registered.
@@ -107,7 +108,7 @@ def build_layer(
         dropout: dropout probability of the output of a unit.
         attention_dropout: dropout probability of attention weights.
         activation_dropout: dropout probability of the input of a unit's last projection.
-        options: values for the fields of the options dataclass. Other fields keep their defaults.
+        options: values for the fields of the options dataclass; fields that are left out keep their defaults.
 
     Raises:
         ValueError: if the name or an option is unknown, if an option has a value that is not allowed, or if the name
@@ -121,10 +122,10 @@ def build_layer(
 
 
 def check_attention_spec(spec: str) -> None:
-    """Raise ValueError if the mechanism that an attention spec describes cannot be built.
+    """Raise ValueError if the mechanism that an attention spec names cannot be built with the options in the spec.
 
-    The mechanism is built with one head of 64 features and then discarded. `registry.parse_attention_spec` describes
-    the syntax of a spec.
+    The check builds the mechanism with one head of 64 features, and discards it. A spec is NAME or
+    NAME:OPTION=VALUE,OPTION=VALUE.
     """
     name, options = parse_attention_spec(spec)
     if name in LAYER_REGISTRY:

@@ -16,7 +16,7 @@ SHARING = ("none", "headwise", "key_value")
 class LinformerConfig:
     """The options of Linformer."""
 
-    projected_length: int = option(256, "k, projected keys of a sequence; at most the longest sequence", at_least=1)
+    projected_length: int = option(256, "projected keys of a sequence; at most the longest sequence", at_least=1)
     sharing: str = option(
         "headwise",
         "none: E and F for every head; headwise: one E and one F for a layer; key_value: one E = F for a layer",
@@ -26,13 +26,17 @@ class LinformerConfig:
 
 @register_attention("linformer", LinformerConfig)
 class LinformerAttention(Attention):
-    """softmax(q (E k)ᵀ / √D) F v with learned matrices E and F (eq. 7 of the paper).
+    """Compute softmax(q (E k)ᵀ / √D) F v with learned matrices E and F, each (M, max_positions) (eq. 7 of the paper).
 
-    E and F are (projected_length, max_positions). Column j of E and F holds the weights of token j. So forward raises
-    ValueError for a sequence longer than max_positions, and only the columns up to the length of the training sequences
-    are trained. Keys and values at padding positions count as 0. Attention dropout applies to the weights of the
-    projected keys. E and F are initialized from N(0, 1 / projected_length), the random projections of Theorem 1. The
-    paper can also share projections between layers; here every layer has its own.
+    M is `projected_length`, or max_positions if that is smaller. Column j of E and F belongs to token j. So a model
+    cannot process sequences longer than max_positions, and columns beyond the longest training sequence stay untrained.
+    Padded keys and values count as 0. Attention dropout applies to the weights of the projected keys.
+
+    E and F are initialized from N(0, 1/M), the random projections of Theorem 1. The paper also describes projections
+    that all layers share; here every layer has its own.
+
+    Raises (in `forward` and `attention_matrix`):
+        ValueError: if a sequence is longer than max_positions.
     """
 
     config: LinformerConfig
@@ -67,10 +71,10 @@ class LinformerAttention(Attention):
         return (q @ (key_projection @ k).mT / self.head_dim**0.5).softmax(dim=-1) @ value_projection
 
     def _projections(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E and F for the sequences of q (B, H, N, D).
+        """Return the first N columns of E and F, for queries q (B, H, N, D).
 
         Returns:
-            Two tensors (H or 1, projected_length, N) in the dtype of q.
+            E and F, each (H, M, N) in the dtype of q, or (1, M, N) if the heads share them.
 
         Raises:
             ValueError: if N exceeds max_positions.
@@ -85,14 +89,14 @@ class LinformerAttention(Attention):
 
     @staticmethod
     def _project(weights: Tensor, x: Tensor) -> Tensor:
-        """Project the tokens of x (B, H, N, D) with E or F.
+        """Multiply the keys or values of each head by a projection.
 
         Args:
-            weights: (H or 1, projected_length, N).
-            x: keys or values.
+            weights: the projections (H, M, N), or (1, M, N) for all heads.
+            x: keys or values (B, H, N, D).
 
         Returns:
-            (B, H, projected_length, D).
+            (B, H, M, D).
         """
         if weights.shape[0] > 1:
             return torch.einsum("hkn,bhnd->bhkd", weights, x)

@@ -48,7 +48,11 @@ class LLNDiagConfig(LLNConfig):
 
 
 def check_global_tokens(text: str, mix: str) -> None:
-    """Raise ValueError if the option global_tokens cannot have the value `text`, or if the mix has no global tokens."""
+    """Raise ValueError if `text` is not a value of the option global_tokens, or if this mix does not support it.
+
+    The values are "none", "first_segment" and positive numbers. Every mix supports "none"; only the mixes joint and
+    joint_offset support the others.
+    """
     if text == NO_GLOBAL_TOKENS:
         return
     if text != FIRST_SEGMENT and not (text.isdecimal() and int(text) > 0):
@@ -61,12 +65,13 @@ def check_global_tokens(text: str, mix: str) -> None:
 class LLNDiagAttention(MomentMatchedAttention):
     """LLN+Diag: ½ (LLN + block-diagonal softmax), as in the paper, or another mix of the two.
 
-    ops/joint.py defines the mixes joint and joint_offset. Attention dropout applies to the softmax inside the blocks
-    and to the softmax of the global tokens.
+    The mixes joint and joint_offset are defined in ops/joint.py. Attention dropout applies to the block-diagonal part
+    and to the softmax from and to global tokens.
 
     Raises:
-        ValueError: if config.global_tokens is not "none", "first_segment" or a positive number, or if the mix has no
-            global tokens. Also under the conditions of `MomentMatchedAttention`.
+        ValueError: if the option global_tokens is not "none", "first_segment" or a positive number, or if global tokens
+            are requested with another mix than joint and joint_offset. Also for invalid α and β, see
+            `MomentMatchedAttention`.
     """
 
     linearize_options: ClassVar[Mapping[str, Any]] = {"mix": "joint_offset", "gain": "learned", "block_size": 64}
@@ -129,10 +134,10 @@ class LLNDiagAttention(MomentMatchedAttention):
         )
 
     def branches(self) -> dict[str, Attention]:
-        """Return the two attentions that this mechanism combines: "LLN only" and "Diag only".
+        """Return the two parts of LLN+Diag, each as an attention that can be called by itself.
 
-        "LLN only" is LLN attention with the same learned gain, if there is one. "Diag only" is softmax attention inside
-        the blocks and, with global tokens, also from and to the global tokens.
+        "LLN only" is LLN attention; it uses this attention's parameter for the learned gain. "Diag only" is
+        block-diagonal softmax. With global tokens, "Diag only" also has the softmax from and to them.
         """
         sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
         lln_options = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(LLNConfig)}
@@ -146,13 +151,12 @@ class LLNDiagAttention(MomentMatchedAttention):
         return {"LLN only": lln, "Diag only": diag}
 
     def _global_tokens(self) -> int | Tensor | None:
-        """Return the number of global tokens of every sequence.
+        """Return the number of global tokens: a tensor (B,) for "first_segment", otherwise one int for all sequences.
 
-        Returns:
-            An int that holds for all sequences, a tensor (B,) if the option is first_segment, or None if it is none.
+        Return None if there are no global tokens.
 
         Raises:
-            ValueError: if the option is first_segment and `segment_lengths` has not been set.
+            ValueError: for "first_segment" if `segment_lengths` is not set.
         """
         if self.global_tokens == NO_GLOBAL_TOKENS:
             return None
@@ -166,20 +170,16 @@ class LLNDiagAttention(MomentMatchedAttention):
         return self.segment_lengths.clamp(max=MAX_GLOBAL_TOKENS)
 
     def _head_offset(self) -> float | Tensor | None:
-        """Return the learned offset of every head, (H,), for the mix joint_offset; None for another mix."""
+        """Return the learned offsets (H,) of the mix joint_offset, or None for any other mix.
+
+        A subclass can return one number for all heads.
+        """
         if self.config.mix == "joint_offset":
             return self.offset
         return None
 
     def _mix_per_feature(self, lln: Tensor, diag: Tensor) -> Tensor:
-        """Combine the outputs of LLN and of block-diagonal softmax for the mixes ratio and scale.
-
-        Args:
-            lln, diag: the outputs, each (B, H, N, D).
-
-        Returns:
-            Their sum with the learned weights, (B, H, N, D).
-        """
+        """Combine both outputs, each (B, H, N, D), with the learned weights of the mix ratio or scale."""
         ratio = self.ratio.to(lln.dtype)
         if self.config.mix == "ratio":
             return ratio * lln + (1 - ratio) * diag
@@ -187,10 +187,10 @@ class LLNDiagAttention(MomentMatchedAttention):
 
 
 class InsideAttention(LLNDiagAttention):
-    """A joint mix in which LLN has no weight: softmax over the tokens of the block and the global tokens.
+    """Softmax over the block and the global tokens: a joint mix in which the LLN part has practically no weight.
 
-    Global tokens attend to all tokens. A token gets LLN attention if all tokens of its block are padding and there are
-    no global tokens before the block.
+    Global tokens attend to all tokens. If a block contains only padding and there are no global tokens, the tokens of
+    the block get LLN attention.
     """
 
     def __init__(
@@ -201,4 +201,5 @@ class InsideAttention(LLNDiagAttention):
         del self.offset
 
     def _head_offset(self) -> float:
+        """Return an offset so low that keys outside the block have practically no weight."""
         return ONLY_INSIDE

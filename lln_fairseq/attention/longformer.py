@@ -21,15 +21,15 @@ class LongformerConfig:
 
 @register_attention("longformer", LongformerConfig)
 class LongformerAttention(Attention):
-    """Softmax over the keys at most w = `one_sided_window` tokens away and over one global token.
+    """Softmax over the keys at most w = `one_sided_window` tokens away, and over the first token of the sequence.
 
-    The global token is the first token that is not padding: <s>, which classification reads. It attends to all tokens,
-    and all tokens attend to it. The result is exact and costs O(N w): each block of w queries is multiplied by its own
-    block of keys, by both neighboring blocks and by the global token. Keys outside the window are masked. Inside the
-    window, the global token is masked too, because it would otherwise count twice.
+    The first token that is not padding attends to all tokens, and all tokens attend to it. It is <s>, whose output is
+    used for classification. The result is exact and costs O(N w): each block of w queries is multiplied by its own
+    block of keys, by both neighboring blocks and by the first token. Keys outside the window are masked. The first
+    token is also masked within the window, since it would otherwise count twice.
 
-    In the paper, global attention has projections of its own, which start as copies of the others. Here the caller
-    computes the projections, so both kinds of attention share them.
+    In the paper, global attention has its own projections. Here global and local attention share the projections of the
+    caller. The paper's training starts with shared projections, too.
     """
 
     config: LongformerConfig
@@ -38,7 +38,7 @@ class LongformerAttention(Attention):
         q, k, v = clear_padding(q, k, v, key_padding_mask)
         length = q.shape[2]
         padding = explicit_mask(key_padding_mask, q)
-        first = (~padding).to(torch.uint8).argmax(dim=1)  # (B,): the global token; 0 if all tokens are padding
+        first = (~padding).to(torch.uint8).argmax(dim=1)  # (B,): first real token, 0 if there is none
         is_first = torch.arange(length, device=q.device) == first[:, None]
         # In a sequence that is all padding the first token stays visible. The softmax would otherwise be 0/0.
         is_visible = ~padding | is_first
@@ -54,15 +54,15 @@ class LongformerAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _is_attended(self, is_first: Tensor) -> Tensor:
-        """Return True for each pair of a query and a key in its window, or with the global token as query or key.
+        """Return a mask that is True where a query attends to a key. Padding is not taken into account.
 
-        Padding is not taken into account.
+        Every query attends to the keys in its window and to the first token. The first token attends to all keys.
 
         Args:
-            is_first: bool (B, N), True for the global token.
+            is_first: bool (B, N), True at the first token that is not padding.
 
         Returns:
-            bool (B, N, N).
+            bool (B, N, N) with a row for each query.
         """
         index = torch.arange(is_first.shape[1], device=is_first.device)
         in_window = (index[:, None] - index).abs() <= self.config.one_sided_window
@@ -71,14 +71,14 @@ class LongformerAttention(Attention):
     def _local_attention(
         self, q: Tensor, k: Tensor, v: Tensor, k_first: Tensor, v_first: Tensor, is_visible: Tensor
     ) -> Tensor:
-        """Compute the attention of every query to the keys in its window and to the global token.
+        """Compute the attention of every query to the keys in its window and to the first token.
 
-        The blocks of queries are computed as entries of the batch.
+        In this function the first token attends only to its own window, so the caller replaces its output.
 
         Args:
             q, k, v: (B, H, N, D).
-            k_first, v_first: the key and the value of the global token, (B, H, 1, D).
-            is_visible: bool (B, N), False for padding and for the global token, which windows leave out.
+            k_first, v_first: the key and the value of the first token, (B, H, 1, D).
+            is_visible: bool (B, N), False for keys that no window contains: padding and the first token.
 
         Returns:
             (B, H, N, D).
@@ -89,12 +89,13 @@ class LongformerAttention(Attention):
         tail = num_blocks * width - length
 
         def windows(x: Tensor, x_first: Tensor) -> Tensor:
-            """Return the keys or values that every block of queries attends to, (B · blocks, H, 3 w + 1, D)."""
+            """Map (B, H, N, D) and (B, H, 1, D) to the keys or values of every block, (B · blocks, H, 3 w + 1, D)."""
             x = F.pad(x, (0, 0, width, width + tail)).transpose(1, 2).unflatten(1, (num_blocks + 2, width))
             near = torch.cat([x[:, i : num_blocks + i] for i in range(3)], dim=2)
             x_first = x_first.transpose(1, 2)[:, None].expand(-1, num_blocks, -1, -1, -1)
             return torch.cat([near, x_first], dim=2).flatten(0, 1).transpose(1, 2)
 
+        # Each block of queries becomes an entry of the batch.
         queries = F.pad(q, (0, 0, 0, tail)).transpose(1, 2).unflatten(1, (num_blocks, width))
         queries = queries.flatten(0, 1).transpose(1, 2)
         offset = torch.arange(3 * width, device=q.device) - torch.arange(width, device=q.device)[:, None]

@@ -1,7 +1,4 @@
-"""TNN: gated Toeplitz units, in which only the distance of two tokens decides how they mix.
-
-Qin et al. 2023, arXiv 2305.04749.
-"""
+"""TNN: gated Toeplitz units, which mix tokens by their distance only (Qin et al. 2023, arXiv 2305.04749)."""
 
 import itertools
 from dataclasses import dataclass
@@ -14,7 +11,7 @@ from lln_fairseq.attention.layers import EncoderLayer, register_layer
 from lln_fairseq.attention.registry import option
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 
-EXPANSION = 3  # E / d: the width within the Toeplitz unit, divided by the number of features of a token
+EXPANSION = 3  # width within the Toeplitz unit / d
 EPSILON = 1e-6  # added to mean squares
 
 
@@ -35,10 +32,10 @@ class InputDtypeLinear(nn.Linear):
 
 
 class RelativePositionEncoder(nn.Module):
-    """The relative position encoder RPE (section 3.3 of the paper): a network that maps a distance to channel weights.
+    """The relative position encoder (section 3.3), a network that maps a distance k to one weight for each channel.
 
-    It is Linear(1, h), then `rpe_layers` times norm, ReLU and Linear(h, h), then norm, ReLU and Linear(h, E), where h
-    is `rpe_dim` and E is the number of `channels`.
+    RPE(k) is a Linear(1, h), followed by `rpe_layers` times [norm, ReLU, Linear(h, h)], followed by norm, ReLU and
+    Linear(h, E). h is the option `rpe_dim`, and E is the number of `channels`.
     """
 
     def __init__(self, config: TnnConfig, channels: int) -> None:
@@ -48,14 +45,13 @@ class RelativePositionEncoder(nn.Module):
 
     @without_autocast
     def forward(self, distances: Tensor) -> Tensor:
-        """Compute one weight per channel for each distance.
+        """Compute a weight for every distance and channel.
 
         Args:
-            distances: (M,) integers of either sign.
+            distances: integers (M,), positive or negative.
 
         Returns:
-            (M, E) in float32, or in float64 if the parameters are float64. Half precision could not represent the
-            distances.
+            (M, E) in float32, or float64 for a model in float64. Half precision could not represent the distances.
         """
         first, *rest = self.layers
         parameter_dtype = next(self.parameters()).dtype
@@ -66,18 +62,18 @@ class RelativePositionEncoder(nn.Module):
 
 
 class GatedToeplitzUnit(nn.Module):
-    """Gated Toeplitz unit (section 3.2 of the paper): (SiLU(x̂ W_u) ∘ T SiLU(x̂ W_v)) W_o for normalized tokens x̂.
+    """Gated Toeplitz unit (section 3.2): o = (SiLU(x̂ W_u) ∘ T SiLU(x̂ W_v)) W_o, where x̂ are the normalized tokens.
 
-    x̂ is (B, N, d), and the width within the unit is E = 3 d. T has one Toeplitz matrix (N, N) for each of the E
-    channels, T_ij = γ^|i-j| RPE(i - j). SiLU(x̂ W_v) is set to 0 at padding.
+    Tokens have d = `dim` features, and the unit has E = 3 d channels. Each channel has a Toeplitz matrix
+    T_ij = γ^|i-j| RPE(i - j), with the relative position encoder RPE. The values SiLU(x̂ W_v) are 0 at padding.
 
     Args:
-        config: the options.
-        dim: d, the number of features of a token.
+        config: the options of TNN, among them γ (gamma).
+        dim: d.
         activation_dropout: dropout probability of the input of W_o.
 
     Raises:
-        ValueError: if config.gamma is not in (0, 1].
+        ValueError: if gamma is not above 0 and at most 1.
     """
 
     def __init__(self, config: TnnConfig, dim: int, activation_dropout: float) -> None:
@@ -92,9 +88,14 @@ class GatedToeplitzUnit(nn.Module):
         self.rpe = RelativePositionEncoder(config, EXPANSION * dim)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Normalize the tokens x (B, N, d) and apply the unit, without the residual connection.
+        """Normalize the tokens and apply the unit, without the residual connection.
 
-        key_padding_mask is bool (B, N), True = padded, or None. The result is (B, N, d).
+        Args:
+            x: tokens (B, N, d).
+            key_padding_mask: bool (B, N), True = padded, or None.
+
+        Returns:
+            (B, N, d).
         """
         x = rms_norm(x)
         gate = F.silu(self.gate_proj(x))
@@ -105,11 +106,11 @@ class GatedToeplitzUnit(nn.Module):
         return self.out_proj(F.dropout(gate * mixed, self.activation_dropout, self.training))
 
     def mixing_weights(self, length: int, device: torch.device) -> Tensor:
-        """Return the mixing weights t_k = γ^|k| RPE(k) for the distances k in a sequence of N = `length` tokens.
+        """Return the mixing weights t_k = γ^|k| RPE(k) of a sequence of N = `length` tokens.
 
         Returns:
-            (2 N, E) in float32 or float64, in the order that `toeplitz_product` needs: t_0 ... t_{N-1}, then
-            t_{-N} ... t_{-1}. t_{-N} is never used.
+            The rows t_0 ... t_{N-1}, t_{-N} ... t_{-1}, (2 N, E), as `toeplitz_product` expects them. t_{-N} is never
+            used. The dtype is float32, or float64 for a model in float64.
         """
         distances = torch.arange(2 * length, device=device)
         distances = torch.where(distances < length, distances, distances - 2 * length)
@@ -118,7 +119,7 @@ class GatedToeplitzUnit(nn.Module):
 
 
 class GatedLinearUnit(nn.Module):
-    """Gated linear unit: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3 for normalized tokens x̂, with square matrices W.
+    """Gated linear unit: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3, where x̂ are the normalized tokens. All three matrices are (d, d).
 
     Args:
         dim: d, the number of features of a token.
@@ -133,9 +134,9 @@ class GatedLinearUnit(nn.Module):
         self.out_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Normalize the tokens x (B, N, d) and apply the unit to each token, without the residual connection.
+        """Normalize the tokens x (B, N, d) and apply the unit to each of them, without the residual connection.
 
-        The mask is ignored, because no token influences another. The result is (B, N, d).
+        The mask is ignored, since no token influences another. The result is (B, N, d).
         """
         x = rms_norm(x)
         gated = F.silu(self.gate_proj(x)) * self.value_proj(x)
@@ -146,8 +147,8 @@ class GatedLinearUnit(nn.Module):
 class TnnLayer(EncoderLayer):
     """A gated Toeplitz unit followed by a gated linear unit.
 
-    The distances of the tokens are the only information on their positions: the encoder adds no position embeddings.
-    There are no attention weights, so `attention_dropout` has no effect.
+    The unit sees positions only as distances between tokens, and the encoder adds no position embeddings. There are no
+    attention weights, so `attention_dropout` has no effect.
     """
 
     positions = False
@@ -160,17 +161,15 @@ class TnnLayer(EncoderLayer):
 
 
 def toeplitz_product(weights: Tensor, v: Tensor) -> Tensor:
-    """Compute o_i = Σ_j t_{i-j} v_j for every channel, with an FFT in O(N log N).
-
-    The computation is in float32, or in float64 if v is float64.
+    """Compute o_i = Σ_j t_{i-j} v_j for each of E channels. An FFT makes the cost O(N log N).
 
     Args:
-        weights: (2 N, E), with the rows t_0 ... t_{N-1}, then one arbitrary row, then t_{-N+1} ... t_{-1}. This is the
-            first column of the circulant matrix that contains the Toeplitz matrix.
+        weights: (2 N, E), with the rows t_0 ... t_{N-1}, one row of any values, and t_{-N+1} ... t_{-1}. These are the
+            first columns of circulant matrices that contain the Toeplitz matrices.
         v: (B, N, E).
 
     Returns:
-        (B, N, E) in the dtype of v.
+        (B, N, E) in the dtype of v, computed in float32 (float64 for float64 values).
     """
     length = v.shape[1]
     dtype = compute_dtype(v.dtype)

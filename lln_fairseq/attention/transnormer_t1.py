@@ -1,6 +1,6 @@
-"""TransNormer T1: ReLU attention in blocks in the first layers, normalized linear attention in the later layers.
+"""TransNormer T1: ReLU attention within blocks in early layers, normalized linear attention with φ = elu in later ones.
 
-Qin et al. 2022, "The Devil in Linear Transformer", arXiv 2210.10340; details follow the authors' code.
+Qin et al. 2022, "The Devil in Linear Transformer", arXiv 2210.10340. Details follow the authors' code.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,17 @@ class TransNormerConfig:
 class TransNormerAttention(Attention):
     """Base class of both TransNormers: DiagAttention in the first half of the layers, NormAttention in the second half.
 
-    The subclass defines DiagAttention, which is attention within blocks of tokens. NormAttention is φ(q) (φ(k)ᵀ v),
-    divided by its root mean square over all heads and features of a token. So NormAttention has no attention matrix,
-    and attention dropout does not apply to it. The norm has no learned gain, because the output projection that follows
-    can represent any gain. Until an encoder calls `set_depth`, the attention is NormAttention, or DiagAttention if
-    config.local_layers is at least 1.
+    DiagAttention is attention within blocks, which the subclass defines. NormAttention is φ(q) (φ(k)ᵀ v), divided by
+    its root mean square over all heads of a token. NormAttention therefore has no attention matrix, and attention
+    dropout does not apply to it. The norm has no learned gain, because the output projection that follows can represent
+    any gain.
+
+    The option `local_layers` sets another number of layers with DiagAttention. Until an encoder calls `set_depth`, the
+    attention acts like the only layer of an encoder, which has NormAttention unless `local_layers` is 1 or more.
     """
 
     config: TransNormerConfig
-    local_has_matrix = False  # True if DiagAttention has an attention matrix whose rows sum to 1
+    local_has_matrix = False  # DiagAttention has an attention matrix whose rows sum to 1
 
     def __init__(
         self, config: TransNormerConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
@@ -46,10 +48,11 @@ class TransNormerAttention(Attention):
         self.set_depth(0, 1)
 
     def set_depth(self, layer: int, layers: int) -> None:
-        """Select DiagAttention or NormAttention for this layer, and set has_matrix and rows_sum_to_one accordingly.
+        """Choose DiagAttention or NormAttention for this layer, and set has_matrix and rows_sum_to_one accordingly.
 
-        DiagAttention is selected for the first `local_layers` layers, or for the first half of the layers if that
-        option is None. The half is rounded down. The arguments are those of `Attention.set_depth`.
+        Args:
+            layer: the index of this layer, from 0. The first `local_layers` layers have DiagAttention.
+            layers: the number of layers. Half of them, rounded down, is the default of `local_layers`.
         """
         local_layers = self.config.local_layers
         if local_layers is None:
@@ -65,13 +68,18 @@ class TransNormerAttention(Attention):
         return norm_attention(q, k, v, self.features, key_padding_mask)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return φ(x) of NormAttention, computed elementwise, in the shape and dtype of x (float32 or float64)."""
+        """Compute φ of NormAttention elementwise, for queries or keys x (B, H, N, D) in float32 or float64."""
         raise NotImplementedError
 
     def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Compute DiagAttention, which is attention within blocks of tokens.
 
-        The arguments and the result are those of `forward`, but `clear_padding` has already cleared q, k and v.
+        Args:
+            q, k, v: (B, H, N, D). The keys and values of padding are 0.
+            key_padding_mask: bool (B, N), True = padded, or None.
+
+        Returns:
+            (B, H, N, D).
         """
         raise NotImplementedError
 
@@ -82,10 +90,10 @@ class TransNormerAttention(Attention):
 
 @register_attention("transnormer_t1", TransNormerConfig)
 class TransNormerT1Attention(TransNormerAttention):
-    """TransNormer with φ = elu in NormAttention, and with the weights ReLU(q·k/√D) in DiagAttention.
+    """TransNormer with φ = elu. Its DiagAttention has the weights ReLU(q·k/√D) within blocks (ReLA).
 
-    These weights have no denominator (ReLA). Instead, the output is divided by its root mean square, as it is in
-    NormAttention.
+    These weights are not divided by their sum. Instead, the output is divided by its root mean square over all heads of
+    a token, as in NormAttention.
     """
 
     def features(self, x: Tensor) -> Tensor:
@@ -99,10 +107,10 @@ class TransNormerT1Attention(TransNormerAttention):
 def norm_attention(
     q: Tensor, k: Tensor, v: Tensor, features: Callable[[Tensor], Tensor], key_padding_mask: Tensor | None
 ) -> Tensor:
-    """Compute RMSNorm(φ(q) (φ(k)ᵀ v)) in linear time, without a denominator that could vanish.
+    """Compute NormAttention, RMSNorm(φ(q) (φ(k)ᵀ v)), in linear time. The norm is over all heads of a token.
 
     Args:
-        q, k, v: (B, H, N, D). v must be 0 at padding.
+        q, k, v: (B, H, N, D). v is 0 at padding.
         features: φ, elementwise. It is called with float32 tensors, or with float64 tensors if v is float64.
         key_padding_mask: bool (B, N), True = padded, or None. φ(k) is set to 0 at padding.
 
@@ -121,8 +129,10 @@ def norm_attention(
 def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropout_p: float) -> Tensor:
     """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012).
 
+    The norm is over all heads of a token.
+
     Args:
-        q, k, v: (B, H, N, D). v must be 0 at padding.
+        q, k, v: (B, H, N, D). v is 0 at padding.
         block_size: tokens in a block; the last block may be shorter.
         dropout_p: probability of dropping a weight.
 
@@ -142,5 +152,5 @@ def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropo
 
 
 def rms_norm_over_heads(x: Tensor) -> Tensor:
-    """Divide each token of x (B, H, N, D) by its root mean square over all heads and features."""
+    """Divide x (B, H, N, D) by its root mean square over the heads and features of each token. A token of 0 stays 0."""
     return x * (x.square().mean(dim=(1, 3), keepdim=True) + EPSILON).rsqrt()
