@@ -6,8 +6,8 @@ An iteration is a forward pass, a backward pass and an optimizer step of masked 
 random, and 15% of them are masked. All attentions are timed in turn in the same model, repeat by repeat, and the tables
 show the medians. `softmax` is torch's fused kernel, which fairseq's own RoBERTa also calls with torch 2.
 `softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written. As in fairseq, float16 has float32
-master weights, but the loss scale is constant. Peak memory is reported by torch on a GPU; on a CPU it is the peak of the
-resident set of a child process.
+master weights, but the loss scale is constant. Peak memory is reported by torch on a GPU; on a CPU it is the peak of
+the resident set of a child process.
 """
 
 import argparse
