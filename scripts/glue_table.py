@@ -1,8 +1,8 @@
-"""Tabulate fine-tuning runs like the paper's Table 1: GLUE accuracy on the development sets, median over seeds.
+"""Show fine-tuning runs in a table like the paper's Table 1: GLUE accuracy on the dev sets, as medians over seeds.
 
 python -m scripts.glue_table runs --latex table1.tex
 
-The program reads every RUN/glue/TASK/seedN/valid.json below the directory; the table has a row for each RUN.
+The program reads every RUN/glue/TASK/seedN/valid.json below the directory. The table has a row for each RUN.
 """
 
 import sys
