@@ -37,7 +37,7 @@ def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) 
     """Return the rows of one chunk, in the order in which they are drawn. A row can occur more than once.
 
     Args:
-        draw: draws one row.
+        draw: draws one row with a generator.
         name: name of the task, for the generator's seed.
         seed: seed of all chunks.
         size: number of rows to draw.
@@ -50,17 +50,18 @@ def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) 
 def draw_rows(
     draw: DrawFunction, name: str, seed: int, rows: int, workers: int, chunk_size: int = 25
 ) -> list[DrawnRow]:
-    """Draw rows until `rows` of them have different symbols, and return these in the order in which they were drawn.
+    """Draw `rows` rows with different symbols, and return them in the order in which they were drawn.
 
-    The result depends on `chunk_size`, but not on `workers`. The function never returns if fewer than `rows` different
-    rows exist.
+    A row is left out if a row with the same symbols has been drawn before. The result depends on `chunk_size`, but not
+    on `workers`. The function never returns if fewer than `rows` different rows exist.
 
     Args:
-        draw: draws one row. It must be a function at the top level of a module, so that it can be pickled.
+        draw: draws one row with a generator. It must be a function at the top level of a module, so that it can be
+            pickled.
         name: name of the task, for the generators' seeds and the progress bar.
         seed: seed of all chunks.
         rows: number of rows to return.
-        workers: number of processes; with 1 or less the rows are drawn in this process.
+        workers: number of processes; 1 draws the rows in this process.
         chunk_size: number of rows per chunk, including repeated rows.
 
     Raises:

@@ -3,8 +3,8 @@
     python -m data_prep.demo --out data-bin/demo
 
 The data comes from the source distribution of the Python package vaderSentiment 3.3.2 (MIT), a .tar.gz archive. It
-contains the rated snippets of Hutto & Gilbert (ICWSM 2014): four UTF-8 files whose lines have an id, the mean score of
-about 20 raters in [-4, 4], and a text, separated by tabs.
+contains the rated snippets of Hutto & Gilbert (ICWSM 2014) in four UTF-8 files. Every line has an id, a score and a
+text, separated by tabs. The score is the mean of about 20 ratings between -4 and 4.
 
 The sentiment task consists of the sentences of the movie reviews. It has the layout of GLUE's SST-2, except that
 test.tsv has labels too. Copies of a sentence become one row with the mean of their scores. A score above 0.5 is label 1
@@ -14,7 +14,7 @@ The language-model corpus consists of the texts of all four files in order, one 
 repetitions. It has no empty lines between documents. So pre-train with --sample-break-mode complete, which fills each
 sample with whole lines.
 
-A sentence of the task has the same split (train, valid or test) in the corpus, see `assign_split`. So neither the
+A sentence is in the same split (train, valid or test) of the task and of the corpus, see `assign_split`. So neither the
 tokenizer nor pre-training sees a sentence of the task's dev or test set.
 
     OUT/manifest.json                     written last: settings, sources, tokenizer, counts, checksums
@@ -102,13 +102,13 @@ def make_sentiment_task(snippets: Sequence[Snippet]) -> tuple[LabeledRows, dict[
     """Return the rows of the sentiment task by split, and their counts for the manifest.
 
     Snippets without text are left out. Snippets with the same `sentence_key` become one row, which has the text of the
-    first of these snippets. Its label is the sign of their mean score. Rows with a mean score from -0.5 to 0.5 are left
-    out.
+    first of these snippets. Its label is "1" if their mean score is above 0.5, and "0" if it is below -0.5. Rows with a
+    score in between are left out.
 
     Returns:
         A tuple of two dicts. The first one has the (sentence, label) rows of each split. The second one has the number
-        of rows as {split: {label: number}}. Its entry "left_out" has the number of snippets that are "empty" or
-        "repeated" and the number of rows that are "neutral".
+        of rows as {split: {label: number}}. Its entry "left_out" has the numbers of "empty" snippets, of "repeated"
+        snippets and of "neutral" rows.
     """
     copies: dict[str, list[Snippet]] = {}
     for snippet in snippets:

@@ -3,8 +3,8 @@
     python -m data_prep.glue --out data-bin/glue --tokenizer data-bin/wikitext-103 --tasks MNLI QNLI QQP SST-2
 
 --tokenizer is required, because fine-tuning needs the tokenizer of pre-training: name the directory of the pre-training
-data, or see docs/data.md. The published archives are downloaded. To read local files instead, name a directory that
-contains these archives with --source, or a directory or archive in GLUE's layout (TASK/train.tsv, ...).
+data, or see docs/data.md. The published archives are downloaded. To read local files instead, use --source with a
+directory that contains these archives, or with a directory or archive in GLUE's layout (TASK/train.tsv, ...).
 
     OUT/TASK/{input0,input1}/                 dict.txt and {train,valid,test}.{bin,idx}; for MNLI also valid1, test1
     OUT/TASK/label/                           dict.txt in the order of GLUE_TASKS, and the labels of all splits except
@@ -53,7 +53,7 @@ class GlueSource:
         task: the task to read.
 
     Raises:
-        DataError: if a file is missing. Test sets may be missing.
+        DataError: if a file other than a test set is missing.
     """
 
     def __init__(self, tree: FileTree, task: GlueTask) -> None:
@@ -83,11 +83,11 @@ class GlueSource:
         return [split for split in self.task.files if split in available]
 
     def checksums(self) -> dict[str, str]:
-        """Return {archive name: SHA-256} for an archive. For a directory, return {file name: SHA-256} of the task."""
+        """Return the SHA-256 of the archive, or of each file of the task if the source is a directory, by file name."""
         return self.tree.checksums(list(self.members.values()))
 
     def read_rows(self, split: str) -> GlueRows:
-        """Read the rows of one of the `splits`. Raises DataError, which names file and line, for a malformed file."""
+        """Read the rows of a split, which must be one of `splits`. Raises DataError if the file is malformed."""
         keep = None
         file_split = split
         if self.is_microsoft_mrpc and split != "test":
@@ -99,9 +99,10 @@ class GlueSource:
         return read_glue_rows(read_lines(content, name), name, self.task, split, keep)
 
     def _mrpc_filter(self, split: str) -> Callable[[list[str]], bool]:
-        """Return a function that takes the cells of a row of Microsoft's training file and selects those of a split.
+        """Return a function that takes the cells of a row and returns True if the row belongs to a split.
 
-        `split` is "train" or "valid". GLUE defines its dev set by a list of pairs of sentence ids.
+        The rows are those of Microsoft's training file, and the split is "train" or "valid". GLUE defines its dev set
+        by a list of pairs of sentence ids.
         """
         with self.tree.open(self.members["dev ids"]) as stream:
             dev_ids = {tuple(cells) for _, cells in split_cells(read_lines(stream, MRPC_DEV_IDS))}

@@ -4,8 +4,9 @@
     python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli16 --train 2000 \\
         --test 1000 --sentences 16
 
-GLUE does not publish the labels of its test sets. Here `train` is the first rows of the published training file, `test`
-its last rows, and `valid` the published dev set, so that a model can be chosen on `valid` and reported on `test`.
+GLUE does not publish the labels of its test sets. Here `train` has the first rows of the published training file, and
+`test` has the last rows of this file. `valid` is the published dev set. So you can choose a model on `valid` and report
+its score on `test`.
 
 With --sentences N, the second text of a QNLI row has N sentences in random order: the row's own sentence, and
 sentences of other questions of the same split. The label still says whether the row's own sentence answers the
@@ -58,7 +59,7 @@ def split_rows(source: GlueSource, train: int, test: int) -> dict[str, GlueRows]
 
 
 def _select_rows(rows: GlueRows, part: slice) -> GlueRows:
-    """Return the rows that a slice selects from a labeled split. Rows with an empty input are counted again."""
+    """Return the rows that a slice selects from a labeled split, with a new count of the rows with an empty input."""
     assert rows.labels is not None
     inputs = tuple(texts[part] for texts in rows.inputs)
     empty = sum(1 for texts in zip(*inputs, strict=True) if not all(texts))
@@ -66,10 +67,10 @@ def _select_rows(rows: GlueRows, part: slice) -> GlueRows:
 
 
 def add_distractors(rows: GlueRows, sentences: int, seed: int) -> GlueRows:
-    """Return the rows with the sentence of each one hidden among sentences of other questions.
+    """Return a copy of the rows in which every sentence is hidden among sentences of other questions.
 
     The new second text of a row is its own sentence and the distractors, in random order, joined by spaces. The
-    sentences of a row are all different. The questions and labels stay the same. `rows` itself is not changed.
+    sentences of a row are all different. The questions and labels stay the same.
 
     Args:
         rows: the rows of a QNLI split: questions, sentences and labels.

@@ -25,8 +25,8 @@ class GlueTask:
         meaning: descriptions of the classes if the labels are digits, otherwise empty.
         files: the file of each split, by fairseq's name of the split.
         header: the column names of each split whose file has no header line, by fairseq's name of the split.
-        skip_broken: True if labeled rows with a wrong number of columns are left out and counted. Otherwise they raise
-            DataError.
+        skip_broken: True leaves out labeled rows with a wrong number of columns, and counts them. False raises
+            DataError for such a row.
     """
 
     name: str

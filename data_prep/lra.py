@@ -7,7 +7,7 @@
     python -m data_prep.lra retrieval --source lra_release.gz
     python -m data_prep.lra text --stand-in                  20 newsgroups as bytes; digits as a stand-in for image
 
---source is LRA's release (lra_release.gz), the archive that the task comes from, or a directory with its files.
+--source names LRA's release (lra_release.gz), the original archive of a task, or a directory with the unpacked files.
 A stand-in is a different task with inputs of the same form, for machines that cannot download the original data. It is
 written to OUT/TASK-stand-in.
 
@@ -150,7 +150,8 @@ def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> d
         overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if options are invalid, the source cannot be used, or the directory contains other data.
+        DataError: if an option is invalid, the source cannot be used, or the directory cannot be used or contains other
+            data.
     """
     task = choose_task(options)
     check_options(task, options)

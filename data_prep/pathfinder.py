@@ -269,8 +269,8 @@ def _extend_line(generator: random.Random, line: Line, occupied: int) -> bool:
         occupied: the bits of the occupied pixels, without the pixels of the line's last dash.
 
     Returns:
-        False if the next bend leaves the picture, if occupied pixels block all steps, or if DASH_TRIES draws collide.
-        The line is then unchanged.
+        False if the next bend leaves the picture, if occupied pixels block all steps, or if DASH_TRIES random dashes
+        collide with occupied pixels. The line is then unchanged.
     """
     last = line.dashes[-1]
     bend = _move_point(last.bend, last.direction, DASH_LENGTH + 2 * DASH_GAP)

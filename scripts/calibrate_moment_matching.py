@@ -52,7 +52,8 @@ def calibrate_tables(constants: str, path: Path, fast: bool, write: bool) -> boo
     """Simulate the tables of one kind, print how much they deviate from the shipped ones, and optionally write them.
 
     Args:
-        constants: "calibrated" (the variance of log P is matched) or "entropy".
+        constants: "calibrated" (the variance of log P is matched) or "entropy" (the entropy of the rows of P is
+            matched).
         path: the file of the shipped tables.
         fast: True runs a small simulation of head dimension 32; False runs a full simulation of all head dimensions.
         write: True replaces the file.

@@ -81,7 +81,10 @@ class Overrides:
 
     @staticmethod
     def _with_defaults(overrides: list[str]) -> list[str]:
-        """Return the overrides, with default values of model= and run= added at the end if they are missing."""
+        """Return the overrides, followed by model=nano and run=cpu if these options are missing.
+
+        On a machine with a GPU, run=gpu1 is added instead of run=cpu.
+        """
         groups = {override.partition("=")[0] for override in overrides}
         completed = list(overrides)
         if "model" not in groups:

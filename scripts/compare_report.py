@@ -43,7 +43,7 @@ class AttentionResults:
         return [curve.values[-1] for curve in self.valid.values()]
 
     def losses_above(self, baseline: "AttentionResults") -> list[float]:
-        """Return the last validation loss minus the baseline's, for every seed that both attentions have.
+        """Return how much higher the last validation loss is than the baseline's, for every seed that both have.
 
         Runs with the same seed see the same text in the same order. So these differences can show effects that are
         smaller than the differences between seeds. A seed is left out if the last validations of both runs were at
@@ -60,7 +60,8 @@ class AttentionResults:
 def run_directory(out: Path, attention: str, seed: int) -> Path:
     """Return OUT/ATTENTION/seedN, the directory of the runs with one attention and one seed.
 
-    In ATTENTION, every group of characters that Hydra or a shell could interpret is replaced by "-".
+    In ATTENTION, every sequence of other characters than letters, digits and underscores is replaced by one "-", since
+    Hydra or a shell could interpret them.
     """
     return out / re.sub(r"\W+", "-", attention) / f"seed{seed}"
 

@@ -48,7 +48,7 @@ class ScoreTable:
         return list(self.tasks)[:num_tasks]
 
     def collect_rows(self, directory: Path) -> list[TableRow]:
-        """Return a row for every run with results in or below a directory, in the order of their paths.
+        """Return a row for every run in a directory and its subdirectories, in the order of their paths.
 
         A row has the medians over the seeds. It has a mean only if there are results for all tasks of the paper.
 

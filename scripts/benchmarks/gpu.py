@@ -7,7 +7,8 @@
 kernels    tests of the Triton kernels
 attention  time and memory by length, compared with SDPA and with the time to move the bytes
 model      time and memory of a training step of RoBERTa-base
-training   two minutes of pre-training for each of three attentions, then SST-2; needs data-bin/wikitext-103 and glue
+training   two minutes of pre-training for each of three attentions, then SST-2; needs data-bin/wikitext-103
+           and data-bin/glue
 
 A step that fails or takes too long does not stop the next one. If you run the same command again, it skips the steps
 that have succeeded, repeats the other steps, and resumes training runs. The output of each step is in OUT/logs, and the

@@ -44,7 +44,7 @@ def add_device_options(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -
 
 
 def device_name(device: str) -> str:
-    """Return the name of the GPU for "cuda", and the number of threads for "cpu"."""
+    """Return the name of the GPU for "cuda", or "CPU, N threads" for "cpu"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
@@ -126,7 +126,7 @@ class OutOfMemory(Exception):
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Compute function(*arguments) in a new process and return the result. Nothing else uses the process's memory.
+    """Compute function(*arguments) in a new process, whose memory nothing else has used, and return the result.
 
     The process is forked from a server that has imported torch and done nothing else. The function, its arguments and
     its result must be picklable.
@@ -164,7 +164,7 @@ def _with_limited_memory(function: Callable[..., Any], arguments: tuple) -> Any:
 
 
 def resident_peak_of(run: Callable[[], object]) -> int:
-    """Call `run` and return how many bytes the resident set of this process grew at its peak. It needs Linux."""
+    """Call `run` and return how many bytes the resident set of this process grew at its peak. This needs Linux."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # the C library is not glibc
         # Pages that the allocator kept would be used again, and would not be counted.

@@ -44,7 +44,8 @@ class MatrixSoftmax(nn.Module):
 class Adam:
     """AdamW with the settings of the recipes, for float32 or float16 parameters.
 
-    As with fairseq's --fp16, float16 parameters have one flat float32 copy, which is updated instead of them.
+    As with fairseq's --fp16, float16 parameters have one flat float32 copy. AdamW updates this copy, and the result is
+    copied to the parameters.
 
     Args:
         parameters: the parameters to train, at least one. All must have the same dtype.
@@ -123,7 +124,7 @@ class Training:
         return F.cross_entropy(logits.float(), self.words[self.masked])
 
     def add(self, name: str) -> None:
-        """Build a mechanism and its optimizers, and keep them for `iteration`. The model is not changed."""
+        """Build a mechanism from its spec, and its optimizers, for later calls of `iteration` with the same name."""
         modules = nn.ModuleList(self.build_modules(name))
         modules.to(device=self.args.device, dtype=DTYPES[self.args.dtype]).train()
         optimizers = [self.adam]

@@ -7,13 +7,13 @@ SPLIT_FILES = {"valid": "dev", "test": "test"}
 
 
 def bag_of_words_accuracies(data: Path) -> dict[str, float]:
-    """Train scikit-learn's TF-IDF and logistic regression, with their default options, on the train split and score it.
+    """Train and score scikit-learn's TF-IDF and logistic regression with their default options.
 
     Args:
         data: directory that data_prep.demo has built.
 
     Returns:
-        The accuracies on "valid" and "test", in this order, between 0 and 1.
+        The accuracy between 0 and 1 on each of the splits "valid" and "test", in this order.
     """
     # Imported here because scikit-learn takes a second. It is one of fairseq's requirements.
     from sklearn.feature_extraction.text import TfidfVectorizer

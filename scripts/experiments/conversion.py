@@ -87,9 +87,13 @@ class LineStream(TokenStream):
         return batch
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
-        """Draw lines that fit into `longest` tokens: as many rows as fit into a batch of `tokens`, but at least one.
+        """Draw one batch of random lines that fit into `longest` tokens, with about `tokens` tokens in total.
 
-        All rows have `longest` tokens.
+        Returns:
+            Token ids, int64 (lines, longest). There is at least one line.
+
+        Raises:
+            ValueError: if no line is short enough.
         """
         return self.batch(max(1, tokens // longest), longest, generator)
 
@@ -100,8 +104,8 @@ def masked_accuracy(model: Any, batches: Sequence[Tensor], mask: int) -> float:
 
     Args:
         model: masked language model.
-        batches: token ids, each (B, N). 15 % of the tokens are masked, special symbols excepted. The choice is random
-            but the same in every call.
+        batches: token ids, each (B, N). About 15 % of the tokens are masked, but never special symbols. The choice is
+            random, but the same in every call.
         mask: id of <mask>.
     """
     generator = torch.Generator().manual_seed(SEED)

@@ -11,15 +11,17 @@ class ProgressLines:
     """A replacement for standard error in which each state of a tqdm bar becomes a line of its own."""
 
     def write(self, text: str) -> None:
+        """Write the text as one line to standard error, unless it is blank."""
         if text.strip():
             sys.stderr.write(text.strip() + "\n")
 
     def flush(self) -> None:
+        """Flush standard error."""
         sys.stderr.flush()
 
 
 def progress_bar(name: str, updates: int | None = None) -> tqdm:
-    """Return a progress bar labeled `name`. If standard error is not a terminal, the bar prints lines instead.
+    """Return a progress bar labeled `name`. Without a terminal, it prints a line every half minute instead.
 
     `updates` is the total number of updates. It is None for a step that does not train.
     """

@@ -18,7 +18,7 @@ from scripts.experiments.settings import check_settings, format_override, is_com
 
 
 class StepFailed(UserError):
-    """A step failed. The message has the last line of its output."""
+    """A step failed, or could not start because the experiment was stopped."""
 
 
 class Steps:
@@ -47,7 +47,7 @@ class Steps:
         environment: Mapping[str, str] | None = None,
         timeout: float = threading.TIMEOUT_MAX,
     ) -> None:
-        """Run a command as a step, and store its wall time. Do nothing if this step has already succeeded.
+        """Run a command as a step, and store its wall time. If the step has already succeeded, only print a message.
 
         Args:
             name: name of the step, unique in the directory.

@@ -15,7 +15,7 @@ HEAD_DIM = 64
 
 
 class GaussianInputs:
-    """Random queries and keys, which are the same for every attention. For another s they are only scaled.
+    """Random queries and keys, which are the same for every attention. The methods scale them to the requested s.
 
     Attributes:
         q: independent standard normal queries, float64 (1, heads, tokens, HEAD_DIM).
@@ -52,9 +52,15 @@ class GaussianInputs:
         return self._build(name, options).feature_maps(*self.scaled(s))
 
     def matrix(self, name: str, s: float, **options: float | str) -> Tensor:
-        """Return the attention matrix P, (1, heads, tokens, tokens). Arguments as for `features`.
+        """Return the attention matrix P. For a linear attention, it is computed from the features, which is faster.
 
-        For a linear attention, P is computed from the features, which is faster.
+        Args:
+            name: name of a registered attention.
+            s: the value of σ_q² σ_k².
+            **options: options of the attention.
+
+        Returns:
+            P, (1, heads, tokens, tokens).
         """
         features = self.features(name, s, **options)
         if features is not None:
@@ -62,6 +68,7 @@ class GaussianInputs:
         return self._build(name, options).attention_matrix(*self.scaled(s))
 
     def _build(self, name: str, options: dict) -> Attention:
+        """Build a registered attention in float64 and in evaluation mode."""
         attention = build_attention(name, num_heads=self.heads, head_dim=HEAD_DIM, max_positions=self.tokens, **options)
         return attention.double().eval()
 

@@ -1,7 +1,9 @@
 """Draw the separation figures: how often networks with softmax, linear and LLN attention separate two inputs.
 
-The experiments and their parameters n, m, d, a1, c and delta are those of lln_fairseq/analysis/separation.py. A sweep
-repeats an experiment with several values of one parameter.
+The experiments are those of lln_fairseq/analysis/separation.py, and a sweep repeats one of them with several values of
+one parameter: the number of tokens n, of features d or of sign vectors m, the accepted probability of failure delta, or
+the entries a1 and c of the inputs. A draw of random sign vectors succeeds if the network is 0 on the first input and
+positive on the second.
 """
 
 from collections.abc import Callable, Mapping, Sequence
