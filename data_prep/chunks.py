@@ -87,7 +87,7 @@ def _draw_chunks(
     draw_numbered_chunk = partial(draw_chunk, draw, name, seed, chunk_size)
     if workers <= 1:
         yield from map(draw_numbered_chunk, count())
-    context = multiprocessing.get_context("spawn")  # for the same reason as in lln_fairseq/data/encode.py
+    context = multiprocessing.get_context("spawn")  # a fork may hang if a library has started threads
     pool = ProcessPoolExecutor(workers, context, initializer=prepare_worker)
     try:
         yield from map_in_order(pool, draw_numbered_chunk, count(), workers)

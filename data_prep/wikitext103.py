@@ -40,7 +40,7 @@ from .directories import split_files
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 MB = 10**6
-# The values of --tokenizer that train a SentencePiece model, and its kind.
+# The values of --tokenizer that train a SentencePiece model, and the kind of this model.
 TRAINED_TOKENIZERS = {"sentencepiece": "bpe", "sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
 
 ARTICLE_TITLE = re.compile(r"= (?!=).*(?<!=) =")  # headings of sections have more than one = on each side

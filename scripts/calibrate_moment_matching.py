@@ -25,7 +25,7 @@ DIGITS = 5  # decimals of log s and log σ̃² in the file
 
 # Tokens and heads of a simulation, and the largest accepted difference from the shipped tables. The shipped tables have
 # the full size, so a full simulation differs only by rounding, which depends on the version of torch and the number of
-# threads. The fast ones have sampling errors, and entropies depend more on the number of tokens.
+# threads. Fast simulations have sampling errors. Entropies need more tokens, because they depend more on their number.
 FULL_SIZE = {"tokens": 1024, "heads": 48}
 FULL_TOLERANCE = 1e-4
 FAST_SIZES = {"calibrated": {"tokens": 256, "heads": 8}, "entropy": {"tokens": 512, "heads": 8}}

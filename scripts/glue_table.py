@@ -13,7 +13,7 @@ from scripts.score_table import ScoreTable, table_parser
 
 TASKS = {"mnli": "MNLI", "qnli": "QNLI", "qqp": "QQP", "sst2": "SST-2"}
 
-# Table 1 of arXiv 2311.13541: accuracies in percent on MNLI, QNLI, QQP and SST-2, and the mean that it reports.
+# Table 1 of arXiv 2311.13541: accuracies in percent on MNLI, QNLI, QQP and SST-2, and the mean in the paper.
 PAPER = {
     "RoBERTa, softmax": (80.3, 87.2, 89.9, 90.6, 87.0),
     "Reformer": (35.4, None, 63.2, 50.9, 49.8),

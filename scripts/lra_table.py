@@ -30,7 +30,7 @@ TASKS = {
     "image_stand_in": "image stand-in",
 }
 
-# Table 5 of arXiv 2311.13541: accuracies in percent, in the order above, and the mean that it reports.
+# Table 5 of arXiv 2311.13541: accuracies in percent, in the order above, and the mean that the paper reports.
 PAPER = {
     "softmax": (60.41, 38.05, 79.95, 71.3, 37.2, 57.38),
     "Reformer": (61.27, 37.05, 78.74, 67.23, 44.04, 57.67),

@@ -45,7 +45,7 @@ class Row:
 
     tokens: int
     seconds: float
-    peak: int  # of the worker that needs most
+    peak: int  # in the worker where it is largest
     sent: int  # by each worker
 
 
