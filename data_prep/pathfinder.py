@@ -1,7 +1,7 @@
 """Draw pictures of Pathfinder-32: two dashed lines and two discs, labeled 1 if both discs are on the same line.
 
-With label 1, one of the two long lines has a disc at each end; with label 0, each has a disc at one end. Short lines
-are distractors.
+With label 1, one of the two lines has a disc at each end. With label 0, each of the two lines has a disc at one end.
+Short lines are distractors.
 
 The task is that of the Long Range Arena (arXiv 2011.04006, section 2.2.5). The lines are those of Linsley et al. 2018
 (arXiv 1805.08315): each dash continues roughly in the direction of the previous one. The parameters are those of LRA's

@@ -153,7 +153,7 @@ class WikiTextSource:
         return tree
 
     def record(self) -> list[dict[str, Any]]:
-        """Return the entry "sources" of the manifest: the name and the SHA-256 of each file."""
+        """Return the entry "sources" of the manifest: name and SHA-256 of each file, and whether it is published."""
         entries = []
         for name, sha256 in self.checksums.items():
             entries.append({"name": name, "sha256": sha256, "published": self.is_published})
