@@ -35,8 +35,8 @@ def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type
     Args:
         text: UTF-8 files with one sentence or paragraph per line.
         out: the output directory, which is created.
-        vocab_size: number of pieces.
-        model_type: "bpe" or "unigram".
+        vocab_size: number of pieces; for "char", the maximum.
+        model_type: "bpe", "unigram" or "char".
 
     Raises:
         DataError: if OUT/spm.model exists, the directory cannot be used, or the model cannot be trained on the text.
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory for spm.model and spm.vocab")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="number of pieces (default: %(default)s)")
     parser.add_argument(
-        "--model-type", choices=("bpe", "unigram"), default="bpe", help="kind of model (default: %(default)s)"
+        "--model-type", choices=("bpe", "unigram", "char"), default="bpe", help="kind of model (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     return run_command(partial(train_tokenizer, args.text, args.out, args.vocab_size, args.model_type))

@@ -41,7 +41,12 @@ from .directories import split_files
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 MB = 10**6
 # The values of --tokenizer that train a SentencePiece model, and the kind of this model.
-TRAINED_TOKENIZERS = {"sentencepiece": "bpe", "sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
+TRAINED_TOKENIZERS = {
+    "sentencepiece": "bpe",
+    "sentencepiece-bpe": "bpe",
+    "sentencepiece-unigram": "unigram",
+    "sentencepiece-char": "char",
+}
 
 ARTICLE_TITLE = re.compile(r"= (?!=).*(?<!=) =")  # headings of sections have more than one = on each side
 ARCHIVE = FILES["wikitext-103-raw-v1.zip"]
@@ -191,7 +196,8 @@ def build_wikitext(
         tokenizer: a tokenizer that load_vocabulary accepts. A key of TRAINED_TOKENIZERS trains a tokenizer on the train
             text, unless an interrupted build with the same settings has already trained it.
         source: archive or directory; None downloads the published archive if necessary.
-        vocab_size: number of pieces of a trained tokenizer. It is ignored for other tokenizers.
+        vocab_size: number of pieces of a trained tokenizer; for "sentencepiece-char", the maximum. It is ignored for
+            other tokenizers.
         limit_mb: use only the first `limit_mb` * 10^6 bytes of the train text, in whole lines; None uses all of it.
         workers: number of processes; None uses all cores.
         overwrite: build again even if the directory contains a result.
@@ -359,11 +365,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tokenizer",
         default="gpt2",
-        help="gpt2 (default); sentencepiece-bpe or sentencepiece-unigram, to train one on the text; a SentencePiece "
-        "model; or the directory of a tokenizer or of prepared data",
+        help="gpt2 (default); sentencepiece-bpe, sentencepiece-unigram or sentencepiece-char (single characters), to "
+        "train one on the text; a SentencePiece model; or the directory of a tokenizer or of prepared data",
     )
     parser.add_argument(
-        "--vocab-size", type=int, default=VOCAB_SIZE, help="number of pieces of a trained tokenizer (%(default)s)"
+        "--vocab-size",
+        type=int,
+        default=VOCAB_SIZE,
+        help="number of pieces of a trained tokenizer, the maximum for sentencepiece-char (%(default)s)",
     )
     parser.add_argument(
         "--articles",

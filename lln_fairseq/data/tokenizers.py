@@ -269,7 +269,7 @@ def train_sentencepiece(
     Args:
         lines: the text; it is read once. Lines of more than MAX_LINE bytes are skipped.
         vocab_size: the number of pieces, SentencePiece's three special pieces included.
-        model_type: "bpe" or "unigram".
+        model_type: "bpe", "unigram", or "char" for single characters, of which there may be fewer than `vocab_size`.
         byte_fallback: encode unseen characters, and the rarest ones (0.05 % of the text), as bytes, and keep repeated
             spaces. Use it for text with thousands of different characters. Without it, the vocabulary contains every
             character of the text.
