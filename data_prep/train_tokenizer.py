@@ -35,11 +35,11 @@ def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type
     Args:
         text: UTF-8 files with one sentence or paragraph per line.
         out: the output directory, which is created.
-        vocab_size: number of pieces.
+        vocab_size: number of pieces; for "char", the maximum.
         model_type: "bpe", "unigram" or "char".
 
     Raises:
-        DataError: if spm.model exists, the directory cannot be used, or the model cannot be trained on the text.
+        DataError: if OUT/spm.model exists, the directory cannot be used, or the model cannot be trained on the text.
     """
     with output_directory(out):
         if (out / "spm.model").exists():
@@ -50,7 +50,7 @@ def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.train_tokenizer",
         description="Train a SentencePiece model that encodes every text without loss.",

@@ -3,10 +3,11 @@
     python -m scripts.experiments.quality_and_time runs/quality_and_time --teacher runs/qnli_seed1/checkpoint_best.pt \\
         --results 256=runs/linear_qnli4 1024=runs/linear_qnli16
 
-A directory of --results is the OUT of scripts.experiments.linear_classifiers. The number before it is the length in
-tokens of the pair of texts that is timed; the first text of the pair has 16 tokens. For each directory, the program
-prints a table and draws a panel: the mean test accuracy over the teachers, and the time that the first teacher's model
-takes for the pair. The models are timed in turn, repeat by repeat, and times are medians.
+--results takes output directories of scripts.experiments.linear_classifiers. The number before a directory is the
+length in tokens of the pair of texts that is timed. The first text of the pair has 16 tokens. For each directory, the
+program prints a table and draws a panel with one entry per variant. An entry has the mean test accuracy over the
+teachers, and the time that the model of the first teacher takes for the pair. The models are timed in turn, repeat by
+repeat, and the times are medians.
 """
 
 import argparse
@@ -35,15 +36,18 @@ SOFTMAX = "softmax"
 
 
 def mean_accuracy(results: Sequence[Path]) -> float:
-    """Return the mean accuracy in percent of at least one result of `lln-fairseq evaluate --json`."""
+    """Return the mean accuracy in percent of at least one result file of `lln-fairseq evaluate --json`."""
     return 100 * statistics.mean(json.loads(path.read_text())["accuracy"] for path in results)
 
 
 def find_results(directory: Path) -> dict[str, list[Path]]:
-    """Return the results in an OUT of linear_classifiers: by "softmax" and by variant, the file of every teacher.
+    """Return the result files in an output directory of linear_classifiers, one file for each teacher.
+
+    The key is "softmax" for the results of the teachers, and the name of the variant for the results of a variant.
+    Variants without results are left out.
 
     Raises:
-        InputError: if there is no result of a teacher or none of a variant.
+        InputError: if the teachers have no results, or no variant has any.
     """
     results = {SOFTMAX: sorted(directory.glob("teacher*.json"))}
     for variant in VARIANTS:
@@ -56,7 +60,13 @@ def find_results(directory: Path) -> dict[str, list[Path]]:
 
 
 def pair_of_texts(tokens: int, task: Any) -> Tensor:
-    """Return random token ids (1, tokens) of a pair, <s> A </s></s> B </s>, with FIRST_TEXT tokens in <s> A </s>."""
+    """Return the token ids of a random pair of texts, which is the same in every call.
+
+    The pair has the form <s> A </s></s> B </s>, and <s> A </s> has FIRST_TEXT tokens.
+
+    Returns:
+        Token ids, int64 (1, tokens).
+    """
     dictionary = task.source_dictionary
     ids = torch.randint(NUM_SPECIAL, len(dictionary) - 1, (1, tokens), generator=torch.Generator().manual_seed(0))
     ids[0, 0] = dictionary.bos()
@@ -66,7 +76,10 @@ def pair_of_texts(tokens: int, task: Any) -> Tensor:
 
 
 def classification(checkpoint: Path, tokens: int) -> Callable[[], object]:
-    """Return a function that classifies one pair of texts with `tokens` tokens, without gradients, on the CPU."""
+    """Load a classifier. Return a function that classifies one random pair of texts with it on the CPU.
+
+    The pair has `tokens` tokens in total. No gradients are computed.
+    """
     from lln_fairseq.inference.evaluate import load_finetuned_model
 
     model, task = load_finetuned_model(str(checkpoint))
@@ -77,7 +90,14 @@ def classification(checkpoint: Path, tokens: int) -> Callable[[], object]:
 
 
 def measure(directory: Path, teacher: Path, tokens: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """Return {name: (milliseconds, accuracy in percent)} for the teacher and every variant in `directory`."""
+    """Return the time in ms and the accuracy in percent of softmax and of every variant in `directory`, by name.
+
+    Args:
+        directory: an output directory of linear_classifiers.
+        teacher: the softmax checkpoint to time.
+        tokens: the length of the pair of texts that is timed.
+        repeats: number of timed repeats.
+    """
     results = find_results(directory)
     runs = {SOFTMAX: classification(teacher, tokens)}
     for name in results:
@@ -88,7 +108,12 @@ def measure(directory: Path, teacher: Path, tokens: int, repeats: int) -> dict[s
 
 
 def plot(points: dict[int, dict[str, tuple[float, float]]], path: Path) -> None:
-    """Draw a panel per length with a labeled point for every model, and write path.png and path.csv."""
+    """Draw a panel for each length with a point for each model, and write the figure and its data.
+
+    Args:
+        points: for each length in tokens, the time in ms and the accuracy in percent of each model by its name.
+        path: the file to write. Its suffix is replaced by .png and by .csv.
+    """
     panels = [Panel(f"{tokens} tokens", "time of one pair of texts [ms]", "test accuracy [%]") for tokens in points]
     sheet = Sheet(panels, size=(6.4, 4.8))
     for panel, models in enumerate(points.values()):
@@ -116,7 +141,11 @@ def run_experiment(args: argparse.Namespace) -> None:
 
 
 def length_and_directory(text: str) -> tuple[int, Path]:
-    """Convert the argument TOKENS=DIR; use it as `type` of argparse."""
+    """Return the length and the directory in an argument TOKENS=DIR.
+
+    Use this function as the `type` of an argparse argument. It raises ArgumentTypeError for a text of another form, or
+    if TOKENS is not greater than FIRST_TEXT.
+    """
     tokens, separator, directory = text.partition("=")
     if not separator or not tokens.isdigit() or int(tokens) <= FIRST_TEXT:
         raise argparse.ArgumentTypeError(f"must be TOKENS=DIR with more than {FIRST_TEXT} tokens, got '{text}'")
