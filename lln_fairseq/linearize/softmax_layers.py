@@ -19,6 +19,7 @@ from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.modules.encoder import parse_softmax_layers
 
 COUNT = 256  # rows or texts of the training data, on which the layers are chosen
+MAX_TOKENS = 65536  # of these rows: there are fewer if rows are long, because the model is evaluated many times
 BEST = re.compile(r"best:([1-9]\d*)")
 
 
@@ -77,11 +78,14 @@ class Distance:
 def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
     """Build the distance of a classifier: mean KL(teacher ‖ model), or the mean squared error of a regression.
 
-    `model` must still be the teacher, and `rows` its training rows.
+    `model` must still be the teacher, and `rows` its training rows. COUNT rows are drawn at random; of these, the first
+    ones that have at most MAX_TOKENS tokens in total are used, but at least one.
     """
     short = np.flatnonzero(rows.lengths <= rows.longest)
     order = torch.randperm(len(short), generator=torch.Generator().manual_seed(SEED))
     numbers = short[order[:COUNT].numpy()]
+    num_tokens = np.cumsum(rows.lengths[numbers])
+    numbers = numbers[num_tokens <= max(MAX_TOKENS, num_tokens[0])]
 
     def outputs() -> Tensor:
         return class_logits(model, task, rows, numbers)[0].double()
