@@ -1,9 +1,10 @@
 """Check the configuration in a checkpoint, so that only known options of known models and tasks reach fairseq.
 
-A checkpoint can come from anyone, and fairseq builds every model that its configuration names; some of fairseq's models
+A checkpoint can come from anyone, and fairseq builds every model that its configuration names. Some of fairseq's models
 and optimizers even call `eval` on their options. Therefore a new configuration is built from the dataclasses of the
-models, tasks and criterions in KNOWN, with the stored values of their fields, converted to the type of the field. Other
-models, tasks and values are rejected; other options are left out.
+models, tasks and criterions in KNOWN. Each field gets its stored value, converted to the type of the field. Models and
+tasks that are not in KNOWN are rejected, and so are values that are not plain (see `is_plain`). Options that are not
+fields are left out.
 """
 
 import argparse
@@ -122,13 +123,16 @@ def softmax_layers(options: Mapping[str, Any]) -> str | None:
 
 
 def plain_config(cfg: DictConfig) -> dict[str, Any]:
-    """Return the configuration of a program as dictionaries, with interpolations resolved and enums as strings."""
+    """Return the configuration of a program as a dictionary, with interpolations resolved and enums as strings.
+
+    Each group is a dictionary, or stays a Namespace if it is one.
+    """
     config: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     return config
 
 
 def plain_options(group: Any) -> dict[str, Any]:
-    """Return a copy of a group of options that has only plain values, see `is_plain`.
+    """Return the options of a group as a new dictionary, without values that are not plain (see `is_plain`).
 
     Args:
         group: a Namespace or a mapping; for any other value the result is empty

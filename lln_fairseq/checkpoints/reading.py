@@ -51,7 +51,10 @@ PLUGIN_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
 
 
 def allow_fairseq_checkpoints() -> None:
-    """Let torch.load in this process accept the classes in FAIRSEQ_CLASSES with its safe default, weights_only=True."""
+    """Allow the classes in FAIRSEQ_CLASSES in files that this process loads with torch.load(weights_only=True).
+
+    weights_only=True is torch's safe default.
+    """
     torch.serialization.add_safe_globals(list(FAIRSEQ_CLASSES))
 
 

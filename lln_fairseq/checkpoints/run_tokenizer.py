@@ -1,7 +1,7 @@
 """Save the tokenizer and the dictionaries of a run next to its checkpoints, so that the model can later encode text.
 
     SAVE_DIR/tokenizer/     in the layout of the training data, without the data
-        dict.txt            or input0/, input1/ (tasks with pairs of sentences) and label/dict.txt
+        dict.txt            or input0/dict.txt, input1/dict.txt (tasks with pairs of sentences) and label/dict.txt
         spm.model           or encoder.json and vocab.bpe, as data_prep puts them next to its data
         manifest.json       names these files, with checksums, so that `data_prep.glue --tokenizer` takes the directory
 
@@ -33,7 +33,7 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
 
     If the data has no tokenizer that fits its dictionary, only the dictionaries are copied and the reason is logged.
     Unchanged files are not written again. If an earlier task left a dictionary or a manifest there and this task has no
-    such file, it is removed.
+    such file, the old file is removed.
 
     Args:
         task: the task, with its dictionary; its data may be several directories, of which only the first is read

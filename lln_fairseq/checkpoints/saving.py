@@ -29,7 +29,7 @@ def lock_directory(
     Args:
         save_dir: an existing directory. If its file system has no locks, a warning is logged and nothing is locked.
         what: the kind of program that uses the directory, for messages
-        other: what the user can change to use another directory, for messages
+        other: the end of the advice "give another ...", for messages
 
     Returns: the open lock file; the caller must keep a reference to it, because Python closes an unused file
     Raises: InputError if another process has locked the directory.
@@ -55,7 +55,9 @@ def lock_directory(
 
 
 def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
-    """Copy a file so that `dst_path` is always a complete file, the old or the new one, even if the program is killed.
+    """Copy a file atomically: `dst_path` is always a complete file, either the old or the new one.
+
+    This holds even if the program is killed.
 
     Returns: True if the file was copied; False if `dst_path` exists and `overwrite` is False
     Raises: InputError if writing fails, for example because the disk is full; `dst_path` is then unchanged.
@@ -71,7 +73,7 @@ def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
 
 
 def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call fairseq's torch_persistent_save, with one error message instead of three tracebacks.
+    """Call fairseq's torch_persistent_save, and report a failure in one message instead of three tracebacks.
 
     Args:
         original: fairseq's torch_persistent_save, which calls itself again with an open file as `filename`
