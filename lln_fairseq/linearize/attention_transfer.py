@@ -154,7 +154,7 @@ def _projected_square_sum(x: Tensor, mask: Tensor | None, projection: Tensor) ->
 
 @contextmanager
 def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]:
-    """Record every call of the layers' attentions inside the context.
+    """Record every call of the layers' attentions inside the `with` block.
 
     Yields: a list that is empty at first; each call appends an AttentionCall to it
     """
@@ -174,11 +174,11 @@ def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]
 
 @contextmanager
 def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the attentions of the layers inside the context, and restore them at its end.
+    """Replace the attentions of the layers inside the `with` block, and restore them at its end.
 
     Args:
         layers: the layers, which are changed in place
-        attentions: the attention to use in each layer
+        attentions: the attention to use in each layer, one per layer
     """
     originals = [layer.self_attn.attention for layer in layers]
     try:
@@ -205,7 +205,7 @@ class TokenStream:
         Args:
             count: the number of texts
             length: tokens per text, including bos and eos
-            generator: the generator of the positions
+            generator: the random generator that chooses the positions
 
         Returns: ids (count, length)
         Raises: ValueError if length is less than 3, or if the stream has fewer than length - 2 tokens.
@@ -228,7 +228,7 @@ class TokenStream:
         Args:
             tokens: the maximum number of tokens in the batch; a single text may have more
             longest: the maximum length in tokens, including bos and eos
-            generator: the generator of the length and the positions
+            generator: the random generator that chooses the length and the positions
 
         Returns: ids (texts, length), with at least one text
         Raises: ValueError if the length is less than 3, or if the stream has fewer than length - 2 tokens.
@@ -323,7 +323,7 @@ class LayerwiseTrainer:
         """Load what `state` returned, so that training resumes exactly.
 
         A state without the key "optimizer" leaves the optimizer unchanged. Only the state after the last step may lack
-        it, because training does not continue from there.
+        this key, because training does not continue from there.
         """
         self.step = state["step"]
         self.module.load_state_dict(state["module"])
@@ -338,9 +338,10 @@ def similarity(vectors: Tensor, teacher: Tensor) -> tuple[float, float]:
     Args:
         vectors, teacher: (texts, C)
 
-    Returns: two numbers. The first is the cosine between the student's and the teacher's vector of a text, averaged
-        over the texts. For the second, each text has a nearest neighbor among the other texts, by the cosine of their
-        vectors. It is the fraction of the texts that have the same nearest neighbor with both models.
+    Returns: two numbers:
+        1. the cosine between the student's and the teacher's vector of a text, averaged over the texts
+        2. the fraction of the texts whose nearest neighbor is the same with both models. A text's nearest neighbor is
+           the other text whose vector, from the same model, has the largest cosine with the vector of the text.
     """
     vectors = nn.functional.normalize(vectors.double(), dim=-1)
     teacher = nn.functional.normalize(teacher.double(), dim=-1)

@@ -83,7 +83,8 @@ class Students(LayerwiseTrainer):
 
         They share their parameters with the students that are trained.
 
-        Returns: for the name of each branch, one student per layer; empty if the attention is not a hybrid
+        Returns: a list with one student per layer for each branch, by the name of the branch; empty if the attention is
+            not a hybrid
         """
         branches = {}
         for name in self.students[0].attention.branches():
@@ -165,8 +166,8 @@ class HeldOutSet:
         Args:
             attentions: attentions to use instead of the model's own, one per layer; None to use the model's own
 
-        Returns: the mean cosine between both vectors of a text, and the fraction of the texts whose nearest neighbor is
-            the same as with the teacher
+        Returns: the mean cosine between the model's and the teacher's vector of a text, and the fraction of the texts
+            whose nearest neighbor is the same with both models
         """
         if not attentions:
             return similarity(self._vectors(), self.teacher)
@@ -175,7 +176,7 @@ class HeldOutSet:
 
     @torch.no_grad()
     def _vectors(self) -> Tensor:
-        """Compute the model's vector of each text, without padding tokens; (texts, C)."""
+        """Compute the model's vectors of all texts, one tensor (texts, C). Padding tokens do not count."""
         device = next(self.model.parameters()).device
         pad = self.model.encoder.dictionary.pad()
         vectors = []

@@ -82,8 +82,8 @@ class Distance:
 def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
     """Build the distance of a classifier from its teacher, on at most COUNT random rows.
 
-    It is KL(teacher ‖ model) of the class probabilities, averaged over the rows. For a regression it is the mean
-    squared difference of the outputs.
+    The distance is KL(teacher ‖ model) of the class probabilities, averaged over the rows. For a regression, it is the
+    mean squared difference of the outputs.
 
     Args:
         model: the teacher, in evaluation mode; its attentions may be replaced later
@@ -108,7 +108,8 @@ def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
 def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
     """Build the distance of an encoder from its teacher, on COUNT random texts.
 
-    It is ‖h - h'‖ / ‖h'‖, where h are the model's hidden states after the last layer and h' the teacher's.
+    The distance is ‖h - h'‖ / ‖h'‖. Here h is the output of the model's last layer, and h' is the
+    output of the teacher's last layer.
 
     Args:
         model: the teacher, in evaluation mode; its attentions may be replaced later

@@ -1,4 +1,4 @@
-"""The rows of a sentence prediction task, as its classifier sees them, in random batches for training."""
+"""Load the rows of a sentence prediction task as its classifier reads them, and make batches of them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +15,10 @@ GROUP_BATCHES = 8
 
 
 class TaskRows:
-    """The rows of one split of a sentence prediction task. Batches of rows of similar length are drawn from them."""
+    """The rows of one split of a sentence prediction task, from which batches of rows of similar length are made.
+
+    If the classifier encodes the two texts of a row separately, the length of the row is that of the longer text.
+    """
 
     def __init__(self, task: Any, split: str, longest: int) -> None:
         """Load a split.

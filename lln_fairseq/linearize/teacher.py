@@ -32,8 +32,9 @@ def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
     """Load the teacher in evaluation mode, on the GPU if there is one, and set up its task.
 
     If the teacher is fine-tuned and DATA holds a sentence prediction task, the task reads DATA. Otherwise the task
-    only needs dictionaries. Those of a fine-tuned teacher are read from the folder `tokenizer` next to the checkpoint,
-    if it has any. In all other cases, the dictionaries are those of the data directory that the checkpoint names.
+    needs only dictionaries. For a fine-tuned teacher, they are read from the folder `tokenizer` next to the checkpoint
+    if that folder has them. In all other cases, they are read from the data directory that the checkpoint names, or
+    from the checkpoint's own directory if `lln-fairseq convert` wrote it.
 
     Args:
         path: the teacher's checkpoint

@@ -135,7 +135,11 @@ class HookedTask(FairseqTask):
         self.layer_scalars.log(logging_outputs)
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
-        """Return the entries that fairseq adds to `extra_state` when it saves a checkpoint."""
+        """Return the entries that fairseq adds to `extra_state` when it saves a checkpoint.
+
+        These are the state of `ExactResume`, and the strings that `plugin_state` reads: the hash of the dictionary, the
+        labels of a classifier, and `run_origin`.
+        """
         identity = {
             "dictionary": dictionary_hash(self.source_dictionary),
             "labels": getattr(self, "labels", []),

@@ -76,10 +76,10 @@ CHUNKS = 64  # samples per file
 
 
 def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
-    """Load the checkpoint in save_dir that a run resumes, or return None for a new run.
+    """Load the checkpoint that a run resumes, or return None for a new run.
 
-    fairseq looks for the default file name in save_dir, and treats any other --restore-file as a full path. Any file
-    outside save_dir, and a missing file, mean a new run.
+    A run resumes the file --restore-file if this file exists and is in save_dir. As in fairseq, the default value is
+    the name of a file in save_dir, and any other value is a path.
 
     Args:
         cfg: fairseq's checkpoint options

@@ -27,7 +27,7 @@ class SequenceParallelism:
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
         self.group: Any = None  # a process group of torch.distributed
-        self.multiple = 1  # a shard's number of tokens is a multiple of this
+        self.multiple = 1  # the length of every shard but the last is a multiple of this
 
     def join_group(self, model: nn.Module) -> None:
         """Create the groups of workers, and join the group of this worker. All workers must call this.
@@ -78,9 +78,9 @@ class SequenceParallelism:
 
 
 def shard_multiple(model: Any) -> int:
-    """Return the number of tokens that the length of every shard must be a multiple of.
+    """Return the largest `shard_multiple` of the model's attentions.
 
-    It is the largest `shard_multiple` of the model's attentions.
+    The length of every shard but the last must be a multiple of this number of tokens.
 
     Raises: InputError if the model cannot split its sequences across workers.
     """

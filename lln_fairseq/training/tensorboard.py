@@ -1,4 +1,4 @@
-"""Write the values to TensorBoard that fairseq leaves out: scalars of every layer, and the configuration.
+"""Write to TensorBoard what fairseq leaves out: scalars of every layer, and the configuration.
 
     train_inner/inverse_loss_scale, train_inner/overflows          with fp16
     attention/{sigma_q, sigma_k, tau_sm, tau_lln, alpha, beta}/layer_NN

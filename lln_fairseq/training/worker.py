@@ -33,7 +33,8 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
         main: fairseq's `main`
         cfg: the whole configuration of the run
         kwargs: further arguments of `main`
-    Raises: InputError if `main` raises it. A spawned worker prints its message as one line and exits with code 1.
+    Raises: InputError if `main` raises it, or TrainingError if another worker is lost. A spawned worker instead prints
+        the message as one line and exits with code 1.
     """
     parent: Any = multiprocessing.parent_process()
     if parent:
