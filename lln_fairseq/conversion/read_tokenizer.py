@@ -57,7 +57,7 @@ class SourceVocabulary:
 
 
 def read_vocabulary(directory: Path, rows: int, config: Mapping[str, Any]) -> SourceVocabulary:
-    """Read the tokenizer in a directory with the same changes that transformers' AutoTokenizer makes.
+    """Read the tokenizer in a directory as transformers' AutoTokenizer would load it.
 
     A SentencePiece model is kept if it contains all tokens, added tokens included. Any other tokenizer becomes a
     tokenizer.json.

@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
     """Adapt the parameters of another RoBERTa, so that a model can load them. Log a warning for every change.
 
-    The table of position embeddings is resized to the model's. Parameters of the attention that the model does not have
-    are removed. Parameters of the model's attention that `state` lacks are added with their current values in the
-    model. Nothing else is changed or checked.
+    The table of position embeddings is resized to the size of the model's table. Parameters of an attention are removed
+    if the model does not have them. Parameters of the model's attention are added with their current values in the
+    model if `state` lacks them. Nothing else is changed or checked.
 
     Args:
         state: parameters by the names that fairseq's RoBERTa uses today. The dictionary is changed in place.

@@ -40,8 +40,8 @@ class LLNTransformerLanguageModel(TransformerLanguageModel):
         """Build a model. fairseq calls this hook.
 
         Args:
-            args: the options of the model. max_target_positions is set in place. So is decoder_layers if
-                decoder_layers_to_keep is set.
+            args: the options of the model. max_target_positions is set in place. If decoder_layers_to_keep is set,
+                decoder_layers is set in place, too.
             task: a fairseq task with a target dictionary.
 
         Raises:

@@ -66,8 +66,8 @@ def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, p
         padding: the id of the padding symbol.
 
     Returns:
-        A new batch. `net_input` has this worker's part of src_tokens, (B, n), and a `Shard` under the key "shard".
-        `ntokens` is the number of tokens in this part that are not padding. A target of shape (B, N) is cut like the
+        A new batch. `net_input` has the n tokens of the shard in src_tokens (B, n), and a `Shard` as its entry "shard".
+        `ntokens` is the number of these tokens that are not padding. A target of shape (B, N) is cut like the
         tokens. A target of another shape has one row per sentence: the worker with the first token keeps it, and the
         remaining workers get an empty target. `nsentences` is 0 for these remaining workers.
     """
