@@ -23,14 +23,14 @@ from lln_fairseq.errors import InputError, first_line
 
 OURS = "lln_roberta"
 STOCK = "roberta"
-STOCK_ATTENTION = "softmax"  # the attention of fairseq's RoBERTa, which has no option that says so
+STOCK_ATTENTION = "softmax"  # the attention of fairseq's RoBERTa, which has no option for it
 LANGUAGE_MODELS = ("lln_transformer_lm", "transformer_lm")
 KNOWN = {  # the presets of these models (roberta_large, ...) are known too
     "model": (OURS, STOCK, *LANGUAGE_MODELS),
     "task": ("lln_language_modeling", "lln_masked_lm", "lln_sentence_prediction", "masked_lm", "sentence_prediction"),
     "criterion": ("lln_sentence_prediction", "masked_lm", "sentence_prediction"),
 }
-NAME_ARGUMENTS = {"model": "arch", "task": "task", "criterion": "criterion"}  # of a Namespace of arguments
+NAME_ARGUMENTS = {"model": "arch", "task": "task", "criterion": "criterion"}  # the arguments with the names
 
 NO_POSITIONS = 2  # unused rows at the start of the positional table: fairseq counts from the padding's id + 1
 PLAIN_TYPES = (str, int, float, bool, type(None))

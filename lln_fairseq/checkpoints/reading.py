@@ -24,7 +24,7 @@ from lln_fairseq.checkpoints.config import checked_config
 from lln_fairseq.errors import InputError, first_line
 
 # Classes that a checkpoint can contain. argparse.Namespace is in checkpoints of models without a dataclass, such as the
-# stock RoBERTa. The others are in what the first worker sends to the rest when several workers resume.
+# stock RoBERTa. The remaining classes are in the state that the first worker sends to the others when a run resumes.
 FAIRSEQ_CLASSES = (
     argparse.Namespace,
     _TensorPlaceholder,

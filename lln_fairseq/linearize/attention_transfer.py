@@ -94,7 +94,7 @@ class QKReparameterization(nn.Module):
 class Student(nn.Module):
     """The linear attention of one layer, applied to reparameterized queries and keys."""
 
-    # The encoder sets the segment lengths of `attention` itself, because it looks at all modules.
+    # The encoder searches all modules for attentions, so it sets the segment lengths of `attention` directly.
     needs_segments = False
 
     def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:

@@ -79,7 +79,7 @@ class TaskRows:
         count = int(np.searchsorted(self.lengths[self.order], longest, side="right"))
         ends = self.ends[:count]
         total = int(ends[-1])
-        # The rows are divided into groups with as many tokens each. A random token chooses the group: a batch of long
+        # The rows are divided into groups with equally many tokens. A random token chooses the group: a batch of long
         # rows has fewer rows, so it must be drawn more often.
         groups = max(1, total // (GROUP_BATCHES * tokens))
         token = int(torch.randint(total, (), generator=generator))

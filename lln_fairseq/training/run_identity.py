@@ -299,7 +299,8 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if key not in ignored:
                 yield f"{group}.{key}", value
     name = plain_options(config.get("model")).get("_name")
-    # The attention of these models follows from their name, and other parameters cannot tell them apart.
+    # The attention of these models follows from their name, and models with different attentions can have the same
+    # parameters.
     if name in LANGUAGE_MODELS:
         yield "model._name", name
     elif str(name).startswith(STOCK):
