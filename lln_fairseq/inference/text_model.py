@@ -4,8 +4,10 @@ from lln_fairseq import load
 load("runs/sst2_lln_diag/checkpoint_best.pt").predict(["a gripping film"])
 """
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +23,19 @@ from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.command import UserError
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
-from lln_fairseq.data.text_ids import Text, TextIds, batch_by_length, split_into_chunks, texts_to_rows
+from lln_fairseq.data.text_ids import (
+    LengthLimit,
+    Text,
+    TextIds,
+    batch_by_length,
+    split_into_chunks,
+    texts_to_rows,
+)
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
+
+logger = logging.getLogger(__name__)
 
 
 class Prediction(NamedTuple):
@@ -45,14 +56,21 @@ class Filling(NamedTuple):
 class TextModel(nn.Module):
     """A model with its task and tokenizer, as `lln_fairseq.load` returns it.
 
-    A text gets the ids that it would have in the training data, and is cut to the longest sequence of the model. A text
-    that cannot be encoded raises an InputError, which is a ValueError. All outputs are on the CPU and have no gradient.
+    A text gets the ids that it would have in the training data. A text that cannot be encoded raises an InputError,
+    which is a ValueError. All outputs are on the CPU and have no gradient.
+
+    Texts that are longer than the model takes are cut (`on_long="truncate"`), and a warning, logged once per call, says
+    how many. With `on_long="error"` they raise a LongTextError, which is an InputError: a method that returns a list
+    tokenizes all texts first, and one that yields raises it when it has read the text.
 
     Args:
         model: the model, in evaluation mode if it is to be used.
         task: the task that the model was trained for.
         vocabulary: the tokenizer with its dictionary.
         inputs: number of texts in a row that `predict` takes, 1 or 2.
+
+    Attributes:
+        longest: the number of tokens that the model takes, special tokens included.
     """
 
     def __init__(self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int) -> None:
@@ -61,11 +79,12 @@ class TextModel(nn.Module):
         self.task = task
         self.vocabulary = vocabulary
         self.inputs = inputs
-        self.ids = TextIds(task, vocabulary, longest=min(task.max_positions(), model.max_positions()))
+        self.ids = TextIds(task, vocabulary)
+        self.longest = min(task.max_positions(), model.max_positions())
         self.finetuned = is_finetuned(task.cfg._name)
         self.labels = label_names(task) if self.finetuned else []
 
-    def predict(self, texts: Iterable[Text]) -> list[Prediction | float]:
+    def predict(self, texts: Iterable[Text], on_long: str = "truncate") -> list[Prediction | float]:
         """Return a prediction for every text, or for every pair of texts (a tuple).
 
         A prediction is a label of label/dict.txt with its probability, or for a regression a score, on the scale of
@@ -73,22 +92,24 @@ class TextModel(nn.Module):
 
         Raises:
             InputError: if the model was not fine-tuned, `texts` is a single string, the model takes pairs but gets
-                texts, or the reverse, or its outputs are not finite.
+                texts, or the reverse, a text is too long and on_long="error", or the outputs are not finite.
         """
-        return list(self.predict_each(texts))
+        self._require_labels()
+        if on_long == "error":
+            texts = self._check_lengths(texts, self.inputs)
+        return list(self.predict_each(texts, on_long))
 
-    def predict_each(self, texts: Iterable[Text]) -> Iterator[Prediction | float]:
+    def predict_each(self, texts: Iterable[Text], on_long: str = "truncate") -> Iterator[Prediction | float]:
         """Yield what `predict` returns, reading only a few thousand texts ahead."""
-        if not self.finetuned:
-            raise InputError("the model was not fine-tuned and has no labels to predict")
-        for logits in self._map_texts(texts, self.inputs, self._class_logits):
+        self._require_labels()
+        for logits in self._map_texts(texts, self.inputs, self._class_logits, on_long):
             if self.task.cfg.regression_target:
                 yield logits.item()
             else:
                 probability, number = logits.softmax(dim=-1).max(dim=-1)
                 yield Prediction(self.labels[number], probability.item())
 
-    def encode(self, texts: Iterable[str]) -> Tensor:
+    def encode(self, texts: Iterable[str], on_long: str = "truncate") -> Tensor:
         """Return a vector for each text: the mean of the last layer over its tokens, <s> and </s> included.
 
         sentence-transformers calls this mean pooling.
@@ -96,31 +117,37 @@ class TextModel(nn.Module):
         Returns:
             (number of texts, C) float32; (0, C) without texts.
         """
-        rows = list(self._map_texts(texts, 1, self._mean_features))
+        given: Iterable[Text] = texts
+        if on_long == "error":
+            given = self._check_lengths(texts, 1)
+        rows = list(self._map_texts(given, 1, self._mean_features, on_long))
         if not rows:
             return torch.empty(0, self.model.encoder.args.encoder_embed_dim)
         return torch.stack(rows)
 
-    def fill(self, text: str, k: int = 5) -> list[Filling]:
+    def fill(self, text: str, k: int = 5, on_long: str = "truncate") -> list[Filling]:
         """Return the k most likely tokens for the single <mask> of a text, the most likely one first.
 
         Special symbols and symbols of the dictionary that no text can contain (fairseq's madeupword symbols) are never
         returned, but still count in the softmax.
 
         Raises:
-            InputError: if the text does not have exactly one <mask>, if it lies beyond the longest sequence, if k is
-                not between 1 and the number of symbols that can be returned, or if the model was fine-tuned, which
-                changes the features that the language-model head reads.
+            InputError: if the text does not have exactly one <mask>, if the text is too long and on_long="error" or the
+                <mask> would be cut off, if k is not between 1 and the number of symbols that can be returned, or if the
+                model was fine-tuned, which changes the features that the language-model head reads.
         """
         if self.finetuned:
             raise InputError("the model was fine-tuned and cannot fill a <mask> any more: use the pre-trained one")
         if not isinstance(text, str) or text.count(MASK) != 1:
             raise InputError(f"fill takes a text with one {MASK}, got {text!r:.80}")
         left, right = text.split(MASK)
-        try:
+        with _data_errors_as_input_errors():
             ids = self.ids.encode_masked(left, right)
-        except DataError as error:
-            raise InputError(str(error)) from error
+        limit = LengthLimit(self.longest, on_long, name="the text")
+        (ids,) = limit.apply([ids])
+        if not ids.eq(self.ids.mask).any():
+            raise InputError(f"the {MASK} lies beyond the {self.longest} tokens that the model takes")
+        _log_cut_texts(limit)
         probabilities = self._mask_probabilities(ids)
         tokenizer = self.vocabulary.tokenizer
         symbols = self.vocabulary.symbols
@@ -138,39 +165,57 @@ class TextModel(nn.Module):
 
     @torch.no_grad()
     def _mask_probabilities(self, ids: Tensor) -> Tensor:
-        """Return the probabilities (V,), float32 on the CPU, of all symbols at the first <mask> in ids (N,).
-
-        Raises InputError if no <mask> is left in the ids, which are cut to the longest sequence.
-        """
+        """Return the probabilities (V,), float32 on the CPU, of all symbols at the first <mask> in ids (N,)."""
         is_mask = ids.eq(self.ids.mask)
-        if not is_mask.any():
-            raise InputError(f"the {MASK} lies beyond the {self.ids.longest} tokens that the model takes")
         logits, _ = self.model(ids[None].to(self._device))
         require_finite(logits, "this text")
         return logits[0][is_mask.to(self._device)][0].float().softmax(dim=-1).cpu()
 
+    def _require_labels(self) -> None:
+        """Raise InputError if the model was not fine-tuned."""
+        if not self.finetuned:
+            raise InputError("the model was not fine-tuned and has no labels to predict")
+
+    def _check_lengths(self, texts: Iterable[Text], inputs: int) -> list[Text]:
+        """Return the texts, or pairs if `inputs` is 2, as a list. Raise LongTextError if one is too long."""
+        _require_many(texts)
+        texts = list(texts)
+        limit = LengthLimit(self.longest, "error")
+        with _data_errors_as_input_errors():
+            for chunk in split_into_chunks(texts_to_rows(texts, inputs)):
+                limit.apply(self.ids.encode_rows(chunk))
+        return texts
+
     def _map_texts(
-        self, texts: Iterable[Text], inputs: int, model_function: Callable[[Tensor], Tensor]
+        self, texts: Iterable[Text], inputs: int, model_function: Callable[[Tensor], Tensor], on_long: str
     ) -> Iterator[Tensor]:
         """Yield the output of `model_function` for each text, or pair if `inputs` is 2, in order, float32 on the CPU.
 
-        The function maps padded tokens (B, N) on the model's device to outputs, one row for each sequence.
+        The function maps padded tokens (B, N) on the model's device to outputs, one row for each sequence. At the end,
+        also if the caller stops early, a warning says what was cut.
         """
-        if isinstance(texts, str):
-            raise InputError("expected a list of texts, got a single one: put it in a list")
+        _require_many(texts)
+        limit = LengthLimit(self.longest, on_long)
         try:
-            for chunk in split_into_chunks(texts_to_rows(texts, inputs)):
-                samples = self.ids.encode_rows(chunk)
-                rows = [torch.empty(0)] * len(chunk)
-                for batch in batch_by_length(samples):
-                    tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
-                    outputs = model_function(tokens.to(self._device)).float().cpu()
-                    for number, row in zip(batch, outputs, strict=True):
-                        require_finite(row, f"the text {' | '.join(chunk[number])!r:.80}")
-                        rows[number] = row
-                yield from rows
-        except DataError as error:
-            raise InputError(str(error)) from error
+            with _data_errors_as_input_errors():
+                for chunk in split_into_chunks(texts_to_rows(texts, inputs)):
+                    samples = limit.apply(self.ids.encode_rows(chunk))
+                    yield from self._map_samples(samples, chunk, model_function)
+        finally:
+            _log_cut_texts(limit)
+
+    def _map_samples(
+        self, samples: Sequence[Tensor], names: Sequence[Sequence[str]], model_function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Return the output of `model_function` for each sample (N,). `names` are the texts, for error messages."""
+        rows = [torch.empty(0)] * len(samples)
+        for batch in batch_by_length(samples):
+            tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
+            outputs = model_function(tokens.to(self._device)).float().cpu()
+            for number, row in zip(batch, outputs, strict=True):
+                require_finite(row, f"the text {' | '.join(names[number])!r:.80}")
+                rows[number] = row
+        return rows
 
     @torch.no_grad()
     def _class_logits(self, tokens: Tensor) -> Tensor:
@@ -189,6 +234,30 @@ class TextModel(nn.Module):
     def _device(self) -> torch.device:
         """Return the device of the model's parameters."""
         return next(self.model.parameters()).device
+
+
+def _require_many(texts: Any) -> None:
+    """Raise InputError if `texts` is a single string, or cannot be iterated over."""
+    if isinstance(texts, str):
+        raise InputError("expected a list of texts, got a single one: put it in a list")
+    if not isinstance(texts, Iterable):
+        raise InputError(f"expected a list of texts, got {texts!r:.80}")
+
+
+def _log_cut_texts(limit: LengthLimit) -> None:
+    """Log a warning that says how many texts were cut, if any were."""
+    message = limit.message()
+    if message:
+        logger.warning(message)
+
+
+@contextmanager
+def _data_errors_as_input_errors() -> Iterator[None]:
+    """Turn a DataError inside the context into an InputError."""
+    try:
+        yield
+    except DataError as error:
+        raise InputError(str(error)) from error
 
 
 def load_text_model(
