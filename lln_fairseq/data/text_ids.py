@@ -125,6 +125,30 @@ class TextIds:
                 parts.append(_prepend(first_tokens[column], ids))
         return [torch.cat(parts) for parts in joined]
 
+    def token_offsets(self, text: str) -> Tensor:
+        """Return the start and the end of each token of a row with one text, in characters of the text, int64 (N, 2).
+
+        The tokens are those of `encode_rows`. text[start:end] is the text of the token without white space around it. A
+        token that encodes only some of a character's bytes has the whole character. A special token has (0, 0), and a
+        token that stands for white space only is empty.
+
+        Raises:
+            DataError: for the reasons listed at `encode_lines`.
+        """
+        line = _as_line(text)
+        indent = len(text) - len(text.lstrip())
+        offsets = []
+        if self.init_token is not None:
+            offsets.append((0, 0))
+        for start, end in self.vocabulary.tokenizer.token_spans(line):
+            token = line[start:end]
+            start += len(token) - len(token.lstrip())
+            end = start + len(token.strip())
+            offsets.append((indent + start, indent + end))
+        if not self.strip_eos:
+            offsets.append((0, 0))
+        return torch.tensor(offsets, dtype=torch.int64).view(-1, 2)
+
     def encode_masked(self, left: str, right: str) -> Tensor:
         """Return the ids of the text left<mask>right, int64 (N,).
 
@@ -153,9 +177,7 @@ class TextIds:
         Raises:
             DataError: if a line contains a lone surrogate, or the tokenizer cannot encode it.
         """
-        lines = [line.replace("\n", " ").strip() for line in lines]
-        for line in lines:
-            check_characters(line)
+        lines = [_as_line(line) for line in lines]
         ids, lengths = encode_block(self.vocabulary.tokenizer, self.vocabulary.table, lines)
         encoded = torch.from_numpy(ids).long().split(lengths.tolist())
         if self.strip_eos:
@@ -168,6 +190,17 @@ def _prepend(token: int | None, ids: Tensor) -> Tensor:
     if token is None:
         return ids
     return torch.cat([torch.tensor([token]), ids])
+
+
+def _as_line(text: str) -> str:
+    """Return a text as the line that a file of training data would have for it.
+
+    Raises:
+        DataError: if the text contains a lone surrogate.
+    """
+    line = text.replace("\n", " ").strip()
+    check_characters(line)
+    return line
 
 
 def texts_to_rows(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...]]:
@@ -198,8 +231,10 @@ def check_characters(text: str) -> None:
         raise DataError(f"a text contains half of a character ({error.reason}): {text!r:.80}") from error
 
 
-def split_into_chunks(rows: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:
-    """Yield lists of consecutive rows, of CHUNK_TEXTS rows or ending with the row that reaches CHUNK_CHARACTERS.
+def split_into_chunks(
+    rows: Iterable[Sequence[str]], max_characters: int = CHUNK_CHARACTERS
+) -> Iterator[list[Sequence[str]]]:
+    """Yield lists of consecutive rows, of CHUNK_TEXTS rows or ending with the row that reaches `max_characters`.
 
     Rows are read as needed. The last list may be shorter. Without rows nothing is yielded.
     """
@@ -208,7 +243,7 @@ def split_into_chunks(rows: Iterable[Sequence[str]]) -> Iterator[list[Sequence[s
     for row in rows:
         chunk.append(row)
         characters += sum(map(len, row))
-        if len(chunk) == CHUNK_TEXTS or characters >= CHUNK_CHARACTERS:
+        if len(chunk) == CHUNK_TEXTS or characters >= max_characters:
             yield chunk
             chunk = []
             characters = 0

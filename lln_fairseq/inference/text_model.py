@@ -8,10 +8,12 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from fairseq.data.data_utils import collate_tokens
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from lln_fairseq.command import UserError
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.data.text_ids import (
+    CHUNK_CHARACTERS,
     LengthLimit,
     Text,
     TextIds,
@@ -34,6 +37,9 @@ from lln_fairseq.data.text_ids import (
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
+
+POOLINGS = ("mean", "cls", "max", "tokens")
+TOKEN_CHUNK_CHARACTERS = 1 << 17  # fewer than for other outputs, because every token has a vector
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +57,19 @@ class Filling(NamedTuple):
     token: str
     probability: float
     text: str
+
+
+class TokenVectors(NamedTuple):
+    """The vectors of a text's tokens, special tokens included, and where the tokens are in the text.
+
+    Attributes:
+        vectors: (N, C) float32.
+        offsets: the start and the end of each token, in characters of the text, (N, 2) int64; (0, 0) for <s> and </s>.
+            See `TextIds.token_offsets`.
+    """
+
+    vectors: Tensor
+    offsets: Tensor
 
 
 class TextModel(nn.Module):
@@ -71,7 +90,10 @@ class TextModel(nn.Module):
 
     Attributes:
         longest: the number of tokens that the model takes, special tokens included.
+        pooling: the default of `encode`.
     """
+
+    pooling = "mean"
 
     def __init__(self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int) -> None:
         super().__init__()
@@ -102,28 +124,56 @@ class TextModel(nn.Module):
     def predict_each(self, texts: Iterable[Text], on_long: str = "truncate") -> Iterator[Prediction | float]:
         """Yield what `predict` returns, reading only a few thousand texts ahead."""
         self._require_labels()
-        for logits in self._map_texts(texts, self.inputs, self._class_logits, on_long):
+        for _, logits in self._map_texts(texts, self.inputs, self._class_logits, on_long):
             if self.task.cfg.regression_target:
                 yield logits.item()
             else:
                 probability, number = logits.softmax(dim=-1).max(dim=-1)
                 yield Prediction(self.labels[number], probability.item())
 
-    def encode(self, texts: Iterable[str], on_long: str = "truncate") -> Tensor:
-        """Return a vector for each text: the mean of the last layer over its tokens, <s> and </s> included.
+    def encode(
+        self, texts: Iterable[str], pooling: str | None = None, normalize: bool = False, on_long: str = "truncate"
+    ) -> Tensor | list[TokenVectors]:
+        """Return a vector for each text, or the vectors of each text's tokens.
 
-        sentence-transformers calls this mean pooling.
+        Args:
+            texts: the texts.
+            pooling: what is computed from the last layer: "mean" over the tokens, <s> and </s> included, "cls" for the
+                vector of the first token, <s>, "max" over the tokens in each feature, or "tokens" for the vectors of
+                all tokens. Default: `self.pooling`.
+            normalize: divide each vector by its length.
+            on_long: see the class.
 
         Returns:
-            (number of texts, C) float32; (0, C) without texts.
+            (number of texts, C) float32, (0, C) without texts; a list of TokenVectors for pooling="tokens".
         """
-        given: Iterable[Text] = texts
         if on_long == "error":
-            given = self._check_lengths(texts, 1)
-        rows = list(self._map_texts(given, 1, self._mean_features, on_long))
-        if not rows:
+            texts = self._check_lengths(texts, 1)
+        vectors = list(self.encode_each(texts, pooling, normalize, on_long))
+        if pooling == "tokens":
+            return vectors
+        if not vectors:
             return torch.empty(0, self.model.encoder.args.encoder_embed_dim)
-        return torch.stack(rows)
+        return torch.stack(vectors)
+
+    def encode_each(
+        self, texts: Iterable[str], pooling: str | None = None, normalize: bool = False, on_long: str = "truncate"
+    ) -> Iterator[Any]:
+        """Yield the vector (C,) or the TokenVectors of each text, reading only a few thousand texts ahead.
+
+        The arguments are those of `encode`.
+        """
+        if pooling is None:
+            pooling = self.pooling
+        if pooling not in POOLINGS:
+            raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        compute_features = partial(self._features, pooling=pooling, normalize=normalize)
+        max_characters = TOKEN_CHUNK_CHARACTERS if pooling == "tokens" else CHUNK_CHARACTERS
+        for (text,), features in self._map_texts(texts, 1, compute_features, on_long, max_characters):
+            if pooling == "tokens":
+                yield TokenVectors(features, self.ids.token_offsets(text)[: len(features)])
+            else:
+                yield features
 
     def fill(self, text: str, k: int = 5, on_long: str = "truncate") -> list[Filling]:
         """Return the k most likely tokens for the single <mask> of a text, the most likely one first.
@@ -176,7 +226,7 @@ class TextModel(nn.Module):
         if not self.finetuned:
             raise InputError("the model was not fine-tuned and has no labels to predict")
 
-    def _check_lengths(self, texts: Iterable[Text], inputs: int) -> list[Text]:
+    def _check_lengths(self, texts: Iterable[Any], inputs: int) -> list[Any]:
         """Return the texts, or pairs if `inputs` is 2, as a list. Raise LongTextError if one is too long."""
         _require_many(texts)
         texts = list(texts)
@@ -187,48 +237,73 @@ class TextModel(nn.Module):
         return texts
 
     def _map_texts(
-        self, texts: Iterable[Text], inputs: int, model_function: Callable[[Tensor], Tensor], on_long: str
-    ) -> Iterator[Tensor]:
-        """Yield the output of `model_function` for each text, or pair if `inputs` is 2, in order, float32 on the CPU.
+        self,
+        texts: Iterable[Text],
+        inputs: int,
+        model_function: Callable[[Tensor], Iterable[Tensor]],
+        on_long: str,
+        max_characters: int = CHUNK_CHARACTERS,
+    ) -> Iterator[tuple[Sequence[str], Tensor]]:
+        """Yield each text, as a tuple of `inputs` strings, with the output of `model_function` for it, in order.
 
-        The function maps padded tokens (B, N) on the model's device to outputs, one row for each sequence. At the end,
-        also if the caller stops early, a warning says what was cut.
+        The function maps padded tokens (B, N) on the model's device to B outputs, float32 on the CPU. `max_characters`
+        is how much text is read ahead. At the end, also if the caller stops early, a warning says what was cut.
         """
         _require_many(texts)
         limit = LengthLimit(self.longest, on_long)
         try:
             with _data_errors_as_input_errors():
-                for chunk in split_into_chunks(texts_to_rows(texts, inputs)):
+                for chunk in split_into_chunks(texts_to_rows(texts, inputs), max_characters):
                     samples = limit.apply(self.ids.encode_rows(chunk))
-                    yield from self._map_samples(samples, chunk, model_function)
+                    yield from zip(chunk, self._map_samples(samples, chunk, model_function), strict=True)
         finally:
             _log_cut_texts(limit)
 
     def _map_samples(
-        self, samples: Sequence[Tensor], names: Sequence[Sequence[str]], model_function: Callable[[Tensor], Tensor]
+        self,
+        samples: Sequence[Tensor],
+        rows: Sequence[Sequence[str]],
+        model_function: Callable[[Tensor], Iterable[Tensor]],
     ) -> list[Tensor]:
-        """Return the output of `model_function` for each sample (N,). `names` are the texts, for error messages."""
-        rows = [torch.empty(0)] * len(samples)
+        """Return the output of `model_function` for each sample (N,). `rows` are the texts, for error messages."""
+        outputs = [torch.empty(0)] * len(samples)
         for batch in batch_by_length(samples):
+            names = [f"the text {' | '.join(rows[number])!r:.80}" for number in batch]
+            if len(samples[batch[0]]) == 0:
+                raise InputError(f"{names[0]} has no tokens")
             tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
-            outputs = model_function(tokens.to(self._device)).float().cpu()
-            for number, row in zip(batch, outputs, strict=True):
-                require_finite(row, f"the text {' | '.join(names[number])!r:.80}")
-                rows[number] = row
-        return rows
+            batch_outputs = model_function(tokens.to(self._device))
+            for number, name, output in zip(batch, names, batch_outputs, strict=True):
+                require_finite(output, name)
+                outputs[number] = output
+        return outputs
 
     @torch.no_grad()
     def _class_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, classes) of the classification head for tokens (B, N)."""
         head = self.task.cfg.classification_head_name
-        return self.model(tokens, features_only=True, classification_head_name=head)[0]
+        logits, _ = self.model(tokens, features_only=True, classification_head_name=head)
+        return logits.float().cpu()
 
     @torch.no_grad()
-    def _mean_features(self, tokens: Tensor) -> Tensor:
-        """Return the mean (B, C) of the last layer over the real tokens of tokens (B, N)."""
+    def _features(self, tokens: Tensor, pooling: str, normalize: bool) -> Iterable[Tensor]:
+        """Return the pooled features (B, C) of tokens (B, N), or a list of (N_i, C) with pooling="tokens"."""
         features, _ = self.model(tokens, features_only=True)
+        features = features.float()
         real = tokens.ne(self.task.source_dictionary.pad())[..., None]
-        return (features.float() * real).sum(dim=1) / real.sum(dim=1)
+        if pooling == "mean":
+            features = (features * real).sum(dim=1) / real.sum(dim=1)
+        elif pooling == "max":
+            features = features.masked_fill(~real, -torch.inf).amax(dim=1)
+        elif pooling == "cls":
+            features = features[:, 0]
+        if normalize:
+            features = F.normalize(features, dim=-1)
+        features = features.cpu()
+        if pooling != "tokens":
+            return features
+        lengths = real.sum(dim=(1, 2)).tolist()
+        return [row[:length].clone() for row, length in zip(features, lengths, strict=True)]
 
     @property
     def _device(self) -> torch.device:

@@ -228,6 +228,70 @@ def test_vector_is_mean_over_tokens(loaded):
     assert model.encode([]).shape == (0, 32)
 
 
+@pytest.mark.parametrize(
+    ("pooling", "pool"),
+    [
+        (None, lambda features: features.mean(dim=0)),
+        ("cls", lambda features: features[0]),
+        ("max", lambda features: features.amax(dim=0)),
+    ],
+)
+def test_vectors_are_pooled_and_normalized(pooling, pool, loaded):
+    model = loaded("lm")
+    texts = ["film story", "a wonderful script. " * 3, ""]
+    tokens = model.encode(texts, pooling="tokens")
+    expected = torch.stack([pool(one.vectors) for one in tokens])
+
+    torch.testing.assert_close(model.encode(texts, pooling), expected, rtol=1e-4, atol=1e-5)
+    normalized = model.encode(texts, pooling, normalize=True)
+    torch.testing.assert_close(normalized, torch.nn.functional.normalize(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.stack(list(model.encode_each(texts, pooling))), expected, rtol=1e-4, atol=1e-5)
+    assert model.encode([], pooling).shape == (0, 32)
+
+
+def test_token_vectors_have_offsets_in_the_text(loaded):
+    model = loaded("lm")
+    texts = ["  film\nstory,  naïve 你 ", "film", "", LONG]
+
+    *outputs, long = model.encode(texts, pooling="tokens")
+
+    for text, (vectors, offsets) in zip(texts, outputs, strict=False):
+        ids = model.ids.encode_rows([[text]])[0]
+        features, _ = model.model(ids[None], features_only=True)
+        torch.testing.assert_close(vectors, features[0], rtol=1e-4, atol=1e-5)
+        assert (vectors.dtype, offsets.dtype) == (torch.float32, torch.int64)
+        assert offsets.shape == (len(ids), 2)
+        assert offsets[0].tolist() == offsets[-1].tolist() == [0, 0]
+        parts = [text[start:end] for start, end in offsets.tolist()]
+        assert "".join(parts) == "".join(text.split())
+    offsets = outputs[0].offsets
+    assert texts[0][offsets[1, 0] : offsets[1, 1]].startswith("f")
+    assert not vectors.requires_grad
+    assert long.vectors.shape == (64, 32)
+    assert [LONG[start:end] for start, end in long.offsets[1:].tolist()] == ["film"] * 63
+    assert model.encode([], pooling="tokens") == []
+    (normalized,) = model.encode(["film"], pooling="tokens", normalize=True)
+    torch.testing.assert_close(normalized.vectors.norm(dim=1), torch.ones(len(normalized.vectors)))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "tokens"])
+def test_vectors_are_computed_while_texts_are_read(pooling, loaded, monkeypatch):
+    monkeypatch.setattr("lln_fairseq.data.text_ids.CHUNK_TEXTS", 4)
+    texts_read = itertools.count()
+    texts = ("film " * (next(texts_read) % 3) for _ in itertools.count())
+    vectors = loaded("lm").encode_each(texts, pooling)
+    assert len(list(itertools.islice(vectors, 6))) == 6
+    assert next(texts_read) == 8
+
+
+def test_texts_of_100000_words_are_encoded(loaded):
+    model = loaded("lm")
+    text = "film " * 100_000
+    vectors = model.encode([text, "film"])
+    torch.testing.assert_close(vectors[0], model.encode([LONG])[0], rtol=1e-4, atol=1e-5)
+    assert model.encode([text], pooling="tokens")[0].vectors.shape == (64, 32)
+
+
 def test_fine_tuned_model_encodes(loaded):
     assert loaded("SST-2").encode(["film"]).shape == (1, 32)
 
@@ -297,6 +361,7 @@ def test_masked_text_of_byte_level_bpe_keeps_its_parts(left, right, tmp_path):
         ("SST-2", lambda model: model.predict(["film"], on_long="cut"), "on_long must be one of truncate, error"),
         ("SST-2", lambda model: model.predict(["film", None]), r"texts\[1\] must be one text, a string, got None"),
         ("SST-2", lambda model: model.predict(None), "expected a list of texts, got None"),
+        ("lm", lambda model: model.encode(["film"], pooling="sum"), "pooling must be one of mean, cls, .* got 'sum'"),
         ("lm", lambda model: model.encode("film"), "put it in a list"),
         ("lm", lambda model: model.encode(None), "expected a list of texts, got None"),
         ("lm", lambda model: model.encode(["film", None]), r"texts\[1\] must be one text, a string, got None"),
@@ -307,6 +372,7 @@ def test_masked_text_of_byte_level_bpe_keeps_its_parts(left, right, tmp_path):
         ("SST-2", lambda model: model.predict(["\ud800"]), "half of a character|surrogate"),
         ("RTE", lambda model: model.predict(["a", "b"]), "pair of texts"),
         ("RTE", lambda model: model.encode([("a", "b")]), "one text"),
+        ("RTE", lambda model: model.encode([("a", "b")], pooling="tokens"), "one text"),
     ],
 )
 def test_wrong_use_is_reported_in_one_line(name, act, message, loaded):
@@ -320,6 +386,7 @@ def test_wrong_use_is_reported_in_one_line(name, act, message, loaded):
     [
         ("SST-2", lambda model: model.predict(["a film"])),
         ("lm", lambda model: model.encode(["a film"])),
+        ("lm", lambda model: model.encode(["a film"], pooling="tokens")),
         ("lm", lambda model: model.fill("a <mask>")),
     ],
 )
