@@ -33,10 +33,16 @@ def main(argv: list[str]) -> None:
         prog="lln-fairseq predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
-    parser.add_argument("--input", default=STANDARD_STREAM, help="a UTF-8 file (default: -, standard input)")
+    add_text_options(parser)
     parser.add_argument(
         "--output", default=STANDARD_STREAM, help="a file, written completely or not at all (default: -)"
     )
+    predict_lines(parser.parse_args(argv))
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the programs that read lines of text."""
+    parser.add_argument("--input", default=STANDARD_STREAM, help="a UTF-8 file (default: -, standard input)")
     parser.add_argument("--data", help="directory with the dictionaries (default: those saved with the run)")
     parser.add_argument(
         "--tokenizer", help="a tokenizer, as for data_prep.glue (default: the one next to the dictionaries)"
@@ -48,7 +54,6 @@ def main(argv: list[str]) -> None:
         help="cut texts that are longer than the model takes and say at the end how many, or end with an error at the "
         "first one (default: %(default)s)",
     )
-    predict_lines(parser.parse_args(argv))
 
 
 def predict_lines(args: argparse.Namespace) -> None:
@@ -57,23 +62,15 @@ def predict_lines(args: argparse.Namespace) -> None:
     Raises:
         UserError, OSError: if a file, a line or the checkpoint cannot be used; an output file is then not written.
     """
-    if args.input == STANDARD_STREAM and sys.stdin is None:
-        raise InputError("standard input is closed: give --input FILE")
     if args.output == STANDARD_STREAM and sys.stdout is None:
         raise InputError("standard output is closed: give --output FILE")
     with ExitStack() as stack:
-        if args.input == STANDARD_STREAM:
-            file = sys.stdin.buffer
-            name = "standard input"
-        else:
-            file = stack.enter_context(open(args.input, "rb"))
-            name = args.input
+        lines = stack.enter_context(open_lines(args.input))
         model = load_text_model(args.checkpoint, args.data, args.tokenizer)
         if not model.finetuned:
             raise InputError(f"{args.checkpoint} was not fine-tuned and has no labels to predict")
         out = stack.enter_context(_open_output(args.output))
-        lines = enumerate(read_lines(file, name), start=1)
-        for line in prediction_lines(model, tqdm(lines, unit=" lines", disable=None), args.on_long):
+        for line in prediction_lines(model, enumerate(lines, start=1), args.on_long):
             out.write(line + "\n")
         out.flush()
 
@@ -124,6 +121,21 @@ def _split_columns(line: str, number: int, inputs: int) -> list[str]:
         expected = "two texts separated by a tab" if inputs == 2 else "one text without tabs"
         raise InputError(f"line {number} must be {expected}, got {len(columns)} columns")
     return columns
+
+
+@contextmanager
+def open_lines(name: str) -> Iterator[Iterable[str]]:
+    """Open a UTF-8 file, or standard input, and return its lines without their ends, with a progress bar.
+
+    Raises InputError if standard input is closed, and in the iteration the exceptions of `read_lines`.
+    """
+    if name != STANDARD_STREAM:
+        with open(name, "rb") as file:
+            yield tqdm(read_lines(file, name), unit=" lines", disable=None)
+    elif sys.stdin is None:
+        raise InputError("standard input is closed: give --input FILE")
+    else:
+        yield tqdm(read_lines(sys.stdin.buffer, "standard input"), unit=" lines", disable=None)
 
 
 @contextmanager

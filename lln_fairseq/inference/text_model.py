@@ -90,6 +90,7 @@ class TextModel(nn.Module):
 
     Attributes:
         longest: the number of tokens that the model takes, special tokens included.
+        width: the number of features of a vector.
         pooling: the default of `encode`.
     """
 
@@ -102,6 +103,7 @@ class TextModel(nn.Module):
         self.vocabulary = vocabulary
         self.inputs = inputs
         self.ids = TextIds(task, vocabulary)
+        self.width = model.encoder.args.encoder_embed_dim
         self.longest = min(task.max_positions(), model.max_positions())
         self.finetuned = is_finetuned(task.cfg._name)
         self.labels = label_names(task) if self.finetuned else []
@@ -153,7 +155,7 @@ class TextModel(nn.Module):
         if pooling == "tokens":
             return vectors
         if not vectors:
-            return torch.empty(0, self.model.encoder.args.encoder_embed_dim)
+            return torch.empty(0, self.width)
         return torch.stack(vectors)
 
     def encode_each(
