@@ -14,6 +14,7 @@ from typing import BinaryIO
 import numpy as np
 from torch import Tensor
 
+from lln_fairseq.checkpoints.pooling import POOLINGS
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.text_ids import LongTextError
 from lln_fairseq.errors import InputError
@@ -31,10 +32,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="a .npy file, written completely or not at all")
     parser.add_argument(
         "--pooling",
-        choices=("mean", "cls", "max"),
+        choices=POOLINGS,
         help="mean over the tokens, the first token, or the maximum over the tokens (default: the model's own)",
     )
-    parser.add_argument("--normalize", action="store_true", help="divide each vector by its length")
+    parser.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="divide each vector by its Euclidean norm (default: the model's own)",
+    )
     args = parser.parse_args(argv)
     if args.output.exists() and not args.output.is_file():
         raise InputError(f"--output must be a file, got {args.output}")

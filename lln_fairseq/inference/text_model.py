@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
 from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.command import UserError
@@ -38,7 +39,7 @@ from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
 
-POOLINGS = ("mean", "cls", "max", "tokens")
+TOKENS = "tokens"  # in place of a pooling: the vectors of all tokens
 TOKEN_CHUNK_CHARACTERS = 1 << 17  # fewer than for other outputs, because every token has a vector
 
 logger = logging.getLogger(__name__)
@@ -87,21 +88,22 @@ class TextModel(nn.Module):
         task: the task that the model was trained for.
         vocabulary: the tokenizer with its dictionary.
         inputs: number of texts in a row that `predict` takes, 1 or 2.
+        pooling: the default of `encode`. None is the mean over the tokens, not normalized.
 
     Attributes:
         longest: the number of tokens that the model takes, special tokens included.
         width: the number of features of a vector.
-        pooling: the default of `encode`.
     """
 
-    pooling = "mean"
-
-    def __init__(self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int) -> None:
+    def __init__(
+        self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int, pooling: Pooling | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.task = task
         self.vocabulary = vocabulary
         self.inputs = inputs
+        self.pooling = pooling or Pooling()
         self.ids = TextIds(task, vocabulary)
         self.width = model.encoder.args.encoder_embed_dim
         self.longest = min(task.max_positions(), model.max_positions())
@@ -134,7 +136,11 @@ class TextModel(nn.Module):
                 yield Prediction(self.labels[number], probability.item())
 
     def encode(
-        self, texts: Iterable[str], pooling: str | None = None, normalize: bool = False, on_long: str = "truncate"
+        self,
+        texts: Iterable[str],
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        on_long: str = "truncate",
     ) -> Tensor | list[TokenVectors]:
         """Return a vector for each text, or the vectors of each text's tokens.
 
@@ -142,40 +148,51 @@ class TextModel(nn.Module):
             texts: the texts.
             pooling: what is computed from the last layer: "mean" over the tokens, <s> and </s> included, "cls" for the
                 vector of the first token, <s>, "max" over the tokens in each feature, or "tokens" for the vectors of
-                all tokens. Default: `self.pooling`.
-            normalize: divide each vector by its length.
+                all tokens. Default: `self.pooling.mode`.
+            normalize: divide each vector by its Euclidean norm. Default: `self.pooling.normalize`, but False for
+                pooling="tokens".
             on_long: see the class.
 
         Returns:
             (number of texts, C) float32, (0, C) without texts; a list of TokenVectors for pooling="tokens".
+
+        Raises:
+            InputError: if `texts` is a single string or has something other than strings, an option has an unknown
+                value, a text is too long and on_long="error", or the outputs are not finite.
         """
         if on_long == "error":
             texts = self._check_lengths(texts, 1)
         vectors = list(self.encode_each(texts, pooling, normalize, on_long))
-        if pooling == "tokens":
+        if pooling == TOKENS:
             return vectors
         if not vectors:
             return torch.empty(0, self.width)
         return torch.stack(vectors)
 
     def encode_each(
-        self, texts: Iterable[str], pooling: str | None = None, normalize: bool = False, on_long: str = "truncate"
+        self,
+        texts: Iterable[str],
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        on_long: str = "truncate",
     ) -> Iterator[Any]:
         """Yield the vector (C,) or the TokenVectors of each text, reading only a few thousand texts ahead.
 
         The arguments are those of `encode`.
         """
         if pooling is None:
-            pooling = self.pooling
-        if pooling not in POOLINGS:
-            raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+            pooling = self.pooling.mode
+        if pooling not in (*POOLINGS, TOKENS):
+            raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, {TOKENS}, got {pooling!r}")
+        if normalize is None:
+            normalize = self.pooling.normalize and pooling != TOKENS
         compute_features = partial(self._features, pooling=pooling, normalize=normalize)
-        max_characters = TOKEN_CHUNK_CHARACTERS if pooling == "tokens" else CHUNK_CHARACTERS
-        for (text,), features in self._map_texts(texts, 1, compute_features, on_long, max_characters):
-            if pooling == "tokens":
-                yield TokenVectors(features, self.ids.token_offsets(text)[: len(features)])
-            else:
-                yield features
+        if pooling != TOKENS:
+            for _, vector in self._map_texts(texts, 1, compute_features, on_long):
+                yield vector
+            return
+        for (text,), vectors in self._map_texts(texts, 1, compute_features, on_long, TOKEN_CHUNK_CHARACTERS):
+            yield TokenVectors(vectors, self.ids.token_offsets(text)[: len(vectors)])
 
     def fill(self, text: str, k: int = 5, on_long: str = "truncate") -> list[Filling]:
         """Return the k most likely tokens for the single <mask> of a text, the most likely one first.
@@ -302,7 +319,7 @@ class TextModel(nn.Module):
         if normalize:
             features = F.normalize(features, dim=-1)
         features = features.cpu()
-        if pooling != "tokens":
+        if pooling != TOKENS:
             return features
         lengths = real.sum(dim=(1, 2)).tolist()
         return [row[:length].clone() for row, length in zip(features, lengths, strict=True)]
@@ -358,7 +375,8 @@ def load_text_model(
             fits its dictionary.
     """
     checkpoint = os.fspath(checkpoint)
-    options = stored_options(load_checkpoint_lazily(checkpoint))["task"]
+    state = load_checkpoint_lazily(checkpoint)
+    options = stored_options(state)["task"]
     task_name = options.get("_name")
     if task_name and not is_finetuned(task_name) and "masked_lm" not in str(task_name):
         raise InputError(f"{checkpoint} holds a model for the task {task_name}, which does not take text")
@@ -375,7 +393,7 @@ def load_text_model(
     if getattr(task.cfg, "two_towers", False):
         raise InputError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
     inputs = 2 if (directory / "input1").is_dir() else 1
-    return TextModel(model, task, vocabulary, inputs).eval()
+    return TextModel(model, task, vocabulary, inputs, stored_pooling(state)).eval()
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
+from lln_fairseq.checkpoints.pooling import Pooling, pooling_entries
+from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.data.text_ids import CHUNK_TEXTS, LongTextError, TextIds, split_into_chunks
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
@@ -249,6 +252,21 @@ def test_vectors_are_pooled_and_normalized(pooling, pool, loaded):
     assert model.encode([], pooling).shape == (0, 32)
 
 
+def test_model_encodes_with_stored_pooling(loaded, runs, tmp_path):
+    state = torch.load(runs["lm"])
+    state["extra_state"][PLUGIN_STATE] |= pooling_entries(Pooling("cls", normalize=True))
+    shutil.copytree(runs["lm"].parent / "tokenizer", tmp_path / "tokenizer")
+    torch.save(state, tmp_path / "checkpoint.pt")
+
+    model = load(tmp_path / "checkpoint.pt")
+
+    expected = loaded("lm").encode(["film"], "cls")
+    torch.testing.assert_close(model.encode(["film"]), expected / expected.norm())
+    torch.testing.assert_close(model.encode(["film"], normalize=False), expected)
+    tokens = model.encode(["film"], "tokens")[0].vectors
+    torch.testing.assert_close(tokens[:1], expected)
+
+
 def test_token_vectors_have_offsets_in_the_text(loaded):
     model = loaded("lm")
     texts = ["  film\nstory,  naïve 你 ", "film", "", LONG]
@@ -467,6 +485,65 @@ def test_lines_are_read_a_few_thousand_ahead():
 
     assert [bool(line) for line in output] == [number % 3 != 0 for number in range(1, 9001)]
     assert lines_read < 9000 + 2 * CHUNK_TEXTS
+
+
+def encode(capsys, *arguments):
+    """Run `lln-fairseq encode` and return its exit code, standard output and standard error."""
+    code = main(["encode", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.mark.parametrize("options", [{}, {"pooling": "max", "normalize": True}])
+def test_every_line_gives_one_row(options, runs, loaded, tmp_path, capsys, caplog):
+    texts = ["film\tstory", "", "naïve 你", LONG] * 30
+    (tmp_path / "in").write_text("\r\n".join(texts), encoding="utf-8-sig")
+    (tmp_path / "out.npy").write_text("old")
+    arguments = [f"--pooling={options['pooling']}", "--normalize"] if options else []
+
+    assert encode(capsys, runs["lm"], "--input", tmp_path / "in", "--output", tmp_path / "out.npy", *arguments) == (
+        0,
+        "",
+        "",
+    )
+    (message,) = warnings_about_cuts(caplog)
+    assert message.startswith("cut 30 of 120 texts")
+    vectors = np.load(tmp_path / "out.npy")
+    assert (vectors.shape, vectors.dtype) == ((120, 32), np.float32)
+    torch.testing.assert_close(torch.from_numpy(vectors), loaded("lm").encode(texts, **options))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.npy"]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (f"film\n\n{LONG}\n".encode(), ["--on-long", "error"], "line 3 has 72 tokens, but the model takes at most 64"),
+        (b"good\nb\xff\n", [], "line 2: not UTF-8"),
+    ],
+)
+def test_bad_line_is_reported_and_vectors_are_kept(content, arguments, message, runs, tmp_path, capsys):
+    (tmp_path / "in").write_bytes(content)
+    (tmp_path / "out.npy").write_text("old")
+
+    code, output, errors = encode(
+        capsys, runs["lm"], "--input", tmp_path / "in", "--output", tmp_path / "out.npy", *arguments
+    )
+
+    assert (code, output, errors.count("\n")) == (1, "", 1)
+    assert message in errors
+    assert (tmp_path / "out.npy").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.npy"]
+
+
+def test_empty_file_gives_no_vectors(runs, tmp_path, capsys):
+    (tmp_path / "in").write_text("")
+    assert encode(capsys, runs["lm"], "--input", tmp_path / "in", "--output", tmp_path / "out.npy")[0] == 0
+    assert np.load(tmp_path / "out.npy").shape == (0, 32)
+
+
+def test_vectors_are_not_written_to_a_device(tmp_path, capsys):
+    code, _, errors = encode(capsys, "unread.pt", "--input", tmp_path / "in", "--output", "/dev/null")
+    assert (code, errors) == (1, "error: --output must be a file, got /dev/null\n")
 
 
 @pytest.mark.parametrize(("stream", "option"), [("stdin", "--input FILE"), ("stdout", "--output FILE")])
