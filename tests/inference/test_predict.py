@@ -252,6 +252,13 @@ def test_vectors_are_pooled_and_normalized(pooling, pool, loaded):
     assert model.encode([], pooling).shape == (0, 32)
 
 
+def test_evaluation_rejects_rows_that_are_too_long_and_not_cut(glue, runs):
+    model, task = load_finetuned_model(str(runs["RTE"]), str(glue / "RTE"))
+    task.cfg.shorten_method = "none"
+    with pytest.raises(InputError, match=r"row \d+ of split 'valid' has \d+ tokens, but the model takes 64: fine-tune"):
+        compute_outputs(model, task, "valid")
+
+
 def test_model_encodes_with_stored_pooling(loaded, runs, tmp_path):
     state = torch.load(runs["lm"])
     state["extra_state"][PLUGIN_STATE] |= pooling_entries(Pooling("cls", normalize=True))
