@@ -46,8 +46,8 @@ class Tokenizer(ABC):
     def token_spans(self, line: str) -> list[tuple[int, int]]:
         """Return the start and the end, in characters of the line, of the text of each id that `encode_ids` gives.
 
-        A token that encodes only some of a character's bytes has the span of the whole character. The span may include
-        white space around the token.
+        A token that encodes only some of a character's bytes has the span of the whole character, or of several if the
+        library knows no more. The span may include white space around the token.
         """
 
     def symbols(self) -> list[str]:
@@ -286,7 +286,7 @@ class HuggingFaceTokenizer(Tokenizer):
             encoding = self.library.encode_batch([line], add_special_tokens=False)[0]
         spans = []
         for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
-            if token == _PIECE_SPACE:  # it may stand in front of the first word, of which the library gives it a part
+            if token == _PIECE_SPACE:  # the library gives the prefix of the first word the first character of the word
                 end = start
             spans.append((start, end))
         return spans

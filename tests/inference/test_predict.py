@@ -299,6 +299,16 @@ def test_token_vectors_have_offsets_in_the_text(loaded):
     torch.testing.assert_close(normalized.vectors.norm(dim=1), torch.ones(len(normalized.vectors)))
 
 
+def test_samples_without_special_tokens_are_encoded(loaded, monkeypatch):
+    model = loaded("lm")
+    monkeypatch.setattr(model.ids, "init_token", None)
+    monkeypatch.setattr(model.ids, "strip_eos", True)
+    ((vectors, offsets),) = model.encode(["film"], pooling="tokens")
+    assert (vectors.shape, offsets.tolist()) == ((1, 32), [[0, 4]])
+    with pytest.raises(InputError, match="the text '' has no tokens"):
+        model.encode(["film", ""])
+
+
 @pytest.mark.parametrize("pooling", ["mean", "tokens"])
 def test_vectors_are_computed_while_texts_are_read(pooling, loaded, monkeypatch):
     monkeypatch.setattr("lln_fairseq.data.text_ids.CHUNK_TEXTS", 4)
