@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdint.h>
 
+/* LANES is the number of floats in a vector. */
 #if defined(__AVX512F__)
 enum { LANES = 16 };
 #elif defined(__AVX__)
@@ -12,9 +13,9 @@ enum { LANES = 4 };
 #endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* Compute e^x with a relative error of 1e-7 for x <= 0. x is clamped to at least -87, the range of float32, and NaN
-   stays NaN. Above 0, x counts as 0: x is a difference of large numbers, and rounding may have left it slightly above.
-   The polynomial is that of expf in the Cephes library. */
+/* Return e^x for x <= 0, with a relative error of 1e-7. x is clamped to [-87, 0]: e^-87 is close to the smallest number
+   of float32, and x is a difference of large numbers, which rounding may have left slightly above 0. NaN stays NaN. The
+   polynomial is taken from expf in the Cephes library. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 0.0f ? 0.0f : x;
