@@ -13,7 +13,7 @@ from lln_fairseq.modules.packed_linear import pack_linear_layers
 from lln_fairseq.ops.backends.cpu.linear import pack_weight
 from tests.models.test_softmax_layers import build_model
 
-pytestmark = pytest.mark.skipif(pack_weight(torch.zeros(32, 1)) is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(pack_weight(torch.zeros(32, 1)) is None, reason="there is no C compiler or no AVX")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from lln_fairseq.ops.backends.cpu.linear import pack_weight, packed_linear
 from tests.helpers import FLOAT32_FORWARD, relative_rms
 
-needs_compiler = pytest.mark.skipif(pack_weight(torch.zeros(32, 1)) is None, reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(pack_weight(torch.zeros(32, 1)) is None, reason="there is no C compiler or no AVX")
 
 
 def random_layer(rows, inner, columns):

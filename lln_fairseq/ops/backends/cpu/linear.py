@@ -17,6 +17,7 @@ from lln_fairseq.ops.backends.cpu import num_threads
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 
 SOURCE = Path(__file__).with_name("csrc") / "linear.c"
+MIN_PANEL_COLUMNS = 16  # a CPU without AVX has fewer, and torch's own product is faster there
 _PROBLEM = struct.Struct("5q4P")  # the struct `problem` of csrc/linear.c
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ def _load_kernel() -> ctypes.CDLL | None:
 def pack_weight(weight: Tensor) -> Tensor | None:
     """Return a weight (columns, inner) in the order of csrc/linear.c, or None if the kernel does not support it.
 
-    The kernel supports float32 on a CPU, if a C compiler is installed and the number of columns is a multiple of 32 (16
-    on a CPU without AVX-512, 8 on one without AVX).
+    The kernel supports float32 on a CPU with AVX, if a C compiler is installed and the number of columns is a multiple
+    of 32 (16 on a CPU without AVX-512).
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
@@ -47,7 +48,7 @@ def pack_weight(weight: Tensor) -> Tensor | None:
         return None
     columns, inner = weight.shape
     panel_columns = kernel.panel_columns()
-    if weight.numel() == 0 or columns % panel_columns:
+    if panel_columns < MIN_PANEL_COLUMNS or weight.numel() == 0 or columns % panel_columns:
         return None
     panels = weight.detach().reshape(columns // panel_columns, panel_columns, inner)
     return panels.transpose(1, 2).contiguous()
