@@ -207,12 +207,16 @@ def check_precision(cfg: Any) -> None:
         return
     # With flat gradients, fairseq allocates the float32 parameters of fp16 on the current GPU.
     is_flat_fp16 = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    if common.cpu:
+        reason = "--cpu (common.cpu, run=cpu) is set"
+        advice = ""
+    else:
+        reason = "there is none"
+        advice = ", or choose run=cpu"
     if common.amp:
-        raise InputError("amp needs a GPU, but there is none or --cpu is set: leave amp out (common.amp=false)")
+        raise InputError(f"amp needs a GPU, but {reason}: leave amp out (common.amp=false{advice})")
     if is_flat_fp16:
-        raise InputError(
-            "fp16 needs a GPU, but there is none or --cpu is set: leave fp16 out (common.fp16=false, or run=cpu)"
-        )
+        raise InputError(f"fp16 needs a GPU, but {reason}: leave fp16 out (common.fp16=false{advice})")
 
 
 def check_probe(cfg: Any) -> None:
