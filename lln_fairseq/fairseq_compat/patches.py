@@ -34,6 +34,7 @@ from lln_fairseq.training import nan_report, settings, tensorboard, wandb
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.resume import reason_for_completion, restore_training_state
 from lln_fairseq.training.run_identity import check_same_run, load_run_checkpoint, run_origin
+from lln_fairseq.training.schedule import plan_schedule
 from lln_fairseq.training.worker import lock_save_dir
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     extra_state, iterator = original(cfg, trainer, **kwargs)
     if saves and getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]:
         save_tokenizer(trainer.task, cfg.save_dir)
+    plan_schedule(trainer, len(iterator))
     seconds = (extra_state or {}).get("previous_training_time", 0)
     reason = reason_for_completion(trainer, seconds, iterator.next_epoch_idx)
     if reason:
