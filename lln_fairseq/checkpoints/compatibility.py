@@ -64,8 +64,8 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
         key = f"{name}_{field.name}"
         if key not in options or key not in stored:
             continue
-        stored_value = _option_value(key, stored[key], options)
-        value = _option_value(key, options[key], options)
+        stored_value = option_value(key, stored[key], options)
+        value = option_value(key, options[key], options)
         if stored_value != value:
             logger.warning(f"{path} was trained with {key} = {stored_value}, here it is {value}")
     layers = softmax_layers(options)
@@ -74,7 +74,7 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
         logger.warning(f"{path} was trained with softmax_layers = {stored_layers}, here it is {layers}")
 
 
-def _option_value(key: str, value: Any, options: Mapping[str, Any]) -> str:
+def option_value(key: str, value: Any, options: Mapping[str, Any]) -> str:
     """Return the value of an attention's option as text; a block size of None is the head dimension of the model."""
     if key.endswith("_block_size") and value is None:
         value = options["encoder_embed_dim"] // options["encoder_attention_heads"]

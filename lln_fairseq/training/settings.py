@@ -1,6 +1,5 @@
 """Check a configuration, before the first update, for settings that are wrong or that the machine does not support."""
 
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import InputError
-
-logger = logging.getLogger(__name__)
 
 PROBABILITY = (0, 1)
 SEEDS = (0, 2**32 - 1)  # numpy's
@@ -267,6 +264,3 @@ def split_global_batch(cfg: Any) -> None:
             )
     cfg.dataset.batch_size = batch_size
     cfg.optimization.update_freq = update_freq
-    logger.info(
-        f"{global_batch} sequences per update = {batch_size} per device x update_freq {update_freq} x {groups} {unit}"
-    )
