@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
+from lln_fairseq.checkpoints.pooling import pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion.directory import new_directory, write_large
 from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, POSITION_OFFSET, POSITIONS, ImportedEncoder
@@ -138,7 +139,7 @@ def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> di
         model = LLNRobertaModel.build_model(OmegaConf.create(options), task)
     load_encoder_parameters(model, encoder)
     task_options = {"_name": "lln_masked_lm", "data": ".", "tokens_per_sample": positions}
-    identity = {"dictionary": dictionary_hash(task.source_dictionary)}
+    identity = {"dictionary": dictionary_hash(task.source_dictionary), **pooling_entries(encoder.pooling)}
     return checkpoint_at_update_0(model.state_dict(), options, task_options, identity)
 
 
@@ -151,7 +152,8 @@ def checkpoint_at_update_0(
         parameters: the state of the model.
         options: the options of the model.
         task_options: the options of its task, with the task's name under `_name`.
-        identity: the hash of the dictionary and the labels, as `HookedTask.get_checkpoint_dict` records them.
+        identity: the hash of the dictionary and the labels, as `HookedTask.get_checkpoint_dict` records them, and the
+            entries of `pooling_entries`.
     """
     return {
         "args": None,

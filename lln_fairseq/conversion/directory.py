@@ -20,16 +20,23 @@ CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
+def parse_json(path: Path) -> Any:
+    """Read a JSON file. Raises InputError if it cannot be read or is not JSON."""
+    if not path.exists():
+        raise InputError(f"{path} does not exist")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
         InputError: if the file cannot be read, is not JSON, or does not hold a JSON object.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+    content = parse_json(path)
     if not isinstance(content, dict):
         raise InputError(f"{path} cannot be read: it does not hold a JSON object")
     return content
@@ -75,8 +82,10 @@ def _files_in_index(index: Path) -> list[Path]:
         raise InputError(f"{index} lists something that is not a file name")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     for file in files:
-        if file.parent != index.parent or not file.is_file():
+        if file.parent != index.parent:
             raise InputError(f"{index} lists {file.name}, which is not in the same directory")
+        if not file.is_file():
+            raise InputError(f"{index} lists {file.name}, which does not exist: download it too")
     return files
 
 
@@ -128,13 +137,16 @@ def new_directory(out: Path) -> Iterator[Path]:
     lock_file = lock_directory(part, "conversion", "OUT")
     try:
         for leftover in part.iterdir():
-            if leftover.name != LOCK:
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            elif leftover.name != LOCK:
                 leftover.unlink()
         yield part
         umask = os.umask(0)  # the only way to read the umask is to set it
         os.umask(umask)
-        for file in part.iterdir():  # some libraries write files that only their owner can read
-            file.chmod(0o666 & ~umask)
+        for file in part.rglob("*"):
+            if file.is_file():  # some libraries write files that only their owner can read
+                file.chmod(0o666 & ~umask)
         (part / LOCK).unlink()
         part.rename(out)
     except BaseException:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 
@@ -29,6 +30,7 @@ class ImportedEncoder:
         symbols: the lines of dict.txt without counts; symbol i has the id 4 + i.
         files: contents of the tokenizer's files by the file names that data_prep uses; empty if there is no tokenizer.
         notes: one sentence for the user about each difference from the source.
+        pooling: the pooling of an encoder of sentence vectors; None for a masked language model.
     """
 
     parameters: dict[str, Tensor]
@@ -36,6 +38,22 @@ class ImportedEncoder:
     symbols: list[str]
     files: dict[str, bytes]
     notes: list[str] = field(default_factory=list)
+    pooling: Pooling | None = None
+
+
+def choose_pooling(pooling: Pooling | None, has_head: bool, notes: list[str]) -> Pooling | None:
+    """Return the pooling of an imported encoder, and add a note if the source does not state it.
+
+    Args:
+        pooling: what the source states, or None.
+        has_head: whether the source has a masked-language-model head. Without one, it is an encoder of sentence vectors
+            and gets mean pooling.
+        notes: the notes of the encoder.
+    """
+    if pooling is not None or has_head:
+        return pooling
+    notes.append("the source does not state the pooling of its sentence vectors: mean is used")
+    return Pooling()
 
 
 def summarize_names(names: list[str], count: int = 3) -> str:

@@ -2,9 +2,10 @@
 
     lln-fairseq export CHECKPOINT OUT [--onnx]
 
-A pre-trained model becomes a masked language model, a fine-tuned model a sequence classifier. With softmax attention
-the result is a stock RoBERTa. The attentions lln and lln_diag, also with softmax in some layers, come with their own
-code, which you load with `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx.
+A pre-trained model becomes a masked language model, a fine-tuned model a sequence classifier, and a converted encoder
+without a language-model head an encoder for `SentenceTransformer(OUT)`. With softmax attention the result is a stock
+RoBERTa. The attentions lln and lln_diag, also with softmax in some layers, come with their own code, which you load
+with `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx.
 """
 
 import argparse
@@ -17,10 +18,13 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.compatibility import label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
+from lln_fairseq.checkpoints.pooling import stored_pooling
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER
 from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
 from lln_fairseq.conversion.model_card import model_card
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
+from lln_fairseq.conversion.sentence_pooling import pooling_files
 from lln_fairseq.conversion.to_hugging_face import MODELING, convert_to_hugging_face, longest_exported_sequence
 from lln_fairseq.conversion.to_onnx import check_packages, write_onnx
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, find_tokenizer, is_approximate
@@ -46,7 +50,8 @@ def export(
         onnx: also write model.onnx.
 
     Returns:
-        Lines for the user: a hint if there is no tokenizer, and last the name of the exported class.
+        Lines for the user: a hint if there is no tokenizer, and last the name of the exported class, with the pooling
+        of an encoder.
 
     Raises:
         InputError: if a file cannot be read, `tokenizer` has no tokenizer, the model or its tokenizer cannot be
@@ -59,7 +64,13 @@ def export(
         head, labels = _classification_head(model, task)
         args = _model_options(model)
         options = attention_options(args.attention, args)
-        exported = convert_to_hugging_face(model.cpu().state_dict(), args, options, head, labels)
+        pooling = None
+        if not head:
+            pooling = stored_pooling(load_checkpoint_lazily(str(checkpoint)))
+        is_encoder = pooling is not None
+        if onnx and is_encoder:
+            raise InputError("--onnx is for masked language models and classifiers, and this is an encoder")
+        exported = convert_to_hugging_face(model.cpu().state_dict(), args, options, head, labels, is_encoder)
         directories = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
         source_files = _tokenizer_files(tokenizer, directories)
         files: dict[str, bytes] = {}
@@ -67,18 +78,25 @@ def export(
             symbols = task.source_dictionary.symbols
             files = convert_tokenizer(source_files, symbols, longest_exported_sequence(exported.config))
         has_tokenizer = TOKENIZER in files
+        if pooling is not None:
+            features = exported.config["hidden_size"]
+            files |= pooling_files(pooling, features, longest_exported_sequence(exported.config))
         files[CONFIG] = (json.dumps(exported.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in exported.config:
             modeling = Path(__file__).with_name(f"{MODELING}.py")
             files[modeling.name] = modeling.read_bytes()
-        card = model_card(exported.config, exported.purpose, has_tokenizer, is_approximate(source_files), directories)
+        approximate = is_approximate(source_files)
+        card = model_card(exported.config, exported.purpose, has_tokenizer, approximate, directories, pooling)
         files["README.md"] = card.encode()
         for name, content in files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)
         _write_tensors(exported.tensors, directory / "model.safetensors")
         if onnx:
             write_onnx(directory, exported.config, _logits_function(model, head))
     lines = [f"{out}: {exported.config['architectures'][0]}"]
+    if pooling is not None:
+        lines[0] += f", sentence vectors (pooling: {pooling})"
     if not has_tokenizer:
         lines.insert(0, "without a tokenizer: give --tokenizer DIRECTORY")
     return lines

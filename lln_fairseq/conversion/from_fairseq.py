@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.compatibility import require_roberta_layers
 from lln_fairseq.checkpoints.config import softmax_layers, stored_options
+from lln_fairseq.checkpoints.pooling import stored_pooling
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint_lazily, verify_checksums
 from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
 from lln_fairseq.conversion.directory import as_float32
@@ -24,6 +25,7 @@ from lln_fairseq.conversion.encoder import (
     POSITION_OFFSET,
     POSITIONS,
     ImportedEncoder,
+    choose_pooling,
     require_shapes,
     summarize_names,
 )
@@ -82,7 +84,8 @@ def read_fairseq_checkpoint(
     symbols = _read_symbols(dictionary_path, sizes.vocabulary, path)
     files = find_tokenizer([directory])
     check_dictionary(files, dictionary_path)
-    return ImportedEncoder(as_float32(parameters), options, symbols, files, notes)
+    pooling = choose_pooling(stored_pooling(state), HEAD_WEIGHT in parameters, notes)
+    return ImportedEncoder(as_float32(parameters), options, symbols, files, notes, pooling)
 
 
 def _with_current_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from lln_fairseq.conversion.encoder import (
     POSITION_OFFSET,
     POSITIONS,
     ImportedEncoder,
+    choose_pooling,
     require_shapes,
     summarize_names,
 )
@@ -32,12 +33,44 @@ from lln_fairseq.conversion.parameter_names import (
     head_names,
 )
 from lln_fairseq.conversion.read_tokenizer import PIECES, SourceVocabulary, read_vocabulary
+from lln_fairseq.conversion.sentence_pooling import read_pooling
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 
 BERT = "bert"
 XLM_R = "xlm-roberta"
 MODEL_TYPES = ("roberta", XLM_R, BERT)
+ROTARY = "its positions are rotary, and this project's models add a learned embedding to each position"
+RELATIVE = "its attention has relative positions, and this project's models add a learned embedding to each position"
+CAUSAL = "it is a decoder, whose tokens see only the tokens before them"
+PRE_NORM = "it applies layer norm before each sublayer, and only models that apply it after each are read"
+WITH_DECODER = "it has an encoder and a decoder, and its positions are relative"
+# The reasons why other well-known models cannot be converted, by their model_type.
+UNSUPPORTED_TYPES = {
+    "albert": "all its layers share their parameters, and its embeddings are narrower than its layers",
+    "deberta": RELATIVE,
+    "deberta-v2": RELATIVE,
+    "distilbert": "its parameters have other names, which are not read",
+    "electra": "its embeddings can be narrower than its layers, and its parameters have other names",
+    "eurobert": ROTARY,
+    "gemma3_text": CAUSAL,
+    "gpt2": CAUSAL,
+    "gte": ROTARY,
+    "llama": CAUSAL,
+    "mistral": CAUSAL,
+    "modernbert": ROTARY,
+    "mpnet": RELATIVE,
+    "mt5": WITH_DECODER,
+    "neobert": ROTARY,
+    "new": ROTARY,  # GTE
+    "nomic_bert": ROTARY,
+    "qwen2": CAUSAL,
+    "qwen3": CAUSAL,
+    "roberta-prelayernorm": PRE_NORM,
+    "t5": WITH_DECODER,
+    "xlm-roberta-xl": PRE_NORM,
+    "xlnet": RELATIVE,
+}
 # Hugging Face's activations by fairseq's names.
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
 DECODER_OPTIONS = ("is_decoder", "add_cross_attention")  # true only for decoders
@@ -63,11 +96,16 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
             tokenizer does not fit the embedding.
     """
     config_file = directory / CONFIG
+    if not config_file.exists():
+        raise InputError(
+            f"{directory} is not a Hugging Face directory: it has no {CONFIG}{_checkpoint_advice(directory)}"
+        )
     config = read_json(config_file)
     _check_architecture(config, config_file)
     bert = config["model_type"] == BERT
     sizes = _read_sizes(config, config_file)
     options = _read_options(config, sizes, config_file)
+    pooling = read_pooling(directory, sizes.features)
 
     tensors = _with_current_names(read_tensors(directory))
     _check_converted_weights(tensors, directory)
@@ -81,6 +119,7 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         names += head
     require_shapes(tensors, {name.hugging_face: name.shape for name in names}, directory, CONFIG)
     notes = _note_unused_tensors(tensors, names, directory)
+    pooling = choose_pooling(pooling, has_head, notes)
 
     if (directory / PIECES).is_file() and config["model_type"] != XLM_R:
         raise InputError(f"{directory}: only XLM-R has a {PIECES}, but model_type is {config['model_type']}")
@@ -96,7 +135,15 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         parameters |= _read_output_matrix(tensors, bert, sizes, directory)
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
     _reorder_symbols(parameters, vocabulary)
-    return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes)
+    return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes, pooling)
+
+
+def _checkpoint_advice(directory: Path) -> str:
+    """Return a hint to name a fairseq checkpoint in `directory` itself; empty if there is none."""
+    checkpoints = sorted(directory.glob("*.pt"))
+    if not checkpoints:
+        return ""
+    return f". To convert a fairseq checkpoint, name the file, such as {checkpoints[0]}"
 
 
 def _read_output_matrix(
@@ -114,7 +161,10 @@ def _check_architecture(config: dict[str, Any], path: Path) -> None:
     """Raise InputError if config.json, read from `path`, describes a model that fairseq's RoBERTa cannot represent."""
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        raise InputError(f"{path}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type}")
+        reason = ""
+        if isinstance(model_type, str) and model_type in UNSUPPORTED_TYPES:
+            reason = f": {UNSUPPORTED_TYPES[model_type]}"
+        raise InputError(f"{path}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type}{reason}")
     for option in DECODER_OPTIONS:
         if config.get(option):
             raise InputError(f"{path}: only encoders can be converted, but {option} is {config[option]}")

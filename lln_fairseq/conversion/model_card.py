@@ -5,11 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
+from lln_fairseq.checkpoints.pooling import Pooling
+from lln_fairseq.conversion.to_hugging_face import SENTENCE_VECTORS, longest_exported_sequence
 from lln_fairseq.errors import InputError
 
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
-PIPELINES = {"ForMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification"}
+PIPELINES = {
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    SENTENCE_VECTORS: "sentence-similarity",
+}
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 ATTENTION_OPTIONS = ("mix", "block_size", "global_tokens", "scope", "constants", "gain", "alpha", "beta")
 MANIFEST = "manifest.json"  # of the data
@@ -27,28 +32,42 @@ def model_card(
     has_tokenizer: bool,
     is_approximate: bool,
     directories: list[Path],
+    pooling: Pooling | None = None,
 ) -> str:
     """Return the text of the model card.
 
     Args:
         config: the content of the exported config.json.
-        purpose: "ForMaskedLM" or "ForSequenceClassification".
+        purpose: "ForMaskedLM", "ForSequenceClassification" or SENTENCE_VECTORS.
         has_tokenizer: whether the model is exported with a tokenizer.
         is_approximate: whether the exported tokenizer encodes some texts differently from the original one.
         directories: where to search for the data's manifest and the checkpoint's scores, in this order. A file that no
             directory has is left out of the card.
+        pooling: the pooling of an encoder of sentence vectors.
 
     Raises:
         InputError: if the manifest or the scores are not JSON.
     """
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {PIPELINES[purpose]}"]
-    lines += ["tags: [lln_fairseq, roberta]", "---", ""]
-    lines += ["# A RoBERTa trained with lln_fairseq", "", _describe_attention(config), "", "## Use", ""]
-    lines += _usage(config, purpose, has_tokenizer)
+    if pooling is None:
+        library = "transformers"
+        tags = "lln_fairseq, roberta"
+        title = "A RoBERTa trained with lln_fairseq"
+    else:
+        library = "sentence-transformers"
+        tags = "lln_fairseq, roberta, sentence-transformers, feature-extraction"
+        title = "Sentence vectors of a RoBERTa converted with lln_fairseq"
+    lines = ["---", f"library_name: {library}", f"pipeline_tag: {PIPELINES[purpose]}", f"tags: [{tags}]", "---", ""]
+    lines += [f"# {title}", "", _describe_attention(config), "", "## Use", ""]
+    if pooling is not None and has_tokenizer:
+        lines += _sentence_usage(config)
+    else:
+        lines += _usage(config, purpose, has_tokenizer)
     lines += ["", "## Properties", ""]
     for key in SIZES:
         lines.append(f" - {key.replace('_', ' ')}: {config[key]}")
     lines.append(f" - longest sequence: {longest_exported_sequence(config)} tokens")
+    if pooling is not None:
+        lines.append(f" - sentence vectors: {config['hidden_size']} features, pooling: {pooling}")
     if config.get("id2label"):
         lines.append(f" - labels: {', '.join(config['id2label'].values())}")
     if is_approximate:
@@ -88,6 +107,19 @@ def _usage(config: Mapping[str, Any], purpose: str, has_tokenizer: bool) -> list
         lines.append(f"    tokenizer = AutoTokenizer.from_pretrained({arguments})")
     lines.append(f"    model = {model_class}.from_pretrained({arguments})")
     return lines
+
+
+def _sentence_usage(config: Mapping[str, Any]) -> list[str]:
+    """Return the lines of code that compute sentence vectors."""
+    arguments = '"DIRECTORY"'
+    if "auto_map" in config:
+        arguments += ", trust_remote_code=True"
+    return [
+        "    from sentence_transformers import SentenceTransformer",
+        "",
+        f"    model = SentenceTransformer({arguments})",
+        '    vectors = model.encode(["a text", "another text"])',
+    ]
 
 
 def _describe_data(directories: list[Path]) -> list[str]:

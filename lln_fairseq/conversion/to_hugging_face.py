@@ -35,6 +35,7 @@ MODELING_OPTIONS = {
     "gain": ("none", "learned"),
 }
 PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # suffixes of the class names in transformers
+SENTENCE_VECTORS = ""  # the purpose of a model without a head
 REQUIRED_OPTIONS = {  # the options of which Hugging Face's RoBERTa supports a single value
     "encoder_normalize_before": False,
     "layernorm_embedding": True,
@@ -55,7 +56,7 @@ class ExportedModel:
     Attributes:
         config: the content of config.json.
         tensors: float32 tensors by Hugging Face's parameter names.
-        purpose: "ForMaskedLM" or "ForSequenceClassification".
+        purpose: "ForMaskedLM", "ForSequenceClassification", or SENTENCE_VECTORS for a model without a head.
     """
 
     config: dict[str, Any]
@@ -69,6 +70,7 @@ def convert_to_hugging_face(
     attention_options: Mapping[str, Any],
     head: str = "",
     labels: tuple[str, ...] = (),
+    is_encoder: bool = False,
 ) -> ExportedModel:
     """Convert the parameters and options of a model to Hugging Face's.
 
@@ -76,8 +78,9 @@ def convert_to_hugging_face(
         state: the model's state dict.
         args: the model's options, with `attention`, `softmax_layers` and `layer_norm_eps`.
         attention_options: the options of the attention.
-        head: name of the classification head to export; empty exports a masked language model.
+        head: name of the classification head to export; empty exports a masked language model or an encoder.
         labels: the name of each class of the head, in order; empty for a regression.
+        is_encoder: export only the encoder, without a head.
 
     Raises:
         InputError: for an attention or an option that Hugging Face's RoBERTa and the modeling file do not support,
@@ -89,16 +92,25 @@ def convert_to_hugging_face(
     config |= _attention_config(args.attention, attention_options, sizes.features // args.encoder_attention_heads)
     if args.attention != STOCK_ATTENTION:
         config["softmax_layers"] = list(parse_softmax_layers(args.softmax_layers, sizes.layers, args.attention))
-    tensors = {f"roberta.{name.hugging_face}": state[name.fairseq] for name in encoder_names(sizes)}
-    tensors[f"roberta.{TOKEN_TYPES}"] = torch.zeros(1, sizes.features)
+    tensors = {name.hugging_face: state[name.fairseq] for name in encoder_names(sizes)}
+    tensors[TOKEN_TYPES] = torch.zeros(1, sizes.features)
     tensors |= _attention_parameters(state, sizes.layers)
-    purpose = "ForSequenceClassification" if head else "ForMaskedLM"
     prefix = "Roberta" if args.attention == STOCK_ATTENTION else "LLNRoberta"
-    config["architectures"] = [prefix + purpose]
+    if head:
+        purpose = "ForSequenceClassification"
+    elif is_encoder:
+        purpose = SENTENCE_VECTORS
+    else:
+        purpose = "ForMaskedLM"
+    config["architectures"] = [prefix + (purpose or "Model")]
+    if purpose != SENTENCE_VECTORS:
+        tensors = {f"roberta.{name}": value for name, value in tensors.items()}
+    elif args.attention == STOCK_ATTENTION:
+        tensors |= _untrained_pooler(sizes.features)
     if head:
         tensors |= _classification_head_tensors(state, head, sizes.features)
         config |= _label_config(labels, len(tensors["classifier.out_proj.bias"]))
-    else:
+    elif not is_encoder:
         tensors |= {name.hugging_face: state[name.fairseq] for name in head_names(sizes)}
         config["tie_word_embeddings"] = torch.equal(state[HEAD_WEIGHT], state[EMBEDDING])
         if not config["tie_word_embeddings"]:
@@ -191,11 +203,19 @@ def _attention_parameters(state: Mapping[str, Tensor], layers: int) -> dict[str,
     parameters: dict[str, Tensor] = {}
     for layer in range(layers):
         fairseq = f"{ENCODER}layers.{layer}.{ATTENTION_PREFIX}"
-        hugging_face = f"roberta.encoder.layer.{layer}.attention.self."
+        hugging_face = f"encoder.layer.{layer}.attention.self."
         for name, value in state.items():
             if name.startswith(fairseq):
                 parameters[name.replace(fairseq, hugging_face)] = value
     return parameters
+
+
+def _untrained_pooler(features: int) -> dict[str, Tensor]:
+    """Return the layer behind the first token that RobertaModel always has, with zeros, because none was trained.
+
+    Without it, transformers would report missing parameters and draw them at random.
+    """
+    return {"pooler.dense.weight": torch.zeros(features, features), "pooler.dense.bias": torch.zeros(features)}
 
 
 def _classification_head_tensors(state: Mapping[str, Tensor], head: str, features: int) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion.convert import convert
+from lln_fairseq.conversion.from_hugging_face import UNSUPPORTED_TYPES
 from lln_fairseq.errors import InputError
 
 DENSE_BIAS = "roberta.encoder.layer.1.intermediate.dense.bias"
@@ -173,14 +174,71 @@ def test_damaged_file_is_rejected(name, damage, sources, copy_source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("part", ["missing.safetensors", "../elsewhere.safetensors"])
-def test_index_with_file_outside_directory_is_rejected(part, copy_source, tmp_path):
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("missing.safetensors", r"index.json lists missing\.safetensors, which does not exist: download it too"),
+        ("../elsewhere.safetensors", r"index.json lists elsewhere\.safetensors, which is not in the same directory"),
+    ],
+)
+def test_index_with_missing_file_is_rejected(part, message, copy_source, tmp_path):
     folder = copy_source("roberta")
     (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": part}}))
 
-    with pytest.raises(InputError, match=r"lists (missing|elsewhere)\.safetensors, which is not in the same directory"):
+    with pytest.raises(InputError, match=message):
         convert(folder, tmp_path / "out", "softmax")
+
+
+# Parts of the reasons for which models with nothing but this model_type in config.json are rejected.
+REASONS = {
+    "albert": "all its layers share their parameters",
+    "deberta-v2": "relative positions",
+    "distilbert": "other names",
+    "gte": "rotary",
+    "modernbert": "rotary",
+    "mpnet": "relative positions",
+    "new": "rotary",
+    "nomic_bert": "rotary",
+    "qwen3": "decoder",
+    "t5": "an encoder and a decoder",
+}
+
+
+@pytest.mark.parametrize("model_type", [*UNSUPPORTED_TYPES, "unheard-of", None])
+def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"config.json: model_type must be roberta or xlm-roberta or bert, got {model_type}" in error
+    assert REASONS.get(model_type, "") in error
+    if model_type in UNSUPPORTED_TYPES:
+        assert f"got {model_type}: {UNSUPPORTED_TYPES[model_type]}\n" in error
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "in is not a Hugging Face directory: it has no config.json\n"),
+        (
+            {"model.pt": "x"},
+            "it has no config.json. To convert a fairseq checkpoint, name the file, such as .*/model.pt\n",
+        ),
+        ({"config.json": "{}"}, "model_type must be roberta or xlm-roberta or bert, got None"),
+    ],
+)
+def test_incomplete_directory_is_reported_in_one_line(files, message, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name, content in files.items():
+        (tmp_path / "in" / name).write_text(content)
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error)
 
 
 def test_full_disk_leaves_no_output(sources, tmp_path, monkeypatch, capsys):

@@ -141,7 +141,8 @@ def test_model_without_head_gets_new_one(tmp_path, capsys):
 
     *notes, overrides = capsys.readouterr().out.splitlines()
     assert notes[0] == "left out: pooler"
-    assert "no masked-language-model head" in notes[1]
+    assert "the pooling of its sentence vectors: mean is used" in notes[1]
+    assert "no masked-language-model head" in notes[2]
     assert f"checkpoint.finetune_from_model={tmp_path}/out/model.pt attention=lln " in overrides
     assert "model.encoder_embed_dim=32 model.encoder_ffn_embed_dim=48 model.encoder_attention_heads=2" in overrides
     model, _ = load_model(str(tmp_path / "out" / "model.pt"))

@@ -1,0 +1,57 @@
+"""The pooling of an encoder of sentence vectors, as a checkpoint stores it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lln_fairseq.checkpoints.reading import plugin_state
+from lln_fairseq.errors import InputError
+
+POOLINGS = ("mean", "cls", "max")
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """The step from the last hidden states of a text to its sentence vector.
+
+    Attributes:
+        mode: "mean" of all tokens, including <s> and </s>; "cls", the first token; or "max", the largest value of every
+            feature among all tokens.
+        normalize: divide the vector by its Euclidean norm.
+    """
+
+    mode: str = "mean"
+    normalize: bool = False
+
+    def __str__(self) -> str:
+        if self.normalize:
+            return f"{self.mode}, normalized"
+        return self.mode
+
+
+def stored_pooling(state: Mapping[str, Any]) -> Pooling | None:
+    """Return the pooling that `lln-fairseq convert` stored in a checkpoint, or None if the checkpoint has none.
+
+    A checkpoint with a pooling is an encoder of sentence vectors: its masked-language-model head is not used and may be
+    untrained. Masked language models and classifiers have no pooling.
+
+    Args:
+        state: the checkpoint, for example of `load_checkpoint_lazily`.
+
+    Raises:
+        InputError: if the stored pooling is not one of POOLINGS.
+    """
+    stored = plugin_state(state)
+    mode = stored.get("pooling")
+    if mode is None:
+        return None
+    if mode not in POOLINGS:
+        raise InputError(f"the checkpoint's pooling must be {', '.join(POOLINGS)}, got {str(mode)[:80]}")
+    return Pooling(str(mode), normalize=stored.get("normalize") == "true")
+
+
+def pooling_entries(pooling: Pooling | None) -> dict[str, str]:
+    """Return the entries of a checkpoint's plugin state that `stored_pooling` reads; empty for None."""
+    if pooling is None:
+        return {}
+    return {"pooling": pooling.mode, "normalize": str(pooling.normalize).lower()}

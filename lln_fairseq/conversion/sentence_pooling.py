@@ -1,0 +1,129 @@
+"""Read and write the files of sentence-transformers that say how an encoder's sentence vectors are computed.
+
+modules.json lists the steps: the model, a pooling, and a normalization if there is one. 1_Pooling/config.json has the
+pooling's mode, and sentence_bert_config.json the longest sequence.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling
+from lln_fairseq.conversion.directory import parse_json, read_json
+from lln_fairseq.errors import InputError
+
+MODULES = "modules.json"
+POOLING_FOLDER = "1_Pooling"
+SENTENCE_CONFIG = "sentence_bert_config.json"
+PACKAGE = "sentence_transformers.models"  # the names of its classes in modules.json, old ones that every version reads
+# The names of the modes in configurations of sentence-transformers before 6.0, which have one flag for every mode.
+MODE_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+ADVICE = f"remove {MODULES} and {POOLING_FOLDER} to convert the encoder with mean pooling"
+
+
+def read_pooling(directory: Path, features: int) -> Pooling | None:
+    """Read the pooling of a sentence-transformers directory.
+
+    Args:
+        directory: the directory of the model.
+        features: the size of the model's hidden states.
+
+    Returns:
+        The pooling, or None if the directory has neither modules.json nor 1_Pooling.
+
+    Raises:
+        InputError: if a file is damaged, or asks for steps or a mode that this project does not have.
+    """
+    path = directory / MODULES
+    if not path.exists():
+        if not (directory / POOLING_FOLDER).exists():
+            return None
+        return Pooling(_read_mode(directory / POOLING_FOLDER / "config.json", features))
+    modules = parse_json(path)
+    if not isinstance(modules, list) or not all(_is_module(module) for module in modules):
+        raise InputError(f"{path} must be a list of modules with type and path")
+    types = [module["type"].rpartition(".")[2] for module in modules]
+    if types not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        steps = ", ".join(types) or "none"
+        raise InputError(
+            f"{path}: the modules must be Transformer, Pooling and perhaps Normalize, got {steps}; {ADVICE}"
+        )
+    folder = modules[1]["path"]
+    if modules[0]["path"] not in ("", ".") or folder != Path(folder).name:
+        paths = f"{modules[0]['path']!r} and {folder!r}"
+        raise InputError(f"{path}: the model must be in '' and its pooling in a folder next to it, got {paths}")
+    mode = _read_mode(directory / folder / "config.json", features)
+    return Pooling(mode, normalize="Normalize" in types)
+
+
+def _is_module(module: Any) -> bool:
+    """Return True for an entry of modules.json whose type and path are text."""
+    return isinstance(module, dict) and isinstance(module.get("type"), str) and isinstance(module.get("path"), str)
+
+
+def _read_mode(path: Path, features: int) -> str:
+    """Read the mode from the config.json of a pooling. Raises InputError if it cannot be used."""
+    config = read_json(path)
+    size = config.get("embedding_dimension", config.get("word_embedding_dimension", features))
+    if size != features:
+        raise InputError(f"{path}: word_embedding_dimension must be {features}, the model's hidden_size, got {size!r}")
+    if config.get("include_prompt", True) is not True:
+        raise InputError(f"{path}: include_prompt must be true: prompts cannot be left out of the pooling; {ADVICE}")
+    modes = _modes(config, path)
+    if len(modes) != 1:
+        raise InputError(f"{path}: there must be a single pooling mode, got {', '.join(modes) or 'none'}; {ADVICE}")
+    if modes[0] not in POOLINGS:
+        raise InputError(f"{path}: the pooling mode must be {' or '.join(POOLINGS)}, got {modes[0]}; {ADVICE}")
+    return modes[0]
+
+
+def _modes(config: dict[str, Any], path: Path) -> list[str]:
+    """Return the pooling modes that a configuration selects, in the form with a name or in the one with flags.
+
+    Raises InputError if a flag is not a bool, or the configuration has neither a name nor a flag.
+    """
+    if "pooling_mode" in config:
+        names = config["pooling_mode"]
+        if not isinstance(names, list):
+            names = [names]
+        return [str(name)[:80] for name in names]
+    flags = {name: config[name] for name in MODE_FLAGS if name in config}
+    if not flags:
+        raise InputError(f"{path} states no pooling mode: it needs pooling_mode or {next(iter(MODE_FLAGS))} and others")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{path}: {name} must be true or false, got {str(value)[:80]!r}")
+    return [MODE_FLAGS[name] for name, value in flags.items() if value]
+
+
+def pooling_files(pooling: Pooling, features: int, longest: int) -> dict[str, bytes]:
+    """Return the files that make SentenceTransformer compute this pooling, by their paths in the model's directory.
+
+    They have the form of sentence-transformers before 6.0, which later versions also read.
+
+    Args:
+        pooling: the pooling to describe.
+        features: the size of the model's hidden states.
+        longest: the longest sequence of the model, in tokens.
+    """
+    types = ["Transformer", "Pooling"]
+    if pooling.normalize:
+        types.append("Normalize")
+    modules = []
+    for number, name in enumerate(types):
+        folder = f"{number}_{name}" if number else ""
+        modules.append({"idx": number, "name": str(number), "path": folder, "type": f"{PACKAGE}.{name}"})
+    flags = {name: mode == pooling.mode for name, mode in MODE_FLAGS.items()}
+    contents: dict[str, Any] = {
+        MODULES: modules,
+        f"{POOLING_FOLDER}/config.json": {"word_embedding_dimension": features, **flags, "include_prompt": True},
+        SENTENCE_CONFIG: {"max_seq_length": longest, "do_lower_case": False},
+    }
+    return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()}
