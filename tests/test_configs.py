@@ -141,6 +141,15 @@ def test_glue_files_agree_with_tasks_and_recipes(file, composed):
     assert config.checkpoint.save_dir == f"runs/{file}_lln_diag"
 
 
+def test_small_recipe_replaces_schedule_of_task(composed):
+    config = composed("finetune", "glue=rte", "recipe=small")
+    assert config.task.warmup_fraction == 0.1
+    assert config.optimization.lr == [1e-4]
+    assert config.optimization.max_epoch == 10
+    assert config.task.global_batch == GLUE_RECIPES["RTE"].batch
+    assert composed("finetune", "glue=rte").task.warmup_fraction is None
+
+
 class LraRecipe(NamedTuple):
     length: int
     classes: int

@@ -6,16 +6,26 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
-from lln_fairseq.checkpoints.config import NO_POSITIONS, STOCK_ATTENTION, softmax_layers, stored_options
+from lln_fairseq.checkpoints.config import (
+    NO_POSITIONS,
+    STOCK_ATTENTION,
+    parameter_sizes,
+    plain_options,
+    softmax_layers,
+    stored_options,
+)
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
 LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks that state a length
+PRESET_HEADS = {name: sizes[SIZE_FIELDS.index("encoder_attention_heads")] for name, sizes in PRESETS.items()}
 NOT_LABELS = ("<mask>", "madeupword")  # prefixes of symbols that fairseq's tools add to every dictionary
 
 logger = logging.getLogger(__name__)
@@ -30,12 +40,13 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
         task: the model's task, whose dictionary is compared
         path: the checkpoint's file, for messages
 
-    Raises: InputError if the checkpoint was trained with another dictionary, or if the two attentions differ and one of
-        them replaces whole encoder layers.
+    Raises: InputError if the checkpoint was trained with another dictionary or has other sizes, or if the two
+        attentions differ and one of them replaces whole encoder layers.
     """
     check_dictionary(state, task, path)
     options = getattr(model, "args", {})
     stored = stored_options(state)["model"]
+    check_sizes(state, options, path)
     if "attention" not in options or not stored:
         return
     name = options["attention"]
@@ -51,12 +62,61 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
         return
     for field in dataclasses.fields(MECHANISMS[name].config):
         key = f"{name}_{field.name}"
-        if key in options and key in stored and stored[key] != options[key]:
-            logger.warning(f"{path} was trained with {key} = {stored[key]}, here it is {options[key]}")
+        if key not in options or key not in stored:
+            continue
+        stored_value = option_value(key, stored[key], options)
+        value = option_value(key, options[key], options)
+        if stored_value != value:
+            logger.warning(f"{path} was trained with {key} = {stored_value}, here it is {value}")
     layers = softmax_layers(options)
     stored_layers = softmax_layers(stored)
     if layers != stored_layers:
         logger.warning(f"{path} was trained with softmax_layers = {stored_layers}, here it is {layers}")
+
+
+def option_value(key: str, value: Any, options: Mapping[str, Any]) -> str:
+    """Return the value of an attention's option as text; a block size of None is the head dimension of the model."""
+    if key.endswith("_block_size") and value is None:
+        value = options["encoder_embed_dim"] // options["encoder_attention_heads"]
+    return str(value)
+
+
+def check_sizes(state: Mapping[str, Any], options: Any, path: str) -> None:
+    """Raise InputError if the RoBERTa in a checkpoint has other sizes than the model that will load it.
+
+    Args:
+        state: the checkpoint; its number of heads is not compared if its configuration does not state it
+        options: the options of the model, a mapping or Namespace; nothing is checked if it is not a RoBERTa
+        path: the checkpoint's file, for the message
+    """
+    options = plain_options(options)
+    if not set(SIZE_FIELDS) <= options.keys():
+        return
+    stored = stored_options(state)["model"]
+    name = str(stored.get("_name"))
+    sizes = parameter_sizes(state["model"])
+    heads = stored.get("encoder_attention_heads") or PRESET_HEADS.get(name.rpartition("_")[2])
+    if isinstance(heads, int):
+        sizes["encoder_attention_heads"] = heads
+    if options.get("encoder_layers_to_keep"):
+        del sizes["encoder_layers"]
+    differing = [key for key in SIZE_FIELDS if key in sizes and sizes[key] != options[key]]
+    if not differing:
+        return
+    if not sizes.get("encoder_layers"):
+        raise InputError(f"{path} does not hold a RoBERTa (its model is {name}): give the checkpoint of a RoBERTa")
+    if HydraConfig.initialized():
+        advice = "leave out model= and these options, and the run takes them from the checkpoint"
+    else:
+        flags = " ".join(f"--{key.replace('_', '-')} {sizes[key]}" for key in differing)
+        advice = f"give {flags}"
+    raise InputError(
+        f"{path} has {_format_sizes(sizes, differing)}, but this run has {_format_sizes(options, differing)}: {advice}"
+    )
+
+
+def _format_sizes(sizes: Mapping[str, Any], keys: list[str]) -> str:
+    return " ".join(f"{key}={sizes[key]}" for key in keys)
 
 
 def require_roberta_layers(options: Mapping[str, Any], path: Any) -> None:

@@ -213,6 +213,28 @@ def _dataclass(group: str, name: str) -> type:
     return REGISTRIES[group]["dataclass_registry"][name]
 
 
+def parameter_sizes(parameters: Mapping[str, Any], side: str = "encoder") -> dict[str, int]:
+    """Return the sizes in SIZE_OPTIONS and the number of layers that a model's parameters have, by option.
+
+    Args:
+        parameters: parameters by name
+        side: "encoder" for a RoBERTa, "decoder" for a language model
+    """
+    stack = _layer_stack(parameters, side)
+    sizes = {}
+    for option, (key, axis) in SIZE_OPTIONS.items():
+        if option.startswith(side) and key in stack and stack[key].dim() > axis:
+            sizes[option] = stack[key].shape[axis]
+    sizes[f"{side}_layers"] = len({key.split(".")[1] for key in stack if key.startswith("layers.")})
+    return sizes
+
+
+def _layer_stack(parameters: Mapping[str, Any], side: str) -> dict[str, Any]:
+    """Return the parameters with the part of their names that follows the name of the encoder or decoder."""
+    prefix = "sentence_encoder." if side == "encoder" else "decoder."
+    return {key.rpartition(prefix)[2]: value for key, value in parameters.items()}
+
+
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
     """Compare the sizes in a model's options with the shapes of its parameters.
 
@@ -220,21 +242,14 @@ def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path
     Raises: InputError if an option does not fit the parameters.
     """
     side = "encoder"
-    prefix = "sentence_encoder."
     if _registered_name("model", options["_name"]) in LANGUAGE_MODELS:
         side = "decoder"
-        prefix = "decoder."
-    stack = {key.rpartition(prefix)[2]: value for key, value in parameters.items()}
-    sizes = {}
-    for option, (key, axis) in SIZE_OPTIONS.items():
-        if option.startswith(side) and key in stack and stack[key].dim() > axis:
-            sizes[option] = stack[key].shape[axis]
-    if not options.get(f"{side}_layers_to_keep"):
-        sizes[f"{side}_layers"] = len({key.split(".")[1] for key in stack if key.startswith("layers.")})
-    for option, size in sizes.items():
+    for option, size in parameter_sizes(parameters, side).items():
+        if option == f"{side}_layers" and options.get(f"{side}_layers_to_keep"):
+            continue
         if options.get(option) not in (None, size):
             raise InputError(f"{path}: {option} is {options[option]}, but its parameters have {size}")
-    rows = len(stack.get("embed_positions.weight", ()))
+    rows = len(_layer_stack(parameters, side).get("embed_positions.weight", ()))
     if rows and (options.get("max_positions") or 0) > rows:
         raise InputError(
             f"{path}: max_positions is {options['max_positions']}, but its positional table has {rows} rows"

@@ -31,10 +31,13 @@ from lln_fairseq.checkpoints.compatibility import check_compatibility
 from lln_fairseq.checkpoints.config import KNOWN
 from lln_fairseq.checkpoints.run_tokenizer import save_tokenizer
 from lln_fairseq.errors import InputError, exit_with_one_line, first_line, in_sweep
+from lln_fairseq.fairseq_compat import log_filters
 from lln_fairseq.training import nan_report, settings, tensorboard, wandb
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.resume import reason_for_completion, restore_training_state
 from lln_fairseq.training.run_identity import check_same_run, load_run_checkpoint, run_origin
+from lln_fairseq.training.schedule import plan_schedule
+from lln_fairseq.training.summary import log_summary
 from lln_fairseq.training.worker import lock_save_dir
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ def install(run_worker: Callable) -> None:
     if hasattr(PathManager.copy, "__wrapped__"):
         return
     reading.allow_fairseq_checkpoints()
+    log_filters.install()
     PathManager.copy = staticmethod(functools.wraps(PathManager.copy)(saving.atomic_copy))
     _wrap(checkpoint_utils, "torch_persistent_save", saving.save)
     _wrap(checkpoint_utils, "load_checkpoint", _load_checkpoint)
@@ -107,6 +111,7 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     extra_state, iterator = original(cfg, trainer, **kwargs)
     if saves and getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]:
         save_tokenizer(trainer.task, cfg.save_dir)
+    plan_schedule(trainer, len(iterator))
     seconds = (extra_state or {}).get("previous_training_time", 0)
     reason = reason_for_completion(trainer, seconds, iterator.next_epoch_idx)
     if reason:
@@ -116,6 +121,7 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
             saving.remove_superseded(cfg)
     else:
         tensorboard.write_configuration(trainer.cfg)
+        log_summary(trainer, iterator)
     return extra_state, iterator
 
 

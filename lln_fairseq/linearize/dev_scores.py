@@ -1,18 +1,19 @@
 """Score a classifier with different attentions on the dev rows of its task, the split "valid"."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from fairseq import utils
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.evaluate import METRIC_FORMATS, SplitOutputs, compute_scores
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.layerwise import TOKENS_PER_BATCH
+from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.linearize.task_rows import TaskRows
 
 
@@ -102,14 +103,14 @@ def class_logits(model: Any, task: Any, rows: TaskRows, numbers: np.ndarray, wha
     positions: list[int] = []
     logits = []
     targets = []
-    disable = None if what else True
-    with tqdm(total=len(numbers), desc=f"score: {what}", unit=" rows", leave=False, disable=disable) as bar:
+    with progress_bar(f"score: {what}", len(numbers), "row") if what else nullcontext() as bar:
         for batch in rows.batches(numbers, TOKENS_PER_BATCH):
             sample = utils.apply_to_sample(lambda value: value.to(device), rows.sample(batch))
             outputs, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
             logits.append(outputs.float().cpu())
             targets.append(sample["target"].view(-1).cpu())
             positions += [position_of[number] for number in batch.tolist()]
-            bar.update(len(batch))
+            if bar is not None:
+                bar.update(len(batch))
     order = torch.tensor(positions).argsort()
     return torch.cat(logits)[order], torch.cat(targets)[order]

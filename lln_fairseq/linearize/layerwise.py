@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.attention.segments import first_segment_lengths
@@ -19,6 +20,7 @@ from lln_fairseq.linearize.attention_transfer import (
     similarity,
     swapped_attention,
 )
+from lln_fairseq.linearize.progress_bar import progress_bar
 
 SEED = 5  # seed of the held-out texts
 TOKENS_PER_BATCH = 4096  # tokens of a held-out batch, approximately
@@ -150,13 +152,16 @@ class HeldOutSet:
         except ValueError as error:
             raise InputError(f"the held-out text is too short: {error}") from None
         self.batches = tokens.split(max(1, TOKENS_PER_BATCH // length))
-        self.teacher = self._vectors()
+        self.teacher = self._vectors("teacher")
 
     def evaluate(self, students: Students) -> Quality:
         """Compare the students with the teacher on these texts. `Students.fold` must not have been called yet."""
-        with torch.no_grad():
-            batch_errors = [torch.stack(students.errors(tokens)) for tokens in self.batches]
-            errors = torch.stack(batch_errors).mean(dim=0)
+        batch_errors = []
+        with torch.no_grad(), self._bar("errors of the layers") as bar:
+            for tokens in self.batches:
+                batch_errors.append(torch.stack(students.errors(tokens)))
+                bar.update(len(tokens))
+        errors = torch.stack(batch_errors).mean(dim=0)
         cosine, same_neighbor = self.similarity(students.students)
         return Quality(errors.sqrt().tolist(), cosine, same_neighbor)
 
@@ -174,14 +179,24 @@ class HeldOutSet:
         with swapped_attention(self.layers, attentions):
             return similarity(self._vectors(), self.teacher)
 
+    def _bar(self, what: str) -> tqdm:
+        """Return a progress bar over the texts."""
+        total = sum(len(tokens) for tokens in self.batches)
+        return progress_bar(f"evaluation, {self.length} tokens: {what}", total, "text")
+
     @torch.no_grad()
-    def _vectors(self) -> Tensor:
-        """Compute the model's vectors of all texts, one tensor (texts, C). Padding tokens do not count."""
+    def _vectors(self, model_name: str = "student") -> Tensor:
+        """Compute the model's vectors of all texts, one tensor (texts, C). Padding tokens do not count.
+
+        model_name: what the progress bar calls the model
+        """
         device = next(self.model.parameters()).device
         pad = self.model.encoder.dictionary.pad()
         vectors = []
-        for tokens in self.batches:
-            hidden, _ = self.model(src_tokens=tokens.to(device), features_only=True)
-            padded = (tokens == pad).to(device)[..., None]
-            vectors.append(hidden.masked_fill(padded, 0).sum(dim=1) / (~padded).sum(dim=1))
+        with self._bar(model_name) as bar:
+            for tokens in self.batches:
+                hidden, _ = self.model(src_tokens=tokens.to(device), features_only=True)
+                padded = (tokens == pad).to(device)[..., None]
+                vectors.append(hidden.masked_fill(padded, 0).sum(dim=1) / (~padded).sum(dim=1))
+                bar.update(len(tokens))
         return torch.cat(vectors)

@@ -36,7 +36,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.attention.registry import checked_config, parse_options
 from lln_fairseq.checkpoints.compatibility import is_finetuned
-from lln_fairseq.conversion.convert import CHECKPOINT, hydra_overrides, write_converted_encoder
+from lln_fairseq.conversion.convert import CHECKPOINT, write_converted_encoder
 from lln_fairseq.conversion.encoder import ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.data.checks import check_lines
@@ -53,8 +53,10 @@ from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.models.lln_roberta import RobertaConfig
 from lln_fairseq.training.malloc import disable_malloc_trim
 
-HELD_OUT_COUNT = 64  # held-out texts of each length
-SHORT_LENGTH = 128  # tokens: results are reported for this length and for the longest
+HELD_OUT_COUNT = 64  # held-out texts of each length, unless --evaluate-texts gives another number
+FEWEST_HELD_OUT = 8  # texts of the longest length
+SHORT_LENGTH = 128  # tokens: results are reported for this length, for MEDIUM_LENGTH and for the longest
+MEDIUM_LENGTH = 512  # there are fewer texts of longer lengths, with as many tokens in total
 MAX_TOKENS = 50_000_000  # that are read of each split of DATA
 
 
@@ -106,6 +108,8 @@ class Linearization:
         self.has_rows = self.is_finetuned and teacher.is_task_data(args.data)
         if args.finetune and not self.has_rows:
             raise InputError("--finetune needs labels: TEACHER must be a fine-tuned classifier, and DATA its task")
+        if args.evaluate_texts is not None and self.has_rows:
+            raise InputError("--evaluate-texts is for plain text as DATA: give --evaluate-rows for the rows of a task")
         if args.evaluate_rows is not None and not self.has_rows:
             raise InputError("--evaluate-rows is for a fine-tuned TEACHER with the DATA of its task: leave it out")
         layers = self.model.encoder.sentence_encoder.layers
@@ -127,15 +131,36 @@ class Linearization:
             self.train_data = read_texts(args.data, "train", self.task.source_dictionary)
             valid_texts = read_texts(args.data, "valid", self.task.source_dictionary)
         self.students = Students(self.model, args.attention, args.option, args.lr, args.steps, args.seed)
+        self._print_summary(len(layers))
         self.report: Report
         if self.has_rows:
             self._report_rows_left_out()
             scores = DevScores(self.model, self.task, valid_rows, args.evaluate_rows, progress.scores)
             self.report = DevReport(scores, args.attention)
         else:
-            lengths = sorted({min(SHORT_LENGTH, self.longest), self.longest})
-            held_out = [HeldOutSet(self.model, valid_texts, HELD_OUT_COUNT, length) for length in lengths]
+            held_out = []
+            for length in held_out_lengths(self.longest):
+                count = held_out_count(args.evaluate_texts or HELD_OUT_COUNT, length)
+                held_out.append(HeldOutSet(self.model, valid_texts, count, length))
             self.report = HeldOutReport(held_out)
+
+    def _print_summary(self, layers: int) -> None:
+        """Print what the run will do."""
+        args = self.args
+        width = self.model.args.encoder_embed_dim
+        options = [f"{key}={value}" for key, value in args.option.items() if value is not None]
+        if isinstance(self.train_data, TaskRows):
+            size = f"{len(self.train_data):,} rows"
+        else:
+            size = f"{len(self.train_data.tokens):,} tokens"
+        steps = {"transfer": args.steps, "distillation": args.distill, "fine-tuning": args.finetune}
+        stages = [f"{name} ({count:,} steps)" for name, count in steps.items() if count]
+        print(f"teacher    {args.teacher}: layers {layers}, width {width}, texts of up to {self.longest:,} tokens")
+        print(f"attention  softmax -> {' '.join([args.attention, *options])}")
+        print(f"data       {args.data}: {size} in train")
+        print(f"stages     {', '.join(stages) or 'none'}, about {args.tokens:,} tokens per step")
+        print(f"writes     {args.out / CHECKPOINT}")
+        print(f"watch      tensorboard --logdir {args.out / 'tensorboard'}", flush=True)
 
     def _report_rows_left_out(self) -> None:
         """Print how many rows are too long to train on, if there are any."""
@@ -224,9 +249,10 @@ class Linearization:
         _write_encoder(self.encoder, args.attention, args.out)
         for note in self.encoder.notes:
             print(note)
-        print("to fine-tune it, give these overrides to lln-fairseq train:")
+        limit = f"task.max_positions={self.encoder.options['max_positions']}"
         start = f"checkpoint.finetune_from_model={args.out / CHECKPOINT}"
-        print(shlex.join([start, *hydra_overrides(self.encoder, args.attention)]))
+        print("to fine-tune it, with TASK one of configs/glue:")
+        print(shlex.join(["lln-fairseq", "train", "--config-name", "finetune", "glue=TASK", limit, start]))
 
 
 def _write_encoder(encoder: ImportedEncoder, attention: str, out: Path) -> None:
@@ -240,6 +266,24 @@ def _write_encoder(encoder: ImportedEncoder, attention: str, out: Path) -> None:
     for path in sorted(part.iterdir(), key=lambda path: path.name == CHECKPOINT):
         path.replace(out / path.name)
     part.rmdir()
+
+
+def held_out_lengths(longest: int) -> list[int]:
+    """Return the lengths of the held-out texts in tokens: SHORT_LENGTH, MEDIUM_LENGTH and `longest`, if not longer."""
+    return sorted({min(length, longest) for length in (SHORT_LENGTH, MEDIUM_LENGTH, longest)})
+
+
+def held_out_count(count: int, length: int) -> int:
+    """Return the number of held-out texts of a length.
+
+    Args:
+        count: the number of texts of at most MEDIUM_LENGTH tokens; there are fewer longer ones, with as many tokens in
+            total, but at least FEWEST_HELD_OUT or `count`
+        length: tokens per text
+    """
+    if length <= MEDIUM_LENGTH:
+        return count
+    return max(count * MEDIUM_LENGTH // length, min(count, FEWEST_HELD_OUT))
 
 
 def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
@@ -347,6 +391,13 @@ def main(argv: list[str]) -> None:
         metavar="N",
         help="score a classifier on the first N rows of the split valid (default: all rows)",
     )
+    parser.add_argument(
+        "--evaluate-texts",
+        type=int,
+        metavar="N",
+        help="compare an encoder with its teacher on N held-out texts of 128 and of 512 tokens, and on fewer of the "
+        f"longest length (default: {HELD_OUT_COUNT})",
+    )
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     if min(args.steps, args.distill, args.finetune) < 0:
@@ -355,6 +406,8 @@ def main(argv: list[str]) -> None:
         parser.error("--tokens must be at least 1, and --length at least 3")
     if args.evaluate_rows is not None and args.evaluate_rows < 1:
         parser.error(f"--evaluate-rows must be at least 1, got {args.evaluate_rows}")
+    if args.evaluate_texts is not None and args.evaluate_texts < 2:
+        parser.error(f"--evaluate-texts must be at least 2, to compare neighbors, got {args.evaluate_texts}")
     if not all(0 < lr < math.inf for lr in (args.lr, args.distill_lr, args.finetune_lr)):
         parser.error("--lr, --distill-lr and --finetune-lr must be positive and finite")
     if not 0 <= args.seed < 2**64:

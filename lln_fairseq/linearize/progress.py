@@ -3,12 +3,12 @@
 import argparse
 import copy
 import math
+import time
 from collections import deque
 from typing import Any
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import lock_directory
@@ -17,6 +17,7 @@ from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
+from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.training.run_identity import data_hash, file_hash
 
 PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
@@ -29,9 +30,11 @@ CHANGEABLE = {
     "finetune": ("fine-tuning",),
     "finetune_lr": ("fine-tuning",),
     "evaluate_rows": (),
+    "evaluate_texts": (),
 }
 LOG_INTERVAL = 10  # steps
 SAVE_INTERVAL = 50  # steps
+SAVE_SECONDS = 60.0  # a step on long texts can take seconds
 
 
 class Progress:
@@ -72,7 +75,7 @@ class Progress:
         verify_checksums(str(self.file))
         self.stages = saved["stages"]
         # A file of an earlier version lacks the settings that did not exist yet, and was made without them.
-        new_settings = {"softmax_layers": "", "finetune": "0", "evaluate_rows": "None"}
+        new_settings = {"softmax_layers": "", "finetune": "0", "evaluate_rows": "None", "evaluate_texts": "None"}
         settings = new_settings | {"finetune_lr": self.settings["finetune_lr"]} | saved["settings"]
         differing = [key for key, value in self.settings.items() if settings.get(key) != value]
         fixed = []
@@ -113,7 +116,8 @@ class Progress:
         if name in self.stages:
             trainer.restore(self.stages[name])
         recent_losses: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
-        with tqdm(total=trainer.steps, initial=trainer.step, desc=name, disable=None) as bar:
+        last_save = time.monotonic()
+        with progress_bar(name, trainer.steps, initial=trainer.step, leave=True) as bar:
             while trainer.step < trainer.steps:
                 recent_losses.append(trainer.train_step(texts, self.args.tokens, longest))
                 assert_finite(recent_losses[-1], name, f"in step {trainer.step}")
@@ -124,17 +128,19 @@ class Progress:
                     scalars = trainer.scalars(means)
                     label = "loss" if "loss" in scalars else "relative error"
                     summary = f"{label} {sum(scalars.values()) / len(scalars):.3f}"
-                    bar.set_postfix_str(summary)
+                    bar.set_postfix_str(summary, refresh=False)
                     for key, value in scalars.items():
                         writer.add_scalar(f"{name}_{key}", value, trainer.step)
-                if is_last or trainer.step % SAVE_INTERVAL == 0:
+                is_due = trainer.step % SAVE_INTERVAL == 0 or time.monotonic() - last_save > SAVE_SECONDS
+                if is_last or is_due:
+                    last_save = time.monotonic()
                     self.stages[name] = trainer.state()
                     if is_last:
                         self.stages[name] = _without_optimizer(self.stages[name])
                     self.complete = False
                     self.save()
-                    if bar.disable:
-                        print(f"{name}: step {trainer.step} of {trainer.steps}, {summary}", flush=True)
+        if recent_losses:
+            print(f"{name}: {trainer.steps} steps, {summary}", flush=True)
 
     def save(self) -> None:
         """Write OUT/linearize.pt; the old one stays whole if that fails."""

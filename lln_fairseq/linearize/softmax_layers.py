@@ -8,13 +8,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import TokenStream, swapped_attention
 from lln_fairseq.linearize.dev_scores import class_logits
 from lln_fairseq.linearize.finetuning import kl_divergence
 from lln_fairseq.linearize.layerwise import SEED, TOKENS_PER_BATCH, Students
+from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.modules.encoder import parse_softmax_layers
 
@@ -157,7 +157,7 @@ def find_best_layers(count: int, students: Students, distance: Distance) -> list
         print(f"  linear attention in every layer: {distance():.4f}", flush=True)
     chosen: list[int] = []
     evaluations = sum(layers - done for done in range(count))
-    with tqdm(total=evaluations, desc="restoring softmax", unit=" candidates", leave=False, disable=None) as bar:
+    with progress_bar("restoring softmax", evaluations, "candidate") as bar:
         for _ in range(count):
             distances = {}
             for layer in range(layers):

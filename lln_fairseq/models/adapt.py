@@ -23,9 +23,9 @@ def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
         model: the model that will load the parameters. It is not changed.
     """
     model_state = model.state_dict()
-    if POSITIONS in state and POSITIONS in model_state and state[POSITIONS].shape != model_state[POSITIONS].shape:
-        rows = model_state[POSITIONS].shape[0]
-        logger.warning(f"the table of position embeddings is resized from {state[POSITIONS].shape[0]} rows to {rows}")
+    if POSITIONS in state and POSITIONS in model_state and len(state[POSITIONS]) != len(model_state[POSITIONS]):
+        rows = len(model_state[POSITIONS])
+        logger.warning(f"the table of position embeddings is resized from {len(state[POSITIONS])} rows to {rows}")
         state[POSITIONS] = resize_positions(state[POSITIONS], rows, model.encoder.sentence_encoder.padding_idx)
     for key in list(state):
         if ATTENTION_PARAMETERS in key and key not in model_state:

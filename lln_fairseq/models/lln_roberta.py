@@ -22,12 +22,11 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.errors import input_errors
 from lln_fairseq.models.adapt import adapt_state_dict
 from lln_fairseq.models.options import attention_fields, attention_options
-from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
 from lln_fairseq.modules.encoder import LLNRobertaEncoder
 from lln_fairseq.modules.token_shards import Shard
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
-SIZE_FIELDS = ("encoder_layers", "encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_attention_heads")
 DEFAULT_PRESET = "base"
 POSITION_DEVIATION = 0.02  # the standard deviation of BERT's initial position embeddings
 

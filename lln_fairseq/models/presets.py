@@ -1,5 +1,8 @@
 """The sizes of the named architectures."""
 
+# The options that a preset sets.
+SIZE_FIELDS = ("encoder_layers", "encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_attention_heads")
+
 # name: (layers, embedding dimension, feed-forward dimension, heads). base and large are those of RoBERTa.
 PRESETS = {
     "nano": (2, 64, 256, 1),  # for the demo's half a million tokens on a laptop

@@ -17,6 +17,13 @@ class TrainingOptions:
             "is lowered if it exceeds a device's share; combinations that do not multiply to it are rejected"
         },
     )
+    warmup_fraction: Optional[float] = field(
+        default=None,
+        metadata={
+            "help": "with the scheduler polynomial_decay: fraction of all updates in which the learning rate rises; it "
+            "falls in the others. Replaces --warmup-updates and --total-num-update"
+        },
+    )
     sequence_parallel_size: int = field(
         default=1,
         metadata={

@@ -1,6 +1,5 @@
 """Check a configuration, before the first update, for settings that are wrong or that the machine does not support."""
 
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import InputError
-
-logger = logging.getLogger(__name__)
 
 PROBABILITY = (0, 1)
 SEEDS = (0, 2**32 - 1)  # numpy's
@@ -207,12 +204,16 @@ def check_precision(cfg: Any) -> None:
         return
     # With flat gradients, fairseq allocates the float32 parameters of fp16 on the current GPU.
     is_flat_fp16 = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    if common.cpu:
+        reason = "--cpu (common.cpu, run=cpu) is set"
+        advice = ""
+    else:
+        reason = "there is none"
+        advice = ", or choose run=cpu"
     if common.amp:
-        raise InputError("amp needs a GPU, but there is none or --cpu is set: leave amp out (common.amp=false)")
+        raise InputError(f"amp needs a GPU, but {reason}: leave amp out (common.amp=false{advice})")
     if is_flat_fp16:
-        raise InputError(
-            "fp16 needs a GPU, but there is none or --cpu is set: leave fp16 out (common.fp16=false, or run=cpu)"
-        )
+        raise InputError(f"fp16 needs a GPU, but {reason}: leave fp16 out (common.fp16=false{advice})")
 
 
 def check_probe(cfg: Any) -> None:
@@ -263,6 +264,3 @@ def split_global_batch(cfg: Any) -> None:
             )
     cfg.dataset.batch_size = batch_size
     cfg.optimization.update_freq = update_freq
-    logger.info(
-        f"{global_batch} sequences per update = {batch_size} per device x update_freq {update_freq} x {groups} {unit}"
-    )

@@ -17,18 +17,19 @@ from lln_fairseq.training.recipes import CONFIGS, PACKAGE, check_recipe
 # Options of Hydra that work without a recipe.
 WITHOUT_RECIPE = ("config_path", "experimental_rerun", "hydra_help", "shell_completion")
 
-# Patterns of deprecation warnings that fairseq causes and users cannot fix.
-DEPRECATIONS = (
+# Patterns of warnings that fairseq causes and users cannot fix.
+IGNORED_WARNINGS = (
     r"\s*The version_base parameter is not specified",
     r"\s*'[\w./-]+' is validated against ConfigStore schema",
     r"`torch\.cuda\.amp\.\w+\(args\.\.\.\)` is deprecated",
+    r"'pin_memory' argument is set as true but no accelerator is found",
 )
 
 
 def main(argv: list[str]) -> None:
     """Train with a recipe. `argv` is the command line after `train`."""
     sys.argv = ["lln-fairseq train", *with_recipe(argv)]  # Hydra reads the command line there
-    for message in DEPRECATIONS:
+    for message in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message)
     # The user directory must be the imported copy of the package: fairseq rejects any other copy.
     os.environ["LLN_USER_DIR"] = str(PACKAGE)

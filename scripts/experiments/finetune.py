@@ -1,7 +1,7 @@
 """Fine-tune a pre-trained checkpoint on GLUE tasks and score it. Run an interrupted command again to continue it.
 
-    scripts/finetune_sst2.sh runs/pretrain_lln_diag/checkpoint_best.pt attention=lln_diag model=base run=gpu1
-    scripts/glue_all.sh runs/pretrain_lln_diag/checkpoint_best.pt --seeds "1 2 3 4 5" attention=lln_diag run=gpu1
+    scripts/finetune_sst2.sh runs/pretrain_lln_diag/checkpoint_best.pt run=gpu1
+    scripts/glue_all.sh runs/pretrain_lln_diag/checkpoint_best.pt --seeds "1 2 3 4 5" run=gpu1
 
 finetune_mnli.sh, finetune_qnli.sh and finetune_qqp.sh do the same for their tasks. glue_all.sh takes several tasks and
 seeds, skips finished runs, and prints the paper's Table 1. Results are written to glue/TASK/seedN next to the

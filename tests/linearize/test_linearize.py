@@ -385,3 +385,32 @@ def test_seed_out_of_range_is_rejected(teacher, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(*teacher, tmp_path / "out", "--seed", "99999999999999999999999")
     assert "--seed must be from 0 to" in capsys.readouterr().err
+
+
+def test_held_out_texts_of_three_lengths():
+    assert linearize.held_out_lengths(2048) == [128, 512, 2048]
+    assert linearize.held_out_lengths(512) == [128, 512]
+    assert linearize.held_out_lengths(64) == [64]
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "texts"), [(64, 128, 64), (64, 512, 64), (64, 2048, 16), (64, 16384, 8), (4, 2048, 4)]
+)
+def test_long_held_out_texts_are_fewer(count, length, texts):
+    assert linearize.held_out_count(count, length) == texts
+
+
+def test_number_of_held_out_texts_can_change_later(teacher, tmp_path, capsys):
+    path, data = teacher
+    assert run(path, data, tmp_path / "out", *STUDENT, *SHORT, "--evaluate-texts", 2) == 0
+    report = capsys.readouterr().out
+    assert "stages     transfer (2 steps), about 64 tokens per step" in report
+    assert "transfer: 2 steps, relative error" in report
+    assert run(path, data, tmp_path / "out", *STUDENT, *SHORT) == 0
+    report = capsys.readouterr().out
+    assert "held-out texts of 64 tokens" in report
+    assert "transfer: 2 steps" not in report  # it was complete
+
+    with pytest.raises(SystemExit):
+        run(path, data, tmp_path / "out", "--evaluate-texts", 1)
+    assert "--evaluate-texts must be at least 2" in capsys.readouterr().err

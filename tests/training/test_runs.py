@@ -144,7 +144,7 @@ def test_full_disk_keeps_last_checkpoint(corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong_options", "message"),
     [
-        (("--fp16",), "fp16 needs a GPU"),
+        (("--fp16",), r"fp16 needs a GPU, but --cpu .* is set: leave fp16 out \(common\.fp16=false\)$"),
         (("--distributed-world-size", 3), "3 workers .* it has 0"),
         (("--global-batch", 64, "--update-freq", 2), r"batch_size 8 x optimization.update_freq 2 x 1 workers is 16"),
         (("--finetune-from-model", "nowhere.pt"), "nowhere.pt: no such checkpoint"),
@@ -254,7 +254,8 @@ def test_finetuning_rejects_another_dictionary(symbols, started_run, tmp_path, m
     ("attention_options", "warning"),
     [
         (("--attention", "softmax"), "attention = lln_diag"),
-        (("--lln-diag-block-size", 8), "lln_diag_block_size = None"),
+        (("--lln-diag-block-size", 8), "lln_diag_block_size = 16, here it is 8"),
+        (("--lln-diag-block-size", 16), None),  # the head dimension, which is the default
         ((), None),
     ],
 )

@@ -1,0 +1,62 @@
+"""Set the learning rate schedule of a run with --warmup-fraction from the number of its updates."""
+
+import math
+from typing import Any
+
+from fairseq.optim.lr_scheduler.polynomial_decay_schedule import PolynomialDecayLRSchedule
+from fairseq.trainer import Trainer
+
+from lln_fairseq.errors import InputError
+
+
+def plan_schedule(trainer: Trainer, batches: int) -> None:
+    """Let the learning rate rise during --warmup-fraction of all updates and fall to its end in the last one.
+
+    Nothing is changed without that option. The number of updates is the smaller one of --max-update and --max-epoch
+    epochs.
+
+    Args:
+        trainer: fairseq's trainer, with the state of the checkpoint if the run is resumed
+        batches: the number of batches that a worker computes in an epoch
+
+    Raises: InputError if the fraction is not in [0, 1), the scheduler is not polynomial_decay, or the number of updates
+        is not limited.
+    """
+    fraction = getattr(trainer.cfg.task, "warmup_fraction", None)
+    if fraction is None:
+        return
+    if not 0 <= fraction < 1:
+        raise InputError(f"--warmup-fraction (task.warmup_fraction) must be at least 0 and less than 1, got {fraction}")
+    scheduler = trainer.lr_scheduler
+    if not isinstance(scheduler, PolynomialDecayLRSchedule):
+        raise InputError("--warmup-fraction (task.warmup_fraction) needs --lr-scheduler polynomial_decay")
+    updates = total_updates(trainer.cfg, batches)
+    if math.isinf(updates):
+        raise InputError("--warmup-fraction (task.warmup_fraction) needs --max-epoch or --max-update")
+    scheduler.total_num_update = updates
+    scheduler.cfg.warmup_updates = round(fraction * updates)
+    trainer.lr_step_update()
+
+
+def total_updates(cfg: Any, batches: int) -> float:
+    """Return the number of updates at which --max-update or --max-epoch ends a run; infinity without a limit.
+
+    Args:
+        cfg: the whole configuration
+        batches: the number of batches that a worker computes in an epoch
+    """
+    limits = cfg.optimization
+    updates = math.inf
+    if limits.max_update > 0:
+        updates = limits.max_update
+    if limits.max_epoch <= 0:
+        return updates
+    frequencies = list(limits.update_freq)
+    of_epochs = 0
+    for epoch in range(limits.max_epoch):
+        frequency = frequencies[min(epoch, len(frequencies) - 1)]
+        if limits.skip_remainder_batch:
+            of_epochs += batches // frequency
+        else:
+            of_epochs += math.ceil(batches / frequency)
+    return min(updates, of_epochs)

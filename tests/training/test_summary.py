@@ -1,0 +1,57 @@
+"""A run logs a summary in about ten lines, and neither its whole configuration nor the listing of its model."""
+
+import logging
+import re
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from lln_fairseq.fairseq_compat.log_filters import DETAILS
+from tests.fairseq_runs import LLN, MASKED_LM, train
+from tests.training.conftest import RUN_OPTIONS
+
+
+def test_log_begins_with_summary(run_copy, tmp_path, monkeypatch, caplog):
+    changes = ("--max-update", 3, "--tensorboard-logdir", tmp_path / "tb")
+    with caplog.at_level(logging.INFO):
+        train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, *changes)
+
+    lines = [record.getMessage() for record in caplog.records if record.name == "lln_fairseq.training.summary"]
+    summary = dict(re.split(r" +", line, maxsplit=1) for line in lines if not line.startswith("saves to"))
+    assert re.fullmatch(rf"{run_copy.corpus}: \d+ rows in train, \d+ rows in valid", summary["data"])
+    assert summary["model"] == "lln_roberta_tiny: layers 2, width 32, heads 2"
+    assert re.match("lln_diag constants=calibrated .* block_size=16 mix=average", summary["attention"])
+    assert re.fullmatch(r"\d\d,\d{3}", summary["parameters"])
+    assert re.fullmatch(r"3 \(\d\.?\d* epochs\), learning rate 0.001, fixed", summary["updates"])
+    assert summary["batch"].startswith("at most 8 rows x 1 (update_freq) x 1 (workers); on average 7 rows, ")
+    assert summary["precision"] == "fp32 on CPU"
+    assert summary["watch"] == f"tensorboard --logdir {tmp_path}/tb"
+    assert summary["resumes"] == "after update 2"
+    assert f"saves to   {run_copy.save_dir} (config.yaml has all settings)" in lines
+    assert yaml.safe_load((run_copy.save_dir / "config.yaml").read_text())["model"]["encoder_embed_dim"] == 32
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+    assert not {record.name for record in caplog.records} & {name for name, words in DETAILS.items() if not words}
+
+
+def test_run_that_saves_nothing_writes_no_configuration(corpus, tmp_path, monkeypatch, caplog):
+    run_options = (*MASKED_LM, *LLN, "--attention", "softmax", "--no-save", "--max-update", 1)
+    with caplog.at_level(logging.INFO):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *run_options)
+    assert "saves to   nothing (no_save)" in caplog.text
+    assert "attention  softmax\n" in caplog.text
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("message", [OmegaConf.create({"a": 1}), "max tokens per device = 1"], ids=str)
+def test_details_of_fairseq_are_logged_at_level_debug(message, caplog):
+    logger = logging.getLogger("fairseq_cli.train")
+    with caplog.at_level(logging.INFO):
+        logger.info(message)
+        logger.info("done training")
+        logger.warning("training on a CPU")
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG):
+        logger.info(message)
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
