@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lln_fairseq.modules import packed_linear as module
-from lln_fairseq.modules.packed_linear import pack_linear_layers
-from lln_fairseq.ops.backends.cpu.linear import pack_weight
+from lln_fairseq.modules.packed_linear import PackedLinear, pack_linear_layers
 from tests.models.test_softmax_layers import build_model
 
-pytestmark = pytest.mark.skipif(pack_weight(torch.zeros(32, 1)) is None, reason="there is no C compiler or no AVX")
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
 
 
 @pytest.fixture
@@ -29,15 +27,15 @@ def layer():
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """Return a list that gets an entry for every call of the kernel."""
+    """Return a list that gets an entry for every use of a packed weight."""
     calls = []
-    original = module.packed_linear
+    original = PackedLinear._packed_weight
 
-    def counted(*args):
-        calls.append(args)
-        return original(*args)
+    def counted(self):
+        calls.append(self)
+        return original(self)
 
-    monkeypatch.setattr(module, "packed_linear", counted)
+    monkeypatch.setattr(PackedLinear, "_packed_weight", counted)
     return calls
 
 

@@ -104,7 +104,7 @@ def _scratch_floats(dim: int, tile_size: int, max_global: int) -> int:
 _threads_started = False  # True once a kernel has used several threads, in this process or the one it was forked from
 
 
-def num_threads() -> int:
+def _num_threads() -> int:
     """Return torch's number of threads, which the next kernel uses. If it is above 1, set `_threads_started`."""
     global _threads_started
     threads = torch.get_num_threads()
@@ -155,7 +155,7 @@ def _call_kernel(
     tile_size = TILE_SIZE
     if spec.diag_weight:
         tile_size = max(1, min(spec.block_size, tokens))
-    threads = num_threads()
+    threads = _num_threads()
     scratch = _scratch(threads * _scratch_floats(dim, tile_size, spec.max_global_tokens))
     values: list[float] = [batch, heads, tokens, tile_size, threads, _state_rows(dim, spec)]
     values += [spec.keep_threshold if spec.dropout_p else 0, spec.joint, spec.max_global_tokens, int(spec.seed or 0)]
