@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from lln_fairseq.checkpoints.pooling import Pooling
+from lln_fairseq.conversion import to_onnx
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
+from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from tests.conversion.sources import TEXTS, add_noise, compute_logits, encode_texts, make_model, padded_batch
 from tests.conversion.test_sentence_encoders import pool, write_pooling
@@ -143,3 +145,14 @@ def test_mask_of_layers_does_not_grow_with_the_square_of_the_length(encoders):
     model(tokens, attention_mask=torch.ones(2, 9))
     model(inputs_embeds=torch.zeros(2, 9, 32))
     assert shapes == [(2, 1, 1, 9)] * 3
+
+
+def test_transformers_that_cannot_be_imported_is_reported(monkeypatch):
+    """transformers 5 imports torchaudio, which fairseq requires and which may be built for another torch."""
+
+    def fail(name):
+        raise OSError("Could not load this library: torchaudio/lib/_torchaudio.abi3.so")
+
+    monkeypatch.setattr(to_onnx.importlib, "import_module", fail)
+    with pytest.raises(InputError, match=r"Could not load .*so\. It does not fit .* pip uninstall torchaudio"):
+        to_onnx.check_packages()
