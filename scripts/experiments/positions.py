@@ -5,8 +5,9 @@
 ORIGINAL is a checkpoint with the learned positions, and each EXTENDED the same model from `lln-fairseq convert
 --positions`. TEXT is a text in WikiText's form. Every row of the table is a model and a length. Each of the first
 articles that are long enough gives two texts of this length, A from its start and B behind it. `found` is the share of
-articles whose A is nearest to their own B among the texts B of all articles, and `cosine` the mean similarity to the
-vectors of the original model, for lengths that it takes. At longer ones the original model gets only the start of every
+articles whose A is nearest to their own B among the texts B of all articles, `margin` the mean of the similarity to the
+own B minus the one to the nearest other B, and `cosine` the mean similarity to the vectors of the original model, for
+lengths that it takes. At longer ones the original model gets only the start of every
 text, and the mean of its vectors of all windows. The vectors are the mean of the last hidden states.
 """
 
@@ -28,7 +29,7 @@ from lln_fairseq.data.special_symbols import BOS, EOS
 from lln_fairseq.data.vocabulary import load_vocabulary
 from scripts.terminal import aligned, program_parser
 
-TITLE = re.compile(r" = [^=].* = \n")
+TITLE = re.compile(r" = [^=].* =")
 
 
 def read_articles(path: Path) -> Iterator[str]:
@@ -36,7 +37,7 @@ def read_articles(path: Path) -> Iterator[str]:
     lines: list[str] = []
     with path.open(encoding="utf-8") as file:
         for line in file:
-            if TITLE.fullmatch(line):
+            if TITLE.fullmatch(line.rstrip()):
                 yield " ".join(lines)
                 lines = []
             elif not line.startswith(" = "):
@@ -79,10 +80,15 @@ def window_vectors(model: Any, tokens: Tensor, window: int, description: str) ->
     return torch.stack(parts).mean(dim=0)
 
 
-def share_found(first: Tensor, second: Tensor) -> float:
-    """Return the share of rows i of `first` (B, C) whose most similar row of `second` (B, C) is row i."""
+def retrieval(first: Tensor, second: Tensor) -> list[str]:
+    """Return how well rows i of `first` (B, C) find row i of `second` (B, C), as two cells of the table.
+
+    They are the share of rows that find it by cosine, and the mean of its cosine minus the largest one of other rows.
+    """
     similarity = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T
-    return (similarity.argmax(dim=1) == torch.arange(len(first))).double().mean().item()
+    others = similarity.clone().fill_diagonal_(-1.0).max(dim=1).values
+    margin = similarity.diagonal() - others
+    return [f"{(margin > 0).double().mean().item():.3f}", f"{margin.mean().item():.3f}"]
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -97,7 +103,7 @@ def measure(args: argparse.Namespace) -> None:
     models = {}
     for path in args.extended:
         models[str(path)], _ = load_model(str(path))
-    table = [["model", "length", "cosine", "found"]]
+    table = [["model", "length", "cosine", "found", "margin"]]
     for length in lengths:
         size = length - 2
         texts = (tokens[:, :size], tokens[:, size : 2 * size])
@@ -106,8 +112,8 @@ def measure(args: argparse.Namespace) -> None:
         if size > window:
             name = f"original, first {window + 2}"
             windows = [window_vectors(original, text, window, f"windows, {length}") for text in texts]
-            table.append([f"original, windows of {window + 2}", str(length), "", f"{share_found(*windows):.3f}"])
-        table.append([name, str(length), "", f"{share_found(*reference):.3f}"])
+            table.append([f"original, windows of {window + 2}", str(length), "", *retrieval(*windows)])
+        table.append([name, str(length), "", *retrieval(*reference)])
         for name, model in models.items():
             if length > model.max_positions():
                 continue
@@ -115,7 +121,7 @@ def measure(args: argparse.Namespace) -> None:
             cosine = ""
             if size <= window:
                 cosine = f"{F.cosine_similarity(torch.cat(vectors), torch.cat(reference)).mean().item():.4f}"
-            table.append([name, str(length), cosine, f"{share_found(*vectors):.3f}"])
+            table.append([name, str(length), cosine, *retrieval(*vectors)])
         print(aligned(table), flush=True)
 
 
