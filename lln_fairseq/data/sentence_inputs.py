@@ -20,6 +20,7 @@ from fairseq.data import (
     PrependTokenDataset,
     RawLabelDataset,
     RightPadDataset,
+    SortDataset,
     StripTokenDataset,
     TruncateDataset,
     data_utils,
@@ -103,6 +104,22 @@ def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -
     dataset = NestedDictionaryDataset(fields, sizes=[np.maximum.reduce(sizes)])
     dataset.lengths = sizes  # training/padding_report.py reads them
     return dataset
+
+
+def count_cut_rows(dataset: Any) -> int:
+    """Return the number of rows of a split in which the task's shorten_method cuts an input.
+
+    `dataset` is that of this package's or fairseq's task, as `load_dataset` returns it.
+    """
+    samples = dataset
+    if isinstance(dataset, SortDataset):
+        samples = dataset.dataset
+    is_cut = np.zeros(len(samples), dtype=bool)
+    for name in ("net_input.src_tokens", "net_input.other_tokens"):
+        lines = getattr(samples.defn.get(name), "dataset", None)
+        if isinstance(lines, TruncateDataset):  # or fairseq's RandomCropDataset, which is derived from it
+            is_cut |= np.asarray(lines.dataset.sizes) > lines.truncation_length
+    return int(is_cut.sum())
 
 
 def read_labels(task: Any, split: str, combine: bool) -> Any:

@@ -23,6 +23,7 @@ from lln_fairseq.data.text import MAX_LINE, sample_lines_evenly
 VOCAB_SIZE = 32000
 TRAIN_CHARACTERS = 20_000_000  # for training a model; more hardly improves it, and unigram needs 30 bytes for each
 MAX_IDS = 1 << 24  # ten times as many as any known tokenizer has
+_PIECE_SPACE = "▁"  # stands for a space in SentencePiece's pieces
 _OTHER_SPACE = re.compile(r"[^\S ]")  # white space other than the space itself
 
 
@@ -40,6 +41,14 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         """Return a list of the tokenizer's own ids for each line. No special tokens are added to the lines."""
+
+    @abstractmethod
+    def token_spans(self, line: str) -> list[tuple[int, int]]:
+        """Return the start and the end, in characters of the line, of the text of each id that `encode_ids` gives.
+
+        A token that encodes only some of a character's bytes has the span of the whole character, or of several if the
+        library knows no more. The span may include white space around the token.
+        """
 
     def symbols(self) -> list[str]:
         """Return all symbols, in the order of the tokenizer's ids. Ids without a symbol are skipped."""
@@ -87,10 +96,29 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         return self.processor.encode(list(lines), out_type=int, num_threads=1)
 
+    def token_spans(self, line: str) -> list[tuple[int, int]]:
+        spans = []
+        for piece, start, end in self._pieces_with_spans(line):
+            # If several pieces encode one character, the library gives the character to the last of them.
+            if start == end and piece != _PIECE_SPACE:
+                end = start + 1
+            spans.append((start, end))
+        return spans
+
+    def _pieces_with_spans(self, line: str) -> list[tuple[str, int, int]]:
+        """Return each piece of a line with its start and its end."""
+        processor: Any = self.processor  # the types of one version of the library do not have the methods of another
+        if hasattr(processor, "EncodeAsOffsetMapping"):
+            encoded = processor.EncodeAsOffsetMapping(line)
+            spans = zip(encoded["pieces"], encoded["offsets"], strict=True)
+            return [(piece, start, end) for piece, (start, end) in spans]
+        encoded = processor.EncodeAsImmutableProto(line)  # before SentencePiece 0.2.2
+        return [(piece.piece, piece.begin, piece.end) for piece in encoded.pieces]
+
     def symbol_text(self, symbol: str) -> str:
         if self.processor.is_byte(self.processor.piece_to_id(symbol)):
             return self.processor.decode_pieces([symbol])
-        return symbol.replace("▁", " ")
+        return symbol.replace(_PIECE_SPACE, " ")
 
     def vocabulary_text(self) -> str:
         """Return the content of SentencePiece's .vocab file: one line for each id, with a piece, a tab and a score."""
@@ -180,6 +208,18 @@ class GPT2Tokenizer(Tokenizer):
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         return [self.encoding.encode_ordinary(line) for line in lines]
 
+    def token_spans(self, line: str) -> list[tuple[int, int]]:
+        character_of_byte: list[int] = []
+        for position, character in enumerate(line):
+            character_of_byte += [position] * len(character.encode())
+        spans = []
+        first_byte = 0
+        for token in self.encoding.encode_ordinary(line):
+            last_byte = first_byte + len(self.encoding.decode_single_token_bytes(token)) - 1
+            spans.append((character_of_byte[first_byte], character_of_byte[last_byte] + 1))
+            first_byte = last_byte + 1
+        return spans
+
     def symbol_text(self, symbol: str) -> str:
         return self.encoding.decode_single_token_bytes(int(symbol)).decode("utf-8", errors="replace")
 
@@ -240,6 +280,16 @@ class HuggingFaceTokenizer(Tokenizer):
         with _library_errors_as_data_errors("tokenizer.json cannot encode a line"):
             encodings = self.library.encode_batch(list(lines), add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
+
+    def token_spans(self, line: str) -> list[tuple[int, int]]:
+        with _library_errors_as_data_errors("tokenizer.json cannot encode a line"):
+            encoding = self.library.encode_batch([line], add_special_tokens=False)[0]
+        spans = []
+        for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+            if token == _PIECE_SPACE:  # the library gives the prefix of the first word the first character of the word
+                end = start
+            spans.append((start, end))
+        return spans
 
     def symbol_text(self, symbol: str) -> str:
         token = self.library.id_to_token(int(symbol))

@@ -3,6 +3,7 @@
 The task can also encode the inputs of a pair separately (two_towers), leave out </s> and group sentences by length.
 """
 
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +18,17 @@ from omegaconf.errors import InterpolationKeyError
 
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
-from lln_fairseq.data.sentence_inputs import make_samples, read_inputs, read_labels
+from lln_fairseq.data.sentence_inputs import count_cut_rows, make_samples, read_inputs, read_labels
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.training.hooked_task import HookedTask, require_files
 from lln_fairseq.training.options import TrainingOptions
+from lln_fairseq.training.worker import is_first_worker
 
 INPUTS = ("input0", "input1")
 DEFAULT_POSITIONS = 512  # RoBERTa's
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -95,6 +99,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         """Load a split into self.datasets, and return the data set. It is shuffled unless --no-shuffle is set.
 
         With `group_by_length`, a shuffled data set is sorted by length, and rows of the same length stay shuffled.
+        A warning says how many rows are cut to max_positions, if any are.
 
         Args:
             split: the name of the split.
@@ -109,6 +114,13 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
             dataset = self._load_inputs(split, combine)
         else:
             dataset = super().load_dataset(split, combine=combine, **kwargs)
+        cut_rows = count_cut_rows(dataset)
+        if cut_rows > 0 and is_first_worker():
+            share = cut_rows / len(dataset)
+            logger.warning(
+                f"split '{split}' of {self.cfg.data}: {cut_rows} of {len(dataset)} rows ({share:.1%}) are cut to "
+                f"{self.cfg.max_positions} tokens (task.max_positions)"
+            )
         if self.cfg.group_by_length and isinstance(dataset, SortDataset):
             # The last key is the primary one. The random key before it orders rows of the same length; fairseq shuffles
             # the batches afterwards.

@@ -33,6 +33,14 @@ VARIANTS = {  # name: arguments of linearize
     "blocks of 32 only": "--attention block_diag --option block_size=32",
     "blocks of 32, first segment global": f"{JOINT}32 global_tokens=first_segment",
     "blocks of 64, first segment global": f"{JOINT}64 global_tokens=first_segment",
+    "blocks of 128, first segment global": f"{JOINT}128 global_tokens=first_segment",
+    "blocks of 256, first segment global": f"{JOINT}256 global_tokens=first_segment",
+    "blocks of 32, first segment global, 1 softmax layer": (
+        f"{JOINT}32 global_tokens=first_segment --softmax-layers best:1"
+    ),
+    "blocks of 32, first segment global, 2 softmax layers": (
+        f"{JOINT}32 global_tokens=first_segment --softmax-layers best:2"
+    ),
     "blocks of 32, 1 softmax layer": f"{JOINT}32 --softmax-layers best:1",
     "blocks of 32, 2 softmax layers": f"{JOINT}32 --softmax-layers best:2",
     "blocks of 64, 1 softmax layer": f"{JOINT}64 --softmax-layers best:1",
