@@ -132,7 +132,7 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     _convert_positions(parameters, tensors, unused_rows, sizes, directory)
     if has_head and not config.get("tie_word_embeddings", True):
         options["untie_weights_roberta"] = True
-        parameters |= _read_output_matrix(tensors, bert, sizes, directory)
+        parameters |= _read_output_layer(tensors, bert, sizes, directory)
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
     _reorder_symbols(parameters, vocabulary)
     return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes, pooling)
@@ -146,15 +146,22 @@ def _checkpoint_advice(directory: Path) -> str:
     return f". To convert a fairseq checkpoint, name the file, such as {checkpoints[0]}"
 
 
-def _read_output_matrix(
-    tensors: dict[str, Tensor], bert: bool, sizes: ModelSizes, directory: Path
-) -> dict[str, Tensor]:
-    """Return the output matrix of an untied head under fairseq's name. Raises InputError if it is missing."""
-    name = "lm_head.decoder.weight"
+def _read_output_layer(tensors: dict[str, Tensor], bert: bool, sizes: ModelSizes, directory: Path) -> dict[str, Tensor]:
+    """Return the output matrix of an untied head, and its bias if it has one of its own, under fairseq's names.
+
+    Raises InputError if the matrix is missing or a shape is wrong.
+    """
+    layer = "lm_head.decoder."
     if bert:
-        name = "cls.predictions.decoder.weight"
-    require_shapes(tensors, {name: (sizes.vocabulary, sizes.features)}, directory, CONFIG)
-    return as_float32({HEAD_WEIGHT: tensors[name]})
+        layer = "cls.predictions.decoder."
+    shapes: dict[str, tuple[int, ...]] = {f"{layer}weight": (sizes.vocabulary, sizes.features)}
+    if f"{layer}bias" in tensors:  # transformers 5 saves it beside the head's bias, which such a model does not use
+        shapes[f"{layer}bias"] = (sizes.vocabulary,)
+    require_shapes(tensors, shapes, directory, CONFIG)
+    parameters = {HEAD_WEIGHT: tensors[f"{layer}weight"]}
+    if f"{layer}bias" in tensors:
+        parameters[HEAD_BIAS] = tensors[f"{layer}bias"]
+    return as_float32(parameters)
 
 
 def _check_architecture(config: dict[str, Any], path: Path) -> None:

@@ -131,16 +131,17 @@ class LLNSelfAttention(RobertaSelfAttention):
     ) -> tuple[Tensor, None]:
         """Return the attention's output (B, N, C) for hidden_states (B, N, C), and None in place of the weights.
 
-        For `attention_mask` see `padding_from_mask` and `mark_first_segments`. Further arguments of
+        `attention_mask` is the one that `LLNRobertaModel.visible_tokens` returns. Further arguments of
         RobertaSelfAttention are ignored.
         """
         global_tokens = self.count_global_tokens(hidden_states, attention_mask)
-        if self.config.global_tokens == FIRST_SEGMENT and attention_mask is not None:
-            attention_mask = attention_mask[:, :, :1]
+        padded = None
+        if attention_mask is not None:
+            padded = ~attention_mask[:, 0, 0]
         q = self.split_heads(self.query(hidden_states))
         k = self.split_heads(self.key(hidden_states))
         v = self.split_heads(self.value(hidden_states))
-        out = self.attend(q, k, v, padding_from_mask(attention_mask), global_tokens)
+        out = self.attend(q, k, v, padded, global_tokens)
         return out.transpose(1, 2).flatten(2), None
 
     def count_global_tokens(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -148,7 +149,7 @@ class LLNSelfAttention(RobertaSelfAttention):
 
         Args:
             hidden_states: (B, N, C).
-            attention_mask: with global_tokens="first_segment", the one of `mark_first_segments` as (B, 1, 2, N).
+            attention_mask: bool (B, 1, 2, N) with global_tokens="first_segment", whose second row marks the segment.
         """
         if self.is_softmax or self.config.global_tokens == "none":
             return None
@@ -156,7 +157,7 @@ class LLNSelfAttention(RobertaSelfAttention):
             return hidden_states.new_full(hidden_states.shape[:1], self.largest_prefix(), dtype=torch.int64)
         if attention_mask is None or attention_mask.shape[2] != 2:
             raise ValueError("global_tokens=first_segment needs the mask that LLNRobertaModel makes from input_ids")
-        return (attention_mask[:, 0, 1] >= 0).sum(dim=-1).clamp(max=MAX_GLOBAL_TOKENS)
+        return attention_mask[:, 0, 1].sum(dim=-1).clamp(max=MAX_GLOBAL_TOKENS)
 
     def largest_prefix(self) -> int:
         """Return the largest number of global tokens of a sequence."""
@@ -276,25 +277,6 @@ class LLNSelfAttention(RobertaSelfAttention):
         if self.config.mix == "joint_offset":
             return self.offset
         return None
-
-
-def padding_from_mask(mask: Tensor | None) -> Tensor | None:
-    """Return the padding (B, N), True at padding, of the mask that transformers gives to an attention.
-
-    Args:
-        mask: (B, 1, 1, N) or (B, 1, N, N); a key is visible where a bool mask is True or another mask is not negative.
-
-    Raises:
-        ValueError: if the first and the last query see different keys.
-    """
-    if mask is None:
-        return None
-    if mask.shape[2] > 1 and not torch.equal(mask[:, :, 0], mask[:, :, -1]):
-        raise ValueError("this attention supports only padding masks (B, N), got a mask that differs between queries")
-    row = mask[:, 0, -1]
-    if row.dtype == torch.bool:
-        return ~row
-    return row < 0
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, dropout: float) -> Tensor:
@@ -562,34 +544,71 @@ class LLNRobertaModel(RobertaModel):
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *others: Any, **options: Any
     ) -> Any:
-        """Compute RobertaModel's output. With global_tokens="first_segment", input_ids (B, N) are required."""
+        """Compute RobertaModel's output.
+
+        Args:
+            input_ids: (B, N). With global_tokens="first_segment" they are required.
+            attention_mask: (B, N), 0 at padding. None means that there is no padding.
+            *others: further arguments of RobertaModel.
+            **options: further arguments of RobertaModel, such as inputs_embeds.
+
+        Raises:
+            ValueError: if the mask has another number of dimensions.
+        """
+        if attention_mask is None and input_ids is not None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+        visible = self.visible_tokens(input_ids, attention_mask, options.get("inputs_embeds"))
+        return super().forward(input_ids, visible, *others, **options)
+
+    def visible_tokens(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, inputs_embeds: Tensor | None
+    ) -> Tensor | None:
+        """Return the mask for the layers, bool (B, 1, rows, N), True for tokens that are not padding.
+
+        It has one row for all queries. With global_tokens="first_segment" it has a second one, which marks the first
+        segment: as a part of the mask, it reaches every layer, also if gradient checkpointing computes a layer again in
+        the backward pass.
+
+        transformers 5 passes a mask with four dimensions on to the layers. It would expand another one, and None, to
+        (B, 1, N, N), which needs more memory than the attention itself.
+        """
+        if attention_mask is None:
+            if input_ids is not None:
+                attention_mask = torch.ones_like(input_ids)
+            elif inputs_embeds is not None:
+                attention_mask = torch.ones_like(inputs_embeds[:, :, 0])
+            else:
+                return None  # RobertaModel reports the missing input
+        if attention_mask.dim() != 2:
+            shape = tuple(attention_mask.shape)
+            raise ValueError(f"this attention supports only padding masks (B, N), got a mask of shape {shape}")
+        rows = attention_mask[:, None]
         if self.config.global_tokens == FIRST_SEGMENT:
             eos = self.config.eos_token_id
-            attention_mask = mark_first_segments(input_ids, attention_mask, eos)  # type: ignore[arg-type]
-        return super().forward(input_ids, attention_mask, *others, **options)
+            rows = mark_first_segments(input_ids, attention_mask, eos)  # type: ignore[arg-type]
+        return rows[:, None].bool()
+
+    def get_extended_attention_mask(self, attention_mask: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the mask of `visible_tokens` as it is. RobertaModel calls this in transformers before 5."""
+        return attention_mask
 
 
-def mark_first_segments(input_ids: Tensor | None, attention_mask: Tensor | None, eos: int) -> Tensor:
+def mark_first_segments(input_ids: Tensor | None, attention_mask: Tensor, eos: int) -> Tensor:
     """Return the attention mask with a second row, which is 1 in the first segment of a sequence: int64 (B, 2, N).
 
     In a pair, `<s> A </s></s> B </s>`, the first segment ends with the first of the two adjacent </s>. Without two
-    adjacent </s> it is the first token. As a part of the mask, it reaches every layer, also if gradient checkpointing
-    computes a layer again in the backward pass.
+    adjacent </s> it is the first token.
 
     Args:
         input_ids: (B, N).
-        attention_mask: (B, N), 0 at padding, or None without padding.
+        attention_mask: (B, N), 0 at padding.
         eos: the id of </s>.
 
     Raises:
-        ValueError: if there are no input_ids, or the mask has another number of dimensions.
+        ValueError: if there are no input_ids.
     """
     if input_ids is None:
         raise ValueError("global_tokens=first_segment needs input_ids, got only inputs_embeds")
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
-    if attention_mask.dim() != 2:
-        raise ValueError("global_tokens=first_segment supports only padding masks (B, N)")
     is_end = input_ids == eos
     is_doubled = is_end[:, :-1] & is_end[:, 1:]
     tokens_before = (is_doubled.cumsum(dim=1) == 0).sum(dim=1)  # all of them if no </s> is doubled

@@ -37,7 +37,8 @@ DEFAULT_CLASSES = {"bert": "BertTokenizer", "roberta": "RobertaTokenizer", "xlm-
 # The supported classes. The classes in BERT_CLASSES replace the settings of the normalizer in tokenizer.json.
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
 ROBERTA_CLASSES = ("RobertaTokenizer", "LongformerTokenizer", "BartTokenizer", "GPT2Tokenizer")
-KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTrainedTokenizer")
+# TokenizersBackend is the name of PreTrainedTokenizerFast in transformers 5.
+KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.conversion.encoder import EMBEDDING, HEAD, POSITION_OFFSET, POSITIONS
 from lln_fairseq.conversion.parameter_names import (
     ENCODER,
+    HEAD_BIAS,
     HEAD_WEIGHT,
     TOKEN_TYPES,
     ModelSizes,
@@ -115,6 +116,7 @@ def convert_to_hugging_face(
         config["tie_word_embeddings"] = torch.equal(state[HEAD_WEIGHT], state[EMBEDDING])
         if not config["tie_word_embeddings"]:
             tensors["lm_head.decoder.weight"] = state[HEAD_WEIGHT]
+            tensors["lm_head.decoder.bias"] = state[HEAD_BIAS].clone()  # transformers 5 does not tie it either
     _check_nothing_is_lost(state, sizes)
     tensors = {name: value.detach().float().contiguous() for name, value in tensors.items()}
     return ExportedModel(config, tensors, purpose)

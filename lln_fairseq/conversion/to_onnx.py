@@ -47,6 +47,13 @@ def check_packages() -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(f"--onnx needs {', '.join(missing)}: pip install 'lln-fairseq[onnx]'")
+    try:
+        importlib.import_module("transformers.models.roberta.modeling_roberta")
+    except (ImportError, OSError, RuntimeError) as error:
+        advice = ""
+        if "torchaudio" in str(error):  # fairseq requires it, and transformers 5 imports it
+            advice = ". It does not fit the installed torch and is not needed: pip uninstall torchaudio"
+        raise InputError(f"transformers cannot be imported: {first_line(error)}{advice}") from error
 
 
 def write_onnx(directory: Path, config: Mapping[str, Any], logits: Callable[[Tensor], Tensor]) -> None:

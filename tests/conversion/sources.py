@@ -3,6 +3,7 @@
 import json
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
@@ -24,6 +25,7 @@ from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.inference.loading import load_model
 
 TEXTS = ["The plot isn't new – but it holds.", "Éva saw 2 films; we saw none!", "a", "unknown ☃ letters and <mask>"]
+TRANSFORMERS_5 = not transformers.__version__.startswith("4.")
 PIECES = 38  # the size of the SentencePiece vocabulary
 NOISE = 0.1  # large weights make every mistake visible
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}

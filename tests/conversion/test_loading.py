@@ -1,0 +1,158 @@
+"""Exported models in transformers and sentence-transformers: every parameter is loaded, and the outputs are ours.
+
+scripts/test_transformers.sh runs this file with the oldest and the newest supported version of both.
+"""
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from lln_fairseq.checkpoints.pooling import Pooling
+from lln_fairseq.conversion import to_onnx
+from lln_fairseq.conversion.convert import convert
+from lln_fairseq.conversion.export import export
+from lln_fairseq.errors import InputError
+from lln_fairseq.inference.loading import load_model
+from tests.conversion.sources import TEXTS, add_noise, compute_logits, encode_texts, make_model, padded_batch
+from tests.conversion.test_sentence_encoders import pool, write_pooling
+from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
+
+REPORTED = ("MISSING", "UNEXPECTED", "MISMATCH", "newly initialized", "were not used")  # in load reports
+POOLING = Pooling("cls", normalize=True)
+
+
+def load_completely(model_class, folder, capfd):
+    """Load a model, and check that transformers neither misses a parameter nor leaves one out."""
+    capfd.readouterr()
+    model, report = model_class.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not report[name], (name, report[name])
+    assert_nothing_reported(capfd)
+    return model.eval()
+
+
+def assert_nothing_reported(capfd):
+    printed = capfd.readouterr()
+    for word in REPORTED:
+        assert word not in printed.out + printed.err, printed.err
+
+
+def each_implementation(model, monkeypatch):
+    """Yield twice, with the kernels of lln_fairseq in use and with plain operations, or once for a stock RoBERTa."""
+    module = sys.modules[type(model).__module__]
+    if not hasattr(module, "HAS_KERNELS"):
+        yield
+        return
+    for has_kernels in (True, False):
+        monkeypatch.setattr(module, "HAS_KERNELS", has_kernels)
+        yield
+
+
+def our_features(checkpoint, tokens):
+    model, _ = load_model(str(checkpoint))
+    with torch.no_grad():
+        return model(tokens, features_only=True)[0]
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """Return a function from an attention to the directories of a converted and an exported sentence encoder."""
+    folder = tmp_path_factory.mktemp("encoders")
+    make_model("bert", folder / "source", headless=True)
+    write_pooling(folder / "source", POOLING)
+
+    def make(attention):
+        converted = folder / f"{attention}-converted"
+        exported = folder / attention
+        if not exported.exists():
+            convert(folder / "source", converted, attention)
+            export(converted / "model.pt", exported)
+        return converted, exported
+
+    return make
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
+def test_encoder_is_loaded_completely(attention, encoders, monkeypatch, capfd):
+    converted, exported = encoders(attention)
+    model = load_completely(AutoModel, exported, capfd)
+    tokens = encode_texts(converted, TEXTS[:3])
+    real = tokens != 1
+    expected = our_features(converted / "model.pt", tokens)
+    for _ in each_implementation(model, monkeypatch):
+        with torch.no_grad():
+            actual = model(tokens, attention_mask=real.long()).last_hidden_state
+        torch.testing.assert_close(actual[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
+def test_sentence_transformers_gives_same_vectors(attention, encoders, capfd):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    converted, exported = encoders(attention)
+    capfd.readouterr()
+    model = sentence_transformers.SentenceTransformer(str(exported), trust_remote_code=True, device="cpu")
+    assert_nothing_reported(capfd)
+    assert model.max_seq_length == 40
+    tokens = encode_texts(converted, TEXTS[:3])
+    expected = pool(our_features(converted / "model.pt", tokens), tokens != 1, POOLING)
+    actual = model.encode(TEXTS[:3], convert_to_tensor=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("attention", "tied"), [("lln_diag", True), ("softmax", False)])
+def test_masked_language_model_is_loaded_completely(attention, tied, tmp_path, monkeypatch, capfd):
+    make_model("roberta", tmp_path / "in", tie_word_embeddings=tied)
+    convert(tmp_path / "in", tmp_path / "converted", attention)
+    export(tmp_path / "converted" / "model.pt", tmp_path / "out")
+    model = load_completely(AutoModelForMaskedLM, tmp_path / "out", capfd)
+    tokens = padded_batch()
+    real = tokens != 1
+    expected = compute_logits(tmp_path / "converted" / "model.pt", tokens)
+    for _ in each_implementation(model, monkeypatch):
+        with torch.no_grad():
+            actual = model(tokens, attention_mask=real.long()).logits
+        torch.testing.assert_close(actual[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+def test_classifier_is_loaded_completely(tmp_path, monkeypatch, capfd):
+    data = make_classification(tmp_path / "data", names=("bad", "good"))
+    options = (*CLASSIFICATION, *LLN, "--attention", "lln_diag")
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
+    checkpoint = add_noise(tmp_path / "run" / "checkpoint_last.pt")
+    export(checkpoint, tmp_path / "out")
+    model = load_completely(AutoModelForSequenceClassification, tmp_path / "out", capfd)
+    tokens = padded_batch()
+    expected = compute_logits(checkpoint, tokens, "sentence_classification_head")
+    for _ in each_implementation(model, monkeypatch):
+        with torch.no_grad():
+            actual = model(tokens, attention_mask=(tokens != 1).long()).logits
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_mask_of_layers_does_not_grow_with_the_square_of_the_length(encoders):
+    _, exported = encoders("lln_diag")
+    model = AutoModel.from_pretrained(exported, trust_remote_code=True).eval()
+    shapes = []
+
+    def record(module, args, kwargs):
+        shapes.append(kwargs.get("attention_mask", args[1] if len(args) > 1 else None).shape)
+
+    model.encoder.layer[0].attention.self.register_forward_pre_hook(record, with_kwargs=True)
+    tokens = torch.full((2, 9), 5)
+    model(tokens)
+    model(tokens, attention_mask=torch.ones(2, 9))
+    model(inputs_embeds=torch.zeros(2, 9, 32))
+    assert shapes == [(2, 1, 1, 9)] * 3
+
+
+def test_transformers_that_cannot_be_imported_is_reported(monkeypatch):
+    """transformers 5 imports torchaudio, which fairseq requires and which may be built for another torch."""
+
+    def fail(name):
+        raise OSError("Could not load this library: torchaudio/lib/_torchaudio.abi3.so")
+
+    monkeypatch.setattr(to_onnx.importlib, "import_module", fail)
+    with pytest.raises(InputError, match=r"Could not load .*so\. It does not fit .* pip uninstall torchaudio"):
+        to_onnx.check_packages()
