@@ -145,7 +145,7 @@ def test_both_command_lines_build_the_same_model(corpus, tmp_path, monkeypatch):
 
     argparse_log = (tmp_path / "a.log").read_text()
     hydra_log = (tmp_path / "b.log").read_text()
-    pattern = r"num\. shared model params: ([\d,]+)"
+    pattern = r"parameters +([\d,]+)"
     assert re.search(pattern, argparse_log)[1] == re.search(pattern, hydra_log)[1]
     argparse_losses = losses_and_norms(read_log(argparse_log))
     assert len(argparse_losses) == 3
