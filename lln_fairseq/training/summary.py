@@ -21,7 +21,8 @@ from lln_fairseq.training.worker import is_first_worker
 
 CONFIGURATION = "config.yaml"
 
-logger = logging.getLogger(__name__)
+# The logger of fairseq-train, the only one whose messages --log-file gets.
+logger = logging.getLogger("fairseq_cli.train")
 
 
 def log_summary(trainer: Trainer, iterator: EpochBatchIterating) -> None:
