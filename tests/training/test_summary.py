@@ -17,7 +17,7 @@ def test_log_begins_with_summary(run_copy, tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, *changes)
 
-    lines = [record.getMessage() for record in caplog.records if record.name == "lln_fairseq.training.summary"]
+    lines = [record.getMessage() for record in caplog.records if record.funcName == "log_summary"]
     summary = dict(re.split(r" +", line, maxsplit=1) for line in lines if not line.startswith("saves to"))
     assert re.fullmatch(rf"{run_copy.corpus}: \d+ rows in train, \d+ rows in valid", summary["data"])
     assert summary["model"] == "lln_roberta_tiny: layers 2, width 32, heads 2"
