@@ -29,6 +29,7 @@ from lln_fairseq.conversion.read_tokenizer import TOKENIZER
 from lln_fairseq.conversion.sentence_pooling import pooling_files
 from lln_fairseq.conversion.to_hugging_face import MODELING, convert_to_hugging_face, longest_exported_sequence
 from lln_fairseq.conversion.to_onnx import (
+    LAST_HIDDEN_STATE,
     LOGITS,
     SENTENCE_EMBEDDING,
     TOKEN_EMBEDDINGS,
@@ -174,7 +175,8 @@ def _output_function(model: Any, head: str, pooling: Pooling | None) -> Callable
         result = model(tokens, **options)[0]
         if pooling is None:
             return {LOGITS: result}
-        return {TOKEN_EMBEDDINGS: result, SENTENCE_EMBEDDING: pool(result, tokens.ne(PAD), pooling)}
+        vectors = pool(result, tokens.ne(PAD), pooling)
+        return {TOKEN_EMBEDDINGS: result, SENTENCE_EMBEDDING: vectors, LAST_HIDDEN_STATE: result}
 
     return outputs
 

@@ -1,9 +1,9 @@
 """Write model.onnx for an exported model, in standard ONNX operations, for any number of sequences of any length.
 
     inputs:  input_ids (B, N) int64, attention_mask (B, N) int64, 0 = padding
-    outputs: logits (B, classes)                                            of a classifier
-             logits (B, N, V)                                               of a masked language model
-             token_embeddings (B, N, C) and sentence_embedding (B, C)       of an encoder
+    outputs of a classifier: logits (B, classes)
+    outputs of a masked language model: logits (B, N, V)
+    outputs of an encoder: token_embeddings (B, N, C), sentence_embedding (B, C), last_hidden_state (B, N, C)
 
 The model is traced through transformers. The file is kept only if onnxruntime reproduces the model's outputs with it.
 """
@@ -30,10 +30,11 @@ from lln_fairseq.errors import InputError, first_line
 FILE = "model.onnx"
 INPUT_NAMES = ("input_ids", "attention_mask")
 LOGITS = "logits"
-# The outputs of an encoder have the names and the order of optimum's export of a sentence-transformers model. Its
-# ORTModelForFeatureExtraction takes the first output for the hidden states.
+# The first two outputs of an encoder are those of optimum's export of a sentence-transformers model. The third is the
+# first again, under the name that sentence-transformers needs with backend="onnx".
 TOKEN_EMBEDDINGS = "token_embeddings"
 SENTENCE_EMBEDDING = "sentence_embedding"
+LAST_HIDDEN_STATE = "last_hidden_state"
 PACKAGES = ("transformers", "onnxscript", "onnxruntime")
 LONG = 200  # more tokens than the first segment of a pair can have global tokens
 TOLERANCE = 1e-4  # the largest error of an output, relative to its largest number
@@ -63,10 +64,13 @@ class EncoderModule(nn.Module):
         self.model = model
         self.pooling = pooling
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the hidden states (B, N, C) and the vectors (B, C) of tokens (B, N) with a mask (B, N)."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the hidden states (B, N, C), the vectors (B, C) and a copy of the hidden states.
+
+        The tokens are (B, N), with a mask (B, N) that is 0 at padding.
+        """
         hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
-        return hidden_states, pool(hidden_states, attention_mask, self.pooling)
+        return hidden_states, pool(hidden_states, attention_mask, self.pooling), hidden_states.clone()
 
 
 def pool(hidden_states: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
@@ -115,7 +119,7 @@ def write_onnx(
         output_names = [LOGITS]
         if pooling is not None:
             module = EncoderModule(model, pooling)
-            output_names = [TOKEN_EMBEDDINGS, SENTENCE_EMBEDDING]
+            output_names = [TOKEN_EMBEDDINGS, SENTENCE_EMBEDDING, LAST_HIDDEN_STATE]
         length = min(longest, block_size + 3)  # more than one block, if the model takes so many tokens
         tokens = _random_tokens(2, length, config["vocab_size"])
         try:

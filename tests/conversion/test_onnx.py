@@ -25,7 +25,7 @@ from tests.conversion.sources import add_noise, compute_logits, make_model, padd
 from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
 from tests.helpers import with_representatives
 
-ENCODER_OUTPUTS = ("token_embeddings", "sentence_embedding")
+ENCODER_OUTPUTS = ("token_embeddings", "sentence_embedding", "last_hidden_state")
 ONE_LAYER = ("--encoder-layers", 1)  # the exporter takes seconds for each layer
 BLOCKS = ("--lln-diag-block-size", 8)
 JOINT = (*BLOCKS, "--lln-diag-mix", "joint_offset")
@@ -162,12 +162,13 @@ def test_onnx_encoder_gives_hidden_states_and_sentence_vectors(encoder):
     folder, _ = encoder
     model, _ = load_model(str(folder / "converted" / "model.pt"))
     for tokens in (padded_batch(), padded_batch()[2:3, :5]):
-        hidden, vectors = run_onnx(folder / "out", tokens, outputs=ENCODER_OUTPUTS)
+        hidden, vectors, copy = run_onnx(folder / "out", tokens, outputs=ENCODER_OUTPUTS)
 
         with torch.no_grad():
             expected, _ = model(tokens, features_only=True)
         real = tokens != 1
         torch.testing.assert_close(hidden[real], expected[real], rtol=1e-4, atol=1e-4)
+        assert torch.equal(copy, hidden)
         means = torch.stack([row[mask].mean(dim=0) for row, mask in zip(expected, real, strict=True)])
         torch.testing.assert_close(vectors, means, rtol=1e-4, atol=1e-4)
 
@@ -175,8 +176,8 @@ def test_onnx_encoder_gives_hidden_states_and_sentence_vectors(encoder):
 def test_int8_encoder_agrees_with_float(encoder):
     folder, printed = encoder
     batch = padded_batch()
-    _, vectors = run_onnx(folder / "out", batch, outputs=ENCODER_OUTPUTS)
-    _, quantized = run_onnx(folder / "out", batch, "model_quantized.onnx", ENCODER_OUTPUTS)
+    _, vectors, _ = run_onnx(folder / "out", batch, outputs=ENCODER_OUTPUTS)
+    _, quantized, _ = run_onnx(folder / "out", batch, "model_quantized.onnx", ENCODER_OUTPUTS)
 
     cosines = torch.cosine_similarity(vectors, quantized)
     assert 0.99 < cosines.min() < 0.999999
