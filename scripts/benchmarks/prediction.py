@@ -1,36 +1,28 @@
 """Time `predict` of a loaded model on one sentence and on many, compared with a pipeline of transformers.
 
     python -m scripts.benchmarks.prediction --presets tiny small --threads 1
-    python -m scripts.benchmarks.prediction --lengths 128 512 2048 8192 --threads 1
 
 The models have random weights and two classes, the sentences are random words, and nothing is downloaded. The
 text-classification pipeline runs the same softmax model, exported for Hugging Face. Both map text to labels and
 probabilities, which are compared before anything is timed: a difference raises RuntimeError. All variants are timed in
 turn, repeat by repeat, so that a noisy machine slows all of them alike, and times are medians.
-
-With --lengths, a model of the sizes of all-MiniLM-L6-v2 is exported instead, and a single sequence of so many tokens is
-classified by this package, by onnxruntime in float and with 8-bit weights, and by transformers with torch's softmax
-attention. `export` compares the outputs of all of them. Tokenization is not part of these times.
 """
 
 import argparse
 import functools
 import random
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 import lln_fairseq
 from lln_fairseq.command import run_main
-from lln_fairseq.data.special_symbols import BOS, EOS, NUM_SPECIAL
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import new_vocabulary
 from lln_fairseq.models.presets import PRESETS
@@ -43,8 +35,6 @@ NUM_WORDS = 2000  # different words in the sentences
 NUM_PIECES = 1000  # vocabulary size of the tokenizer
 LABELS = ("0", "1")
 MAX_POSITIONS = 512
-MINILM = (6, 384, 1536, 12)  # the sizes of all-MiniLM-L6-v2, in the form of a preset
-TRANSFORMERS = "transformers, softmax (sdpa)"  # the row whose times are divided by those of the others
 HEAD = "sentence_classification_head"
 BATCHES = (1, 32)  # batch sizes of the pipeline
 LONGEST = 40  # words of the longest sentence
@@ -90,33 +80,31 @@ def write_dictionary(directory: Path, text: str) -> None:
     (directory / "dict.txt").write_text(text, encoding="utf-8")
 
 
-def write_checkpoint(
-    path: Path, data: Path, sizes: Sequence[int], attention: str, max_positions: int = MAX_POSITIONS
-) -> None:
-    """Write a checkpoint of a classification model with random parameters; `sizes` is a value of PRESETS."""
+def write_checkpoint(path: Path, data: Path, preset: str, attention: str) -> None:
+    """Write a checkpoint of a classification model with random parameters."""
     from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel
     from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
 
     options: dict[str, Any] = {
         "data": str(data),
         "num_classes": len(LABELS),
-        "max_positions": max_positions,
+        "max_positions": MAX_POSITIONS,
         "init_token": 0,
         "classification_head_name": HEAD,
         "regression_target": False,
     }
     task = LLNSentencePredictionTask.setup_task(LLNSentencePredictionConfig(**options))
-    model_options: dict[str, Any] = dict(zip(SIZE_FIELDS, sizes, strict=True))
-    model_options |= {"attention": attention, "max_positions": max_positions}
+    sizes: dict[str, Any] = dict(zip(SIZE_FIELDS, PRESETS[preset], strict=True))
+    sizes |= {"attention": attention, "max_positions": MAX_POSITIONS}
     torch.manual_seed(SEED)
-    model = LLNRobertaModel.build_model(OmegaConf.create(model_options), task)
+    model = LLNRobertaModel.build_model(OmegaConf.create(sizes), task)
     model.register_classification_head(HEAD, num_classes=len(LABELS))
     for parameter in model.parameters():
         parameter.data += NOISE * torch.randn_like(parameter)
     checkpoint = {
         "args": None,
         "cfg": {
-            "model": {"_name": "lln_roberta", **model_options},
+            "model": {"_name": "lln_roberta", **sizes},
             "task": {"_name": "lln_sentence_prediction", **options},
         },
         "model": model.state_dict(),
@@ -173,7 +161,7 @@ def build_variants(preset: str, directory: Path, data: Path) -> dict[str, Predic
     predicts: dict[str, Predict] = {}
     for attention in (SOFTMAX, "lln_diag"):
         checkpoint = directory / f"{preset}_{attention}.pt"
-        write_checkpoint(checkpoint, data, PRESETS[preset], attention)
+        write_checkpoint(checkpoint, data, preset, attention)
         predicts[f"predict, {attention}"] = checkpoint_predict(checkpoint, data)
     export(directory / f"{preset}_{SOFTMAX}.pt", directory / f"{preset}_hf", data)
     for batch_size in BATCHES:
@@ -207,60 +195,6 @@ def predict_one_by_one(predict: Predict, texts: list[str]) -> None:
         predict([text])
 
 
-def build_classifiers(
-    directory: Path, data: Path, sizes: Sequence[int], longest: int
-) -> dict[str, Callable[[Tensor], object]]:
-    """Write and export a softmax and a linear model, and return functions of tokens (1, N) that compute logits."""
-    from transformers import AutoModelForSequenceClassification
-
-    from lln_fairseq.conversion.export import export
-    from lln_fairseq.conversion.onnx_int8 import QUANTIZED_FILE
-    from lln_fairseq.conversion.to_onnx import FILE, open_session, run_session
-    from lln_fairseq.inference.loading import load_model
-
-    classifiers: dict[str, Callable[[Tensor], object]] = {}
-    for attention in (SOFTMAX, "lln_diag"):
-        checkpoint = directory / f"{attention}.pt"
-        exported = directory / attention
-        write_checkpoint(checkpoint, data, sizes, attention, longest)
-        export(checkpoint, exported, data, int8=True)
-        if attention == SOFTMAX:
-            model = AutoModelForSequenceClassification.from_pretrained(exported, attn_implementation="sdpa").eval()
-            classifiers[TRANSFORMERS] = model
-        else:
-            model, _ = load_model(str(checkpoint), str(data))
-            options = {"features_only": True, "classification_head_name": HEAD}
-            classifiers[f"lln_fairseq, {attention}"] = functools.partial(model.float(), **options)
-        for file, dtype in ((FILE, "float32"), (QUANTIZED_FILE, "int8")):
-            session = open_session(exported / file)
-            classifiers[f"onnxruntime, {attention}, {dtype}"] = functools.partial(run_session, session)
-    return classifiers
-
-
-def measure_lengths(directory: Path, data: Path, sizes: Sequence[int], lengths: Sequence[int]) -> str:
-    """Time one sequence of every length, and return the table of ms and of speedups over transformers."""
-    classifiers = build_classifiers(directory, data, sizes, max(lengths))
-    generator = torch.Generator().manual_seed(SEED)
-    runs: dict[tuple[str, int], Callable[[], object]] = {}
-    for length in lengths:
-        tokens = torch.randint(NUM_SPECIAL, NUM_PIECES // 2, (1, length), generator=generator)
-        tokens[:, 0] = BOS
-        tokens[:, -1] = EOS
-        for name, classify in classifiers.items():
-            runs[name, length] = functools.partial(classify, tokens)
-    with torch.no_grad():
-        times = interleaved(runs, "cpu", REPEATS)
-    cells = [("one sequence: ms (speedup)", *(f"{length} tokens" for length in lengths))]
-    for name in classifiers:
-        row = [name]
-        for length in lengths:
-            passed = statistics.median(times[name, length])
-            speedup = statistics.median(times[TRANSFORMERS, length]) / passed
-            row.append(f"{passed:.1f} ({speedup:.2f})")
-        cells.append(tuple(row))
-    return aligned(cells)
-
-
 def results_table(rows: list[Row], sentences: int) -> str:
     """Return the rows as a table; `sentences` is the number of sentences that were predicted together."""
     cells = [("preset", "model", "one sentence [ms]", f"{sentences} sentences [1/s]")]
@@ -273,9 +207,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = program_parser("python -m scripts.benchmarks.prediction", __doc__)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["tiny", "small"])
     parser.add_argument("--sentences", type=at_least_one, default=1000)
-    parser.add_argument(
-        "--lengths", nargs="+", type=at_least_one, metavar="N", help="time exported models on one sequence of N tokens"
-    )
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads())
     args = parser.parse_args(argv)
     return run_main(lambda: benchmark(args))
@@ -292,10 +223,6 @@ def benchmark(args: argparse.Namespace) -> None:
         data = directory / "data"
         data.mkdir()
         write_data(data)
-        if args.lengths:
-            table = measure_lengths(directory, data, MINILM, args.lengths)
-            print(f"{device_name('cpu')}, torch {torch.__version__}\n{table}")
-            return
         for preset in args.presets:
             rows += measure_preset(preset, directory, data, args)
             print(f"{preset} done", file=sys.stderr)
