@@ -1,8 +1,8 @@
-"""Draw the rows of generated data sets in several processes, reproducibly for any number of processes.
+"""Draw the rows of generated data sets in several processes. The rows do not depend on the number of processes.
 
 Rows are drawn in chunks. Chunk k has its own generator, random.Random("SEED NAME k"), and the chunks are concatenated
-in order. Use only the generator's method `random`: its numbers are the same in all versions of Python and on all
-machines.
+in order. A draw function must call only the method `random` of the generator: its numbers are the same in all versions
+of Python and on all machines.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ from lln_fairseq.data.reporting import print_status
 
 
 class DrawnRow(NamedTuple):
-    """A randomly drawn row: its symbols, one byte per symbol, and the number of its class."""
+    """A randomly drawn row: its symbols, one byte per symbol, and its class, counted from 0."""
 
     symbols: bytes
     label: int
@@ -34,7 +34,15 @@ def random_below(generator: random.Random, limit: int) -> int:
 
 
 def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) -> list[DrawnRow]:
-    """Draw the `size` rows of chunk number `chunk`, counted from 0; rows can repeat. See `draw_rows`."""
+    """Return the rows of one chunk, in the order in which they are drawn. A row can occur more than once.
+
+    Args:
+        draw: draws one row with a generator.
+        name: name of the task, for the generator's seed.
+        seed: seed of all chunks.
+        size: number of rows to draw.
+        chunk: number of the chunk, counted from 0.
+    """
     generator = random.Random(f"{seed} {name} {chunk}")
     return [draw(generator) for _ in range(size)]
 
@@ -42,18 +50,19 @@ def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) 
 def draw_rows(
     draw: DrawFunction, name: str, seed: int, rows: int, workers: int, chunk_size: int = 25
 ) -> list[DrawnRow]:
-    """Draw `rows` distinct rows, and return them in the order in which they were drawn.
+    """Draw `rows` rows with different symbols, and return them in the order in which they were drawn.
 
-    The result depends on `chunk_size`, but not on `workers`. The function never returns if fewer than `rows` distinct
-    rows exist.
+    A row is left out if a row with the same symbols has been drawn before. The result depends on `chunk_size`, but not
+    on `workers`. The function never returns if fewer than `rows` different rows exist.
 
     Args:
-        draw: draws one row. It must be a function at the top level of a module, so that it can be pickled.
+        draw: draws one row with a generator. It must be a function at the top level of a module, so that it can be
+            pickled.
         name: name of the task, for the generators' seeds and the progress bar.
         seed: seed of all chunks.
         rows: number of rows to return.
-        workers: number of processes; with 1 or less the rows are drawn in this process.
-        chunk_size: rows per chunk.
+        workers: number of processes; 1 draws the rows in this process.
+        chunk_size: number of rows per chunk, including repeated rows.
 
     Raises:
         DataError: if a worker process is killed.
@@ -74,11 +83,11 @@ def draw_rows(
 def _draw_chunks(
     draw: DrawFunction, name: str, seed: int, workers: int, chunk_size: int
 ) -> Generator[list[DrawnRow], None, None]:
-    """Yield chunks 0, 1, 2, ... without end. Closing the generator ends the processes."""
+    """Yield the rows of chunk 0, of chunk 1, and so on without end. Closing the generator ends the processes."""
     draw_numbered_chunk = partial(draw_chunk, draw, name, seed, chunk_size)
     if workers <= 1:
         yield from map(draw_numbered_chunk, count())
-    context = multiprocessing.get_context("spawn")  # for the same reason as in lln_fairseq/data/encode.py
+    context = multiprocessing.get_context("spawn")  # a fork may hang if a library has started threads
     pool = ProcessPoolExecutor(workers, context, initializer=prepare_worker)
     try:
         yield from map_in_order(pool, draw_numbered_chunk, count(), workers)

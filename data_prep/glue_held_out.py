@@ -1,11 +1,12 @@
-"""Build a GLUE task with a labeled test split, and optionally QNLI with its sentence among distractors.
+"""Build a GLUE task with a labeled test split. For QNLI, --sentences hides the sentence among distractors.
 
     python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli --train 7000 --test 2500
     python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli16 --train 2000 \\
         --test 1000 --sentences 16
 
-GLUE does not publish the labels of its test sets. Here `train` is the first rows of the published training file, `test`
-its last rows, and `valid` the published dev set, so that a model can be chosen on `valid` and reported on `test`.
+GLUE does not publish the labels of its test sets. Here `train` has the first rows of the published training file, and
+`test` has the last rows of this file. `valid` is the published dev set. So you can choose a model on `valid` and report
+its score on `test`.
 
 With --sentences N, the second text of a QNLI row has N sentences in random order: the row's own sentence, and
 sentences of other questions of the same split. The label still says whether the row's own sentence answers the
@@ -43,7 +44,7 @@ def split_rows(source: GlueSource, train: int, test: int) -> dict[str, GlueRows]
         test: number of rows that are taken from the end of the training file.
 
     Raises:
-        DataError: if the training file has too few rows.
+        DataError: if the training file has fewer than `train` + `test` rows, or a file is malformed.
     """
     rows = source.read_rows("train")
     if train + test > len(rows):
@@ -58,7 +59,7 @@ def split_rows(source: GlueSource, train: int, test: int) -> dict[str, GlueRows]
 
 
 def _select_rows(rows: GlueRows, part: slice) -> GlueRows:
-    """Return a part of labeled rows."""
+    """Return the rows that a slice selects from a labeled split, with a new count of the rows with an empty input."""
     assert rows.labels is not None
     inputs = tuple(texts[part] for texts in rows.inputs)
     empty = sum(1 for texts in zip(*inputs, strict=True) if not all(texts))
@@ -66,15 +67,18 @@ def _select_rows(rows: GlueRows, part: slice) -> GlueRows:
 
 
 def add_distractors(rows: GlueRows, sentences: int, seed: int) -> GlueRows:
-    """Hide the sentence of every row among sentences of other questions.
+    """Return a copy of the rows in which every sentence is hidden among sentences of other questions.
+
+    The new second text of a row is its own sentence and the distractors, in random order, joined by spaces. The
+    sentences of a row are all different. The questions and labels stay the same.
 
     Args:
-        rows: the rows of QNLI: questions, sentences and labels.
-        sentences: number of sentences of the new second text, including the row's own.
-        seed: selects the distractors and the order.
+        rows: the rows of a QNLI split: questions, sentences and labels.
+        sentences: number of sentences in the new second text, including the row's own sentence.
+        seed: seed of the choice of the distractors and of the order.
 
     Raises:
-        DataError: if there are fewer sentences of other questions than a row needs.
+        DataError: if the split has too few rows to find the distractors of a row.
     """
     questions, originals = rows.inputs
     generator = random.Random(seed)
@@ -109,16 +113,19 @@ def build_glue_held_out(
 
     Args:
         out: the output directory, which is created.
-        task_name: a classification of GLUE_TASKS.
+        task_name: a key of GLUE_TASKS. The task must be a classification.
         tokenizer: a tokenizer that load_vocabulary accepts.
-        train, test: number of rows of both splits, see `split_rows`.
-        sentences: number of sentences of the second text of QNLI; 1 leaves the rows as they are.
+        train: number of rows of the train split, taken from the start of the training file.
+        test: number of rows of the test split, taken from the end of the training file.
+        sentences: number of sentences in the second text of a row; 1 leaves the rows as they are. More than 1 is meant
+            for QNLI only.
         source: archive or directory in GLUE's layout; None downloads the published archive.
         workers: number of processes; None uses all cores.
         overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if the source or the directory cannot be used, or the source has too few rows.
+        DataError: if the tokenizer or the source cannot be used, the source has too few rows, or the directory cannot
+            be used or contains other data.
     """
     task = GLUE_TASKS[task_name]
     vocabulary = load_vocabulary(tokenizer)
@@ -152,7 +159,7 @@ def build_glue_held_out(
 
 
 def summarize_held_out(content: dict[str, Any]) -> str:
-    """Format the counts of a manifest, one line per split."""
+    """Return the numbers of rows and of tokens per row from a manifest as text, one line per split."""
     lines = []
     for split, counts in content["counts"].items():
         tokens = sum(inputs[split]["tokens"] for name, inputs in content["datasets"].items() if name != "label")
@@ -161,6 +168,7 @@ def summarize_held_out(content: dict[str, Any]) -> str:
 
 
 def _build_and_report(args: argparse.Namespace) -> None:
+    """Build the data set that the command line describes, and print its counts."""
     content = build_glue_held_out(
         args.out,
         args.task,
@@ -176,7 +184,7 @@ def _build_and_report(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.glue_held_out", description=(__doc__ or "").split("\n")[0]
     )

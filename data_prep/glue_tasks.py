@@ -17,16 +17,16 @@ class GlueTask:
     Attributes:
         name: name of the task and of its directory.
         inputs: names of the columns with the input texts.
-        labels: the labels; class k of a model is labels[k]. Empty for a regression, which has a single target.
+        labels: the labels in the files; class k of a model is labels[k]. Empty for a regression.
         metric: the metric of the task, in words.
         rows: the published number of rows of each split.
         published: the files to download if --source is not given.
         label: name of the column with the label or the score.
         meaning: descriptions of the classes if the labels are digits, otherwise empty.
-        files: file names by fairseq's names of the splits.
-        header: the column names of the splits whose files have no header line.
-        skip_broken: True if labeled rows with a wrong number of columns are left out and counted. Otherwise they raise
-            DataError.
+        files: the file of each split, by fairseq's name of the split.
+        header: the column names of each split whose file has no header line, by fairseq's name of the split.
+        skip_broken: True leaves out labeled rows with a wrong number of columns, and counts them. False raises
+            DataError for such a row.
     """
 
     name: str
@@ -43,7 +43,7 @@ class GlueTask:
 
     @property
     def num_classes(self) -> int:
-        """The number of outputs of the classification head, 1 for a regression."""
+        """The number of outputs of the model's head: the number of classes, or 1 for a regression."""
         return len(self.labels) or 1
 
 
@@ -145,8 +145,9 @@ class GlueRows:
     """The texts and labels of one split of a GLUE task.
 
     Attributes:
-        inputs: for each input the text of every row.
-        labels: the label of every row, or the scaled score of a regression as text; None for a test set.
+        inputs: one list for each input of the task, with the text of every row.
+        labels: the label of every row. For a regression, the score divided by MAX_SCORE, as text. None if the split has
+            no labels.
         broken: the line numbers of the rows that were left out because they have a wrong number of columns.
         empty: the number of rows with an empty input. They are kept.
     """
@@ -161,10 +162,10 @@ class GlueRows:
 
 
 def split_cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line, counted from 1, and its cells, except for empty lines at the end of the file.
+    """Yield the number of each line, counted from 1, and the list of its cells, which are separated by tabs.
 
-    Cells are separated by tabs. Quotes are ordinary characters; a CSV reader would join all lines between two stray
-    quotes.
+    Empty lines at the end of the file are left out. Any other empty line has a single empty cell. Quotes are ordinary
+    characters; a CSV reader would join all lines between two stray quotes.
     """
     empty_lines: list[int] = []
     for number, line in enumerate(lines, start=1):
@@ -191,11 +192,12 @@ def read_glue_rows(
         name: the name of the file, for error messages.
         task: the task of the file.
         split: fairseq's name of the split; a name that starts with "test" means that labels are not read.
-        keep: takes the cells of a row and returns True if it belongs to the split; None keeps all rows.
+        keep: a function that takes the cells of a row and returns True if the row belongs to the split; None keeps all
+            rows.
 
     Raises:
         DataError: if a column is missing, a row has a wrong number of columns (unless the task skips such rows), a
-            label is unknown, or there are no rows. The message names the file and the line.
+            label is unknown, a score is invalid, or there are no rows. The message names the file and the line.
     """
     numbered_cells = split_cells(lines)
     header = task.header.get(split)
@@ -240,9 +242,9 @@ def read_glue_rows(
 
 
 def _checked_label(label: str, task: GlueTask, location: str) -> str:
-    """Return the label of a classification, or the score of a regression divided by MAX_SCORE, as text.
+    """Return the label of a classification unchanged, or the score of a regression divided by MAX_SCORE, as text.
 
-    Raises DataError, with the file and the line in `location`, for an unknown label or an invalid score.
+    `location` is the file and the line, for error messages. Raises DataError for an unknown label or an invalid score.
     """
     if task.labels:
         if label not in task.labels:

@@ -3,8 +3,8 @@
     [SM 3 [MAX 1 9 ] [MED 4 4 7 ] ]   ->   6
 
 Rows are drawn as in the Long Range Arena (arXiv 2011.04006, section 2.2.1). An argument is a list with probability
-1/4, up to a depth of 10, and a digit otherwise. A list has 2 to 10 arguments. The length of a row is the number of its
-digits, operators and closing brackets; rows of 501 to 1,999 are kept.
+1/4 and a digit otherwise; at depth 10 it is always a digit. A list has 2 to 10 arguments. The length of a row is the
+number of its digits, operators and closing brackets. Rows with a length of 501 to 1,999 are kept.
 """
 
 import random
@@ -40,8 +40,8 @@ LIST_PROBABILITY = 0.25
 MIN_LENGTH = 501
 MAX_LENGTH = 1999
 
-# The symbols of the two ways to tokenize a row. "skyformer" is that of Skyformer's code base, which the paper used: it
-# keeps only letters and digits, so closing brackets are lost, and no model can know where a list ends.
+# The symbols of the two ways to tokenize a row. Skyformer's code base, which the paper used, keeps only letters and
+# digits. With this reading, "skyformer", closing brackets are lost, and no model can know where a list ends.
 READINGS = {
     "fixed": (*(f"[{name}" for name in OPERATORS), CLOSING_BRACKET, *DIGITS),
     "skyformer": (*OPERATORS, *DIGITS),
@@ -57,7 +57,10 @@ class _RowTooLongError(Exception):
 
 
 def draw_listops_row(generator: random.Random) -> DrawnRow:
-    """Draw rows until one has an allowed length, and return it."""
+    """Draw rows until one has a length between MIN_LENGTH and MAX_LENGTH, and return it.
+
+    The symbols of the row are indices into SYMBOLS. Its label is the digit that it evaluates to.
+    """
     while True:
         symbols = bytearray()
         try:
@@ -70,6 +73,8 @@ def draw_listops_row(generator: random.Random) -> DrawnRow:
 
 def _draw_argument(generator: random.Random, depth: int, symbols: bytearray) -> int:
     """Draw a digit or a list, append it to `symbols` in place, and return its value.
+
+    `depth` is 1 for the whole row, 2 for the arguments of its outermost list, and so on.
 
     Raises _RowTooLongError as soon as the row is too long, so that no time is spent on the rest of it.
     """
@@ -90,7 +95,9 @@ def _draw_argument(generator: random.Random, depth: int, symbols: bytearray) -> 
 
 
 def parse_listops_row(source: str) -> bytes:
-    """Return a row of the published files as indices into SYMBOLS. Parentheses in these files are ignored.
+    """Convert a row of the published files to indices into SYMBOLS. The parentheses in these files are ignored.
+
+    `source` is the row without its target. The words in it are separated by white space.
 
     Raises:
         KeyError: if a word is not a symbol.
@@ -103,7 +110,8 @@ def evaluate_listops_row(symbols: Sequence[int]) -> int:
     """Return the digit that a row evaluates to; `symbols` are indices into SYMBOLS.
 
     Raises:
-        ValueError: if a closing bracket closes no list or an empty list, or if the row is not a single list or digit.
+        ValueError: if a closing bracket closes no list or an empty list, or if the row is not exactly one complete list
+            or one digit.
     """
     # The first entry is not a list of the row: it collects the value of the whole row.
     open_lists: list[tuple[str, list[int]]] = [("", [])]
@@ -127,7 +135,7 @@ def evaluate_listops_row(symbols: Sequence[int]) -> int:
 def convert_to_reading(row: bytes, reading: str) -> bytes:
     """Convert a row from indices into SYMBOLS to indices into READINGS[reading].
 
-    The reading "fixed" returns the row unchanged; "skyformer" drops the closing brackets.
+    With the reading "fixed", the row is returned unchanged. With "skyformer", the closing brackets are dropped.
     """
     if reading == "fixed":
         return row

@@ -1,4 +1,4 @@
-"""Build the Long Range Arena's tasks for fairseq's sentence_prediction task, with a symbol per byte, pixel or token.
+"""Build the Long Range Arena's tasks for fairseq's sentence_prediction task. A symbol is a byte, a pixel or a token.
 
     python -m data_prep.lra listops                          generates rows; --source reads the published ones
     python -m data_prep.lra pathfinder --rows 20000          generates pictures; --source reads the published ones
@@ -7,7 +7,7 @@
     python -m data_prep.lra retrieval --source lra_release.gz
     python -m data_prep.lra text --stand-in                  20 newsgroups as bytes; digits as a stand-in for image
 
---source is LRA's release (lra_release.gz), the archive that the task comes from, or a directory with its files.
+--source names LRA's release (lra_release.gz), the original archive of a task, or a directory with the unpacked files.
 A stand-in is a different task with inputs of the same form, for machines that cannot download the original data. It is
 written to OUT/TASK-stand-in.
 
@@ -64,7 +64,7 @@ ROWS_PER_BLOCK = 1000
 
 @dataclasses.dataclass(frozen=True)
 class LraOptions:
-    """The options of the command line. None for `rows` or `length` stands for the task's default."""
+    """The options of the command line. If `rows` or `length` is None, the default of the task is used."""
 
     task: str
     source: Path | None = None
@@ -79,8 +79,8 @@ class LraOptions:
 def choose_task(options: LraOptions) -> LraTask:
     """Return the requested task or its stand-in.
 
-    The task listops has the symbols of the requested reading. A reading other than "fixed" becomes part of the task's
-    name, and thereby of its directory's.
+    For listops, the task has the symbols of the requested reading. A reading other than "fixed" is appended to the name
+    of the task, which is also the name of its directory.
 
     Raises:
         DataError: if a stand-in is requested for a task that has none.
@@ -105,7 +105,7 @@ def is_drawn(task: LraTask, options: LraOptions) -> bool:
 
 
 def check_options(task: LraTask, options: LraOptions) -> None:
-    """Raise DataError if an option does not apply to the task, has an invalid value, or --source is missing."""
+    """Raise DataError if an option does not apply to the task or is invalid, or if the task needs --source."""
     if options.rows is not None and not is_drawn(task, options):
         if task.drawn:
             raise DataError(f"--rows does not apply to {task.name} with --source: its files determine the rows")
@@ -130,7 +130,10 @@ def check_options(task: LraTask, options: LraOptions) -> None:
 
 
 def fill_in_defaults(task: LraTask, options: LraOptions) -> LraOptions:
-    """Return the options with `rows` and `length` replaced by their defaults if they are None."""
+    """Return a copy of the options in which `rows` and `length` have their default values if they were None.
+
+    The default of `rows` is 0 for a task whose rows are read from files.
+    """
     if options.rows is None:
         options = dataclasses.replace(options, rows=task.drawn)
     if options.length is None:
@@ -139,7 +142,7 @@ def fill_in_defaults(task: LraTask, options: LraOptions) -> LraOptions:
 
 
 def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> dict[str, Any]:
-    """Build one task in the directory OUT/TASK and return its manifest. A finished one with the same settings is kept.
+    """Build one task in OUT/TASK and return its manifest. A finished directory with the same settings is kept.
 
     Args:
         out: the directory OUT.
@@ -147,7 +150,8 @@ def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> d
         overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if options are invalid, the source cannot be used, or the directory contains other data.
+        DataError: if an option is invalid, the source cannot be used, or the directory cannot be used or contains other
+            data.
     """
     task = choose_task(options)
     check_options(task, options)
@@ -196,7 +200,8 @@ def data_origin(task: LraTask, options: LraOptions) -> str:
 def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
     """Return the SHA-256 of each source by its name, without downloading anything.
 
-    Without --source these are the recorded checksums of the published files; rows that are drawn have no source.
+    Without --source, these are the known checksums of the published files. The result is empty if the rows are drawn or
+    come from scikit-learn.
 
     Raises:
         DataError: if the source does not exist, or has the name but not the content of a published file.
@@ -215,9 +220,12 @@ def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
 
 
 def make_rows(task: LraTask, options: LraOptions) -> RowsBySplit:
-    """Draw the rows of a task, or read them from --source or from a published file, which is downloaded if necessary.
+    """Draw the rows of a task, or read them from --source or from the published file. Return them by split.
 
-    `options` must have passed check_options and fill_in_defaults.
+    The published file is downloaded if necessary. `options` must have passed check_options and fill_in_defaults.
+
+    Raises:
+        DataError: if the source cannot be used or downloaded.
     """
     assert options.rows is not None
     assert options.length is not None
@@ -243,7 +251,7 @@ def make_rows(task: LraTask, options: LraOptions) -> RowsBySplit:
 
 
 def lra_result_files(task: LraTask) -> list[str]:
-    """Return the path of every result file relative to OUT/TASK, except manifest.json."""
+    """Return the paths of all result files except manifest.json, relative to OUT/TASK."""
     directories = [f"input{i}" for i in range(task.inputs)] + ["label"]
     names = [f"{directory}/{DICTIONARY}" for directory in directories]
     for directory in directories:
@@ -252,12 +260,16 @@ def lra_result_files(task: LraTask) -> list[str]:
 
 
 def symbol_blocks(rows: Sequence[bytes]) -> Iterator[Block]:
-    """Yield blocks of up to ROWS_PER_BLOCK samples, for binarize. Byte b gets the id 4 + b; </s> ends each sample."""
+    """Yield the rows as blocks of up to ROWS_PER_BLOCK samples, for `binarize`.
+
+    Byte b of a row becomes the id 4 + b, and </s> ends each sample.
+    """
     for start in range(0, len(rows), ROWS_PER_BLOCK):
         yield _symbol_block(rows[start : start + ROWS_PER_BLOCK])
 
 
 def _symbol_block(rows: Sequence[bytes]) -> Block:
+    """Return all rows as one block of `symbol_blocks`."""
     lengths = np.array([len(row) + 1 for row in rows], dtype=np.int64)
     ids = np.full(int(lengths.sum()), EOS, dtype=np.int32)
     is_symbol = np.ones(len(ids), dtype=bool)
@@ -267,10 +279,15 @@ def _symbol_block(rows: Sequence[bytes]) -> Block:
 
 
 def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dict[str, Any]]:
-    """Write every result file except the manifest.
+    """Write every result file except the manifest. Data sets that an interrupted build has written are kept.
+
+    Args:
+        out: the directory OUT/TASK.
+        task: the task.
+        rows: the rows by split.
 
     Returns:
-        The counts of each data set, read back from it, by directory and split.
+        The counts of each data set by directory and split, read back from the files.
     """
     dictionary = dictionary_text(task.symbols, {}, reserved=1)
     size = NUM_SPECIAL + dictionary.count("\n")
@@ -289,13 +306,17 @@ def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dic
 
 
 def count_lra_rows(task: LraTask, rows: LraRows) -> dict[str, Any]:
-    """Return the manifest's counts of a split: rows, rows left out because they were empty, and rows of each class."""
+    """Return the counts of a split for the manifest.
+
+    "rows" is the number of rows, "empty" the number of rows that were left out because an input was empty, and "labels"
+    has the number of rows of each class.
+    """
     counts = Counter(rows.labels)
     return {"rows": len(rows), "empty": rows.empty, "labels": {label: counts[label] for label in task.labels}}
 
 
 def summarize_lra_task(content: dict[str, Any]) -> str:
-    """Format the counts of a manifest: one line per split, after a line that describes the stand-in if it is one."""
+    """Return the counts of a manifest as text, one line per split. For a stand-in, the first line describes it."""
     lines = []
     if "stand_in" in content:
         lines.append(f"stand-in: {content['stand_in']}")
@@ -316,11 +337,12 @@ def summarize_lra_task(content: dict[str, Any]) -> str:
 
 
 def _build_and_report(out: Path, options: LraOptions, overwrite: bool) -> None:
+    """Build the task that the options describe, and print its counts."""
     print_status(summarize_lra_task(build_lra_task(out, options, overwrite)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.lra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

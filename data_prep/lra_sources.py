@@ -55,7 +55,8 @@ class LraRows:
     """The inputs and labels of one split of an LRA task.
 
     Attributes:
-        inputs: for each input of the task, one byte string per row. A byte is an index into the task's symbols.
+        inputs: one list for each input of the task, with one byte string per row. A byte is an index into the task's
+            symbols.
         labels: the class name of each row.
         empty: number of rows that were left out because an input was empty.
     """
@@ -78,7 +79,7 @@ RowsBySplit = dict[str, LraRows]
 
 
 def no_rows(num_inputs: int) -> RowsBySplit:
-    """Return an empty LraRows for each of train, valid and test, to be filled in place."""
+    """Return an LraRows without rows for each of train, valid and test. Call `add` to fill them."""
     rows: RowsBySplit = {}
     for split in SPLITS:
         columns: list[list[bytes]] = [[] for _ in range(num_inputs)]
@@ -87,15 +88,15 @@ def no_rows(num_inputs: int) -> RowsBySplit:
 
 
 def file_filter(task: str) -> Callable[[str], bool]:
-    """Return a predicate on file names that selects the files of a task."""
+    """Return a function that takes a file name and returns True for the files of a task, a key of FILE_PATTERNS."""
     pattern = re.compile(FILE_PATTERNS[task])
     return lambda name: pattern.search(name) is not None
 
 
 def source_checksum(source: Path, task: str) -> str:
-    """Return the SHA-256 of an archive, or one over the names and contents of a task's files in a directory.
+    """Return the SHA-256 of an archive or of the task's files in a directory.
 
-    The name of the directory itself does not matter.
+    The checksum of a directory depends on the names and contents of these files, but not on the directory's own name.
     """
     if not source.is_dir():
         return sha256_of(source)
@@ -111,8 +112,8 @@ def read_published_rows(task: LraTask, source: Path, length: int, seed: int) -> 
     Args:
         task: a task of LRA_TASKS.
         source: an archive or a directory.
-        length: number of bytes to which texts are cut.
-        seed: seed of the shuffle that assigns Pathfinder's pictures to splits.
+        length: number of bytes to which texts are cut. Rows that are not texts ignore it.
+        seed: seed of the shuffle that assigns Pathfinder's pictures to splits. Other tasks ignore it.
 
     Raises:
         DataError: if the archive is damaged, a file is malformed (with file and line), or a split has no rows.
@@ -138,7 +139,7 @@ def read_published_rows(task: LraTask, source: Path, length: int, seed: int) -> 
 
 
 def _stripped_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of each line, counted from 1, and the line without its line break, LF or CRLF."""
+    """Yield the number of each line, counted from 1, and its bytes without the line break, which is LF or CRLF."""
     for number, line in read_raw_lines(stream, name):
         yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
@@ -146,7 +147,7 @@ def _stripped_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 def _read_listops(source: Path, rows: RowsBySplit) -> None:
     """Read ListOps and add the rows to `rows` in place.
 
-    Raises DataError for a malformed row, or a row whose target is not the value of its expression.
+    Raises DataError for a malformed row, and for a row whose target is not the digit that the row evaluates to.
     """
     for name, stream in read_matching_files(source, file_filter("listops")):
         split = _FAIRSEQ_SPLITS[name.removesuffix(".tsv").rpartition("_")[2]]
@@ -165,9 +166,10 @@ def _read_listops(source: Path, rows: RowsBySplit) -> None:
 
 
 def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
-    """Read IMDb's reviews, sorted by class and file name, and add them to `rows` in place.
+    """Read IMDb's reviews, cut them to `length` bytes, and add them to `rows` in place.
 
-    The reviews of test are added to valid, too. Raises DataError for an empty file.
+    The reviews of a split are sorted by class and file name. The test reviews are also added to valid. Raises DataError
+    for an empty file.
     """
     texts: dict[str, list[tuple[str, bytes]]] = {"train": [], "test": []}
     for name, stream in read_matching_files(source, file_filter("text")):
@@ -182,7 +184,10 @@ def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
 
 
 def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
-    """Read pairs of papers and add them to `rows` in place. Raises DataError for a malformed line."""
+    """Read pairs of papers, cut each paper to `length` bytes, and add the pairs to `rows` in place.
+
+    Raises DataError for a malformed line.
+    """
     labels = {b"0": "0", b"0.0": "0", b"1": "1", b"1.0": "1"}
     for name, stream in read_matching_files(source, file_filter("retrieval")):
         split = _FAIRSEQ_SPLITS[name.split(".")[-2]]
@@ -194,10 +199,10 @@ def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
 
 
 def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) -> None:
-    """Read Pathfinder's pictures, shuffle them with the seed, split them, and add them to `rows` in place.
+    """Read Pathfinder's pictures, shuffle them, divide them into splits, and add them to `rows` in place.
 
-    Empty picture files are left out, and counted in the train split. Raises DataError if a line of the metadata is
-    malformed, or a listed picture is missing or unreadable.
+    Empty picture files are left out. All of them are counted in the train split. Raises DataError if a line of the
+    metadata is malformed, or a listed picture is missing or unreadable.
     """
     pictures: dict[str, bytes] = {}
     labels: list[tuple[str, str]] = []  # name of the picture, label
@@ -249,7 +254,10 @@ def read_png(content: bytes, name: str) -> bytes:
 
 
 def _read_images(task: LraTask, source: Path, rows: RowsBySplit) -> None:
-    """Read CIFAR-10 in gray and add it to `rows` in place; the last tenth of the training data becomes valid."""
+    """Read CIFAR-10, convert the pictures to gray, and add them to `rows` in place.
+
+    The last tenth of the training data becomes valid. Raises DataError for a damaged file.
+    """
     batches = {}
     for name, stream in read_matching_files(source, file_filter("image")):
         content = np.frombuffer(stream.read(), dtype=np.uint8)
@@ -271,7 +279,9 @@ def _read_images(task: LraTask, source: Path, rows: RowsBySplit) -> None:
 
 
 def to_gray(colors: np.ndarray) -> np.ndarray:
-    """Convert pictures to gray: 0.2989 red + 0.587 green + 0.114 blue, rounded like TensorFlow, in integers.
+    """Convert pictures to gray: 0.2989 red + 0.587 green + 0.114 blue.
+
+    The result is computed in integers and rounded as TensorFlow rounds it.
 
     Args:
         colors: uint8 array of shape (pictures, 3 IMAGE_SIZE²): all red values, then all green, then all blue.
@@ -291,8 +301,10 @@ def add_rows_to_splits(
 ) -> None:
     """Add rows to `rows` in place, in order: the first ones to train, the next to valid, the remaining to test.
 
-    `labeled_rows` has the label and the symbols of each row. `shares` are the fractions of train and of valid; if they
-    sum to 1, test gets no rows.
+    Args:
+        labeled_rows: the label and the symbols of each row.
+        shares: the fractions of the rows for train and for valid. If they sum to 1, test gets no rows.
+        rows: the splits to which the rows are added.
     """
     train_end = round(len(labeled_rows) * shares[0])
     valid_end = round(len(labeled_rows) * (shares[0] + shares[1]))
@@ -306,16 +318,16 @@ def add_rows_to_splits(
 
 
 def read_stand_in_rows(name: str, wheel: Path | None, length: int, seed: int) -> RowsBySplit:
-    """Return the rows of a stand-in: posts of 20 newsgroups as bytes, or scikit-learn's digits.
+    """Return the rows of a stand-in by split: posts of 20 newsgroups as bytes, or scikit-learn's digits.
 
-    Posts have the splits of data_prep.newsgroups; those without text are left out and counted. Of every ten digits, the
+    Posts have the splits of data_prep.newsgroups. Posts without text are left out and counted. Of every ten digits, the
     first goes to valid, the second to test, and the remaining eight to train.
 
     Args:
         name: a key of STAND_INS.
         wheel: the wheel with the posts; None for the digits.
         length: number of bytes to which posts are cut.
-        seed: seed of the choice of pairs for "retrieval".
+        seed: seed of the random pairs of "retrieval".
     """
     task = STAND_INS[name]
     rows = no_rows(task.inputs)
@@ -341,10 +353,11 @@ def read_stand_in_rows(name: str, wheel: Path | None, length: int, seed: int) ->
 
 
 def _pair_posts(posts: list[tuple[str, bytes]], generator: random.Random) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield, for every post, a label and the post with a random partner.
+    """Yield (label, text of the post, text of a random partner) for every post, in order.
 
-    Counted from 0, odd rows have label 1 and a partner from the same newsgroup, which can be the post itself. Even rows
-    have label 0 and a partner from another newsgroup, or from the same if there is only one.
+    `posts` has the newsgroup and the text of each post. Counted from 0, the odd posts get the label 1 and a partner
+    from the same newsgroup, which can be the post itself. The even posts get the label 0 and a partner from another
+    newsgroup, or from the same newsgroup if there is only one.
     """
     texts_by_group: dict[str, list[bytes]] = {}
     for group, text in posts:
@@ -362,7 +375,10 @@ def _pair_posts(posts: list[tuple[str, bytes]], generator: random.Random) -> Ite
 
 
 def _read_digits() -> Iterator[tuple[str, bytes]]:
-    """Yield the class and the IMAGE_SIZE² pixels of scikit-learn's digits, enlarged from 8 x 8 pixels of 0 to 16."""
+    """Yield the class and the IMAGE_SIZE² pixels of each of scikit-learn's digits.
+
+    The digits are enlarged from 8 x 8 pixels, and their values are scaled from the range 0 to 16 to the range 0 to 255.
+    """
     from sklearn.datasets import load_digits
 
     digits = load_digits()

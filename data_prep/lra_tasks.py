@@ -24,7 +24,8 @@ class LraTask:
         meaning: descriptions of the classes; empty if the labels describe themselves.
         published: files to download if --source is not given; empty if the rows are generated or need --source.
         drawn: default number of rows if the rows are generated at random, otherwise 0.
-        shares: the fractions of train and valid in data without published splits; the rest is test.
+        shares: the fractions of the rows that become train and valid if there are no published splits. The remaining
+            rows become test.
         is_text: True if the rows are texts, which are truncated to --length bytes.
         instead: for a stand-in, a description of it and of the data that it replaces; otherwise empty.
     """

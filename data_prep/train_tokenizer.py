@@ -35,11 +35,11 @@ def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type
     Args:
         text: UTF-8 files with one sentence or paragraph per line.
         out: the output directory, which is created.
-        vocab_size: number of pieces.
-        model_type: "bpe" or "unigram".
+        vocab_size: number of pieces; for "char", the maximum.
+        model_type: "bpe", "unigram" or "char".
 
     Raises:
-        DataError: if spm.model exists, the directory cannot be used, or the model cannot be trained on the text.
+        DataError: if OUT/spm.model exists, the directory cannot be used, or the model cannot be trained on the text.
     """
     with output_directory(out):
         if (out / "spm.model").exists():
@@ -50,7 +50,7 @@ def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.train_tokenizer",
         description="Train a SentencePiece model that encodes every text without loss.",
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory for spm.model and spm.vocab")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="number of pieces (default: %(default)s)")
     parser.add_argument(
-        "--model-type", choices=("bpe", "unigram"), default="bpe", help="kind of model (default: %(default)s)"
+        "--model-type", choices=("bpe", "unigram", "char"), default="bpe", help="kind of model (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     return run_command(partial(train_tokenizer, args.text, args.out, args.vocab_size, args.model_type))

@@ -2,11 +2,11 @@
 
     python -m data_prep.wikitext103 --out data-bin/wikitext-103 --tokenizer gpt2
 
-The program reads wiki.train.raw, wiki.valid.raw and wiki.test.raw (each may be .xz or .gz) from the published zip
-archive, which is downloaded, or from --source: a copy of it, another archive, or a directory. As in fairseq's recipe,
-every line is stripped and becomes one sample, headings and blank lines included. A blank line becomes a sample of only
-</s>, and `--sample-break-mode complete_doc` treats it as the end of a document. Without --articles a document is a
-section, with it a whole article. Text is read, encoded and written as a stream.
+The program reads wiki.train.raw, wiki.valid.raw and wiki.test.raw, which may be compressed as .xz or .gz. It downloads
+the published zip archive, unless --source names a copy of this archive, another archive, or a directory. As in
+fairseq's recipe, every line is stripped and becomes one sample, including headings and blank lines. A blank line
+becomes a sample of only </s>, and `--sample-break-mode complete_doc` treats it as the end of a document. A document is
+a section, or a whole article with --articles. Text is read, encoded and written as a stream.
 
     OUT/dict.txt, {train,valid,test}.{bin,idx}    for --task masked_lm
     OUT/encoder.json, vocab.bpe or spm.model      the tokenizer; `--tokenizer OUT` selects it for other data
@@ -40,8 +40,13 @@ from .directories import split_files
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 MB = 10**6
-# The values of --tokenizer that train a SentencePiece model, and its kind.
-TRAINED_TOKENIZERS = {"sentencepiece": "bpe", "sentencepiece-bpe": "bpe", "sentencepiece-unigram": "unigram"}
+# The values of --tokenizer that train a SentencePiece model, and the kind of this model.
+TRAINED_TOKENIZERS = {
+    "sentencepiece": "bpe",
+    "sentencepiece-bpe": "bpe",
+    "sentencepiece-unigram": "unigram",
+    "sentencepiece-char": "char",
+}
 
 ARTICLE_TITLE = re.compile(r"= (?!=).*(?<!=) =")  # headings of sections have more than one = on each side
 ARCHIVE = FILES["wikitext-103-raw-v1.zip"]
@@ -52,8 +57,10 @@ class WikiTextCorpus:
 
     Args:
         tree: the archive or directory.
-        train_bytes: use only the first lines of the train split, of at most this many bytes; None uses all of it.
-        articles: True separates articles by blank lines, but not the sections of an article (see article_lines).
+        train_bytes: limits the train split to its first lines with at most this many bytes in total; None uses all of
+            it.
+        articles: True keeps blank lines only between articles, not between the sections of an article (see
+            article_lines).
 
     Raises:
         DataError: if the file of a split is missing.
@@ -71,7 +78,7 @@ class WikiTextCorpus:
             self.members[split] = member
 
     def lines(self, split: str) -> Generator[str, None, None]:
-        """Yield the stripped lines as a stream. Raises DataError for a line that is not UTF-8."""
+        """Yield the stripped lines of a split as a stream. Raises DataError for a line that is not UTF-8."""
         member = self.members[split]
         limit = None
         if split == "train":
@@ -107,10 +114,9 @@ class WikiTextCorpus:
 
 
 def article_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines with one blank line before each title of an article, also before the first, and no others.
+    """Yield the lines with a blank line before every article, including the first, and without all other blank lines.
 
-    A line counts as a title if it has the form of a title and is the first line or follows a blank line, as every
-    heading does.
+    An article begins with its title, a line of the form `= Title =` that is the first line or follows a blank line.
     """
     follows_blank_line = True
     for line in lines:
@@ -122,34 +128,37 @@ def article_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def wikitext_result_files(tokenizer_kind: str) -> list[str]:
-    """Return the paths of all result files but manifest.json relative to OUT, with a key of TOKENIZER_FILES."""
+    """Return the paths of all result files except manifest.json, relative to OUT.
+
+    `tokenizer_kind` is a key of TOKENIZER_FILES. The tokenizer's files come first.
+    """
     names = [*TOKENIZER_FILES[tokenizer_kind], DICTIONARY]
     return names + split_files("", SPLITS)
 
 
 def train_vocabulary(corpus: WikiTextCorpus, tokenizer: str, vocab_size: int) -> Vocabulary:
-    """Train a SentencePiece model of `vocab_size` pieces on the train text; `tokenizer` is in TRAINED_TOKENIZERS."""
+    """Train a SentencePiece model of `vocab_size` pieces on the train text. `tokenizer` is in TRAINED_TOKENIZERS."""
     with closing(corpus.lines("train")) as lines:
         return new_vocabulary(train_on_corpus(lines, vocab_size, TRAINED_TOKENIZERS[tokenizer]))
 
 
 @dataclass(frozen=True)
 class WikiTextSource:
-    """The source of the text, described without downloading it."""
+    """The place from which the text is read. Only `open` downloads the published archive."""
 
     tree: FileTree | None  # None for the published archive, which `open` downloads
     is_published: bool
     checksums: dict[str, str]
 
     def open(self) -> FileTree:
-        """Return the tree, after downloading the published archive if necessary."""
+        """Return the archive or directory as a FileTree. The published archive is downloaded if necessary."""
         if self.tree is not None:
             return self.tree
         tree, _ = fetch_tree([ARCHIVE], None)
         return tree
 
     def record(self) -> list[dict[str, Any]]:
-        """Return the value of "sources" in the manifest."""
+        """Return the entry "sources" of the manifest: name and SHA-256 of each file, and whether it is published."""
         entries = []
         for name, sha256 in self.checksums.items():
             entries.append({"name": name, "sha256": sha256, "published": self.is_published})
@@ -157,9 +166,9 @@ class WikiTextSource:
 
 
 def find_source(path: Path | None) -> WikiTextSource:
-    """Return the source at `path`, or the published archive if it is None; nothing is downloaded.
+    """Return the source at `path`, or the published archive if `path` is None. Nothing is downloaded.
 
-    Raises DataError if the source cannot be read or lacks a file.
+    Raises DataError if the source cannot be read or lacks the file of a split.
     """
     checksums = {ARCHIVE.name: ARCHIVE.sha256}
     if path is None:
@@ -184,18 +193,19 @@ def build_wikitext(
 
     Args:
         out: the output directory, which is created.
-        tokenizer: a tokenizer that load_vocabulary accepts, or a key of TRAINED_TOKENIZERS to train one on the train
+        tokenizer: a tokenizer that load_vocabulary accepts. A key of TRAINED_TOKENIZERS trains a tokenizer on the train
             text, unless an interrupted build with the same settings has already trained it.
         source: archive or directory; None downloads the published archive if necessary.
-        vocab_size: number of pieces of a trained tokenizer. It is ignored for other tokenizers.
+        vocab_size: number of pieces of a trained tokenizer; for "sentencepiece-char", the maximum. It is ignored for
+            other tokenizers.
         limit_mb: use only the first `limit_mb` * 10^6 bytes of the train text, in whole lines; None uses all of it.
         workers: number of processes; None uses all cores.
         overwrite: build again even if the directory contains a result.
-        articles: True separates articles by blank lines, but not the sections of an article.
+        articles: True keeps blank lines only between articles, not between the sections of an article.
 
     Raises:
-        DataError: if limit_mb is not positive, the source or the tokenizer cannot be used, or the directory cannot be
-            used or contains other data.
+        DataError: if limit_mb is not positive, the source or the tokenizer cannot be used, the text is too small for
+            `vocab_size` pieces, or the directory cannot be used or contains other data.
     """
     if limit_mb is not None and limit_mb <= 0:
         raise DataError(f"--limit-mb must be more than 0, got {limit_mb}")
@@ -241,7 +251,7 @@ def build_wikitext(
 
 @dataclass(frozen=True)
 class WikiTextInput:
-    """The checked text, its number of lines by split, and the vocabulary that encodes it."""
+    """The text after it has been checked, its number of lines by split, and the vocabulary that encodes it."""
 
     corpus: WikiTextCorpus
     line_counts: dict[str, int]
@@ -256,10 +266,18 @@ def read_wikitext(
     model: Path,
     reuse_model: bool,
 ) -> WikiTextInput:
-    """Check the text, and train its tokenizer if `given_vocabulary` is None.
+    """Check the text, and train a tokenizer if `given_vocabulary` is None.
 
-    With `reuse_model`, the SentencePiece model in the file `model` is used instead of training if the file exists.
-    `tokenizer` and `vocab_size` are those of `train_vocabulary`.
+    Args:
+        corpus: the text.
+        given_vocabulary: the vocabulary of an existing tokenizer, or None.
+        tokenizer: the tokenizer to train, a key of TRAINED_TOKENIZERS.
+        vocab_size: number of pieces of the tokenizer to train.
+        model: the SentencePiece model that an interrupted build may have trained.
+        reuse_model: True loads `model` instead of training if the file exists.
+
+    Raises:
+        DataError: if a line is not UTF-8, all lines of a split are blank, or the tokenizer cannot be trained.
     """
     print_status(f"reading {corpus.tree.where}")
     line_counts = {split: corpus.count_lines(split) for split in SPLITS}
@@ -277,8 +295,14 @@ def write_wikitext(
 ) -> dict[str, dict[str, int]]:
     """Write the tokenizer, the data sets and dict.txt, in this order, and return the counts of each data set by split.
 
-    `workers` is the number of processes; None uses all cores. With `count_symbols`, dict.txt gets the symbol counts of
-    the train text instead of those of the vocabulary's dictionary.
+    A data set that an interrupted build has written is kept.
+
+    Args:
+        out: the output directory.
+        data: the text and its vocabulary.
+        workers: number of processes; None uses all cores.
+        count_symbols: True writes the symbol counts of the train text to dict.txt, False the counts of the vocabulary's
+            dictionary.
     """
     vocabulary = data.vocabulary
     for name, content in vocabulary.tokenizer.files.items():
@@ -296,7 +320,7 @@ def write_wikitext(
 
 
 def _encoded_blocks(encoder: ParallelEncoder, corpus: WikiTextCorpus, split: str, num_lines: int) -> Iterator[Any]:
-    """Yield the encoded blocks of a split and show a progress bar of its lines."""
+    """Yield a split in encoded blocks, and show a progress bar of its `num_lines` lines."""
     from tqdm import tqdm
 
     with closing(corpus.lines(split)) as lines:
@@ -304,7 +328,7 @@ def _encoded_blocks(encoder: ParallelEncoder, corpus: WikiTextCorpus, split: str
 
 
 def summarize_wikitext(content: dict[str, Any]) -> str:
-    """Format the counts of a manifest, one line per split."""
+    """Return the counts of a manifest as text, one line per split."""
     lines = []
     for split, counts in content["datasets"].items():
         lines.append(
@@ -315,6 +339,7 @@ def summarize_wikitext(content: dict[str, Any]) -> str:
 
 
 def _build_and_report(args: argparse.Namespace) -> None:
+    """Build the data set that the command line describes, and print its counts."""
     content = build_wikitext(
         out=args.out,
         tokenizer=args.tokenizer,
@@ -329,7 +354,7 @@ def _build_and_report(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.wikitext103", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=Path("data-bin/wikitext-103"), help="output directory (default: %(default)s)"
@@ -340,11 +365,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tokenizer",
         default="gpt2",
-        help="gpt2 (default); sentencepiece-bpe or sentencepiece-unigram, to train one on the text; a SentencePiece "
-        "model; or the directory of a tokenizer or of prepared data",
+        help="gpt2 (default); sentencepiece-bpe, sentencepiece-unigram or sentencepiece-char (single characters), to "
+        "train one on the text; a SentencePiece model; or the directory of a tokenizer or of prepared data",
     )
     parser.add_argument(
-        "--vocab-size", type=int, default=VOCAB_SIZE, help="number of pieces of a trained tokenizer (%(default)s)"
+        "--vocab-size",
+        type=int,
+        default=VOCAB_SIZE,
+        help="number of pieces of a trained tokenizer, the maximum for sentencepiece-char (%(default)s)",
     )
     parser.add_argument(
         "--articles",

@@ -27,6 +27,7 @@ PROGRAMS = {
     "train": Program("training.train", "pre-train or fine-tune a model with a recipe"),
     "evaluate": Program("inference.evaluate", "score a fine-tuned model on a split of its data"),
     "predict": Program("inference.predict", "write a label or a score for every line of text"),
+    "encode": Program("inference.encode", "write a vector for every line of text"),
     "convert": Program("conversion.convert", "convert a Hugging Face or fairseq model to a checkpoint"),
     "export": Program("conversion.export", "convert a checkpoint to Hugging Face format or ONNX"),
     "linearize": Program(

@@ -1,5 +1,7 @@
 """Run a program so that errors and signals end it with a fixed exit code and one line on stderr.
 
+The exit codes are:
+
 0    success
 1    a foreseeable failure, described in one line on stderr; any other exception is a bug and keeps its traceback
 2    wrong usage (argparse)
@@ -28,18 +30,19 @@ _received_signal: int | None = None
 
 
 class UserError(Exception):
-    """Wrong input or settings, described for the user: it is printed as one line, without a traceback."""
+    """Wrong input or settings. The message is for the user and is printed as one line, without a traceback."""
 
 
 def run_main(program: Callable[[], int | None], interrupted: str = "interrupted") -> int:
-    """Run a program and return its exit code.
+    """Run a program and return its exit code, see the module docstring.
 
-    UserError, OSError (such as a full disk or missing permissions) and a missing package end the program with one line
-    on stderr. Other exceptions are raised.
+    A UserError, an OSError (such as a full disk or missing permissions) or a missing package ends the program with one
+    line on stderr and exit code 1. Other exceptions are raised. If the environment comes from `child_environment`, this
+    process ends together with its parent.
 
     Args:
         program: the program, which returns its exit code, or None for success.
-        interrupted: the line that is printed after Ctrl-C or SIGTERM; empty prints none.
+        interrupted: the line to print on stderr after Ctrl-C or SIGTERM. If it is empty, nothing is printed.
     """
     parent = os.environ.pop(PARENT, None)
     if parent:
@@ -58,7 +61,7 @@ def run_main(program: Callable[[], int | None], interrupted: str = "interrupted"
 
 
 def _end_with_line(line: str, code: int = 1) -> int:
-    """Print a line on stderr unless it is empty, and return the exit code."""
+    """Print a line on stderr, unless the line is empty, and return `code`."""
     if line:
         print(line, file=sys.stderr)
     return code
@@ -66,13 +69,14 @@ def _end_with_line(line: str, code: int = 1) -> int:
 
 @contextmanager
 def handle_signals() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt as SIGINT does, unless the caller installed a handler.
+    """Make SIGTERM raise KeyboardInterrupt in the `with` block, as SIGINT (Ctrl-C) does.
 
-    After a signal, any exception that ends the context becomes a KeyboardInterrupt (SystemExit stays), because C code
-    that calls back into Python can turn a KeyboardInterrupt into another exception. The child processes of
-    multiprocessing are terminated then: Ctrl-C in a terminal reaches them, but SIGTERM does not.
+    A signal for which the process already has a handler keeps that handler. At the end of the block, the handlers are
+    restored. Outside the main thread, where Python allows no handlers, nothing is changed.
 
-    The handlers are restored at the end. Outside the main thread, where Python allows no handlers, nothing is changed.
+    After a signal, any exception that leaves the block becomes a KeyboardInterrupt, except SystemExit. The reason is
+    that C code that calls back into Python can turn a KeyboardInterrupt into another exception. The child processes of
+    multiprocessing are then terminated, because SIGTERM does not reach them (Ctrl-C in a terminal does).
     """
     global _received_signal
     if threading.current_thread() is not threading.main_thread():
@@ -100,7 +104,7 @@ def handle_signals() -> Iterator[None]:
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal: remember its number and raise KeyboardInterrupt."""
+    """Handle a signal: remember its number for `interrupt_code`, and raise KeyboardInterrupt."""
     global _received_signal
     _received_signal = number
     raise KeyboardInterrupt
@@ -112,10 +116,11 @@ def interrupt_code() -> int:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Kill this process now if its parent has died; on Linux, also let the kernel kill it when the parent dies later.
+    """Make this process end together with its parent, and kill it at once if the parent has already died.
 
-    On other systems, a process outlives a parent that is killed with SIGKILL. It keeps its lock on the directory of the
-    run, so that no other run starts there.
+    This works on Linux, where the kernel kills the process. On other systems, only the check at the call is made: the
+    process outlives a parent that is killed later with SIGKILL. It then still holds its lock on the directory of the
+    run, so no other run starts there.
 
     Args:
         parent: the process id that the parent must have.
@@ -127,5 +132,5 @@ def exit_with_parent(parent: int) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment for a child process that uses `run_main` and is to end with this process."""
+    """Return the environment to pass to a child process. If the child uses `run_main`, it ends with this process."""
     return os.environ | {PARENT: str(os.getpid())}

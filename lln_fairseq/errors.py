@@ -1,4 +1,7 @@
-"""Exceptions for mistakes that the user can fix, which are reported in one line, and helpers that raise them."""
+"""Exceptions for mistakes that the user can fix, and context managers that raise them.
+
+These exceptions are reported to the user in one line, without a traceback.
+"""
 
 import contextlib
 import errno
@@ -19,9 +22,10 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class InputError(CompactHydraException, command.UserError, ValueError):
-    """Wrong input or settings. No program prints a traceback for it.
+    """Wrong input or settings. All programs report it in one line, without a traceback.
 
-    Hydra prints a CompactHydraException without one, fairseq-train is patched to, and run_main handles a UserError.
+    Each base class has a purpose: Hydra prints no traceback for a CompactHydraException, and `command.run_main` prints
+    none for a UserError. In fairseq-train, a patch prints the line.
     """
 
 
@@ -39,9 +43,9 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def input_errors() -> Iterator[None]:
-    """Turn a ValueError or FileNotFoundError inside the context into an InputError.
+    """Turn a ValueError or FileNotFoundError in the `with` block into an InputError.
 
-    It is meant for code that builds models from options or loads files, where such an exception is the user's mistake.
+    Use this around code that builds models from options or loads files, where these exceptions are the user's mistakes.
     """
     try:
         yield
@@ -55,9 +59,9 @@ def input_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_lost_workers() -> Iterator[None]:
-    """Turn the errors of torch.distributed about a worker that ended or does not answer into a TrainingError.
+    """Turn torch.distributed's errors about lost workers, in the `with` block, into a TrainingError.
 
-    Other RuntimeErrors are raised as they are.
+    A lost worker has ended or does not answer. Other exceptions are raised unchanged.
     """
     try:
         yield
@@ -74,12 +78,14 @@ def report_lost_workers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exit_with_one_line() -> Iterator[None]:
-    """End a training run with one line instead of a traceback.
+    """Make the training run in the `with` block end with one line instead of a traceback.
 
-    Ctrl-C and SIGTERM end it with exit code 130 or 143. A full disk, or a file that cannot be read or written, becomes
-    an InputError. Under Hydra, which prints further lines around an InputError, an InputError is printed here and ends
-    the run with exit code 1. It is raised instead in a sweep, which continues with its next job, and with
-    HYDRA_FULL_ERROR=1.
+    Ctrl-C ends the run with exit code 130, SIGTERM with 143. A full disk, or a file that cannot be read or written,
+    becomes an InputError.
+
+    Under Hydra, an InputError is printed here and ends the run with exit code 1, because Hydra would print further
+    lines around the error. The InputError is raised instead if Hydra is not used, if HYDRA_FULL_ERROR=1 is set, or in a
+    sweep, so that Hydra continues with the next job.
     """
     try:
         with command.handle_signals(), _disk_errors():
@@ -95,18 +101,21 @@ def exit_with_one_line() -> Iterator[None]:
 
 
 def in_sweep() -> bool:
-    """Return True in a job of a Hydra sweep (--multirun)."""
+    """Return True if this process runs a job of a Hydra sweep (--multirun)."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def full_errors() -> bool:
-    """Return True if the user asks Hydra for tracebacks with HYDRA_FULL_ERROR=1."""
+    """Return True if the environment has HYDRA_FULL_ERROR=1, with which the user asks Hydra for tracebacks."""
     return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
 
 
 @contextlib.contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Turn an OSError that names a file, or is about a full disk, into an InputError; raise others as they are."""
+    """Turn an OSError in the `with` block into an InputError if it names a file or the disk is full.
+
+    Other OSErrors are raised unchanged.
+    """
     try:
         yield
     except OSError as error:

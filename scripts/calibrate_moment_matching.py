@@ -3,8 +3,9 @@
     python -m scripts.calibrate_moment_matching            # simulate, compare, write the tables
     python -m scripts.calibrate_moment_matching --check    # simulate and compare; exit code 1 if a table deviates
 
-A table lists log s (s = σ_q² σ_k²) and log σ̃² of a head dimension. For each of them, the program prints the largest
-difference from the shipped table.
+For each head dimension, a table has a list of log s, with s = σ_q² σ_k², and a list of the matching values of log σ̃²
+(see lln_fairseq/ops/moment_matching.py). The program prints the largest difference between the new and the shipped
+table of each head dimension.
 """
 
 import argparse
@@ -24,7 +25,7 @@ DIGITS = 5  # decimals of log s and log σ̃² in the file
 
 # Tokens and heads of a simulation, and the largest accepted difference from the shipped tables. The shipped tables have
 # the full size, so a full simulation differs only by rounding, which depends on the version of torch and the number of
-# threads. The fast ones have sampling errors, and entropies depend more on the number of tokens.
+# threads. Fast simulations have sampling errors. Entropies need more tokens, because they depend more on their number.
 FULL_SIZE = {"tokens": 1024, "heads": 48}
 FULL_TOLERANCE = 1e-4
 FAST_SIZES = {"calibrated": {"tokens": 256, "heads": 8}, "entropy": {"tokens": 512, "heads": 8}}
@@ -34,7 +35,7 @@ Table = list[list[float]]
 
 
 def max_deviation(table: Table, shipped: Table) -> float:
-    """Return the largest difference of log s or log σ̃², or infinity if the tables have different lengths."""
+    """Return the largest absolute difference between two tables, or infinity if they have different lengths."""
     if [len(column) for column in table] != [len(column) for column in shipped]:
         return math.inf
     difference = torch.tensor(table, dtype=torch.float64) - torch.tensor(shipped, dtype=torch.float64)
@@ -42,7 +43,7 @@ def max_deviation(table: Table, shipped: Table) -> float:
 
 
 def write_tables(tables: dict[int, Table], path: Path) -> None:
-    """Write the tables as JSON, with one line per head dimension."""
+    """Write the tables as JSON, with one line per head dimension, and replace the file."""
     lines = [f' "{dim}": {json.dumps(table)}' for dim, table in tables.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -51,13 +52,14 @@ def calibrate_tables(constants: str, path: Path, fast: bool, write: bool) -> boo
     """Simulate the tables of one kind, print how much they deviate from the shipped ones, and optionally write them.
 
     Args:
-        constants: "calibrated" (the variance of log P is matched) or "entropy".
+        constants: "calibrated" (the variance of log P is matched) or "entropy" (the entropy of the rows of P is
+            matched).
         path: the file of the shipped tables.
-        fast: True simulates a small sample of head dimension 32 instead of all head dimensions in full size.
+        fast: True runs a small simulation of head dimension 32; False runs a full simulation of all head dimensions.
         write: True replaces the file.
 
     Returns:
-        True if every simulated table agrees with the shipped one.
+        True if every simulated table agrees with the shipped one, within the tolerance of the simulation.
     """
     head_dims = HEAD_DIMS
     size = FULL_SIZE
@@ -88,7 +90,11 @@ def calibrate_tables(constants: str, path: Path, fast: bool, write: bool) -> boo
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Simulate and compare all tables; return 1 if --check or --fast found a deviation, 0 otherwise."""
+    """Simulate and compare all tables, and replace the shipped ones unless --check or --fast is given.
+
+    Returns:
+        The exit code: 1 if --check or --fast is given and a table deviates from the shipped one, otherwise 0.
+    """
     only_check = args.check or args.fast
     all_agree = True
     for constants, path in TABLE_FILES.items():

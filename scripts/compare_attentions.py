@@ -1,13 +1,13 @@
-"""Pre-train and fine-tune attentions on the same data with the same budget and several seeds; make a table and a plot.
+"""Pre-train and fine-tune several attentions with the same data, budget and seeds. Write a table and a plot.
 
     scripts/compare_attentions.sh --attentions softmax,lln_diag,nystrom --seeds 1 2 --jobs 2
     scripts/compare_attentions.sh --attentions softmax,lln_diag corpus=wikitext103 glue=sst2,qnli model=base run=gpu1
     scripts/compare_attentions.sh --attentions lln_diag,lln_diag:mix=joint,lln_diag:mix=joint,constants=entropy
 
-Hydra overrides apply to pre-training and fine-tuning; the prefix `pretrain:` or `finetune:` limits an override to one
-of them, as in pretrain:dataset.batch_size=32. corpus= names the pre-training data, glue= one or more tasks. The
-default is the demo data, which is made if necessary, and model=nano. Finished runs are not repeated, and interrupted
-runs resume.
+Hydra overrides apply to pre-training and fine-tuning. The prefix `pretrain:` or `finetune:` limits an override to one
+of them, as in pretrain:dataset.batch_size=32. corpus= names the pre-training data, and glue= names one or more tasks.
+The default is model=nano and the demo data, which is built if necessary. Finished runs are not repeated, and
+interrupted runs resume.
 """
 
 import argparse
@@ -43,11 +43,11 @@ DEFAULT_ATTENTIONS = "softmax,lln,lln_diag,elu,performer,nystrom"
 
 
 class Overrides:
-    """The corpus, the tasks and the Hydra overrides that the command line sets for all runs.
+    """The corpus, the tasks and the Hydra overrides that the command line selects for all runs.
 
     Attributes:
         corpus: the value of corpus=, by default "demo".
-        tasks: the values of glue=, by default only "demo".
+        tasks: the values of glue=, by default a list with only "demo".
         pretrain: overrides of all pre-training runs.
         finetune: overrides of all fine-tuning runs.
     """
@@ -81,7 +81,10 @@ class Overrides:
 
     @staticmethod
     def _with_defaults(overrides: list[str]) -> list[str]:
-        """Return the overrides, with default values of model= and run= added at the end if they are missing."""
+        """Return the overrides, followed by model=nano and run=cpu if these options are missing.
+
+        On a machine with a GPU, run=gpu1 is added instead of run=cpu.
+        """
         groups = {override.partition("=")[0] for override in overrides}
         completed = list(overrides)
         if "model" not in groups:
@@ -95,7 +98,14 @@ class Overrides:
         return [f"corpus={self.corpus}", *attention_overrides(attention), f"common.seed={seed}", *self.pretrain]
 
     def for_finetuning(self, attention: str, seed: int, task: str, data: str) -> list[str]:
-        """Return all overrides of one fine-tuning run; `data` is the directory of the demo data."""
+        """Return all overrides of one fine-tuning run.
+
+        Args:
+            attention: attention spec.
+            seed: seed of the run.
+            task: name of a recipe in configs/glue.
+            data: directory of the demo data. Other tasks than "demo" ignore it.
+        """
         overrides = [f"glue={task}", *attention_overrides(attention), f"common.seed={seed}"]
         if task == DEMO:
             overrides.append(format_override("task.data", f"{data}/sentiment"))
@@ -112,7 +122,11 @@ def attention_overrides(attention: str) -> list[str]:
 
 
 class Comparison:
-    """Run a comparison. The constructor composes all recipes, so that wrong overrides are reported at once."""
+    """Runs a comparison. The constructor composes all recipes, so that wrong overrides are reported at once.
+
+    Raises:
+        InputError: if Hydra rejects an override.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -130,10 +144,12 @@ class Comparison:
             self.free_slots.put(slot)
 
     def run_all(self) -> list[str]:
-        """Make the demo data if needed, and run all attentions with all seeds, `jobs` at a time.
+        """Build the demo data if needed, then run all attentions with all seeds, args.jobs of them at a time.
+
+        A run that fails does not stop the others. Its error message is printed at once.
 
         Returns:
-            The error message of every run that failed. It is also printed at once, and the other runs continue.
+            The error messages of all runs that failed.
         """
         if self._needs_demo_data():
             prepare_demo_data(self.args.data, self.args.archive)
@@ -157,14 +173,15 @@ class Comparison:
         return failures
 
     def _needs_demo_data(self) -> bool:
-        """Return True if any recipe reads from the directory of the demo data."""
+        """Return True if a recipe reads its data from the directory of the demo data."""
         configs = [self.pretraining, *self.tasks.values()]
         return any(str(config.task.data).startswith(self.args.data) for config in configs)
 
     def run_attention(self, attention: str, seed: int) -> None:
         """Pre-train an attention with one seed, then fine-tune and evaluate it on every task.
 
-        Finished steps are skipped. Raises StepFailed if a step fails.
+        This waits until fewer than args.jobs runs are active. Finished steps are skipped. Raises StepFailed if a step
+        fails.
         """
         slot = self.free_slots.get()
         try:
@@ -173,6 +190,7 @@ class Comparison:
             self.free_slots.put(slot)
 
     def _run_steps(self, attention: str, seed: int, variables: dict[str, str]) -> None:
+        """Run the steps of `run_attention` with additional environment variables."""
         name = f"{attention}, seed {seed}"
         directory = run_directory(self.out, attention, seed)
         pretraining = training_command("pretrain", directory, *self.overrides.for_pretraining(attention, seed))
@@ -198,7 +216,9 @@ class Comparison:
 
 
 def compose_config(recipe: str, overrides: list[str]) -> Any:
-    """Compose a recipe of configs/, such as "pretrain", with Hydra overrides, as fairseq's command line does.
+    """Return the configuration of a recipe of configs/, such as "pretrain", with Hydra overrides applied to it.
+
+    The result is the same as on the command line of fairseq.
 
     Raises:
         InputError: if Hydra rejects an override.
@@ -218,10 +238,14 @@ def compose_config(recipe: str, overrides: list[str]) -> Any:
 
 
 def job_environment(slot: int, jobs: int) -> dict[str, str]:
-    """Return the environment variables of one of several concurrent jobs.
+    """Return additional environment variables for one of several concurrent jobs.
 
-    Each job gets its share of the CPU cores, unless OMP_NUM_THREADS is set, and one GPU if the machine has several. If
-    `jobs` is 1 the result is empty, so the job can use the whole machine.
+    Each job gets an equal share of the CPU cores, unless OMP_NUM_THREADS is set. If the machine has several GPUs, each
+    job gets one of them. If `jobs` is 1, the result is empty, so that the job can use the whole machine.
+
+    Args:
+        slot: number of the job, from 0 to `jobs` - 1.
+        jobs: number of concurrent jobs.
     """
     if jobs == 1:
         return {}
@@ -235,16 +259,20 @@ def job_environment(slot: int, jobs: int) -> dict[str, str]:
 
 
 def labeled_splits(data: Path) -> list[str]:
-    """Return those of the splits valid, valid1 and test that have labels, which GLUE's test sets do not.
+    """Return the names of the splits with labels, out of "valid", "valid1" and "test", in this order.
 
-    The labels of a classification are binarized (SPLIT.idx); the scores of a regression are text (SPLIT.label).
+    `data` is the data directory of a task. It contains the labels of a classification as label/SPLIT.idx and the scores
+    of a regression as label/SPLIT.label. GLUE's test sets have no labels.
     """
     label_files = {path.name for path in (data / "label").glob("*")}
     return [split for split in ("valid", "valid1", "test") if label_files & {f"{split}.idx", f"{split}.label"}]
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line. `overrides` holds the Hydra overrides; repeated attentions and seeds are dropped."""
+    """Parse the command line. Repeated attentions and seeds are dropped.
+
+    In the result, `attentions` is a list, and `overrides` is the list of the Hydra overrides.
+    """
     parser = program_parser("scripts/compare_attentions.sh", __doc__)
     parser.add_argument(
         "--attentions",
@@ -288,7 +316,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def compare_attentions(args: argparse.Namespace) -> int:
-    """Run and report a comparison; return the exit code, 1 if a run failed and 0 otherwise."""
+    """Run and report a comparison. Return the exit code: 1 if a run failed, otherwise 0."""
     comparison = Comparison(args)
     failures = comparison.run_all()
     comparison.report()

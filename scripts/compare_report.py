@@ -19,13 +19,15 @@ from scripts.terminal import aligned
 
 @dataclass
 class AttentionResults:
-    """The results of one attention for the seeds that have finished so far.
+    """The results of one attention. Seeds without results are missing in the dicts.
+
+    A column is a column of the table: a task and a split, such as "sst2 valid".
 
     Attributes:
         attention: the attention spec.
-        train: training loss of pre-training in bits per masked token, by seed.
-        valid: validation loss of pre-training, by seed.
-        scores: fine-tuning scores in percent, by column of the table (such as "sst2 valid") and seed.
+        train: the curve of the training loss in pre-training, in bits per masked token, by seed.
+        valid: the curve of the validation loss in pre-training, in bits per masked token, by seed.
+        scores: the fine-tuning scores in percent, by column and then by seed.
         majority: the accuracy in percent of always predicting the most frequent class, by column.
     """
 
@@ -41,10 +43,11 @@ class AttentionResults:
         return [curve.values[-1] for curve in self.valid.values()]
 
     def losses_above(self, baseline: "AttentionResults") -> list[float]:
-        """Return the last validation loss minus that of the baseline, for every seed that both have.
+        """Return how much higher the last validation loss is than the baseline's, for every seed that both have.
 
-        Runs with the same seed see the same text in the same order, so this shows differences that are smaller than
-        those between seeds. Seeds whose last validation is not at the same update in both runs are left out.
+        Runs with the same seed see the same text in the same order. So these differences can show effects that are
+        smaller than the differences between seeds. A seed is left out if the last validations of both runs were at
+        different updates.
         """
         differences = []
         for seed, curve in self.valid.items():
@@ -55,9 +58,10 @@ class AttentionResults:
 
 
 def run_directory(out: Path, attention: str, seed: int) -> Path:
-    """Return OUT/ATTENTION/seedN, the directory of the pre-training and fine-tuning with one attention and one seed.
+    """Return OUT/ATTENTION/seedN, the directory of the runs with one attention and one seed.
 
-    In ATTENTION, every group of characters that Hydra or a shell could interpret is replaced by "-".
+    In ATTENTION, every sequence of other characters than letters, digits and underscores is replaced by one "-", since
+    Hydra or a shell could interpret them.
     """
     return out / re.sub(r"\W+", "-", attention) / f"seed{seed}"
 
@@ -65,13 +69,14 @@ def run_directory(out: Path, attention: str, seed: int) -> Path:
 def read_results(
     out: Path, attentions: Sequence[str], seeds: Sequence[int], metrics: dict[str, str]
 ) -> list[AttentionResults]:
-    """Read the results of every attention below `out`; missing runs are left out.
+    """Read the results of a comparison. Return one entry for each attention, in order. Missing runs are left out.
 
     Args:
         out: the directory of the comparison.
         attentions: attention specs.
         seeds: the seeds to read.
-        metrics: the metric to report, by task. An underscore joins metrics whose mean is reported.
+        metrics: the metric to report for each task, such as "accuracy". If its name has underscores, the mean of
+            several metrics is reported: "pearson_spearman" is the mean of "pearson" and "spearman".
     """
     results = []
     for attention in attentions:
@@ -97,7 +102,7 @@ def read_results(
 
 
 def score_columns(results: Sequence[AttentionResults]) -> list[str]:
-    """Return the columns for which any attention has a score, in the order of their first occurrence."""
+    """Return all columns that occur in the scores of any attention, in the order of their first occurrence."""
     columns: dict[str, None] = {}
     for result in results:
         columns.update(dict.fromkeys(result.scores))
@@ -105,7 +110,7 @@ def score_columns(results: Sequence[AttentionResults]) -> list[str]:
 
 
 def majority_accuracies(results: Sequence[AttentionResults]) -> dict[str, float]:
-    """Return the accuracy of always predicting the most frequent class, by column."""
+    """Return the accuracy in percent of always predicting the most frequent class, by column."""
     majority: dict[str, float] = {}
     for result in results:
         majority |= result.majority
@@ -113,7 +118,10 @@ def majority_accuracies(results: Sequence[AttentionResults]) -> dict[str, float]
 
 
 def format_median_and_range(values: Sequence[float], format_spec: str) -> str:
-    """Return "median (lowest to highest)", only the value if there is one, or "-" if `values` is empty."""
+    """Return "median (lowest to highest)". A single value is returned on its own, and no values give "-".
+
+    `format_spec` is the format of each number, such as ".1f".
+    """
     if not values:
         return "-"
     median = format(statistics.median(values), format_spec)
@@ -123,10 +131,15 @@ def format_median_and_range(values: Sequence[float], format_spec: str) -> str:
 
 
 def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) -> str:
-    """Return a table with a row per attention and a line that explains it.
+    """Return a table with a row per attention, followed by a line that explains it.
 
-    The first attention is the baseline of the column "above". The last column is the number of seeds that have all
-    scores, or, if nothing has been fine-tuned, the number that have been pre-trained.
+    Cells show the median and the range over the seeds. The column "above" shows how much higher the validation loss is
+    than that of the first attention, the baseline. The last column is the number of seeds that have a validation loss
+    and, if there are any scores, the score of every column.
+
+    Args:
+        results: the results of each attention, at least one.
+        seeds: the seeds, for the line after the table.
     """
     baseline = results[0]
     columns = score_columns(results)
@@ -156,7 +169,7 @@ def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) 
 
 
 def plot_comparison(path: Path, results: Sequence[AttentionResults]) -> Path:
-    """Write a PNG with the losses of pre-training by update and the scores by task; return its path."""
+    """Write a PNG with the losses of pre-training by update and the scores by column. Return its path."""
     figure, (loss_axes, score_axes) = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
     for number, result in enumerate(results):
         _plot_losses(loss_axes, result, color=f"C{number}")
@@ -173,7 +186,7 @@ def plot_comparison(path: Path, results: Sequence[AttentionResults]) -> Path:
 
 
 def _plot_losses(axes: plt.Axes, result: AttentionResults, color: str) -> None:
-    """Plot the training and the validation loss of one attention at the updates that all its seeds logged."""
+    """Plot the training and the validation loss of one attention at the updates that were logged for all seeds."""
     thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.6}
     thick: dict[str, Any] = {"linewidth": 1.8, "markersize": 4}
     for curves, style, label, line_options in (
@@ -199,7 +212,10 @@ def _plot_losses(axes: plt.Axes, result: AttentionResults, color: str) -> None:
 
 
 def _plot_scores(axes: plt.Axes, results: Sequence[AttentionResults]) -> None:
-    """Plot the median and the range of the scores by column, with a dashed line for the most frequent class."""
+    """Plot the median and the range of the scores by column.
+
+    A dashed line shows the accuracy of always predicting the most frequent class.
+    """
     columns = score_columns(results)
     for number, result in enumerate(results):
         color = f"C{number}"

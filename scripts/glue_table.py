@@ -1,8 +1,8 @@
-"""Tabulate fine-tuning runs like the paper's Table 1: GLUE accuracy on the development sets, median over seeds.
+"""Show fine-tuning runs in a table like the paper's Table 1: GLUE accuracy on the dev sets, as medians over seeds.
 
 python -m scripts.glue_table runs --latex table1.tex
 
-The program reads every RUN/glue/TASK/seedN/valid.json below the directory; the table has a row for each RUN.
+The program reads every RUN/glue/TASK/seedN/valid.json below the directory. The table has a row for each RUN.
 """
 
 import sys
@@ -13,7 +13,7 @@ from scripts.score_table import ScoreTable, table_parser
 
 TASKS = {"mnli": "MNLI", "qnli": "QNLI", "qqp": "QQP", "sst2": "SST-2"}
 
-# Table 1 of arXiv 2311.13541: accuracies in percent on MNLI, QNLI, QQP and SST-2, and the mean that it reports.
+# Table 1 of arXiv 2311.13541: accuracies in percent on MNLI, QNLI, QQP and SST-2, and the mean in the paper.
 PAPER = {
     "RoBERTa, softmax": (80.3, 87.2, 89.9, 90.6, 87.0),
     "Reformer": (35.4, None, 63.2, 50.9, 49.8),

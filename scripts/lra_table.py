@@ -1,9 +1,10 @@
-"""Tabulate runs on the Long Range Arena like the paper's Table 5 (accuracy), and measurements like its Table 4.
+"""Show runs on the Long Range Arena in a table like the paper's Table 5, and measurements in tables like its Table 4.
 
 python -m scripts.lra_table runs/lra --benchmark table4.json --latex table5.tex
 
-The program reads every RUN/TASK/seedN/test.json below the directory, and the file that scripts.benchmarks.lra wrote.
-The table has a row for each RUN. Stand-in tasks (*_stand_in) have their own columns and do not count in the mean.
+Table 5 has the accuracies, as medians over seeds: the program reads every RUN/TASK/seedN/test.json below the directory,
+and the table has a row for each RUN. Stand-in tasks (*_stand_in) have their own columns and do not count in the mean.
+Table 4 has the time and the memory of training: --benchmark names the file that scripts.benchmarks.lra wrote.
 """
 
 import argparse
@@ -29,7 +30,7 @@ TASKS = {
     "image_stand_in": "image stand-in",
 }
 
-# Table 5 of arXiv 2311.13541: accuracies in percent, in the order above, and the mean that it reports.
+# Table 5 of arXiv 2311.13541: accuracies in percent, in the order above, and the mean that the paper reports.
 PAPER = {
     "softmax": (60.41, 38.05, 79.95, 71.3, 37.2, 57.38),
     "Reformer": (61.27, 37.05, 78.74, 67.23, 44.04, 57.67),
@@ -60,7 +61,7 @@ Values = dict[tuple[str, str], float | None]  # by attention and task; None if t
 
 
 def read_benchmark(file: Path) -> str:
-    """Return the tables of a benchmark. Raises UserError for a file that scripts.benchmarks.lra has not written."""
+    """Return the tables of a benchmark as text. Raise UserError if scripts.benchmarks.lra has not written the file."""
     try:
         return benchmark_text(json.loads(file.read_text()))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -68,9 +69,10 @@ def read_benchmark(file: Path) -> str:
 
 
 def benchmark_text(content: Mapping[str, Any]) -> str:
-    """Return a line with the settings of a benchmark, and tables of times and memory with the paper's ratios.
+    """Return a line with the settings of a benchmark, then tables of the times and of the peak memory.
 
-    `content` is the parsed content of a file of scripts.benchmarks.lra.
+    The tables of ratios to softmax also have the ratios that follow from the paper's numbers. `content` is the parsed
+    JSON that scripts.benchmarks.lra writes.
     """
     milliseconds: Values = {}
     gigabytes: Values = {}
@@ -89,15 +91,15 @@ def benchmark_text(content: Mapping[str, Any]) -> str:
 
 
 def _measurement_tables(title: str, measured: Values, digits: int, paper: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return two tables: the measured values, and their ratios to the baseline together with the paper's ratios.
+    """Return a table of the measured values, and a table of their ratios to those of softmax.
 
-    The list is empty if nothing was measured.
+    The second table also has the ratios of the paper's values. The list is empty if nothing was measured.
 
     Args:
         title: the title of the first table.
-        measured: the measured values.
-        digits: decimals of the measured values.
-        paper: the values of the paper, in any unit.
+        measured: the measured values by attention and task.
+        digits: number of decimals of the measured values.
+        paper: the paper's values of each attention, in the order of the paper's tasks, in any unit.
     """
     if not any(measured.values()):
         return []
@@ -114,7 +116,7 @@ def _measurement_tables(title: str, measured: Values, digits: int, paper: Mappin
 
 
 def _ratios_to(baseline: str, values: Values) -> Values:
-    """Return the ratio of each value to that of the baseline on the same task, None if one of them is missing."""
+    """Return the ratio of each value to the baseline's value on the same task, or None if either value is missing."""
     ratios: Values = {}
     for (name, task), value in values.items():
         baseline_value = values.get((baseline, task))
@@ -123,6 +125,7 @@ def _ratios_to(baseline: str, values: Values) -> Values:
 
 
 def _format_values(values: Values, digits: int, missing: str) -> dict[tuple[str, str], str]:
+    """Return each value as text with `digits` decimals, or `missing` for None."""
     texts = {}
     for key, value in values.items():
         texts[key] = missing if value is None else f"{value:.{digits}f}"
@@ -130,7 +133,7 @@ def _format_values(values: Values, digits: int, missing: str) -> dict[tuple[str,
 
 
 def show_tables(args: argparse.Namespace) -> None:
-    """Print the tables of the runs and of the benchmark that the command line names."""
+    """Print the table of the runs and, with --benchmark, the tables of the benchmark."""
     measurements = ""
     if args.benchmark:
         measurements = read_benchmark(args.benchmark)

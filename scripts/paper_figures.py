@@ -5,9 +5,9 @@
     python -m scripts.paper_figures --only 1 8 9 10 --run lln=runs/pretrain_lln_diag softmax=runs/pretrain_softmax
 
 Each figure is written to OUT/figure_N.png and its numbers to OUT/figure_N.csv. Figures 2, 5, 6, 7 and the separation
-figures are simulated. Figures 1, 8, 9 and 10 are drawn from runs: give the directory of a run or its TensorBoard
-directory. Figure 1 needs runs with the probe (--probe-interval), Figure 10a runs of sentence classification. A figure
-without data is skipped, and the program says what is missing.
+figures are simulated. Figures 1, 8, 9 and 10 are drawn from training runs: give the directory of a run or its
+TensorBoard directory. Figure 1 needs runs with the probe (--probe-interval), and Figure 10a needs runs of sentence
+classification. A figure without data is skipped, and the program says what is missing.
 """
 
 import argparse
@@ -37,10 +37,10 @@ for sweep_name in separation_sweeps.SWEEPS:
 
 
 def split_label(text: str) -> tuple[str, Path]:
-    """Split LABEL=DIR into label and directory; DIR without a label is labeled with its last component.
+    """Split LABEL=DIR into the label and the directory. Without a label, the label is the last component of DIR.
 
-    Both can contain "=", so the text is split at an "=" after which an existing directory follows, or at the last "="
-    if there is none.
+    Both parts can contain "=". If the whole text is an existing directory, it is not split. Otherwise it is split at
+    the first "=" that is followed by an existing directory, or at the last "=" if there is no such directory.
     """
     candidates = [("", text)]
     for i, letter in enumerate(text):
@@ -57,7 +57,11 @@ def split_label(text: str) -> tuple[str, Path]:
 
 
 def labeled_run(text: str) -> tuple[str, dict[str, Curve]]:
-    """Convert the argument LABEL=DIR or DIR to a label and the curves of the run; use it as `type` of argparse."""
+    """Return the label of a run and its curves by their tags, for the argument LABEL=DIR or DIR.
+
+    Use this function as the `type` of an argparse argument. If the directory has no curves, it raises
+    ArgumentTypeError.
+    """
     label, directory = split_label(text)
     folder = directory
     if (directory / "tensorboard").is_dir():
@@ -69,7 +73,16 @@ def labeled_run(text: str) -> tuple[str, dict[str, Curve]]:
 
 
 def draw_figures(names: list[str], out: Path, settings: Settings) -> int:
-    """Draw the named figures; return the exit code, 1 if all of them were skipped and 0 otherwise."""
+    """Draw figures into the directory `out`, which is created, and print their paths and notes.
+
+    Args:
+        names: keys of FIGURES.
+        out: the output directory.
+        settings: the input of the figures.
+
+    Returns:
+        The exit code: 1 if all figures were skipped, otherwise 0.
+    """
     out.mkdir(parents=True, exist_ok=True)
     exit_code = 1
     for name in names:

@@ -1,4 +1,4 @@
-"""Tabulate the accuracies of finished runs, as medians over seeds, together with those that a paper reports."""
+"""Show the accuracies of finished runs, as medians over seeds, in a table with the accuracies of the paper."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ PaperAccuracies = tuple[float | None, ...]
 
 @dataclass
 class TableRow:
-    """One row of the table: accuracies in percent, and the number of seeds of each median."""
+    """One row of a score table: the accuracies in percent, and the number of seeds behind each of them."""
 
     name: str
     accuracy: dict[str, float] = field(default_factory=dict)  # by task
@@ -25,14 +25,15 @@ class TableRow:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """A table of accuracies by run and task.
+    """A table of accuracies with a row for each run and a column for each task.
 
     Attributes:
-        pattern: glob pattern of the result files relative to the directory of a run, such as glue/*/seed*/valid.json;
-            the directory two levels above the file is named after the task.
-        tasks: the title of each task, the paper's tasks first. Other tasks are shown only if a run has them.
-        paper: for each row of the paper, the accuracy in percent on each of its tasks (None if it is not reported), and
-            at the end the mean that the paper reports.
+        pattern: glob pattern of the result files relative to the directory of a run, such as glue/*/seed*/valid.json.
+            The directory two levels above the file must have the name of the task.
+        tasks: the title of each task by its name, the paper's tasks first. Other tasks are shown only if a run has
+            results for them.
+        paper: the rows of the paper by name. A row has the accuracy in percent on each of the paper's tasks, or None if
+            it is not reported, and at the end the mean that the paper reports.
     """
 
     pattern: str
@@ -41,13 +42,15 @@ class ScoreTable:
 
     @property
     def paper_tasks(self) -> list[str]:
-        """The tasks that the paper reports."""
+        """The names of the tasks that the paper reports, in the order of `tasks`."""
         first_row = next(iter(self.paper.values()))
         num_tasks = len(first_row) - 1
         return list(self.tasks)[:num_tasks]
 
     def collect_rows(self, directory: Path) -> list[TableRow]:
-        """Return a row for every run below a directory that has results, in the order of their paths.
+        """Return a row for every run in a directory and its subdirectories, in the order of their paths.
+
+        A row has the medians over the seeds. It has a mean only if there are results for all tasks of the paper.
 
         Raises:
             UserError: if a result file was not written by lln-fairseq evaluate.
@@ -72,7 +75,7 @@ class ScoreTable:
         return rows
 
     def paper_rows(self) -> list[TableRow]:
-        """Return the rows of the paper."""
+        """Return the rows of the paper, with " (paper)" after their names."""
         rows = []
         for name, (*values, mean) in self.paper.items():
             row = TableRow(f"{name} (paper)", mean=mean)
@@ -83,7 +86,7 @@ class ScoreTable:
         return rows
 
     def as_text(self, rows: list[TableRow]) -> str:
-        """Return the table for the terminal. The last column has the number of seeds of each task, as in 3/3/1."""
+        """Return the table as text. The last column has the number of seeds for each task, such as 3/3/1."""
         tasks = self._shown_tasks(rows)
         lines = [["", *(self.tasks[task] for task in tasks), "mean", "seeds"]]
         for row in rows:
@@ -94,7 +97,7 @@ class ScoreTable:
         return aligned(lines)
 
     def as_latex(self, rows: list[TableRow]) -> str:
-        """Return the table, without the numbers of seeds, as a LaTeX tabular."""
+        """Return the table as a LaTeX tabular, without the column of the numbers of seeds."""
         tasks = self._shown_tasks(rows)
         titles = ["Attention", *(self.tasks[task] for task in tasks), "mean"]
         lines = [rf"\begin{{tabular}}{{l{'c' * (len(tasks) + 1)}}}", r"\hline", " & ".join(titles) + r" \\", r"\hline"]
@@ -105,11 +108,13 @@ class ScoreTable:
         return "\n".join(lines) + "\n"
 
     def show(self, args: argparse.Namespace, program: str, further_text: str = "") -> None:
-        """Print the table with the runs below args.directory, and write it to args.latex if that is given.
+        """Print the table of the paper's rows and of the runs below args.directory.
+
+        If args.latex is given, the table is also written to this file in LaTeX.
 
         Args:
-            args: the command line, parsed by the parser of table_parser.
-            program: the program that makes runs, for the error message.
+            args: the command line, parsed by the parser that `table_parser` returns.
+            program: the program that creates runs, for the error message.
             further_text: text to print after the table, such as further tables.
 
         Raises:
@@ -126,7 +131,7 @@ class ScoreTable:
             args.latex.write_text(self.as_latex(rows), encoding="utf-8")
 
     def _shown_tasks(self, rows: list[TableRow]) -> list[str]:
-        """Return the paper's tasks and those for which a row has an accuracy."""
+        """Return the paper's tasks, and all other tasks for which any row has an accuracy, in the order of `tasks`."""
         shown = set(self.paper_tasks)
         for row in rows:
             shown |= set(row.accuracy)
@@ -134,9 +139,14 @@ class ScoreTable:
 
 
 def table_parser(program: str, description: str | None, directory: str) -> argparse.ArgumentParser:
-    """Return the parser of `python -m PROGRAM`, which shows a score table.
+    """Return the argument parser of a program that shows a score table.
 
-    It takes the directory of the runs, `directory` by default, and --latex FILE.
+    The program takes the directory of the runs and the option --latex FILE. `ScoreTable.show` takes the parsed result.
+
+    Args:
+        program: the module of the program; users run it as `python -m PROGRAM`.
+        description: the description of the program in its help.
+        directory: the default of the directory.
     """
     parser = program_parser(f"python -m {program}", description)
     parser.add_argument(
@@ -147,7 +157,7 @@ def table_parser(program: str, description: str | None, directory: str) -> argpa
 
 
 def read_accuracy(file: Path) -> float:
-    """Return the accuracy in percent. Raise UserError if the file was not written by lln-fairseq evaluate."""
+    """Return the accuracy in percent. Raise UserError if lln-fairseq evaluate has not written the file."""
     try:
         return 100 * json.loads(file.read_text())["accuracy"]
     except (ValueError, LookupError, TypeError) as error:
@@ -155,7 +165,7 @@ def read_accuracy(file: Path) -> float:
 
 
 def _accuracy_cells(row: TableRow, tasks: list[str]) -> list[str]:
-    """Return the accuracies of the tasks and their mean as text, with "-" for each that is missing."""
+    """Return the accuracies on the tasks and the mean as text, each with one decimal, or "-" if it is missing."""
     cells = []
     for value in [*(row.accuracy.get(task) for task in tasks), row.mean]:
         cells.append("-" if value is None else f"{value:.1f}")

@@ -1,4 +1,4 @@
-"""Argument types and text tables that the programs of scripts/ share."""
+"""Argument parsing and text tables that the programs of scripts/ share."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,18 @@ from typing import Any
 
 
 def program_parser(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help shows the description with its line breaks."""
+    """Return an argument parser for a program. Its help shows the description with the original line breaks."""
     return argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def at_least_one(text: str) -> int:
-    """Convert an argument to an integer of at least 1; use it as `type` of argparse."""
+    """Convert an argument to an integer that is at least 1.
+
+    Use this function as the `type` of an argparse argument. It raises ArgumentTypeError for a smaller integer, and
+    ValueError for any other text. argparse reports both as wrong usage.
+    """
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
@@ -22,9 +26,10 @@ def at_least_one(text: str) -> int:
 
 
 def output_file(text: str) -> Path:
-    """Convert an argument to a path in an existing directory; use it as `type` of argparse.
+    """Convert an argument to the path of a file to write. Raise ArgumentTypeError if its directory does not exist.
 
-    A missing directory is thus reported before a long measurement, not after it.
+    Use this function as the `type` of an argparse argument. Then a missing directory is reported before a long
+    measurement, not after it.
     """
     path = Path(text)
     if not path.parent.is_dir():
@@ -33,10 +38,10 @@ def output_file(text: str) -> Path:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text, one line per row, without spaces at the ends of lines.
+    """Return a table as text, one line per row, without spaces at the ends of lines and without a final line break.
 
-    Columns are as wide as their widest cell plus two spaces. The first column is left-aligned, all others are
-    right-aligned. The rows must have the same number of cells.
+    Columns are as wide as their widest cell plus two spaces. The first column is left-aligned, and all others are
+    right-aligned. All rows must have the same number of cells.
     """
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = []
@@ -49,14 +54,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def grid(head: str, columns: Mapping[Any, str], cells: Mapping[tuple[str, Any], str], corner: str = "") -> str:
-    """Return a table with a line above it.
+    """Return a table as text, with a line above it.
 
     Args:
         head: the line above the table.
-        columns: the title of every column by its key.
-        cells: the text of each cell, by the name of its row and the key of its column. Rows are ordered by their first
-            cell; missing cells are empty.
-        corner: the title of the column of row names.
+        columns: the title of every column by the key of the column.
+        cells: the text of each cell, by the name of its row and the key of its column. Rows appear in the order in
+            which their names first occur in `cells`. Missing cells are left empty.
+        corner: the title of the first column, which has the names of the rows.
     """
     lines = [[corner, *columns.values()]]
     row_names = dict.fromkeys(name for name, _ in cells)
@@ -66,7 +71,10 @@ def grid(head: str, columns: Mapping[Any, str], cells: Mapping[tuple[str, Any], 
 
 
 def settings_line(settings: Mapping[str, Any]) -> str:
-    """Return a line with the model, batch, precision, dropout, device and torch version of a training benchmark."""
+    """Return the settings of a training benchmark as one line.
+
+    `settings` has the keys model, preset, batch, dtype, dropout, attention_dropout, device and torch.
+    """
     return (
         "{model}, {preset}, batch {batch}, {dtype}, dropout {dropout}, attention dropout {attention_dropout}; "
         "{device}, torch {torch}".format(**settings)

@@ -2,10 +2,10 @@
 
 lln-fairseq analyze CHECKPOINT DATA --json attention.json --png attention.png
 
-For each layer it reports temperatures, entropy, spectral gap and rank of the attention matrices, how close they are to
-log-normal, and how close queries and keys are to Gaussian. For each depth it reports how much the tokens still differ,
-with and without skip connections and MLPs. CHECKPOINT is a pre-trained or fine-tuned model, and DATA is the binarized
-data of its task. The measured sequences are spread evenly over the split.
+For each layer, the report has the temperatures, entropy, spectral gap and rank of the attention matrices. It says how
+close these matrices are to log-normal, and how close queries and keys are to Gaussian. For each depth, the report says
+how much the tokens still differ, with and without skip connections and MLPs. CHECKPOINT is a pre-trained or fine-tuned
+model, and DATA is the binarized data of its task. The measured sequences are spread evenly over the split.
 """
 
 import argparse
@@ -19,7 +19,11 @@ from lln_fairseq.inference.loading import load_model
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq analyze` with these arguments; raise InputError for invalid arguments or files."""
+    """Run `lln-fairseq analyze` with these arguments.
+
+    Raises:
+        InputError: if a file or directory cannot be used, or a number is below 1. argparse handles wrong usage.
+    """
     parser = argparse.ArgumentParser(
         prog="lln-fairseq analyze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,11 +52,20 @@ def main(argv: list[str]) -> None:
 def analyze_checkpoint(
     checkpoint: str, data: str, split: str = "valid", batches: int = 4, batch_size: int = 4
 ) -> report.AttentionReport:
-    """Measure a checkpoint on evenly spaced sequences of a split.
+    """Measure a checkpoint on batches · batch_size sequences, evenly spaced over a split.
 
-    If the split has fewer than batches · batch_size sequences, all of them are measured.
+    If the split has fewer sequences, all of them are measured.
 
-    Raises: InputError or ValueError for a checkpoint, data or numbers that cannot be used.
+    Args:
+        checkpoint: the path of the model.
+        data: the directory of binarized data.
+        split: the name of the split, such as "valid".
+        batches: the number of batches.
+        batch_size: the number of sequences in a batch.
+
+    Raises:
+        InputError: if batches or batch_size is below 1, or the checkpoint or the data cannot be loaded.
+        ValueError: if the model cannot be measured, see `report.measure_model`.
     """
     if batches < 1 or batch_size < 1:
         raise InputError(f"--batches and --batch-size must be at least 1, got {batches} and {batch_size}")

@@ -1,8 +1,9 @@
 """Measures of how concentrated attention is: entropy, spectral gap and variance (arXiv 2311.13541, sections 3 and A.4).
 
-Each row of P (..., N, N) is a distribution over the keys. A key_padding_mask is bool (B, N), True = padded, for tensors
-whose first dimension is B. Padded rows and columns are left out of every measure, and a sequence without a real token
-gives NaN. Without a mask, P can also be a selection of rows, (..., R, N), for entropy and variance.
+P (..., N, N) is a tensor of attention matrices; each row of a matrix is a distribution over the keys. The measures have
+one value for each matrix, so their shape is (...). A key_padding_mask is bool (B, N), True = padded, where B is the
+first dimension of P. The rows and columns of padding are left out of every measure, and a sequence that contains only
+padding gives NaN. For entropy and variance without a mask, P can also be a selection of R rows, (..., R, N).
 """
 
 import math
@@ -19,19 +20,20 @@ from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table,
 
 
 def entropy(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return H(P) = -1/N Σ_ij P_ij log2 P_ij, the mean entropy of the rows in bits (eq. 7), of shape (...).
+    """Return the mean entropy of the rows in bits, H(P) = -1/N Σ_ij P_ij log2 P_ij (eq. 7).
 
-    It is log2 N for the uniform P and 0 for the identity. For softmax it grows with the temperature (Theorem 3.2).
+    The entropy is log2 N for the uniform P and 0 for the identity. For softmax it grows with the temperature
+    (Theorem 3.2).
     """
     row_entropies = torch.special.entr(_without_padding(P, key_padding_mask)).sum(dim=-1) / math.log(2)
     return row_entropies.sum(dim=-1) / _count_tokens(P, key_padding_mask)
 
 
 def variance(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return 1/N Σ_i 1/N Σ_j (P_ij - mean of row i)², the mean variance of the rows (eq. 21), of shape (...).
+    """Return the mean variance of the rows, 1/N Σ_i 1/N Σ_j (P_ij - mean of row i)² (eq. 21).
 
-    All rows of a stochastic P have the mean 1/N, so this is also the variance of its entries. For softmax it falls with
-    the temperature (Theorem 3.4).
+    If every row of P sums to 1, all rows have the mean 1/N, so this is also the variance of all entries of P. For
+    softmax the variance falls as the temperature grows (Theorem 3.4).
     """
     P = _without_padding(P, key_padding_mask)
     columns = _count_tokens(P, key_padding_mask, dim=-1)
@@ -41,24 +43,27 @@ def variance(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
 
 
 def spectral_gap(P: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return 1 - |λ2| (...), where λ2 is the eigenvalue with the second largest modulus (section 3.2.2), in float64.
+    """Return 1 - |λ2|, where λ2 is the eigenvalue with the second largest modulus (section 3.2.2).
 
-    It is 1 for the uniform P and for N = 1, 0 for the identity, and NaN for a matrix that is not finite. All
-    eigenvalues are computed in float64 on the CPU: about 0.15 s for a matrix of N = 512 on one core, growing like N³.
-    For linear mechanisms, `linear_spectral_gap` is faster.
+    The gap is 1 for the uniform P and for N = 1, 0 for the identity, and NaN for a matrix with an entry that is not
+    finite. Eigenvalues are computed in float64 on the CPU, which takes about 0.15 s for a matrix of N = 512 on one core
+    and grows like N³. For linear mechanisms, `linear_spectral_gap` is faster.
+
+    Returns: (...) in float64, on the device of P.
     """
     return _gap(_without_padding(P, key_padding_mask).double(), P.device, _count_tokens(P, key_padding_mask))
 
 
 def linear_spectral_gap(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return `spectral_gap` of P = diag(1/z) φ(Q) φ(K)ᵀ, where z are its row sums, exactly and for any length.
+    """Return the spectral gap of P = diag(1/z) φ(Q) φ(K)ᵀ, where z are the row sums of φ(Q) φ(K)ᵀ.
 
-    XY and YX have the same non-zero eigenvalues. So those of P (N x N, of rank F at most) are those of the F x F matrix
-    φ(K)ᵀ diag(1/z) φ(Q), which takes O(N F² + F³) operations instead of O(N³).
+    The result is that of `spectral_gap`, but P is not formed if F is smaller than N. For any matrices X and Y, XY and
+    YX have the same nonzero eigenvalues. The nonzero eigenvalues of P (N x N) are therefore those of
+    φ(K)ᵀ diag(1/z) φ(Q) (F x F). To compute them takes O(N F² + F³) operations instead of O(N³).
 
     Args:
-        phi_q, phi_k: non-negative features (B, H, N, F), as `Attention.feature_maps` returns them. A row whose sum is 0
-            is a row of zeros, as in `ops.linear_attention`.
+        phi_q, phi_k: non-negative features (B, H, N, F), as `Attention.feature_maps` returns them. If a row sum is 0,
+            the row of P is 0.
         key_padding_mask: bool (B, N), True = padded, or None.
 
     Returns: (B, H) in float64.
@@ -78,14 +83,18 @@ def linear_spectral_gap(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor |
 
 
 def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "calibrated") -> Tensor:
-    """Return σ_lln², the variance s = σ_q²σ_k² for which moment matching chooses this σ̃² = α²σ_q² + β²σ_k².
+    """Return σ_lln², the s = σ_q²σ_k² for which moment matching chooses σ̃² = α²σ_q² + β²σ_k².
 
-    It is the inverse of the table of the constants. For constants "paper" it is a σ̃² + b (eq. 34), at least 0.
+    Moment matching looks up σ̃² for s, and this function does the reverse. With the constants "calibrated", σ_lln² is
+    the variance of log P of LLN attention.
 
     Args:
-        sigma_tilde2: σ̃², of any shape, which is also the shape of the result.
-        head_dim: D.
-        constants: as for `match_moments`.
+        sigma_tilde2: σ̃², of any shape.
+        head_dim: the number of features of a head.
+        constants: "calibrated" or "entropy" interpolate in the table of that name. "paper" uses the line a σ̃² + b
+            (eq. 34), and 0 where the line is negative.
+
+    Returns: σ_lln² in the shape of sigma_tilde2.
     """
     if constants == "paper":
         return (PAPER_A * sigma_tilde2 + PAPER_B).clamp_min(0)
@@ -94,7 +103,15 @@ def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "cali
 
 
 def _gap(matrices: Tensor, device: torch.device, tokens: Tensor) -> Tensor:
-    """Return 1 - |λ2| of each matrix (..., F, F), float64 (...) on the device; NaN where `tokens` (...) is 0."""
+    """Return 1 - |λ2| of each matrix.
+
+    Args:
+        matrices: (..., F, F).
+        device: the device of the result.
+        tokens: the number of tokens of each sequence, which broadcasts to (...). Where it is 0, the result is NaN.
+
+    Returns: (...) in float64.
+    """
     flat = matrices.cpu().reshape(-1, *matrices.shape[-2:]).numpy()
     # One thread for each matrix. At this size the threads of a BLAS gain nothing, and cost a lot where cores are few.
     with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -104,7 +121,10 @@ def _gap(matrices: Tensor, device: torch.device, tokens: Tensor) -> Tensor:
 
 
 def _second_modulus(matrix: np.ndarray) -> float:
-    """Return |λ2| of a square matrix: 0 if it has one eigenvalue, NaN if it is not finite."""
+    """Return the second largest modulus of the eigenvalues of a square matrix.
+
+    Return 0 for a 1 x 1 matrix, and NaN for a matrix with an entry that is not finite.
+    """
     if not np.isfinite(matrix).all():
         return math.nan
     # This uses numpy's LAPACK, because that of torch does not converge for the uniform matrix of N = 64.
@@ -113,7 +133,7 @@ def _second_modulus(matrix: np.ndarray) -> float:
 
 
 def _without_padding(P: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return P in float32 (float64 for float64 P), with 0 in the rows and columns of padding."""
+    """Return P in float32, or in float64 if it is float64, with 0 in the rows and columns of padding."""
     P = P.to(compute_dtype(P.dtype))
     if key_padding_mask is None:
         return P
@@ -122,7 +142,10 @@ def _without_padding(P: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 
 def _count_tokens(P: Tensor, key_padding_mask: Tensor | None, dim: int = -2) -> Tensor:
-    """Return the number of real rows of each matrix of P, (...), in float32 or float64; dim -1 counts columns."""
+    """Return the number of rows (dim -2) or columns (dim -1) of each matrix that do not belong to padding.
+
+    Returns: (...) in float32, or in float64 if P is float64.
+    """
     dtype = compute_dtype(P.dtype)
     if key_padding_mask is None:
         return torch.full(P.shape[:-2], P.shape[dim], dtype=dtype, device=P.device)
@@ -130,5 +153,5 @@ def _count_tokens(P: Tensor, key_padding_mask: Tensor | None, dim: int = -2) -> 
 
 
 def _over_heads(key_padding_mask: Tensor, P: Tensor) -> Tensor:
-    """Return the mask (B, N) as (B, 1 ..., N), which broadcasts to P.shape[:-1]."""
+    """Return the mask (B, N) as (B, 1, ..., 1, N), which broadcasts to P.shape[:-1]."""
     return key_padding_mask.unflatten(0, (-1, *[1] * (P.dim() - 3)))

@@ -8,17 +8,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 class Curve(NamedTuple):
-    """A scalar over the updates of a run: its value at each step, in ascending order of the steps."""
+    """The values of a scalar during a run. Both lists are in ascending order of the steps (the updates)."""
 
     steps: list[int]
     values: list[float]
 
 
 def read_curves(directory: Path | str) -> dict[str, Curve]:
-    """Return every scalar in the event files below a directory, by SUBDIRECTORY/TAG, for example "valid/loss".
+    """Return every scalar in the event files below a directory; the dictionary is empty if there are none.
 
-    fairseq writes one subdirectory for each of train_inner, train and valid. A run that was interrupted has several
-    event files. If two of them have a value for the same step, the value from the later file is returned.
+    The keys are SUBDIRECTORY/TAG, for example "valid/loss": fairseq writes the subdirectories train_inner, train and
+    valid. A run that was interrupted has several event files. If two of them have a value for the same step, the value
+    in the later file counts.
     """
     points: dict[str, dict[int, float]] = {}
     for file in sorted(Path(directory).rglob("events.out.tfevents.*"), key=_age):
@@ -36,5 +37,8 @@ def read_curves(directory: Path | str) -> dict[str, Curve]:
 
 
 def _age(file: Path) -> list[int]:
-    """Return the numbers of events.out.tfevents.SECONDS.HOST.PID.COUNTER, which sort counter 9 before counter 10."""
+    """Return a key that sorts event files from old to new: all numbers in the file name, as integers.
+
+    The name is events.out.tfevents.SECONDS.HOST.PID.COUNTER. As integers, counter 9 comes before counter 10.
+    """
     return [int(number) for number in re.findall(r"\d+", file.name)]

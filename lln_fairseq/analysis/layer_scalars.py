@@ -19,15 +19,17 @@ NAMES = ("sigma_q", "sigma_k", "tau_sm", "tau_lln", "alpha", "beta")
 
 @torch.no_grad()
 def layer_scalars(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return six scalars of an attention, averaged over sequences and heads, in the order of NAMES.
+    """Return six scalars of an attention, each averaged over the sequences of the batch and the heads.
+
+    In the order of NAMES, they are:
 
     σ_q, σ_k    standard deviations of the queries and of the keys
-    τ_sm        1/(σ_q σ_k), the temperature of softmax attention for them (eq. 5)
-    τ_lln       1/σ_lln, the temperature of LLN attention for them (eq. 11, see `lln_log_variance`)
-    α, β        the factors of LLN attention; these and τ_lln are NaN for a mechanism without α and β
+    τ_sm        1/(σ_q σ_k), the temperature of softmax attention with these queries and keys (eq. 5)
+    τ_lln       1/σ_lln, the temperature of LLN attention with these queries and keys (eq. 11, see `lln_log_variance`)
+    α, β        the factors of LLN attention
 
-    If the tokens are split over several workers (`attention.group`), all of them must make the call, and each gets the
-    result for the whole sequences.
+    τ_lln, α and β are NaN for a mechanism that contains no LLN attention. If several workers share the sequences
+    (`attention.group`), all of them must make the call. Each worker then gets the result for the whole sequences.
 
     Args:
         attention: the mechanism.
@@ -52,7 +54,7 @@ def layer_scalars(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: 
 
 
 def queries_keys_mask(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return q, k and the mask from the arguments of a call attention(*args, **kwargs)."""
+    """Return (q, k, key_padding_mask) from the arguments of a call attention(*args, **kwargs). The mask may be None."""
     call = inspect.signature(attention.forward).bind(*args, **kwargs)
     call.apply_defaults()
     q, k, _, mask, *_ = call.arguments.values()
@@ -61,9 +63,9 @@ def queries_keys_mask(attention: Attention, args: tuple[Any, ...], kwargs: dict[
 
 @contextmanager
 def observe(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect the `layer_scalars` of every call of an attention of the model inside the `with` block.
+    """Compute the `layer_scalars` of every attention that the model calls inside the `with` block.
 
-    Yields: a list that gets one vector (6,) for each call, in the order of the calls.
+    Yields: a list, empty at first. Each call of an attention appends one vector (6,) to it.
     """
     observed: list[Tensor] = []
 

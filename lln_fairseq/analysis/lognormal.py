@@ -1,9 +1,9 @@
 """Test the paper's model of attention: matrices should be log-normal, queries and keys Gaussian.
 
-A matrix P has shape (..., N, N), and queries and keys
-have (..., N, D). A key_padding_mask is bool (B, N), True = padded, for tensors whose first dimension is B; padded rows
-and columns are left out. Every number of a fit has the shape (...), without gradient, in float64 (float32 on an Apple
-GPU, which has no float64).
+P (..., N, N) is a tensor of attention matrices, and queries and keys are (..., N, D). A key_padding_mask is bool
+(B, N), True = padded, where B is the first dimension of P or of the queries. The rows and columns of padding are left
+out. A fit has one value for each matrix, so the tensors of a fit have the shape (...). They are float64 (float32 on an
+Apple GPU, which has no float64) and have no gradient.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class LogNormalFit(NamedTuple):
-    """The log-normal distribution ln P ~ N(μ, σ²), and its Kolmogorov-Smirnov distance to P, in [0, 1]."""
+    """A log-normal distribution, ln P ~ N(μ, σ²), and the Kolmogorov-Smirnov distance between it and P, in [0, 1]."""
 
     mu: Tensor
     sigma2: Tensor
@@ -24,9 +24,9 @@ class LogNormalFit(NamedTuple):
 
 
 class NormalFit(NamedTuple):
-    """Moments of a sample, and its Kolmogorov-Smirnov distance to N(mean, std²), in [0, 1].
+    """Moments of a sample, and the Kolmogorov-Smirnov distance between the sample and N(mean, std²), in [0, 1].
 
-    For a Gaussian, skewness and (excess) kurtosis are 0.
+    `kurtosis` is the excess kurtosis. For a Gaussian, skewness and excess kurtosis are 0.
     """
 
     mean: Tensor
@@ -37,7 +37,7 @@ class NormalFit(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Mean and variance of ln P."""
+    """The mean μ and the variance σ² of ln P."""
 
     mu: float
     sigma2: float
@@ -46,9 +46,9 @@ class Moments(NamedTuple):
 def lognormal_fit(P: Tensor, key_padding_mask: Tensor | None = None) -> LogNormalFit:
     """Fit a log-normal distribution to the entries of each matrix (Proposition 3.1).
 
-    Entries that are 0 (outside the blocks of block-diagonal attention, with ReLU features, or by underflow) have no
-    logarithm. μ and σ² are those of the positive entries, but the distance includes the zeros, so it is at least the
-    fraction of zeros. A matrix without a positive entry gives NaN, and a negative entry makes the distance NaN.
+    Some entries can be 0: outside the blocks of block-diagonal attention, with ReLU features, or by underflow. μ and σ²
+    are computed from the positive entries only. The distance also counts the zeros, so it is at least the fraction of
+    zeros. A matrix without a positive entry gives NaN, and a negative entry makes the distance NaN.
     """
     flat, real = _flatten_entries(P, key_padding_mask, is_square=True)
     logs = flat.log()  # -inf for 0, NaN for a negative entry
@@ -60,9 +60,9 @@ def lognormal_fit(P: Tensor, key_padding_mask: Tensor | None = None) -> LogNorma
 
 
 def normality(x: Tensor, key_padding_mask: Tensor | None = None) -> NormalFit:
-    """Fit a normal distribution to queries or keys x (..., N, D), pooled over the tokens and features of each head.
+    """Fit a normal distribution to queries or keys x (..., N, D). Each fit pools all N tokens and D features of a head.
 
-    The model of section 3 assumes N(0, σ²), and every prediction for P rests on it.
+    The paper's model (section 3) assumes N(0, σ²), and all its predictions for P depend on this assumption.
     """
     flat, real = _flatten_entries(x, key_padding_mask, is_square=False)
     count = real.sum(-1)
@@ -78,17 +78,22 @@ def normality(x: Tensor, key_padding_mask: Tensor | None = None) -> NormalFit:
 
 
 def qq(values: Tensor | np.ndarray, points: int = 99) -> tuple[np.ndarray, np.ndarray]:
-    """Return Q-Q data against the standard normal: theoretical quantiles and sample quantiles, each (points,).
+    """Return the points of a Q-Q plot of a vector of values against the standard normal distribution.
 
-    The values, a vector, are Gaussian if the points lie on a straight line. Its slope is σ, and its intercept μ. Useful
-    values are ln P (see `log_entries`) and queries.
+    If the values are Gaussian, the points lie on a straight line with slope σ and intercept μ. Useful values are ln P
+    (see `log_entries`) and queries.
+
+    Returns: the theoretical quantiles and the sample quantiles, each float64 (points,) in ascending order.
     """
     probabilities = (np.arange(points) + 0.5) / points
     return ndtri(probabilities), np.quantile(np.asarray(values, dtype=np.float64), probabilities)
 
 
 def log_entries(P: Tensor, key_padding_mask: Tensor | None = None) -> np.ndarray:
-    """Return ln of the positive entries between real tokens of all matrices, one vector for histograms and Q-Q data."""
+    """Return the logarithms of all positive entries of P, as one vector for histograms and Q-Q plots.
+
+    The rows and columns of padding are left out.
+    """
     flat, real = _flatten_entries(P, key_padding_mask, is_square=True)
     return flat[real & (flat > 0)].log().cpu().numpy()
 
@@ -96,31 +101,39 @@ def log_entries(P: Tensor, key_padding_mask: Tensor | None = None) -> np.ndarray
 def softmax_moments(s: float, tokens: int) -> Moments:
     """Return the predicted moments of ln P of softmax attention, μ = -ln N - s/2 and σ² = s (Proposition 3.1).
 
-    s is σ_q²σ_k² + C_cross, and `tokens` is N. The proposition neglects that the row's normalizer varies with |q_i|²:
-    for Gaussian inputs of head dimension D that adds s²/(2D) to σ², 2 % at s = 1 and 12 % at s = 8 for D = 32. It also
-    drops σ_Σ²/2 (`fenton_variance` of s and N terms) from μ: 0.05 at s = 4, N = 512.
+    The proposition neglects two terms. The normalizer of row i varies with |q_i|², which for Gaussian queries and keys
+    of head dimension D adds s²/(2D) to σ²: with D = 32, 2 % at s = 1 and 12 % at s = 8. And μ lacks the term σ_Σ²/2,
+    where σ_Σ² is `fenton_variance(s, N)`: this is 0.05 at s = 4 and N = 512.
+
+    Args:
+        s: σ_q²σ_k² + C_cross.
+        tokens: N, the number of tokens.
     """
     return Moments(-math.log(tokens) - s / 2, s)
 
 
 def fenton_variance(sigma2: float, terms: int) -> float:
-    """Return σ_Σ² = ln((e^{σ²} - 1)/n + 1), the log-variance of a sum of n independent log-normals (Fenton 1960).
+    """Return the approximate variance of the logarithm of a sum of n independent log-normals (Fenton 1960).
 
-    This is eq. 28. It is good for σ² up to about 1.2, and too large beyond, where the largest term dominates the sum
-    (A.6, Figure 6b).
+    It is σ_Σ² = ln((e^{σ²} - 1)/n + 1) (eq. 28). The approximation is good for σ² up to about 1.2. For larger σ², the
+    largest term dominates the sum, and the approximation is too large (A.6, Figure 6b).
+
+    Args:
+        sigma2: σ², the variance of the logarithm of each term.
+        terms: n, the number of terms.
     """
     return math.log1p(math.expm1(sigma2) / terms)
 
 
 def _flatten_entries(x: Tensor, key_padding_mask: Tensor | None, is_square: bool) -> tuple[Tensor, Tensor]:
-    """Return the entries of x (..., N, M) as a vector for each matrix, and which of them are real.
+    """Flatten each matrix of x into a vector, and return the vectors with a mask of the entries that are not padding.
 
     Args:
-        x: matrices.
+        x: matrices (..., N, M).
         key_padding_mask: bool (B, N), True = padded, or None.
-        is_square: True if the columns are tokens too, so that an entry is real only between two real tokens.
+        is_square: True if the columns are tokens, too. The columns of padding then also count as padding.
 
-    Returns: the entries (..., N·M) in the dtype of the fits, and bool (..., N·M).
+    Returns: the entries (..., N·M) in float64 (float32 on an Apple GPU), and bool (..., N·M), False at padding.
     """
     x = x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64)
     if key_padding_mask is None:
@@ -134,9 +147,14 @@ def _flatten_entries(x: Tensor, key_padding_mask: Tensor | None, is_square: bool
 
 
 def _ks_distance(values: Tensor, real: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return sup |F_n - Φ((· - mean)/std)|, (...), where F_n is the distribution of the real values of the last axis.
+    """Return the Kolmogorov-Smirnov distance between each sample and N(mean, std²).
 
-    values and real are (..., n), mean and std (...).
+    Args:
+        values: samples (..., n).
+        real: bool (..., n), True for the values that belong to the sample.
+        mean, std: (...).
+
+    Returns: (...), the largest difference between the two distribution functions.
     """
     count = real.sum(-1, keepdim=True)
     ordered = values.where(real, torch.inf).sort(dim=-1).values  # padding comes last

@@ -23,10 +23,13 @@ NAMES = ("entropy", "spectral_gap", "variance", "rank", "log_mean", "log_varianc
 
 
 class SequenceAttention(NamedTuple):
-    """The attention of one sequence of n real tokens, without its padding.
+    """The attention of one sequence of n tokens. Its padding has been removed.
 
-    P is (H, n, n). For more than MAX_TOKENS tokens it has only ROWS rows, (H, ROWS, n). It is None if it cannot be
-    computed. features are φ(q) and φ(k), (H, n, F) each; None unless the mechanism is linear.
+    Attributes:
+        heads: H, the number of heads.
+        P: the attention matrices (H, n, n), or ROWS evenly spaced rows (H, ROWS, n) of them if the batch is longer than
+            MAX_TOKENS. None if it cannot be computed, see `sequence_attentions`.
+        features: φ(q) and φ(k), each (H, n, F). None unless the mechanism is linear.
     """
 
     heads: int
@@ -38,11 +41,11 @@ class SequenceAttention(NamedTuple):
 def sequence_attentions(
     attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
 ) -> Iterator[SequenceAttention]:
-    """Yield the attention of every sequence, one at a time, since the matrices of a whole batch may not fit in memory.
+    """Yield the attention of every sequence in turn, because the matrices of a whole batch may not fit in memory.
 
-    Linear mechanisms have features at any length, and beyond MAX_TOKENS only some rows of P. Other mechanisms have P up
-    to MAX_TOKENS tokens, and nothing beyond. A mechanism without features whose rows are not distributions
-    (`rows_sum_to_one` is False) has neither.
+    For a linear mechanism, both `features` and `P` are set. If N exceeds MAX_TOKENS, its P has only some of the rows.
+    For any other mechanism, `features` is None. Its P is set if N is at most MAX_TOKENS and its rows are distributions
+    (`rows_sum_to_one`), and is None otherwise.
 
     Args:
         attention: the mechanism.
@@ -78,8 +81,8 @@ def sequence_attentions(
 def measure_sequence(sequence: SequenceAttention) -> Tensor:
     """Compute every measure of NAMES for one sequence.
 
-    A measure that cannot be computed is NaN: the rank if P has only some rows; everything but the spectral gap without
-    P; the spectral gap too without P and features; everything for a sequence without a real token.
+    A measure that cannot be computed is NaN. The rank needs all rows of P. The spectral gap needs the features or all
+    rows of P. The remaining measures need P. For a sequence without tokens, all measures are NaN.
 
     Returns: (7, H) in the order of NAMES, float64 on the CPU.
     """
@@ -102,15 +105,27 @@ def measure_sequence(sequence: SequenceAttention) -> Tensor:
 
 
 def measure_batch(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return `measure_sequence` of every sequence of q, k (B, H, N, D), as (B, 7, H)."""
+    """Compute every measure of NAMES for every sequence of a batch, with `measure_sequence`.
+
+    Args:
+        attention: the mechanism.
+        q, k: (B, H, N, D), with at least one sequence.
+        key_padding_mask: bool (B, N), True = padded, or None.
+
+    Returns: (B, 7, H) in the order of NAMES, float64 on the CPU.
+    """
     sequences = sequence_attentions(attention, q, k, key_padding_mask)
     return torch.stack([measure_sequence(sequence) for sequence in sequences])
 
 
 def _matrix_rows(phi_q: Tensor, phi_k: Tensor, number: int | None) -> Tensor:
-    """Return evenly spaced rows of the attention matrix of features (H, n, F), as (H, number, n).
+    """Return evenly spaced rows of the attention matrix that the features define.
 
-    All n rows are returned if `number` is None or at least n.
+    Args:
+        phi_q, phi_k: (H, n, F).
+        number: the number of rows. All n rows are returned if it is None, n or more.
+
+    Returns: (H, number, n).
     """
     if number is not None and number < phi_q.shape[-2]:
         phi_q = phi_q[:, torch.linspace(0, phi_q.shape[-2] - 1, number).long()]

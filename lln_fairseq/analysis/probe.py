@@ -1,4 +1,4 @@
-"""Measure the attention and the hidden states inside a model; the other modules of this package measure tensors.
+"""Measure the attention and the hidden states inside a model.
 
 `record_layers` runs a model and returns the queries, keys and hidden states of every layer. `ablated` temporarily
 disables skip connections or MLPs. `Probe` writes measurements of a fixed batch to TensorBoard while a model trains.
@@ -29,7 +29,7 @@ HISTOGRAM_ENTRIES = 50_000  # the maximum number of entries of ln P in a histogr
 
 @dataclass
 class Layer:
-    """The queries, keys and hidden states of one layer for one batch, without gradients and including padded tokens."""
+    """The queries, keys and hidden states of one layer for one batch. Padding is included, gradients are not."""
 
     attention: Attention  # a copy in float32 in evaluation mode
     q: Tensor  # (B, H, N, D) float32
@@ -39,16 +39,16 @@ class Layer:
     after: Tensor  # the output of the layer, (B, N, C)
 
     def scalars(self) -> Tensor:
-        """Return `layer_scalars` of this layer, (6,)."""
+        """Return the scalars of `layer_scalars.NAMES` for this layer, averaged over sequences and heads, (6,)."""
         return layer_scalars.layer_scalars(self.attention, self.q, self.k, self.key_padding_mask)
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run the `with` block in evaluation mode and without gradients.
+    """Run the `with` block with the model in evaluation mode and without gradients.
 
-    Afterwards, also after an error, the mode of every module is restored, and torch's random generators of the CPU and
-    of the model's GPUs; those of Python and numpy are not.
+    Afterwards, also after an error, the training mode of every module is restored. So are torch's random generators of
+    the CPU and of the model's GPUs. The generators of Python and numpy are not restored.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
@@ -62,13 +62,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def record_layers(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
-    """Run the encoder of a fairseq RoBERTa and return what each layer computed, in order. The model does not change.
+    """Run the encoder of a fairseq RoBERTa, and return the records of its layers, from the first layer to the last.
+
+    The model runs in evaluation mode, and is afterwards as before.
 
     Args:
         model: a model whose layers have an attention of this package.
-        net_input: a batch as fairseq's data sets make it, on the model's device.
+        net_input: the entry "net_input" of a fairseq batch, on the model's device.
 
-    Raises: ValueError for a model without an attention of this package.
+    Raises:
+        ValueError: under the conditions of `encoder_layers`.
     """
     records: list[dict[str, Any]] = []
 
@@ -104,11 +107,12 @@ def record_layers(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
 
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the encoder layers of a model that have an attention of this package, in order.
+    """Return the encoder layers of a model that have an attention of this package, from the first to the last.
 
-    Raises: ValueError if there are none, or if the model's mechanism has no queries and keys.
+    Raises:
+        ValueError: if there are none, or if the model's mechanism replaces whole layers and so has no queries and keys.
     """
-    reject_layer_mechanism(getattr(getattr(model, "args", None), "attention", ""), "has no queries and keys to look at")
+    reject_layer_mechanism(getattr(getattr(model, "args", None), "attention", ""), "has no queries and keys to measure")
     layers = []
     for module in model.modules():
         is_layer = all(hasattr(module, name) for name in LAYER_ATTRIBUTES)
@@ -121,16 +125,18 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def ablated(model: nn.Module, skip: bool = True, mlp: bool = True) -> Iterator[None]:
-    """Compute the model's layers without skip connections or MLPs inside the `with` block.
+    """Disable skip connections or MLPs in every layer of the model inside the `with` block.
 
-    Layer norms stay, and dropout is not applied. Afterwards, also after an error, the layers are as before.
+    Dropout in the layers is not applied inside the block either. Afterwards, also after an error, the layers are as
+    before.
 
     Args:
         model: a model whose layers have an attention of this package.
-        skip: False disables the skip connections.
-        mlp: False disables the MLPs, with their layer norm and skip connection.
+        skip: False disables the skip connections. The layer norms stay.
+        mlp: False disables the MLPs, together with their layer norms and skip connections.
 
-    Raises: ValueError for a model without an attention of this package.
+    Raises:
+        ValueError: under the conditions of `encoder_layers`.
     """
     layers = encoder_layers(model)
     # With checkpoint_activations, fairseq has set a wrapper as attribute `forward` of the layer object.
@@ -155,9 +161,16 @@ def _layer_forward(
     skip: bool,
     mlp: bool,
 ) -> Tensor:
-    """Compute fairseq's encoder layer in evaluation mode for x (T, B, C), with the switches of `ablated`.
+    """Compute an encoder layer of fairseq, without dropout around its attention and its MLP.
 
-    segment_lengths is ignored: the encoder has given the same lengths to the attention.
+    Args:
+        layer: the layer.
+        x: tokens (T, B, C).
+        encoder_padding_mask: bool (B, T), True = padded, or None.
+        segment_lengths: ignored, since the encoder has already given them to the attention.
+        skip, mlp: as in `ablated`.
+
+    Returns: (T, B, C).
     """
 
     def attend(y: Tensor) -> Tensor:
@@ -178,9 +191,18 @@ def _layer_forward(
 
 
 def spread_batches(dataset: Any, batches: int, size: int, model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield batches of fairseq's `net_input` on the model's device, from samples evenly spaced over the data set.
+    """Yield batches of samples that are evenly spaced over a fairseq data set.
 
-    There are batches · size samples, or all if the data set has fewer. The last batch may be smaller.
+    In total there are batches · size samples, or all samples of a data set that has fewer. The last batch may be
+    smaller than `size`.
+
+    Args:
+        dataset: the data set.
+        batches: the number of batches.
+        size: the number of samples in a batch.
+        model: its device gets the batches.
+
+    Yields: the entry "net_input" of each batch.
     """
     device = next(model.parameters()).device
     indices = np.linspace(0, len(dataset) - 1, min(batches * size, len(dataset))).astype(int).tolist()
@@ -193,12 +215,13 @@ def spread_batches(dataset: Any, batches: int, size: int, model: nn.Module) -> I
 class Probe:
     """Writes measurements of a model's attention on a fixed batch to TensorBoard.
 
-    The scalars NAME/layer_NN are means over sequences and heads. There are histograms of ln P, which is a bell curve if
-    P is log-normal, and of entropy and spectral gap over sequences and heads. Values that are not finite are left out.
+    For every layer there are scalars NAME/layer_NN, which are means over sequences and heads. There are histograms of
+    entropy and spectral gap over sequences and heads, and of ln P, which is a bell curve if P is log-normal. Values
+    that are not finite are left out.
 
     Args:
-        net_input: the batch, on the model's device.
-        writer: a SummaryWriter.
+        net_input: the entry "net_input" of a fairseq batch, on the model's device.
+        writer: a SummaryWriter of TensorBoard.
     """
 
     def __init__(self, net_input: dict[str, Any], writer: Any) -> None:
@@ -206,7 +229,10 @@ class Probe:
         self.writer = writer
 
     def __call__(self, model: nn.Module, update: int) -> float:
-        """Measure the model after this update. Return the seconds that this took, which are written as well."""
+        """Measure the model and write the results for step `update`.
+
+        Returns: the duration of the measurement in seconds, which is also written.
+        """
         start = time.perf_counter()
         for number, layer in enumerate(record_layers(model, self.net_input)):
             self._write_layer(layer, f"layer_{number:02d}", update)
@@ -216,7 +242,7 @@ class Probe:
         return seconds
 
     def _write_layer(self, layer: Layer, name: str, update: int) -> None:
-        """Measure one layer, and write its scalars and histograms under the layer's name."""
+        """Measure one layer, and write its scalars and histograms for step `update`, with `name` in their tags."""
         measured = []
         logs = []
         for sequence in measure.sequence_attentions(layer.attention, layer.q, layer.k, layer.key_padding_mask):
@@ -238,7 +264,7 @@ class Probe:
             self._write_histogram(f"ln_P/{name}", entries[:: len(entries) // HISTOGRAM_ENTRIES + 1], update)
 
     def _write_histogram(self, tag: str, values: Tensor, update: int) -> None:
-        """Write a histogram of the finite values, if there are any."""
+        """Write a histogram of the finite values under `tag`. If no value is finite, write nothing."""
         values = values[values.isfinite()]
         if len(values):
             self.writer.add_histogram(tag, values, update)

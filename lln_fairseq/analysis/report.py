@@ -24,7 +24,7 @@ VARIANTS = {
 
 
 class Column(NamedTuple):
-    """A column of a table: the measure, its heading and the format of its numbers."""
+    """A column of a table: the name of a measure, the heading, and the format of the numbers (a format spec)."""
 
     measure: str
     heading: str
@@ -68,12 +68,14 @@ BY_DEPTH = {
 class AttentionReport:
     """The measurements of a model, as means over sequences.
 
-    sequences, tokens: the numbers of measured sequences and of their tokens, without padding.
-    longest: the tokens of the longest sequence.
-    layers: for each layer, from the name of a measure to one value per head, (H,), or (1,) for a measure of the whole
-        layer. A measure that does not apply is NaN.
-    by_depth: by_depth[name][variant], with names of BY_DEPTH and variants of VARIANTS, has a value for every depth from
-        0 (the embeddings) to the number of layers.
+    Attributes:
+        sequences: the number of measured sequences.
+        tokens: the number of their tokens, without padding.
+        longest: the number of tokens of the longest sequence.
+        layers: for each layer, a dictionary from the name of a measure to its values: one for each head, (H,), or a
+            single one, (1,), for a measure of the whole layer. A measure that does not apply is NaN.
+        by_depth: by_depth[name][variant] is a list of values, with the names of BY_DEPTH and the variants of VARIANTS.
+            Entry 0 of the list is for the embeddings, entry i for the output of the i-th layer.
     """
 
     sequences: int = 0
@@ -83,7 +85,10 @@ class AttentionReport:
     by_depth: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as values that JSON can hold; NaN and infinities become None."""
+        """Return the report as a dictionary that can be written as JSON. NaN and infinities become None.
+
+        Each measure of a layer has the entries "mean" (over the heads) and "by_head".
+        """
         layers = []
         for layer in self.layers:
             values = {}
@@ -100,9 +105,14 @@ class AttentionReport:
 
 
 def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionReport:
-    """Measure every layer of a model on batches of fairseq's `net_input`, at least one, on the model's device.
+    """Measure every layer of a model.
 
-    Raises: ValueError for a model without an attention of this package, or for a sequence that is too long for it.
+    Args:
+        model: a fairseq RoBERTa with an attention of this package.
+        batches: the "net_input" entries of fairseq batches, on the model's device. There must be at least one.
+
+    Raises:
+        ValueError: if the model has no attention of this package, or if a sequence is too long for the model.
     """
     report = AttentionReport()
     limit = model.max_positions()
@@ -139,14 +149,24 @@ def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionRep
 
 
 def _hidden_rank(X: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return the numerical rank of the hidden states X (B, N, C) of each sequence without padding, float64 (B,)."""
+    """Return the numerical rank of the hidden states of each sequence, leaving out padding.
+
+    Args:
+        X: hidden states (B, N, C).
+        key_padding_mask: bool (B, N), True = padded, or None.
+
+    Returns: (B,) in float64.
+    """
     if key_padding_mask is not None:
         X = X.masked_fill(key_padding_mask[:, :, None], 0.0)
     return numerical_rank(X).double()
 
 
 def _measure_layer(layer: Layer) -> dict[str, Tensor]:
-    """Return every measure of a layer by name, (B, H) or, for the whole layer, (B, 1), in float64 on the CPU."""
+    """Return every measure of a layer by its name, as float64 tensors on the CPU.
+
+    A tensor is (B, H), or (B, 1) for a measure of the whole layer, with the same value for all sequences.
+    """
     mask = layer.key_padding_mask
     measured = measure.measure_batch(layer.attention, layer.q, layer.k, mask)
     values = dict(zip(measure.NAMES, measured.unbind(dim=1), strict=True))
@@ -159,9 +179,9 @@ def _measure_layer(layer: Layer) -> dict[str, Tensor]:
 
 
 def format_report(report: AttentionReport) -> str:
-    """Return the report as tables, first by layer and then by depth, with "-" for a measure that does not apply.
+    """Format the report as text: tables with a row for each layer, then tables with a row for each depth.
 
-    The numbers are means over sequences and heads.
+    The numbers are means over sequences and heads. A measure that does not apply is shown as "-".
     """
     lines = [f"{report.sequences} sequences, {report.tokens} tokens, the longest with {report.longest}"]
     for title, columns in TABLES.items():
@@ -180,13 +200,13 @@ def format_report(report: AttentionReport) -> str:
         lines += [
             "",
             f"More than {measure.MAX_TOKENS} tokens in a sequence: linear attentions are measured on {measure.ROWS} "
-            "rows of P, with the exact spectral gap. Of other attentions, P is not measured.",
+            "rows of P, with the exact spectral gap. For other attentions, P is not measured.",
         ]
     return "\n".join(lines)
 
 
 def draw_report(report: AttentionReport, path: Path) -> None:
-    """Draw a PNG of six panels: five measures by layer, and the residual by depth."""
+    """Write a PNG figure with six panels to `path`: five measures by layer, and the relative residual by depth."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -218,9 +238,15 @@ def draw_report(report: AttentionReport, path: Path) -> None:
 
 
 def _draw_measure(axis: Any, values: Sequence[Tensor], style: str, heading: str) -> None:
-    """Draw the mean over heads as a line over the layers, and single heads as points; nothing if all is NaN.
+    """Draw one measure over the layers: the mean over heads as a line, and each head as a point.
 
-    values: for each layer, the values of the heads, (H,) or (1,).
+    If all values are NaN, draw nothing.
+
+    Args:
+        axis: the axes of a Matplotlib figure.
+        values: for each layer, the values of the heads, (H,), or (1,) for a measure of the whole layer.
+        style: the format string of the line.
+        heading: the label in the legend.
     """
     if all(heads.isnan().all() for heads in values):
         return
@@ -231,7 +257,7 @@ def _draw_measure(axis: Any, values: Sequence[Tensor], style: str, heading: str)
 
 
 def _align_columns(rows: list[list[str]]) -> list[str]:
-    """Return each row as a line, with right-aligned columns, two spaces between them, and "-" for "nan"."""
+    """Format each row as a line of text. Columns are right-aligned, two spaces apart, and "nan" becomes "-"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -241,5 +267,5 @@ def _align_columns(rows: list[list[str]]) -> list[str]:
 
 
 def _json_number(x: Tensor) -> float | None:
-    """Return the number, or None if it is not finite: JSON has no NaN."""
+    """Return the value of a scalar tensor, or None if it is not finite, because JSON has no NaN."""
     return x.item() if x.isfinite() else None

@@ -1,13 +1,14 @@
 """The separation experiments of Deng, Song and Zhou 2023 (softmax against linear attention), extended to LLN attention.
 
-Two inputs, D0 and D1, differ in one token. A network F = Σ_rows Σ_j φ_τ(<row, y_j>) with φ_τ(z) = max(z - τ, 0) and m
-random sign vectors y_j reads the rows of the attention. It separates the inputs if F(D0) = 0 and F(D1) > 0. The paper
-claims that with high probability the network separates them with softmax attention, and is 0 on both with linear
-attention.
+Two inputs, D0 and D1, differ in one token. A small network F reads the rows of the attention, or of its output:
+F = Σ_rows Σ_j φ_τ(<row, y_j>), where φ_τ(z) = max(z - τ, 0) and y_1 ... y_m are random sign vectors. F separates the
+inputs if F(D0) = 0 and F(D1) > 0. The paper claims that with high probability, F separates the inputs with softmax
+attention, and is 0 on both inputs with linear attention.
 
-The experiments are those of the paper's sections 4, D.1 and F.1. They were written from its text without the formulas,
-such that each of its lemmas holds; "Our choices" marks what the text leaves open. All attentions get the same queries
-and keys, scaled such that softmax(q kᵀ/√d) has the paper's scores:
+The experiments are those of the paper's sections 4, D.1 and F.1. They were written from a copy of the paper without its
+formulas, and were chosen so that each of the paper's lemmas holds. "Our choices" in a docstring marks what this text
+leaves open. All attentions get the same queries and keys, scaled so that softmax(q kᵀ/√d) has the paper's scores. The
+rows of the attention matrices are:
 
     softmax  exp(scores) / Σ        linear  scores / Σ        lln  <e^{αq}, e^{βk}> / Σ with moment matching
 """
@@ -24,34 +25,37 @@ from lln_fairseq.ops.moment_matching import match_moments_pytorch
 
 
 def distinct_queries(q: Tensor) -> Tensor:
-    """Return the distinct queries of q (..., R, d), usually far fewer than R.
+    """Return each query of q (..., R, d) once. Usually there are far fewer distinct queries than R.
 
-    Equal queries give equal rows, and only the sign of F matters: whether any row exceeds τ.
+    Equal queries give equal rows. Leaving out the copies saves time and changes neither F = 0 nor F > 0.
     """
     return q.unique(dim=-2)
 
 
 def _softmax(q: Tensor, k: Tensor) -> Tensor:
+    """Return the rows of softmax attention for the distinct queries of q."""
     return reference.softmax_matrix(distinct_queries(q), k)
 
 
 def _linear(q: Tensor, k: Tensor) -> Tensor:
+    """Return the rows of linear attention, scores divided by their sum, for the distinct queries of q."""
     return reference.kernel_matrix(distinct_queries(q), k)
 
 
 def _lln(q: Tensor, k: Tensor) -> Tensor:
+    """Return the rows of LLN attention for the distinct queries of q. All R queries enter the moment matching."""
     alpha, beta = match_moments_pytorch(q, k)
     return reference.lln_matrix(distinct_queries(q), k, alpha, beta)
 
 
-# By name, functions of q (B, 1, R, d) and k (B, 1, n, d) that return the attention of the distinct queries.
+# By name, functions of q (B, 1, R, d) and k (B, 1, n, d) that return the attention matrix of the distinct queries.
 NORMALIZATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"softmax": _softmax, "linear": _linear, "lln": _lln}
 
 SELF_ATTENTION_A1 = {"ones": 0.8, "identity": 2.0}  # the default a1 by X, large enough for softmax at any n
 
 
 class Counts(NamedTuple):
-    """The numbers of draws that gave F(D0) = 0, F(D1) > 0, and both."""
+    """The number of draws with F(D0) = 0, with F(D1) > 0, and with both."""
 
     zero_on_d0: int
     positive_on_d1: int
@@ -61,9 +65,11 @@ class Counts(NamedTuple):
 class Separation(NamedTuple):
     """The result of an experiment.
 
-    draws: the number of draws of the sign vectors.
-    counts: by the name of the attention in NORMALIZATIONS.
-    claim: the draws in which the paper's claim holds: softmax separates, and linear attention is 0 on both inputs.
+    Attributes:
+        draws: the number of draws of the sign vectors.
+        counts: the counts of each attention, by its name in NORMALIZATIONS.
+        claim: the number of draws in which the paper's claim holds: F separates the inputs with softmax attention, and
+            is 0 on both inputs with linear attention.
     """
 
     draws: int
@@ -72,9 +78,12 @@ class Separation(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One of the two inputs, for B draws or, with B = 1, the same for all of them.
+    """One of the two inputs, D0 or D1. B is the number of draws, or 1 if all draws have the same input.
 
-    q is (B, 1, R, d), k (B, 1, n, d) and v (B, 1, n, F). If v is None, the network reads the attention matrix itself.
+    Attributes:
+        q: queries (B, 1, R, d).
+        k: keys (B, 1, n, d).
+        v: values (B, 1, n, d). If it is None, the network reads the rows of the attention matrix.
     """
 
     q: Tensor
@@ -82,7 +91,13 @@ class Problem(NamedTuple):
     v: Tensor | None = None
 
     def attention_rows(self, matrix: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the rows that the network reads, (B, number of distinct queries, F or n)."""
+        """Return the rows that the network reads, one for each distinct query.
+
+        Args:
+            matrix: a function of NORMALIZATIONS, which computes the attention matrix from q and k.
+
+        Returns: (B, distinct queries, d), or (B, distinct queries, n) if v is None.
+        """
         P = matrix(self.q, self.k)
         if self.v is None:
             return P[:, 0]
@@ -90,20 +105,22 @@ class Problem(NamedTuple):
 
 
 def hidden_units(n: int, delta: float) -> int:
-    """Return m = max(⌈ln(n/δ)⌉, 15), enough for one of m sign vectors to have the signs that separation needs."""
+    """Return m = max(⌈ln(n/δ)⌉, 15), the number of sign vectors. One of them very likely separates the inputs."""
     return max(math.ceil(math.log(n / delta)), 15)
 
 
 def softmax_regression(
     n: int = 1000, d: int = 12, m: int | None = None, delta: float = 0.01, draws: int = 100, seed: int = 0
 ) -> Separation:
-    """Compare f = softmax(Ax) with Ax/<Ax, 1> as in section 4, read by m sign vectors of length n.
+    """Compare softmax(Ax) with the linear Ax/<Ax, 1> and with LLN, as in section 4.
 
-    In D0 every (Ax)_i is uniform in [ln 1.3, ln 1.4]. D1 is the same, except that one entry is 4 ln n.
+    The query is x (d), and the keys are the rows of A (n, d). The network reads the attention vector of length n. In D0
+    every (Ax)_i is uniform in [ln 1.3, ln 1.4]. D1 is the same, except that one entry is 4 ln n.
 
-    Our choices: τ = 1/2, which lies below what softmax gives on D1, 1 - O(n⁻³), and above both the noise
-    O(√(ln(n/δ)/n)) of D0 and linear attention's 4 ln n / (n ln 1.3) + noise on D1. Softmax and linear attention depend
-    only on Ax. For LLN, x ~ N(0, 1)^d, and A = (Ax) xᵀ/|x|² is the smallest A with that product.
+    Our choices: τ = 1/2. On D1, softmax gives 1 - O(n⁻³), which is above τ. On D0, the products <row, y_j> are only
+    noise of O(√(ln(n/δ)/n)), and linear attention on D1 adds at most 4 ln n / (n ln 1.3), so both are below τ. Softmax
+    and linear attention depend only on Ax, but LLN depends on A and x. We draw x from N(0, 1)^d, and take the smallest
+    A with the drawn product: A = (Ax) xᵀ/|x|².
 
     Args:
         n: the number of tokens.
@@ -141,26 +158,33 @@ def self_attention(
     draws: int = 100,
     seed: int = 0,
 ) -> Separation:
-    """Compare self-attention with scores A X Aᵀ and values A as in section D.1.
+    """Compare the attentions in self-attention with scores A X Aᵀ and values A, as in section D.1.
 
-    A (n, d) = √(ln n) [a e_j, b I stacked t times, c 1] with n = (d - 2) t and b + c = 1. D0 has a = a0, D1 has a = a1.
+    The tokens are the rows of A (n, d) = √(ln n) [a e_j, b I stacked t times, c 1], where n = (d - 2) t and b + c = 1.
+    Only row j has an entry in the first column: a0 in D0 and a1 in D1.
 
-    With X all ones, row j's own score is (1 + a)² ln n, and its other scores are (1 + a) ln n: n^{(1+a)²} against
-    n · n^{1+a}. With the identity, its own score is larger by a² ln n: n^{a²} against n, hence a1 > 1. Linear attention
-    then gives row j's own value a weight of about a²/(c² n), which for a1 = 2 is harmless only from n = 700 on. With X
-    all ones, LLN cannot separate at any α and β: all features of a query are the same number, which cancels as a factor
-    of its row.
+    X all ones: the score of row j for itself is (1 + a)² ln n, and its other scores are (1 + a) ln n. In the softmax,
+    n^{(1+a)²} competes with n · n^{1+a}. LLN cannot separate the inputs at any α and β, because all features of a query
+    are the same number, which cancels when its row is normalized.
 
-    Our choices: τ = (c + 0.1) √(ln n). The mean of the rows cannot exceed it if b <= 0.1. If row j's own entry
-    dominates, the row exceeds it for at least a quarter of the sign vectors.
+    X the identity: the score of row j for itself exceeds its other scores by a² ln n. In the softmax, n^{a²} competes
+    with n, so a1 must exceed 1. Linear attention gives row j a weight of about a²/(c² n) for itself. For a1 = 2, this
+    is small enough only if n is at least 700.
+
+    Our choices: τ = (c + 0.1) √(ln n). If b <= 0.1, the mean of the rows cannot exceed τ. If the score of row j for
+    itself dominates, the output exceeds τ for at least a quarter of the sign vectors.
 
     Args:
-        n, d, delta, draws, seed: as for `softmax_regression`; n must be a multiple of d - 2.
+        n: the number of tokens, a multiple of d - 2.
+        d: the number of features.
         m: the number of sign vectors; None = `hidden_units`.
-        a0: a of D0, in (0, 0.1).
-        a1: a of D1; None = 0.8 for X all ones and 2 for the identity.
-        c: the entries of the last column.
-        mixing: X, "ones" (7.2.1) or "identity" (7.2.2).
+        a0: a in D0, between 0 and 0.1.
+        a1: a in D1; None = 0.8 for X all ones and 2 for the identity.
+        c: the entries of the last column, without the factor √(ln n).
+        delta: δ, the accepted probability of failure.
+        mixing: X, "ones" (section 7.2.1) or "identity" (section 7.2.2).
+        draws: how often the sign vectors are drawn.
+        seed: the seed of all draws.
     """
     scale = math.sqrt(math.log(n))
 
@@ -186,16 +210,25 @@ def cross_attention(
     draws: int = 100,
     seed: int = 0,
 ) -> Separation:
-    """Compare cross-attention with queries from A1, keys and values from A2, and X the identity, as in section F.1.
+    """Compare the attentions in cross-attention with queries A1, and keys and values A2, as in section F.1.
 
-    A1 (n, d) = √(ln n) [a e_i, 1, ..., 1] and A2 (n, d) = √(ln n) [e_j, I stacked t times] with n = (d - 1) t. Query i
-    and key j have the score (1 + a) ln n, all other pairs ln n: in row i, n^{1+a} against n · n. So key j dominates for
-    a1 > 1, and does not for a0 < 0.1.
+    A1 (n, d) = √(ln n) [a e_i, 1, ..., 1] and A2 (n, d) = √(ln n) [e_j, I stacked t times], where n = (d - 1) t. Only
+    row i of A1 and row j of A2 have an entry in the first column, and a is a0 in D0 and a1 in D1. The score of query i
+    for key j is (1 + a) ln n, and the score of every other pair is ln n. In the softmax of row i, n^{1+a} competes with
+    n · n, so key j dominates if a > 1, and does not if a < 0.1.
 
-    Our choices: τ = 1.1 √(ln n). It lies above √(ln n), which a mean of the rows of A2 cannot exceed, and below
-    2 √(ln n), the value of key j for the quarter of sign vectors that has both its signs.
+    Our choices: τ = 1.1 √(ln n). This is above √(ln n), which a mean of the rows of A2 cannot exceed. It is below
+    2 √(ln n), the product of row j of A2 with a sign vector that is 1 at both nonzero entries, as a quarter of them is.
 
-    The arguments are those of `self_attention`; n must be a multiple of d - 1.
+    Args:
+        n: the number of tokens, a multiple of d - 1.
+        d: the number of features.
+        m: the number of sign vectors; None = `hidden_units`.
+        a0: a in D0, between 0 and 0.1.
+        a1: a in D1, above 1.
+        delta: δ, the accepted probability of failure.
+        draws: how often the sign vectors are drawn.
+        seed: the seed of all draws.
     """
     scale = math.sqrt(math.log(n))
     keys = torch.cat((_one_hot(n, 1.0), _stacked_identity(n, d - 1)), dim=1)[None, None] * scale
@@ -210,7 +243,13 @@ def cross_attention(
 
 
 def _separate(d0: Problem, d1: Problem, y: Tensor, tau: float) -> Separation:
-    """Count how often each attention separates d0 from d1, for sign vectors y (draws, features, m)."""
+    """Count the draws in which each attention separates d0 from d1.
+
+    Args:
+        d0, d1: the two inputs.
+        y: sign vectors (draws, features, m); `features` is the length of the rows that the network reads.
+        tau: τ, the threshold of the network.
+    """
     zero_on_d0 = {}
     positive_on_d1 = {}
     counts = {}
@@ -226,9 +265,16 @@ def _separate(d0: Problem, d1: Problem, y: Tensor, tau: float) -> Separation:
 
 
 def _network(rows: Tensor, y: Tensor, tau: float) -> Tensor:
-    """Return F, (draws,), for rows (B, R, features) and sign vectors y (draws, features, m).
+    """Compute F, the output of the network, for each draw of the sign vectors.
 
-    The threshold is slightly above τ, so that rounding cannot lift a product that equals τ above it.
+    The threshold is slightly larger than τ, so that a product that equals τ does not exceed it by a rounding error.
+
+    Args:
+        rows: (B, R, features), where B is the number of draws or 1.
+        y: sign vectors (draws, features, m).
+        tau: τ.
+
+    Returns: (draws,).
     """
     return (rows @ y - (1 + 1e-12) * tau).clamp_min(0).sum(dim=(1, 2))
 
@@ -239,15 +285,18 @@ def _draw_signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _one_hot(n: int, value: float) -> Tensor:
-    """Return a column (n, 1) with `value` in the first row; any row will do, because the signs are independent."""
+    """Return a float64 column (n, 1) with `value` in its first row and 0 in the others.
+
+    The row does not matter for the experiments, because the signs are independent.
+    """
     return torch.zeros(n, 1, dtype=torch.float64).index_fill_(0, torch.tensor(0), value)
 
 
 def _column(n: int, value: float) -> Tensor:
-    """Return a column (n, 1) of one value, in float64."""
+    """Return a float64 column (n, 1) that is filled with `value`."""
     return torch.full((n, 1), value, dtype=torch.float64)
 
 
 def _stacked_identity(n: int, size: int) -> Tensor:
-    """Return copies of the identity of this size, stacked to (n, size)."""
+    """Return n // size copies of the identity matrix of this size, stacked on top of each other, in float64."""
     return torch.eye(size, dtype=torch.float64).repeat(n // size, 1)

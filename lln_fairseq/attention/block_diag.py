@@ -21,7 +21,7 @@ class BlockDiagConfig:
 class BlockDiagAttention(Attention):
     """Softmax attention within blocks of `block_size` consecutive tokens. The last block may be shorter.
 
-    The output is 0 in a block that is all padding.
+    The output is 0 in a block that contains only padding.
     """
 
     def __init__(

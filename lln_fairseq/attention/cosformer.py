@@ -1,4 +1,4 @@
-"""cosFormer: ReLU features that are reweighted by the distance of the tokens (Qin et al. 2022, arXiv 2202.08791)."""
+"""cosFormer: ReLU features, reweighted by the distance between the tokens (Qin et al. 2022, arXiv 2202.08791)."""
 
 import math
 
@@ -14,9 +14,9 @@ from lln_fairseq.ops.dtypes import compute_dtype
 class CosformerAttention(KernelFeatureAttention):
     """Linear attention with P_ij ∝ ReLU(q_i)·ReLU(k_j) cos(π/2 · (i - j)/M), the cos-based reweighting of section 3.
 
-    The features are [ReLU(x) cos θ_i, ReLU(x) sin θ_i] with θ_i = π/2 · i/M. M is the number of real tokens of the
-    sequence and i counts them from 0, so the weights of a sequence depend neither on its batch nor on its padding.
-    Without padding this agrees with the authors' code.
+    The features of token i are [ReLU(x) cos θ_i, ReLU(x) sin θ_i] with θ_i = π/2 · i/M. M is the number of tokens of
+    the sequence without its padding, and i counts these tokens from 0. The weights of a sequence therefore depend
+    neither on the other sequences of the batch nor on the padding. Without padding they agree with the authors' code.
     """
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -31,9 +31,14 @@ class CosformerAttention(KernelFeatureAttention):
 
     @staticmethod
     def _angles(q: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Return θ of every token, in [0, π/2), in float64, (B, 1, N), or (1, 1, N) without a mask.
+        """Return the angle θ_i of every token, in [0, π/2). The angles of padding tokens are finite but meaningless.
 
-        The angles of padded tokens are finite and meaningless.
+        Args:
+            q: (B, H, N, D); only its shape and device are used.
+            key_padding_mask: bool (B, N), True = padded, or None.
+
+        Returns:
+            float64 (B, 1, N), or (1, 1, N) without a mask.
         """
         is_real = q.new_ones(1, q.shape[-2], dtype=torch.bool)
         if key_padding_mask is not None:

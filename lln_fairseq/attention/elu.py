@@ -15,6 +15,6 @@ class EluAttention(KernelFeatureAttention):
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """Compute elu(x) + 1 elementwise, in the shape and dtype of x."""
+    """Compute elu(x) + 1 elementwise. The result has the shape and dtype of x."""
     # For x < 0 this is e^x. Computing e^x directly keeps the digits of small values, which (e^x - 1) + 1 rounds away.
     return x.relu() + x.clamp(max=0).exp()

@@ -13,14 +13,18 @@ class KernelFeatureAttention(Attention):
     """Linear attention with P_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l), for a non-negative feature map φ.
 
     A subclass defines φ in `features`, or overrides `feature_maps` if φ depends on the position of the token. The cost
-    is linear in N. P is never formed, so attention dropout does not apply. The output is 0 for a query whose features
-    are orthogonal to those of all keys.
+    is linear in the number of tokens. P is never formed, so attention dropout does not apply. If the features of a
+    query are orthogonal to the features of all keys, its output is 0.
     """
 
     def features(self, x: Tensor) -> Tensor:
-        """Compute φ(x) >= 0, (B, H, N, F) in the dtype of x, for queries or keys x (B, H, N, D).
+        """Compute the features φ(x) of queries or keys. They must not be negative.
 
-        x is float32 or float64.
+        Args:
+            x: queries or keys (B, H, N, D), float32 or float64.
+
+        Returns:
+            φ(x), (B, H, N, F) in the dtype of x. The subclass chooses the number of features F.
         """
         raise NotImplementedError
 

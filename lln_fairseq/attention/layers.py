@@ -7,8 +7,8 @@ Such a mechanism takes the place of self-attention and the feed-forward part tog
         def __init__(self, config, dim, dropout, attention_dropout, activation_dropout):
             super().__init__([GatedUnit(dim, activation_dropout) for _ in range(config.units)], dropout)
 
-Options, flags, Hydra keys, contract tests and benchmark rows follow from the registry as they do for an attention.
-Features that need queries and keys, or RoBERTa's own layers, reject these mechanisms with
+Its command-line flags, Hydra keys, contract tests and benchmark rows are derived from the registry, as for an
+attention. Code that needs queries and keys, or RoBERTa's own layers, rejects these mechanisms with
 `registry.reject_layer_mechanism`.
 """
 
@@ -29,14 +29,14 @@ from lln_fairseq.attention.registry import (
 
 
 class EncoderLayer(nn.Module):
-    """A sequence of units, each in a residual connection: x + dropout(unit(x)).
+    """A sequence of units, each with a residual connection: x + dropout(unit(x)).
 
-    A unit maps (x (B, N, C), key_padding_mask (B, N) bool or None) to (B, N, C). It normalizes its own input,
-    with and without --encoder-normalize-before, and must not let padding influence the real tokens. The encoder
-    therefore ends with a layer norm.
+    A unit is called as unit(x, key_padding_mask). It gets the tokens x (B, N, C) and a mask, bool (B, N) or None, and
+    returns (B, N, C). Padding must not influence the output for other tokens. Every unit must normalize its own input,
+    whether or not --encoder-normalize-before is set. The encoder then adds a final layer norm.
 
     Args:
-        units: the units, applied in this order.
+        units: the units, in the order in which they are applied.
         dropout: dropout probability of the output of each unit.
     """
 
@@ -48,10 +48,14 @@ class EncoderLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None = None) -> Tensor:
-        """Apply the units in turn to x (T, B, C). If x has no elements, return x itself.
+        """Apply the units in turn.
 
-        encoder_padding_mask is (B, T), True or nonzero = padded, or None. Padded tokens can have any values; they are
-        set to 0 first, in a copy.
+        Args:
+            x: tokens (T, B, C). Padding tokens can have any values; they are set to 0 in a copy.
+            encoder_padding_mask: (B, T), True or nonzero = padded, or None.
+
+        Returns:
+            (T, B, C), or x itself if it has no elements.
         """
         if not x.numel():
             return x
@@ -72,10 +76,17 @@ _LayerClass = TypeVar("_LayerClass", bound=type[EncoderLayer])
 
 
 def register_layer(name: str, config: type) -> Callable[[_LayerClass], _LayerClass]:
-    """Return a class decorator that registers a subclass of `EncoderLayer`.
+    """Return a class decorator that registers a subclass of `EncoderLayer` and returns it unchanged.
 
-    The class is called with (config, dim, dropout, attention_dropout, activation_dropout), see `build_layer`. Arguments
-    and exceptions are those of `registry.register_attention`, but there is no default for `config`.
+    `build_layer` calls the class with the arguments (config, dim, dropout, attention_dropout, activation_dropout).
+
+    Args:
+        name: the value of --attention that selects the class.
+        config: the dataclass of the options, whose fields are declared with `option`.
+
+    Raises (when the decorator is applied):
+        ValueError: if the name is already registered.
+        TypeError: if `config` is not a dataclass.
     """
     return register_in(LAYER_REGISTRY, name, config)
 
@@ -100,7 +111,8 @@ def build_layer(
         options: values for the fields of the options dataclass; fields that are left out keep their defaults.
 
     Raises:
-        ValueError: as `registry.build_attention` does, or if the name belongs to an attention.
+        ValueError: if the name or an option is unknown, if an option has a value that is not allowed, or if the name
+            belongs to an attention.
     """
     config = checked_config(name, options)
     if name not in LAYER_REGISTRY:
@@ -110,9 +122,10 @@ def build_layer(
 
 
 def check_attention_spec(spec: str) -> None:
-    """Raise ValueError if an attention spec (see `registry.parse_attention_spec`) cannot be built.
+    """Raise ValueError if the mechanism that an attention spec names cannot be built with the options in the spec.
 
-    To check it, the mechanism is built with one head of 64 features and discarded.
+    The check builds the mechanism with one head of 64 features, and discards it. A spec is NAME or
+    NAME:OPTION=VALUE,OPTION=VALUE.
     """
     name, options = parse_attention_spec(spec)
     if name in LAYER_REGISTRY:

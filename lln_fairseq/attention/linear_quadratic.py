@@ -10,8 +10,9 @@ from lln_fairseq.attention.registry import register_attention
 class LinearQuadraticAttention(KernelFeatureAttention):
     """Linear attention with φ(x) = x², elementwise.
 
-    P depends neither on the scale of the queries and keys nor on a temperature. This is not the same attention as
-    `quadratic`: the exact features of κ(s) = s² would be all D² products of two features.
+    The attention matrix does not change if all queries or all keys are multiplied by a nonzero number, so there is no
+    temperature. This is not the same attention as `quadratic`, whose kernel κ(s) = s² has D² exact features: all
+    products of two of the D features.
     """
 
     def features(self, x: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from lln_fairseq.attention.registry import register_attention
 class LinearReluAttention(KernelFeatureAttention):
     """Linear attention with φ(x) = max(x, 0).
 
-    P depends neither on the scale of the queries and keys nor on a temperature.
+    The attention matrix does not change if all queries or all keys are multiplied by a positive number, so there is no
+    temperature.
     """
 
     def features(self, x: Tensor) -> Tensor:

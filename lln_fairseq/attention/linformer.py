@@ -16,7 +16,7 @@ SHARING = ("none", "headwise", "key_value")
 class LinformerConfig:
     """The options of Linformer."""
 
-    projected_length: int = option(256, "k, projected keys of a sequence; at most the longest sequence", at_least=1)
+    projected_length: int = option(256, "projected keys of a sequence; at most the longest sequence", at_least=1)
     sharing: str = option(
         "headwise",
         "none: E and F for every head; headwise: one E and one F for a layer; key_value: one E = F for a layer",
@@ -26,13 +26,17 @@ class LinformerConfig:
 
 @register_attention("linformer", LinformerConfig)
 class LinformerAttention(Attention):
-    """softmax(q (E k)ᵀ / √D) F v with learned E and F of shape (k, max_positions) (eq. 7 of the paper).
+    """Compute softmax(q (E k)ᵀ / √D) F v with learned matrices E and F, each (M, max_positions) (eq. 7 of the paper).
 
-    Token j is weighted by column j of E and F, so a model cannot process sequences longer than max_positions, and
-    columns are only trained up to the length of the training sequences. Padded keys and values count as 0, so a short
-    sequence uses the first columns only. Attention dropout applies to the weights of the projected keys. E and F are
-    initialized from N(0, 1/k), the random projections of Theorem 1. The paper can also share projections between
-    layers; here every layer has its own. Sequences longer than max_positions raise ValueError.
+    M is `projected_length`, or max_positions if that is smaller. Column j of E and F belongs to token j. So a model
+    cannot process sequences longer than max_positions, and columns beyond the longest training sequence stay untrained.
+    Padded keys and values count as 0. Attention dropout applies to the weights of the projected keys.
+
+    E and F are initialized from N(0, 1/M), the random projections of Theorem 1. The paper also describes projections
+    that all layers share; here every layer has its own.
+
+    Raises (in `forward` and `attention_matrix`):
+        ValueError: if a sequence is longer than max_positions.
     """
 
     config: LinformerConfig
@@ -67,9 +71,13 @@ class LinformerAttention(Attention):
         return (q @ (key_projection @ k).mT / self.head_dim**0.5).softmax(dim=-1) @ value_projection
 
     def _projections(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E and F, each (H or 1, k, N), for the length and in the dtype of q (B, H, N, D).
+        """Return the first N columns of E and F, for queries q (B, H, N, D).
 
-        Raises ValueError if N exceeds max_positions.
+        Returns:
+            E and F, each (H, M, N) in the dtype of q, or (1, M, N) if the heads share them.
+
+        Raises:
+            ValueError: if N exceeds max_positions.
         """
         length = q.shape[2]
         if length > self.max_positions:
@@ -81,7 +89,15 @@ class LinformerAttention(Attention):
 
     @staticmethod
     def _project(weights: Tensor, x: Tensor) -> Tensor:
-        """Multiply x (B, H, N, D) by weights (H or 1, k, N), which gives (B, H, k, D)."""
+        """Multiply the keys or values of each head by a projection.
+
+        Args:
+            weights: the projections (H, M, N), or (1, M, N) for all heads.
+            x: keys or values (B, H, N, D).
+
+        Returns:
+            (B, H, M, D).
+        """
         if weights.shape[0] > 1:
             return torch.einsum("hkn,bhnd->bhkd", weights, x)
         # One matrix product for all heads.

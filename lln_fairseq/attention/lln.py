@@ -30,11 +30,13 @@ class LLNConfig:
 
 
 class MomentMatchedAttention(Attention):
-    """Base class of attentions that have α and β.
+    """Base class of attentions that contain LLN attention, whose features are e^{αq} and e^{βk}.
 
-    α and β are fixed numbers, or matched to the queries and keys of every call. With gain="learned", each head
-    multiplies each of them by a learned factor. Raises ValueError if only one of α and β is given, or if one is not
-    positive.
+    α and β are fixed numbers, or moment matching computes them from the queries and keys of every call. With
+    gain="learned", each head multiplies both by its own learned factors.
+
+    Raises:
+        ValueError: if only one of α and β is given, or if one of them is not positive.
     """
 
     shard_multiple: int | None = 1
@@ -64,9 +66,13 @@ class MomentMatchedAttention(Attention):
     def moment_matching_arguments(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> dict[str, Any]:
         """Return the keyword arguments of `lln_attention` and `lln_diag_attention` that determine α and β.
 
-        Without a learned gain these are the options, so that the function can match the moments while it reads the
-        queries and keys. With a learned gain they are α and β themselves, (B, H), with a gradient to the gain. The
-        group of workers is always included. The arguments are those of `attention_matrix`.
+        Without a learned gain, they are the options alpha, beta, scope and constants, so the function can match the
+        moments while it reads the queries and keys. With a learned gain, they are alpha and beta, each a tensor (B, H)
+        with a gradient to the gain. Both cases include `group`, the workers that share the sequences.
+
+        Args:
+            q, k: queries and keys (B, H, N, D).
+            key_padding_mask: bool (B, N), True = padded, or None.
         """
         if self.log_gain is None:
             return {
@@ -80,7 +86,7 @@ class MomentMatchedAttention(Attention):
         return {"alpha": alpha, "beta": beta, "group": self.group}
 
     def _differentiable_alpha_beta(self, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return α and β (B, H), multiplied by the learned gains if there are any, with gradients to the gains."""
+        """Return α and β, each (B, H). If gains are learned, they are multiplied in, and gradients flow to them."""
         config = self.config
         if config.alpha is None or config.beta is None:
             alpha, beta = match_moments(q, k, mask, config.scope, config.constants, group=self.group)
@@ -96,7 +102,7 @@ class MomentMatchedAttention(Attention):
 
 @register_attention("lln", LLNConfig)
 class LLNAttention(MomentMatchedAttention):
-    """LLN attention without the block-diagonal part. P is never formed, so attention dropout does not apply."""
+    """LLN attention without block-diagonal softmax. P is never formed, so attention dropout does not apply."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         matching = self.moment_matching_arguments(q, k, key_padding_mask)

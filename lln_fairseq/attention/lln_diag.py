@@ -48,7 +48,11 @@ class LLNDiagConfig(LLNConfig):
 
 
 def check_global_tokens(text: str, mix: str) -> None:
-    """Raise ValueError if `text` is no value of the option global_tokens, or the mix does not support it."""
+    """Raise ValueError if `text` is not a value of the option global_tokens, or if this mix does not support it.
+
+    The values are "none", "first_segment" and positive numbers. Every mix supports "none"; only the mixes joint and
+    joint_offset support the others.
+    """
     if text == NO_GLOBAL_TOKENS:
         return
     if text != FIRST_SEGMENT and not (text.isdecimal() and int(text) > 0):
@@ -61,9 +65,13 @@ def check_global_tokens(text: str, mix: str) -> None:
 class LLNDiagAttention(MomentMatchedAttention):
     """LLN+Diag: ½ (LLN + block-diagonal softmax), as in the paper, or another mix of the two.
 
-    ops/joint.py defines the mixes joint and joint_offset. Attention dropout applies to the block-diagonal part, and to
-    the global tokens. Raises ValueError if `global_tokens` is not an option of the mix, or neither a positive number
-    nor one of its words.
+    The mixes joint and joint_offset are defined in ops/joint.py. Attention dropout applies to the block-diagonal part
+    and to the softmax from and to global tokens.
+
+    Raises:
+        ValueError: if the option global_tokens is not "none", "first_segment" or a positive number, or if global tokens
+            are requested with another mix than joint and joint_offset. Also for invalid α and β, see
+            `MomentMatchedAttention`.
     """
 
     linearize_options: ClassVar[Mapping[str, Any]] = {"mix": "joint_offset", "gain": "learned", "block_size": 64}
@@ -126,9 +134,10 @@ class LLNDiagAttention(MomentMatchedAttention):
         )
 
     def branches(self) -> dict[str, Attention]:
-        """Return LLN attention, which shares this attention's learned gain, and softmax inside the blocks.
+        """Return the two parts of LLN+Diag, each as an attention that can be called by itself.
 
-        With global tokens, the second one also has softmax from and to the global tokens.
+        "LLN only" is LLN attention; it uses this attention's parameter for the learned gain. "Diag only" is
+        block-diagonal softmax. With global tokens, "Diag only" also has the softmax from and to them.
         """
         sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
         lln_options = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(LLNConfig)}
@@ -142,7 +151,13 @@ class LLNDiagAttention(MomentMatchedAttention):
         return {"LLN only": lln, "Diag only": diag}
 
     def _global_tokens(self) -> int | Tensor | None:
-        """Return the number of global tokens, one for all sequences or (B,), or None if there are none."""
+        """Return the number of global tokens: a tensor (B,) for "first_segment", otherwise one int for all sequences.
+
+        Return None if there are no global tokens.
+
+        Raises:
+            ValueError: for "first_segment" if `segment_lengths` is not set.
+        """
         if self.global_tokens == NO_GLOBAL_TOKENS:
             return None
         if not self.needs_segments:
@@ -155,13 +170,16 @@ class LLNDiagAttention(MomentMatchedAttention):
         return self.segment_lengths.clamp(max=MAX_GLOBAL_TOKENS)
 
     def _head_offset(self) -> float | Tensor | None:
-        """Return the learned offset of every head, (H,), or None unless the mix is joint_offset."""
+        """Return the learned offsets (H,) of the mix joint_offset, or None for any other mix.
+
+        A subclass can return one number for all heads.
+        """
         if self.config.mix == "joint_offset":
             return self.offset
         return None
 
     def _mix_per_feature(self, lln: Tensor, diag: Tensor) -> Tensor:
-        """Combine both outputs, each (B, H, N, D), with the learned weights of the mixes ratio and scale."""
+        """Combine both outputs, each (B, H, N, D), with the learned weights of the mix ratio or scale."""
         ratio = self.ratio.to(lln.dtype)
         if self.config.mix == "ratio":
             return ratio * lln + (1 - ratio) * diag
@@ -169,9 +187,10 @@ class LLNDiagAttention(MomentMatchedAttention):
 
 
 class InsideAttention(LLNDiagAttention):
-    """A joint mix without the weights of LLN: softmax over the block and the global tokens.
+    """Softmax over the block and the global tokens: a joint mix in which the LLN part has practically no weight.
 
-    Global tokens attend to all tokens. A token whose block has no real key, without global tokens, gets LLN attention.
+    Global tokens attend to all tokens. If a block contains only padding and there are no global tokens, the tokens of
+    the block get LLN attention.
     """
 
     def __init__(
@@ -182,4 +201,5 @@ class InsideAttention(LLNDiagAttention):
         del self.offset
 
     def _head_offset(self) -> float:
+        """Return an offset so low that keys outside the block have practically no weight."""
         return ONLY_INSIDE

@@ -21,15 +21,15 @@ class LongformerConfig:
 
 @register_attention("longformer", LongformerConfig)
 class LongformerAttention(Attention):
-    """Softmax over the keys at most w = `one_sided_window` tokens away and over the first real token.
+    """Softmax over the keys at most w = `one_sided_window` tokens away, and over the first token of the sequence.
 
-    The first real token attends to all tokens and all attend to it. It is <s>, the token that classifies. The result is
-    exact and costs O(N w): each block of w queries is multiplied by its own block of keys, by both neighboring blocks
-    and by the first token. Keys outside the window are masked, and so is the first token within the window, since it
-    would otherwise count twice.
+    The first token that is not padding attends to all tokens, and all tokens attend to it. It is <s>, whose output is
+    used for classification. The result is exact and costs O(N w): each block of w queries is multiplied by its own
+    block of keys, by both neighboring blocks and by the first token. Keys outside the window are masked. The first
+    token is also masked within the window, since it would otherwise count twice.
 
-    The paper gives global attention its own projections. Here the caller projects, so both kinds share projections,
-    with which the paper's training also starts.
+    In the paper, global attention has its own projections. Here global and local attention share the projections of the
+    caller. The paper's training starts with shared projections, too.
     """
 
     config: LongformerConfig
@@ -54,9 +54,15 @@ class LongformerAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _is_attended(self, is_first: Tensor) -> Tensor:
-        """Return which keys each query attends to, bool (B, N, N): its window, and pairs with the first token.
+        """Return a mask that is True where a query attends to a key. Padding is not taken into account.
 
-        is_first is bool (B, N), True at the first real token. Padding is not taken into account.
+        Every query attends to the keys in its window and to the first token. The first token attends to all keys.
+
+        Args:
+            is_first: bool (B, N), True at the first token that is not padding.
+
+        Returns:
+            bool (B, N, N) with a row for each query.
         """
         index = torch.arange(is_first.shape[1], device=is_first.device)
         in_window = (index[:, None] - index).abs() <= self.config.one_sided_window
@@ -65,10 +71,17 @@ class LongformerAttention(Attention):
     def _local_attention(
         self, q: Tensor, k: Tensor, v: Tensor, k_first: Tensor, v_first: Tensor, is_visible: Tensor
     ) -> Tensor:
-        """Compute the attention of every query to the keys in its window and to the first token, (B, H, N, D).
+        """Compute the attention of every query to the keys in its window and to the first token.
 
-        k_first and v_first are the key and value of the first token, (B, H, 1, D). is_visible, bool (B, N), selects the
-        keys that windows may attend to; it excludes the first token. Blocks of queries are entries of the batch.
+        In this function the first token attends only to its own window, so the caller replaces its output.
+
+        Args:
+            q, k, v: (B, H, N, D).
+            k_first, v_first: the key and the value of the first token, (B, H, 1, D).
+            is_visible: bool (B, N), False for keys that no window contains: padding and the first token.
+
+        Returns:
+            (B, H, N, D).
         """
         batch, heads, length, dim = q.shape
         width = self.config.one_sided_window
@@ -82,6 +95,7 @@ class LongformerAttention(Attention):
             x_first = x_first.transpose(1, 2)[:, None].expand(-1, num_blocks, -1, -1, -1)
             return torch.cat([near, x_first], dim=2).flatten(0, 1).transpose(1, 2)
 
+        # Each block of queries becomes an entry of the batch.
         queries = F.pad(q, (0, 0, 0, tail)).transpose(1, 2).unflatten(1, (num_blocks, width))
         queries = queries.flatten(0, 1).transpose(1, 2)
         offset = torch.arange(3 * width, device=q.device) - torch.arange(width, device=q.device)[:, None]

@@ -24,17 +24,17 @@ class PerformerConfig:
 
 @register_attention("performer", PerformerConfig)
 class PerformerAttention(Attention):
-    """Linear attention with the random features φ_m(x) = exp(ω_m·x' - |x'|²/2) / √M, where x' = x / D^¼.
+    """Linear attention with M random features φ_m(x) = exp(ω_m·x' - |x'|²/2) / √M, where x' = x / D^¼.
 
     In expectation φ(q)·φ(k) = exp(q·k / √D) (Lemma 1 of the paper). The computation uses the logarithms of the
     features, so nothing overflows and no epsilon is needed. P is never formed, so attention dropout does not apply.
 
-    Features only change during training and are saved with the parameters. The next draw depends on a seed, which is
-    taken from torch's global generator on construction, and on the number of training passes so far. Both are saved, so
-    a resumed run and all workers draw the same features as an uninterrupted run.
+    The random vectors ω_m are saved with the parameters, and new ones are drawn only during training. What is drawn
+    depends on the number of training passes so far, and on a seed that the constructor takes from torch's global
+    generator. Both are saved, so a resumed run draws the same vectors as an uninterrupted run, and so do all workers.
 
-    A model in half precision rounds ω, for queries and keys alike. The directions change by about one part in a
-    thousand, and the kernel remains the same.
+    In a model in half precision, ω is rounded, which changes the vectors by about one part in a thousand. Queries and
+    keys use the same rounded vectors, so the kernel that is approximated remains the same.
     """
 
     config: PerformerConfig
@@ -62,30 +62,31 @@ class PerformerAttention(Attention):
         return reference.kernel_matrix(phi_q, phi_k, key_padding_mask)
 
     def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return features (B, H, N, M) that give the same P as φ.
+        """Return features of the queries and of the keys, each (B, H, N, M), that give the same P as φ.
 
-        They differ from φ by a factor per query and a factor per feature, which keep them from overflowing.
+        They are φ times factors that cancel in P: one for each query and one for each feature. These keep the features
+        from overflowing.
         """
         log_phi_q, log_phi_k = log_features(q, k, self.omega(q.dtype))
         return balanced_features(log_phi_q, log_phi_k, key_padding_mask)
 
     def omega(self, dtype: torch.dtype) -> Tensor:
-        """Return ω / D^¼, (D, M), in float32 or, for a dtype of float64, in float64.
+        """Return a copy of ω / D^¼ as (D, M), in float64 if `dtype` is float64 and otherwise in float32.
 
-        It is a copy, so drawing new features does not invalidate the graph of an earlier forward pass.
+        Because it is a copy, the graph of an earlier forward pass stays valid when new vectors are drawn in place.
         """
         return self.projection.to(compute_dtype(dtype)).mT * self.head_dim**-0.25
 
     def get_extra_state(self) -> Tensor:
-        """Return the seed and the number of training passes, which state_dict saves."""
+        """Return the seed and the number of training passes as an int64 tensor (2,), which state_dict saves."""
         return torch.tensor([self.seed, self.forwards])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the seed and the number of training passes. The projection is loaded as a buffer."""
+        """Restore the seed and the number of training passes. The buffer `projection` is loaded separately."""
         self.seed, self.forwards = state.tolist()
 
     def _count_forward(self) -> None:
-        """Count a training pass, and draw a new projection in place if it is due."""
+        """Count a training pass. After every `redraw_every` passes, overwrite the projection with a new one."""
         self.forwards += 1
         if self.config.redraw_every and self.forwards % self.config.redraw_every == 0:
             self.projection.copy_(self._draw_projection())
@@ -93,7 +94,8 @@ class PerformerAttention(Attention):
     def _draw_projection(self) -> Tensor:
         """Draw ω (M, D) in float32 from the seed and the number of training passes.
 
-        Every row is standard normal, which makes the kernel unbiased. Rows within a block of D rows are orthogonal.
+        Every row is standard normal, which makes the kernel unbiased. The first D rows are orthogonal to each other,
+        and so are the next D rows, and so on.
         """
         generator = torch.Generator().manual_seed(self.seed + self.forwards)
         num_features = self.config.num_features

@@ -23,19 +23,20 @@ class ReformerConfig:
 class ReformerAttention(Attention):
     """LSH attention: P_ij = c_ij e^{q_i·k_j / √D} / Σ_l c_il e^{q_i·k_l / √D}.
 
-    c_ij is the number of rounds in which query i attends to key j. Every round assigns queries and keys to the buckets
-    h(x) = argmax [xR, -xR] with a random R (section 2 of the paper), and sorts both by bucket. m consecutive sorted
-    queries form a chunk, which attends to 3 m consecutive sorted keys, centered on the bucket of its middle query.
-    Rounds are weighted by their sums of exponentials. As in the published code, a key that a query meets in two rounds
-    counts twice, and the 3 m keys are not masked if they are in other buckets. A sequence of at most 3 m tokens
-    therefore gets exact softmax attention.
+    c_ij is the number of rounds of hashing in which query i attends to key j. In every round, the queries and the keys
+    are assigned to buckets h(x) = argmax [xR, -xR] with a random matrix R (section 2 of the paper), and sorted by
+    bucket. m = `chunk_size` consecutive sorted queries form a chunk. The chunk attends to 3 m consecutive sorted keys,
+    centered on the bucket of its middle query. Rounds are weighted by their sums of exponentials.
 
-    The paper sets k = q / |q| and sorts tokens, so that queries and keys of a bucket share a chunk, and masks the
-    diagonal. Here the keys are independent of the queries, and both are sorted separately.
+    As in the published code, a key counts twice if a query attends to it in two rounds. The 3 m keys also count if they
+    are in other buckets than the query. A sequence of at most 3 m tokens therefore gets exact softmax attention.
 
-    A sequence of n real tokens has 2 ⌈n / 2m⌉ buckets and its padding is sorted to the end, so the result does not
-    depend on the batch. During training, every forward pass draws its own R. Evaluation uses one R, which is drawn on
-    construction from a seed that is saved. The arguments are those of `Attention`.
+    The paper sets k = q / |q|, sorts each query together with its key and masks the diagonal. Here the keys are
+    independent of the queries, both are sorted separately, and the diagonal is not masked.
+
+    A sequence of n tokens, not counting padding, has 2 ⌈n / 2m⌉ buckets. Its padding is sorted to the end, so the
+    result does not depend on the rest of the batch. During training, every forward pass draws a new R. In evaluation
+    mode R is fixed: it is drawn from a seed that the constructor chooses and that is saved.
     """
 
     config: ReformerConfig
@@ -63,9 +64,15 @@ class ReformerAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _hash_round(self, q: Tensor, k: Tensor, v: Tensor, rotation: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the attention of one round of hashing with R (H, D, directions) for q, k, v (B, H, N, D).
+        """Compute the attention of one round of hashing.
 
-        Return the output (B, H, N, D), and the logsumexp of the scores of every query, (B, H, N).
+        Args:
+            q, k, v: (B, H, N, D), with finite values at padding.
+            rotation: R, (H, D, directions).
+            padding: bool (B, N), True = padded.
+
+        Returns:
+            The output (B, H, N, D), and the logsumexp of the scores of every query, (B, H, N).
         """
         length = q.shape[2]
         q_bucket = self.buckets(q, rotation, padding)
@@ -87,7 +94,7 @@ class ReformerAttention(Attention):
         return _gather_rows(out.flatten(2, 3), original_order), log_sum
 
     def buckets(self, x: Tensor, rotation: Tensor, padding: Tensor) -> Tensor:
-        """Assign every token to a bucket. A sequence of n real tokens uses only the first ⌈n / 2m⌉ directions.
+        """Assign every token to a bucket. A sequence of n non-padding tokens uses the first ⌈n / 2m⌉ directions of R.
 
         Args:
             x: queries or keys (B, H, N, D).
@@ -95,7 +102,8 @@ class ReformerAttention(Attention):
             padding: bool (B, N), True = padded.
 
         Returns:
-            The bucket of every token, (B, H, N). Padded tokens get 2 · directions, which sorts them to the end.
+            The bucket of every token, int64 (B, H, N), from 0 to 2 · directions - 1. Padding tokens get 2 · directions,
+            so they are sorted to the end.
         """
         with torch.autocast(x.device.type, enabled=False):
             projected = x.float() @ rotation.float()  # (B, H, N, directions)
@@ -112,13 +120,14 @@ class ReformerAttention(Attention):
         """Find the keys that every chunk of sorted queries attends to.
 
         Args:
-            q_bucket, k_bucket: buckets of the queries and keys (B, H, N).
+            q_bucket, k_bucket: the buckets of the queries and of the keys, each (B, H, N).
             padding: bool (B, N), True = padded.
 
         Returns:
-            The positions of the queries in sorted order, (B, H, chunks · m), filled up with numbers beyond N - 1.
-            The positions of the keys of every chunk, (B, H, chunks, 3 m).
-            bool (B, H, chunks, 3 m), False for keys that a sequence of fewer than 3 m tokens does not have.
+            A tuple of three tensors: first the positions of the queries in sorted order, (B, H, chunks · m), which end
+            with numbers of N or more if m does not divide N. Second the positions of the keys of every chunk,
+            (B, H, chunks, 3 m). Third bool (B, H, chunks, 3 m), which is False for the keys to ignore: a sequence of
+            fewer than 3 m tokens has fewer keys than that.
         """
         length = padding.shape[1]
         m = self.config.chunk_size
@@ -144,9 +153,9 @@ class ReformerAttention(Attention):
         return q_order, key_index, is_attended
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute P of evaluation mode by counting chunk by chunk which queries attend to which keys.
+        """Compute P of evaluation mode. Count, chunk by chunk, how often each query attends to each key.
 
-        The hashes are computed as in forward.
+        The buckets are computed by the same function as in forward.
         """
         padding = explicit_mask(key_padding_mask, q)
         batch, heads, length, _ = q.shape
@@ -162,9 +171,12 @@ class ReformerAttention(Attention):
         return scores.softmax(dim=-1).masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _count_attended(self, counts: Tensor, q_bucket: list[int], k_bucket: list[int], num_real: int) -> None:
-        """Add 1 to counts (N, N), in place, for every query and key that meet in one round of one head.
+        """Add 1 to counts[i, j], in place, for every query i that attends to key j in one round of one head.
 
-        q_bucket and k_bucket hold the bucket of each of the N tokens, of which num_real are real.
+        Args:
+            counts: (N, N).
+            q_bucket, k_bucket: the buckets of the N queries and of the N keys.
+            num_real: the number of tokens that are not padding. If it is 0, nothing is added.
         """
         if num_real == 0:
             return
@@ -183,7 +195,7 @@ class ReformerAttention(Attention):
             counts[rows, columns] += 1
 
     def get_extra_state(self) -> Tensor:
-        """Return the seed, which state_dict saves in place of the rotations."""
+        """Return the seed as a tensor (), which state_dict saves instead of the rotations."""
         return torch.tensor(self.seed)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -192,16 +204,21 @@ class ReformerAttention(Attention):
         self.rotations.copy_(self._draw_rotations())
 
     def _draw_rotations(self) -> Tensor:
-        """Draw R (hashes, H, D, directions) from the seed, with a direction for every 2 m tokens of max_positions."""
+        """Draw R for every round from the seed: float32 (hashes, H, D, ⌈max_positions / 2m⌉) on the CPU."""
         num_directions = -(-self.max_positions // (2 * self.config.chunk_size))
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(self.config.hashes, self.num_heads, self.head_dim, num_directions, generator=generator)
 
 
 def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows index (B, H, M) of x (B, H, N, D), as (B, H, M, D).
+    """Select rows of x. This is an embedding lookup because the gradient of `gather` is slow.
 
-    This is an embedding lookup because the gradient of `gather` is slow.
+    Args:
+        x: (B, H, N, D).
+        index: the rows to select, int64 (B, H, M), below N.
+
+    Returns:
+        (B, H, M, D).
     """
     batch, heads, length, dim = x.shape
     first_row = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * length

@@ -32,9 +32,9 @@ class Attention(nn.Module):
     Args:
         config: an instance of the dataclass that the mechanism is registered with.
         num_heads, head_dim: H and D of the tensors that forward receives.
-        max_positions: number of tokens of the longest sequence.
-        dropout: probability of dropping an attention weight during training. Mechanisms without attention weights
-            ignore it.
+        max_positions: the largest number of tokens in a sequence.
+        dropout: probability of dropping an attention weight during training. A mechanism that never forms attention
+            weights ignores it.
     """
 
     # Properties of a mechanism. tests/attention/test_contract.py tests every property that a class does not switch off.
@@ -72,15 +72,15 @@ class Attention(nn.Module):
             key_padding_mask: bool (B, N), True = padded, or None if nothing is padded.
 
         Returns:
-            (B, H, N, D). Padding can hold any values, even NaN, without changing the outputs of real tokens. The
-            outputs of padded tokens are finite but meaningless.
+            (B, H, N, D). The outputs of padding tokens are finite but meaningless. All other outputs are independent of
+            the values at padding, even if these are NaN.
         """
         raise NotImplementedError
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute the matrix P for which forward(q, k, v) without dropout equals P v.
+        """Compute the matrix P for which forward(q, k, v), without dropout, equals P v.
 
-        This is the slow, quadratic reference that forward is tested against, so it should not share code with forward.
+        forward is tested against this matrix. Its computation may be slow, and should not share code with forward.
 
         Args:
             q, k: queries and keys (B, H, N, D).
@@ -99,18 +99,26 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor] | None:
         """Return the features φ(Q) and φ(K) of a linear attention.
 
-        P is φ(Q) φ(K)ᵀ with every row divided by its sum over the keys that are not padded. The analysis uses the
-        features to compute spectral gaps exactly at any length. Arguments are those of `attention_matrix`.
+        P is φ(Q) φ(K)ᵀ with 0 in the columns of padding and every row divided by its sum. The analysis uses the
+        features to compute spectral gaps exactly at any length.
+
+        Args:
+            q, k: queries and keys (B, H, N, D).
+            key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
-            φ(Q) and φ(K), each (B, H, N, F), or None if P has no such form with an F that is independent of N.
+            φ(Q) and φ(K), each (B, H, N, F), where F does not depend on N. None if P cannot be written in this form.
         """
         return None
 
     def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         """Return the α and β that LLN attention uses for these queries and keys.
 
-        The analysis derives the temperature τ of LLN attention from them. Arguments are those of `attention_matrix`.
+        The analysis derives the temperature τ of LLN attention from them.
+
+        Args:
+            q, k: queries and keys (B, H, N, D).
+            key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
             α and β, each (B, H) and detached from the graph, or None if the mechanism contains no LLN attention.
@@ -120,15 +128,20 @@ class Attention(nn.Module):
     def branches(self) -> dict[str, "Attention"]:
         """Return the attentions that this mechanism combines, so that each can be measured by itself.
 
-        Each is a complete attention with the same options; the key is its name in reports. The dictionary is empty for
-        a mechanism that is not a combination.
+        The keys are the names of these attentions in reports. The attentions have the options of this mechanism, and
+        share its learned parameters. If the mechanism is not a combination, the dictionary is empty.
         """
         return {}
 
     def set_depth(self, layer: int, layers: int) -> None:
-        """Tell the mechanism that it is in layer `layer` (counted from 0) of an encoder with `layers` layers.
+        """Adapt the mechanism to its place in the encoder; by default, do nothing.
 
-        The encoder calls this once after it has been built. Override it in mechanisms that depend on the depth.
+        It is called once for every layer, after all layers have been built. Override it in a mechanism that depends on
+        the depth.
+
+        Args:
+            layer: the index of the mechanism's layer, from 0.
+            layers: the number of layers of the encoder.
         """
 
     @property
@@ -163,11 +176,11 @@ class NoOptions:
 
 
 def register_attention(name: str, config: type = NoOptions) -> Callable[[_ModuleClass], _ModuleClass]:
-    """Return a class decorator that registers a subclass of `Attention`.
+    """Return a class decorator that registers a subclass of `Attention` and returns it unchanged.
 
     Args:
         name: the value of --attention that selects the class.
-        config: the dataclass of its options, whose fields are made with `option`.
+        config: the dataclass of the options, whose fields are declared with `option`.
 
     Raises (when the decorator is applied):
         ValueError: if the name is already registered.
@@ -179,7 +192,14 @@ def register_attention(name: str, config: type = NoOptions) -> Callable[[_Module
 def register_in(registry: dict[str, RegistryEntry], name: str, config: type) -> Callable[[_ModuleClass], _ModuleClass]:
     """Return a class decorator that adds a class to one of the two registries, and returns the class unchanged.
 
-    Names must be unique over both registries. Raises as `register_attention` does.
+    Args:
+        registry: ATTENTION_REGISTRY or LAYER_REGISTRY.
+        name: the value of --attention that selects the class.
+        config: the dataclass of the options.
+
+    Raises (when the decorator is applied):
+        ValueError: if one of the registries already contains the name.
+        TypeError: if `config` is not a dataclass.
     """
 
     def register(cls: _ModuleClass) -> _ModuleClass:
@@ -197,11 +217,11 @@ def option(default: Any, help: str, choices: tuple[str, ...] | None = None, at_l
     """Declare a field of an options dataclass.
 
     Args:
-        default: the default value. None means that the class computes a default itself. None is not compared with
-            `at_least`, but must be one of `choices` if there are any.
+        default: the default value. With None, the class that has the option computes a default itself.
         help: the help text of the command-line flag.
-        choices: the allowed values of a string option.
-        at_least: the smallest allowed value of a number.
+        choices: the allowed values of a string option. None means that any value is allowed.
+        at_least: the smallest allowed value of a number. None means that there is no minimum. If the option itself is
+            None, it is not compared with the minimum.
     """
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "at_least": at_least})
 
@@ -213,7 +233,7 @@ def build_attention(
 
     Args:
         name: a key of ATTENTION_REGISTRY.
-        num_heads, head_dim, max_positions, dropout: as for `Attention`.
+        num_heads, head_dim, max_positions, dropout: passed to the constructor of `Attention`.
         options: values for the fields of the options dataclass; fields that are left out keep their defaults.
 
     Raises:
@@ -227,9 +247,9 @@ def build_attention(
 
 
 def reject_layer_mechanism(name: str, reason: str) -> None:
-    """Raise ValueError if the mechanism replaces a whole encoder layer. Unknown names pass.
+    """Raise ValueError if the mechanism `name` replaces a whole encoder layer. An unknown name raises nothing.
 
-    The message is "NAME replaces the whole encoder layer, and REASON".
+    The message is "NAME replaces the whole encoder layer, and REASON", with `reason` for REASON.
     """
     if name in LAYER_REGISTRY:
         raise ValueError(f"{name} replaces the whole encoder layer, and {reason}")
@@ -259,7 +279,18 @@ def checked_config(name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError if the option `key` of the mechanism `name` cannot have this value."""
+    """Raise ValueError if the option `key` of the mechanism `name` cannot have this value.
+
+    The value must be one of the choices, must not be a string for a number, and must not be below the minimum. Other
+    types are not checked.
+
+    Args:
+        name: the mechanism, for the message.
+        key: the option, for the message.
+        value: the value to check.
+        type_hint: the type of the dataclass field.
+        metadata: the metadata of the field, as `option` sets it.
+    """
     choices = metadata.get("choices")
     if choices and value not in choices:
         raise ValueError(f"option '{key}' of attention '{name}' is '{value}', choose from {', '.join(choices)}")
@@ -274,8 +305,11 @@ def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapp
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     """Parse strings such as "mix=ratio" and "block_size=16" into {"mix": "ratio", "block_size": 16}.
 
-    A value that is valid JSON (a number, true, false, null) is converted, anything else stays a string. If an option
-    occurs twice, the last value counts. A string without "=" raises ValueError.
+    A value that is valid JSON (such as a number, true, false or null) is converted; any other value stays a string. If
+    an option occurs twice, the last value counts.
+
+    Raises:
+        ValueError: if a string contains no "=".
     """
     options = {}
     for pair in pairs:
@@ -289,15 +323,18 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
 def parse_attention_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse an attention spec, NAME or NAME:OPTION=VALUE,OPTION=VALUE, into the name and the options.
 
-    Benchmarks and comparisons name mechanisms this way. An option without "=" raises ValueError. Neither the name nor
-    the options are checked against the registry; `layers.check_attention_spec` does that.
+    Benchmarks and comparisons name mechanisms this way. Values are converted as in `parse_options`. This function does
+    not look up the name or the options in the registry; `layers.check_attention_spec` does.
+
+    Raises:
+        ValueError: if an option has no "=".
     """
     name, _, options = spec.partition(":")
     return name, parse_options(pair for pair in options.split(",") if pair)
 
 
 def _parse_value(text: str) -> Any:
-    """Return the JSON value that the text contains, or the text itself if it is not JSON."""
+    """Parse the text as JSON, and return the value. If the text is not JSON, return it unchanged."""
     try:
         return json.loads(text)
     except ValueError:
@@ -305,10 +342,9 @@ def _parse_value(text: str) -> Any:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown word.
+    """Return the end of an error message about an unknown word, such as "; did you mean 'A'? (known: A, B)".
 
-    It is "; did you mean 'NEAREST'? (known: A, B)", without the question if no known word is similar, and with
-    "(known: none)" if there are none.
+    If no known word is similar, only " (known: A, B)" is returned. If `known` is empty, it is " (known: none)".
     """
     names = sorted(known)
     listing = f" (known: {', '.join(names) or 'none'})"

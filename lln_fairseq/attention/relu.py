@@ -13,12 +13,12 @@ from lln_fairseq.ops.padding import clear_padding
 class ScoreKernelAttention(Attention):
     """Attention with P_ij = κ(q_i·k_j) / Σ_l κ(q_i·k_l), for a non-negative kernel κ of the score.
 
-    A subclass defines κ in `kernel`. P is formed in full (N x N), because this class is for comparison and analysis. It
-    is computed in float32 (float64 for float64 inputs).
+    A subclass defines κ in `kernel`. P is formed in full (N x N), because this class is for comparison and analysis. P
+    is computed in float32, or in float64 for float64 inputs.
 
-    κ must be homogeneous. P then depends neither on the scale of the queries and keys nor on a temperature, so scores
-    are not divided by √D. If κ is 0 for all keys of a query, the output is the mean of the values that are not padded,
-    which is the limit of κ + ε for ε -> 0.
+    κ must be homogeneous. P then stays the same if all queries or keys are multiplied by a positive number, so scores
+    are not divided by √D. If κ is 0 for all keys of a query, the output is the mean of the values without padding. This
+    is the limit for ε -> 0 of attention with the kernel κ + ε.
     """
 
     @without_autocast
@@ -41,7 +41,7 @@ class ScoreKernelAttention(Attention):
         return reference.normalize_rows(self.kernel(q @ k.transpose(-2, -1)), key_padding_mask)
 
     def kernel(self, scores: Tensor) -> Tensor:
-        """Compute κ(s) >= 0 of every score q_i·k_j, elementwise."""
+        """Compute κ(s) elementwise for all scores s = q_i·k_j, (B, H, N, N). The results must not be negative."""
         raise NotImplementedError
 
 

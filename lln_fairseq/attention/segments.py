@@ -1,13 +1,13 @@
-"""The first segments of a batch of token ids, for attentions that treat their tokens as global."""
+"""Find the first segment of each sequence, such as the question of a pair, for attentions with global tokens."""
 
 from torch import Tensor
 
 
 def first_segment_lengths(tokens: Tensor, eos: int) -> Tensor:
-    """Return the number of tokens of the first segment of every sequence, without waiting for a GPU.
+    """Return the number of tokens in the first segment of every sequence.
 
-    In a pair, `<s> A </s></s> B </s>`, the first segment ends with the first of the two adjacent </s>. A sequence
-    without two adjacent </s> is not a pair, and only its first token counts.
+    In a pair, `<s> A </s></s> B </s>`, the first segment is `<s> A </s>`. A sequence without two adjacent </s> is not a
+    pair; its first segment is its first token. The computation does not synchronize with a GPU.
 
     Args:
         tokens: token ids (B, N).

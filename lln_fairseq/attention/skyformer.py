@@ -22,16 +22,19 @@ class SkyformerConfig:
 
 @register_attention("skyformer", SkyformerConfig)
 class SkyformerAttention(Attention):
-    """P = κ(q, s) M⁻¹ κ(s, k) with M = κ(s, s) + γ I and κ(x, y) = exp(-|x - y|² / 2√D) (section 4 of the paper).
+    """Attention with P = κ(q, s) M⁻¹ κ(s, k), where M = κ(s, s) + γ I and κ(x, y) = exp(-|x - y|² / 2√D) (section 4).
 
-    The landmarks s are the queries and the keys of the same sequence at sampled positions. The real tokens are divided
-    into `landmarks` equal segments. Training samples a random token of each segment, evaluation takes the middle one.
-    M is inverted by matrix products as in the authors' code, after its rows and columns have been divided by the square
-    roots of their sums.
+    The landmarks s are the queries and the keys at certain positions of the same sequence. To choose the positions, the
+    non-padding tokens are divided into `landmarks` equal segments. Training takes a random token of each segment,
+    evaluation its middle token. As in the authors' code, the rows and columns of M are first divided by the square
+    roots of their sums, and then M is inverted by matrix products.
 
     P has no normalizer: a key far from all landmarks gets no weight. There are no probabilities, so attention dropout
-    does not apply. Everything is computed in float32 (float64 for float64 values), since half precision would lose the
-    differences between squares. Raises ValueError if gamma is not positive.
+    does not apply. Everything is computed in float32 (float64 for float64 values), because half precision would round
+    away the small differences of squares.
+
+    Raises:
+        ValueError: if gamma is not positive.
     """
 
     config: SkyformerConfig
@@ -64,15 +67,16 @@ class SkyformerAttention(Attention):
             return (gaussian_kernel(q, landmarks) @ context).to(out_dtype)
 
     def landmark_positions(self, q: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Choose the tokens whose queries and keys are the landmarks, one in each segment of the real tokens.
+        """Choose the positions whose queries and keys are the landmarks, one in each segment of the sequence.
 
         Args:
             q: (B, H, N, D); only the shape and the device matter.
             key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
-            Positions (B, landmarks) in ascending order: random within the segment during training, its middle
-            otherwise. They repeat if a sequence has fewer real tokens than landmarks, and are 0 if it has none.
+            The positions, int64 (B, landmarks), in ascending order. During training each is random within its segment,
+            otherwise it is the middle. If a sequence has fewer non-padding tokens than landmarks, positions repeat. A
+            sequence that contains only padding gets 0.
         """
         batch, _, length, _ = q.shape
         num_landmarks = self.config.landmarks
@@ -87,7 +91,10 @@ class SkyformerAttention(Attention):
         return real_first.gather(1, (fraction * num_real).long().minimum(num_real - 1).clamp(min=0))
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute P from pairwise distances, with the inverse iteration applied to the eigenvalues of the scaled M."""
+        """Compute P from pairwise distances. The inverse is iterated on the eigenvalues of M, after M has been scaled.
+
+        During training the landmarks are random, so this is not the P of an earlier call of forward.
+        """
 
         def kappa(x: Tensor, y: Tensor) -> Tensor:
             return torch.exp(-(torch.cdist(x, y) ** 2) / (2 * self.head_dim**0.5))
@@ -112,7 +119,7 @@ class SkyformerAttention(Attention):
 
 
 def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """Compute exp(-|x_i - y_j|² / 2), (..., N, M) and at most 1, for x (..., N, D) and y (..., M, D)."""
+    """Compute exp(-|x_i - y_j|² / 2) for x (..., N, D) and y (..., M, D). The result (..., N, M) is at most 1."""
     squares = 0.5 * (x.square().sum(dim=-1, keepdim=True) + y.square().sum(dim=-1).unsqueeze(-2))
     # Rounding can make a squared distance negative.
     return (x @ y.mT - squares).clamp(max=0.0).exp()

@@ -1,4 +1,4 @@
-"""Softmax attention, the baseline: PyTorch's fused kernel, with the same numbers as fairseq's own RoBERTa."""
+"""Softmax attention, the baseline. It uses PyTorch's fused kernel and computes the same as fairseq's own RoBERTa."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from lln_fairseq.ops.softmax import softmax_attention
 
 @register_attention("softmax")
 class SoftmaxAttention(Attention):
-    """Compute softmax(q kᵀ / √D) v (Vaswani et al. 2017). A sequence that is all padding gives 0."""
+    """Compute softmax(q kᵀ / √D) v (Vaswani et al. 2017). The output is 0 for a sequence that contains only padding."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)

@@ -32,10 +32,10 @@ class InputDtypeLinear(nn.Linear):
 
 
 class RelativePositionEncoder(nn.Module):
-    """The relative position encoder (section 3.3 of the paper), a network from a distance k to a weight per channel.
+    """The relative position encoder (section 3.3), a network that maps a distance k to one weight for each channel.
 
-    RPE(k) = Linear(1, h), then `rpe_layers` times [norm, ReLU, Linear(h, h)], then norm, ReLU, Linear(h, E), where h is
-    `rpe_dim` and E is the number of `channels`.
+    RPE(k) is a Linear(1, h), followed by `rpe_layers` times [norm, ReLU, Linear(h, h)], followed by norm, ReLU and
+    Linear(h, E). h is the option `rpe_dim`, and E is the number of `channels`.
     """
 
     def __init__(self, config: TnnConfig, channels: int) -> None:
@@ -45,9 +45,13 @@ class RelativePositionEncoder(nn.Module):
 
     @without_autocast
     def forward(self, distances: Tensor) -> Tensor:
-        """Compute the weights (M, E) of the distances (M,), which are integers of either sign.
+        """Compute a weight for every distance and channel.
 
-        The result is float32, or float64 for a model in float64. Half precision could not represent the distances.
+        Args:
+            distances: integers (M,), positive or negative.
+
+        Returns:
+            (M, E) in float32, or float64 for a model in float64. Half precision could not represent the distances.
         """
         first, *rest = self.layers
         parameter_dtype = next(self.parameters()).dtype
@@ -58,11 +62,18 @@ class RelativePositionEncoder(nn.Module):
 
 
 class GatedToeplitzUnit(nn.Module):
-    """Gated Toeplitz unit (section 3.2 of the paper): o = (SiLU(x̂ W_u) ∘ T SiLU(x̂ W_v)) W_o for normalized tokens x̂.
+    """Gated Toeplitz unit (section 3.2): o = (SiLU(x̂ W_u) ∘ T SiLU(x̂ W_v)) W_o, where x̂ are the normalized tokens.
 
-    Tokens have d = `dim` features, and the width within the unit is E = 3 d. T is one Toeplitz matrix per channel,
-    T_ij = γ^|i-j| RPE(i - j). The values SiLU(x̂ W_v) are 0 at padding. `activation_dropout` is the dropout probability
-    of the input of W_o. A gamma outside (0, 1] raises ValueError.
+    Tokens have d = `dim` features, and the unit has E = 3 d channels. Each channel has a Toeplitz matrix
+    T_ij = γ^|i-j| RPE(i - j), with the relative position encoder RPE. The values SiLU(x̂ W_v) are 0 at padding.
+
+    Args:
+        config: the options of TNN, among them γ (gamma).
+        dim: d.
+        activation_dropout: dropout probability of the input of W_o.
+
+    Raises:
+        ValueError: if gamma is not above 0 and at most 1.
     """
 
     def __init__(self, config: TnnConfig, dim: int, activation_dropout: float) -> None:
@@ -77,9 +88,14 @@ class GatedToeplitzUnit(nn.Module):
         self.rpe = RelativePositionEncoder(config, EXPANSION * dim)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Normalize the tokens x (B, N, d) and apply the unit, without the residual connection.
+        """Normalize the tokens and apply the unit, without the residual connection.
 
-        key_padding_mask is bool (B, N), True = padded, or None. The result is (B, N, d).
+        Args:
+            x: tokens (B, N, d).
+            key_padding_mask: bool (B, N), True = padded, or None.
+
+        Returns:
+            (B, N, d).
         """
         x = rms_norm(x)
         gate = F.silu(self.gate_proj(x))
@@ -90,9 +106,11 @@ class GatedToeplitzUnit(nn.Module):
         return self.out_proj(F.dropout(gate * mixed, self.activation_dropout, self.training))
 
     def mixing_weights(self, length: int, device: torch.device) -> Tensor:
-        """Return the mixing weights t_k = γ^|k| RPE(k) of a sequence of N = `length` tokens, in float32 or float64.
+        """Return the mixing weights t_k = γ^|k| RPE(k) of a sequence of N = `length` tokens.
 
-        They are t_0 ... t_{N-1}, t_{-N} ... t_{-1}, the layout (2 N, E) of `toeplitz_product`. t_{-N} is never used.
+        Returns:
+            The rows t_0 ... t_{N-1}, t_{-N} ... t_{-1}, (2 N, E), as `toeplitz_product` expects them. t_{-N} is never
+            used. The dtype is float32, or float64 for a model in float64.
         """
         distances = torch.arange(2 * length, device=device)
         distances = torch.where(distances < length, distances, distances - 2 * length)
@@ -101,9 +119,11 @@ class GatedToeplitzUnit(nn.Module):
 
 
 class GatedLinearUnit(nn.Module):
-    """Gated linear unit: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3 for normalized tokens x̂, with the width d = `dim` throughout.
+    """Gated linear unit: (SiLU(x̂ W_1) ∘ x̂ W_2) W_3, where x̂ are the normalized tokens. All three matrices are (d, d).
 
-    `activation_dropout` is the dropout probability of the input of W_3.
+    Args:
+        dim: d, the number of features of a token.
+        activation_dropout: dropout probability of the input of W_3.
     """
 
     def __init__(self, dim: int, activation_dropout: float) -> None:
@@ -114,9 +134,9 @@ class GatedLinearUnit(nn.Module):
         self.out_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Normalize the tokens x (B, N, d) and apply the unit to each, without the residual connection.
+        """Normalize the tokens x (B, N, d) and apply the unit to each of them, without the residual connection.
 
-        The mask is ignored, since no token influences another.
+        The mask is ignored, since no token influences another. The result is (B, N, d).
         """
         x = rms_norm(x)
         gated = F.silu(self.gate_proj(x)) * self.value_proj(x)
@@ -127,8 +147,8 @@ class GatedLinearUnit(nn.Module):
 class TnnLayer(EncoderLayer):
     """A gated Toeplitz unit followed by a gated linear unit.
 
-    Positions enter through the distances only, so the encoder adds no position embeddings. There are no attention
-    weights, so `attention_dropout` has no effect.
+    The unit sees positions only as distances between tokens, and the encoder adds no position embeddings. There are no
+    attention weights, so `attention_dropout` has no effect.
     """
 
     positions = False
@@ -141,11 +161,11 @@ class TnnLayer(EncoderLayer):
 
 
 def toeplitz_product(weights: Tensor, v: Tensor) -> Tensor:
-    """Compute o_i = Σ_j t_{i-j} v_j for every channel, with an FFT in O(N log N).
+    """Compute o_i = Σ_j t_{i-j} v_j for each of E channels. An FFT makes the cost O(N log N).
 
     Args:
-        weights: t_0 ... t_{N-1}, one arbitrary row, t_{-N+1} ... t_{-1}; (2 N, E). This is the first column of the
-            circulant matrix that contains the Toeplitz matrix.
+        weights: (2 N, E), with the rows t_0 ... t_{N-1}, one row of any values, and t_{-N+1} ... t_{-1}. These are the
+            first columns of circulant matrices that contain the Toeplitz matrices.
         v: (B, N, E).
 
     Returns:
@@ -160,7 +180,7 @@ def toeplitz_product(weights: Tensor, v: Tensor) -> Tensor:
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square over the last dimension, without a learned gain.
 
-    Computed in float32 (float64 for float64 inputs) and returned in the dtype of x.
+    The computation is in float32, or in float64 for float64 inputs. The result has the shape and dtype of x.
     """
     x_compute = x.to(compute_dtype(x.dtype))
     return (x_compute * (x_compute.square().mean(dim=-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)

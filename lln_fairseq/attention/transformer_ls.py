@@ -1,4 +1,4 @@
-"""Transformer-LS: softmax over a few learned mixtures of all keys and a window (Zhu et al. 2021, arXiv 2107.02192)."""
+"""Transformer-LS: softmax over a window and a few learned mixtures of all keys (Zhu et al. 2021, arXiv 2107.02192)."""
 
 from dataclasses import dataclass
 
@@ -23,14 +23,16 @@ class TransformerLSConfig:
 
 @register_attention("transformer_ls", TransformerLSConfig)
 class TransformerLSAttention(Attention):
-    """One softmax over r mixtures of keys and over a window: softmax(q [K̄; K_w]ᵀ / √D) [V̄; V_w] (eqs. 4 to 7).
+    """One softmax over r mixtures of all keys and over a window: softmax(q [K̄; K_w]ᵀ / √D) [V̄; V_w] (eqs. 4 to 7).
 
-        K = LN_L(k), V = LN_L(v);  P = softmax over the tokens of k W_p;  K̄ = LN_S(Pᵀ K), V̄ = LN_S(Pᵀ V)
+        K = LN_L(k)                V = LN_L(v)                the normalized keys and values
+        P = softmax(k W_p)         over the tokens            the mixing weights, (N, r) for each head
+        K̄ = LN_S(Pᵀ K)             V̄ = LN_S(Pᵀ V)             the mixtures
 
-    K_w and V_w are the rows of K and V in the window of the query. Both layer norms act on all heads of a token and are
-    shared by keys and values. W_p (H D, H r) is applied to the keys of all heads, while the paper applies it to the
-    layer's input x. Since k = x W_k, both can learn the same mixtures. Padding enters neither the mixtures nor the
-    windows. Attention dropout applies to the softmax.
+    K_w and V_w are the rows of K and V in the window of the query. The layer norms LN_L and LN_S normalize all heads of
+    a token together, and keys and values share them. W_p (H D, H r) is applied to the keys of all heads. The paper
+    applies it to the layer's input x; since k = x W_k, both can learn the same mixtures. Padding is left out of the
+    mixtures and the windows. Attention dropout applies to the softmax.
     """
 
     config: TransformerLSConfig
@@ -65,10 +67,16 @@ class TransformerLSAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0).to(q.dtype)
 
     def _mixing_weights(self, k: Tensor, padding: Tensor) -> Tensor:
-        """Compute the mixing weights P (B, H, N, r) from the keys before LN_L, (B, H, N, D), in the dtype of k.
+        """Compute the mixing weights P, whose columns are softmaxes over the tokens without padding.
 
-        Each column is a softmax over the real tokens. In a sequence that is all padding it is a softmax over all
-        tokens, because it would otherwise be 0/0.
+        In a sequence that contains only padding they are softmaxes over all tokens, as they would otherwise be 0/0.
+
+        Args:
+            k: the keys before LN_L, (B, H, N, D).
+            padding: bool (B, N), True = padded.
+
+        Returns:
+            P, (B, H, N, r) in the dtype of k.
         """
         scores = F.linear(k.transpose(1, 2).flatten(2), self.dynamic_proj.weight.to(k.dtype))
         scores = scores.unflatten(-1, (self.num_heads, self.config.rank))
@@ -77,10 +85,15 @@ class TransformerLSAttention(Attention):
         return scores.softmax(dim=1, dtype=compute_dtype(k.dtype)).to(k.dtype).transpose(1, 2)
 
     def _window_scores(self, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
-        """Compute the scores of every scaled query for the normalized keys in its window.
+        """Compute the scores of every query for the keys in its window.
 
-        q and k are (B, H, N, D), padding is bool (B, N). The result is (B, H, N, w + 2 (w // 2)), -inf at padding and
-        beyond the ends of the sequence.
+        Args:
+            q: queries divided by √D, (B, H, N, D).
+            k: normalized keys (B, H, N, D).
+            padding: bool (B, N), True = padded.
+
+        Returns:
+            (B, H, N, w + 2 (w // 2)), with -inf at padding and beyond the ends of the sequence.
         """
         scores = self._chunks(q) @ self._windows(k)
         is_missing = self._windows(padding[:, None, :, None], fill=True)[..., 0, :]  # (B, 1, chunks, keys)
@@ -88,20 +101,34 @@ class TransformerLSAttention(Attention):
         return scores.flatten(2, 3)[:, :, : q.shape[2]]
 
     def _window_values(self, weights: Tensor, v: Tensor) -> Tensor:
-        """Sum the values of every window with the weights (B, H, N, keys); v and the result are (B, H, N, D)."""
+        """Sum the values in the window of every query, each multiplied by its weight.
+
+        Args:
+            weights: (B, H, N, w + 2 (w // 2)), a weight for each query and each place in its window.
+            v: (B, H, N, D).
+
+        Returns:
+            (B, H, N, D).
+        """
         out = self._chunks(weights) @ self._windows(v).mT
         return out.flatten(2, 3)[:, :, : v.shape[2]]
 
     def _chunks(self, x: Tensor) -> Tensor:
-        """Cut x (B, H, N, F) into chunks of w tokens, (B, H, chunks, w, F). The last chunk is filled up with 0."""
+        """Cut x (B, H, N, F) into chunks of w tokens, (B, H, chunks, w, F). The last chunk is filled up with zeros."""
         tail = -x.shape[2] % self.config.window
         return F.pad(x, (0, 0, 0, tail)).unflatten(2, (-1, self.config.window))
 
     def _windows(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Cut x (B, H, N, F) into overlapping windows, (B, H, chunks, F, w + 2 (w // 2)), with w = config.window.
+        """Cut x into one window for each chunk of w = config.window tokens. Neighboring windows overlap.
 
-        The queries are divided into chunks of w tokens. The window of a chunk has its own tokens and w // 2 more on
-        each side. `fill` is the value beyond the ends of the sequence.
+        The window of a chunk contains the tokens of the chunk and w // 2 more on each side.
+
+        Args:
+            x: (B, H, N, F).
+            fill: the value of the tokens beyond the ends of the sequence.
+
+        Returns:
+            (B, H, chunks, F, w + 2 (w // 2)): the tokens of a window are the last dimension.
         """
         width = self.config.window
         reach = width // 2
@@ -114,9 +141,9 @@ class TransformerLSAttention(Attention):
 
 
 def _norm_over_heads(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Apply a layer norm to all heads and features of each token of x (B, H, N, D).
+    """Normalize the H · D values of each token of x (B, H, N, D) with a layer norm over all heads.
 
-    The result has the shape and dtype of x. It is computed in float32 (float64 for float64 inputs).
+    The computation is in float32, or in float64 for float64 inputs. The result has the shape and dtype of x.
     """
     dtype = compute_dtype(x.dtype)
     tokens = x.transpose(1, 2).flatten(2).to(dtype)

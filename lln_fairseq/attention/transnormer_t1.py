@@ -1,6 +1,6 @@
-"""TransNormer T1: ReLU attention in blocks in early layers, normalized linear attention with φ = elu in later ones.
+"""TransNormer T1: ReLU attention within blocks in early layers, normalized linear attention with φ = elu in later ones.
 
-Qin et al. 2022, "The Devil in Linear Transformer", arXiv 2210.10340; details follow the authors' code.
+Qin et al. 2022, "The Devil in Linear Transformer", arXiv 2210.10340. Details follow the authors' code.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,15 @@ class TransNormerConfig:
 
 
 class TransNormerAttention(Attention):
-    """Base class of both TransNormers: DiagAttention in the first half of the layers, NormAttention in the second.
+    """Base class of both TransNormers: DiagAttention in the first half of the layers, NormAttention in the second half.
 
-    DiagAttention is defined by the subclass. NormAttention is φ(q) (φ(k)ᵀ v) / RMS. The RMS is taken over all heads of
-    a token, so NormAttention has no attention matrix and attention dropout does not apply to it. The norm has no
-    learned gain, because the output projection that follows can represent any gain. Until an encoder calls
-    `set_depth`, the attention acts like the only layer of an encoder: NormAttention unless `local_layers` is 1 or more.
+    DiagAttention is attention within blocks, which the subclass defines. NormAttention is φ(q) (φ(k)ᵀ v), divided by
+    its root mean square over all heads of a token. NormAttention therefore has no attention matrix, and attention
+    dropout does not apply to it. The norm has no learned gain, because the output projection that follows can represent
+    any gain.
+
+    The option `local_layers` sets another number of layers with DiagAttention. Until an encoder calls `set_depth`, the
+    attention acts like the only layer of an encoder, which has NormAttention unless `local_layers` is 1 or more.
     """
 
     config: TransNormerConfig
@@ -45,7 +48,12 @@ class TransNormerAttention(Attention):
         self.set_depth(0, 1)
 
     def set_depth(self, layer: int, layers: int) -> None:
-        """Decide whether this layer is local, and set has_matrix and rows_sum_to_one accordingly."""
+        """Choose DiagAttention or NormAttention for this layer, and set has_matrix and rows_sum_to_one accordingly.
+
+        Args:
+            layer: the index of this layer, from 0. The first `local_layers` layers have DiagAttention.
+            layers: the number of layers. Half of them, rounded down, is the default of `local_layers`.
+        """
         local_layers = self.config.local_layers
         if local_layers is None:
             local_layers = layers // 2
@@ -60,13 +68,18 @@ class TransNormerAttention(Attention):
         return norm_attention(q, k, v, self.features, key_padding_mask)
 
     def features(self, x: Tensor) -> Tensor:
-        """Compute φ of NormAttention elementwise; x is float32 or float64."""
+        """Compute φ of NormAttention elementwise, for queries or keys x (B, H, N, D) in float32 or float64."""
         raise NotImplementedError
 
     def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Compute DiagAttention, which is attention within blocks of tokens.
 
-        Args and result are those of `forward`; padded keys and values are 0 already.
+        Args:
+            q, k, v: (B, H, N, D). The keys and values of padding are 0.
+            key_padding_mask: bool (B, N), True = padded, or None.
+
+        Returns:
+            (B, H, N, D).
         """
         raise NotImplementedError
 
@@ -77,9 +90,10 @@ class TransNormerAttention(Attention):
 
 @register_attention("transnormer_t1", TransNormerConfig)
 class TransNormerT1Attention(TransNormerAttention):
-    """TransNormer with φ = elu, and ReLU(q·k/√D) within blocks in its local layers.
+    """TransNormer with φ = elu. Its DiagAttention has the weights ReLU(q·k/√D) within blocks (ReLA).
 
-    The local weights have no denominator (ReLA). Their output is normalized as in the linear layers.
+    These weights are not divided by their sum. Instead, the output is divided by its root mean square over all heads of
+    a token, as in NormAttention.
     """
 
     def features(self, x: Tensor) -> Tensor:
@@ -93,11 +107,11 @@ class TransNormerT1Attention(TransNormerAttention):
 def norm_attention(
     q: Tensor, k: Tensor, v: Tensor, features: Callable[[Tensor], Tensor], key_padding_mask: Tensor | None
 ) -> Tensor:
-    """Compute RMSNorm(φ(q) (φ(k)ᵀ v)) in linear time, without a denominator that could vanish.
+    """Compute NormAttention, RMSNorm(φ(q) (φ(k)ᵀ v)), in linear time. The norm is over all heads of a token.
 
     Args:
         q, k, v: (B, H, N, D). v is 0 at padding.
-        features: φ, elementwise. It is called with float32 tensors (float64 for float64 values).
+        features: φ, elementwise. It is called with float32 tensors, or with float64 tensors if v is float64.
         key_padding_mask: bool (B, N), True = padded, or None. φ(k) is set to 0 at padding.
 
     Returns:
@@ -114,6 +128,8 @@ def norm_attention(
 @without_autocast
 def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropout_p: float) -> Tensor:
     """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012).
+
+    The norm is over all heads of a token.
 
     Args:
         q, k, v: (B, H, N, D). v is 0 at padding.
@@ -136,5 +152,5 @@ def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropo
 
 
 def rms_norm_over_heads(x: Tensor) -> Tensor:
-    """Divide x (B, H, N, D) by its root mean square over the heads and features of each token."""
+    """Divide x (B, H, N, D) by its root mean square over the heads and features of each token. A token of 0 stays 0."""
     return x * (x.square().mean(dim=(1, 3), keepdim=True) + EPSILON).rsqrt()

@@ -1,4 +1,4 @@
-"""TransNormer T2: softmax in blocks in early layers, normalized linear attention with φ = 1 + elu in later ones.
+"""TransNormer T2: softmax within blocks in early layers, normalized linear attention with φ = 1 + elu in later ones.
 
 Qin et al. 2022, "The Devil in Linear Transformer", arXiv 2210.10340.
 """
@@ -14,9 +14,9 @@ from lln_fairseq.ops.block_diag import block_diag_attention
 
 @register_attention("transnormer_t2", TransNormerConfig)
 class TransNormerT2Attention(TransNormerAttention):
-    """TransNormer with φ = 1 + elu, and block-diagonal softmax in its local layers.
+    """TransNormer with φ = 1 + elu. Its DiagAttention is block-diagonal softmax.
 
-    The output of the local layers is not normalized again, so they have an attention matrix.
+    The output of DiagAttention is not divided by its root mean square, so it has an attention matrix.
     """
 
     local_has_matrix = True
@@ -28,7 +28,7 @@ class TransNormerT2Attention(TransNormerAttention):
         return block_diag_attention(q, k, v, key_padding_mask, self.config.block_size, self.active_dropout)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute P of a local layer. In a later layer, raise ValueError."""
+        """Compute P in a layer with DiagAttention. In a layer with NormAttention, raise ValueError."""
         if not self.is_local:
             return super().attention_matrix(q, k, key_padding_mask)
         return reference.block_diag_matrix(q, k, self.config.block_size, key_padding_mask)

@@ -1,9 +1,10 @@
 """Check the configuration in a checkpoint, so that only known options of known models and tasks reach fairseq.
 
-A checkpoint can come from anyone, and fairseq builds every model that its configuration names; some of fairseq's models
+A checkpoint can come from anyone, and fairseq builds every model that its configuration names. Some of fairseq's models
 and optimizers even call `eval` on their options. Therefore a new configuration is built from the dataclasses of the
-models, tasks and criterions in KNOWN, with the stored values of their fields, converted to the type of the field. Other
-models, tasks and values are rejected; other options are left out.
+models, tasks and criterions in KNOWN. Each field gets its stored value, converted to the type of the field. Models and
+tasks that are not in KNOWN are rejected, and so are values that are not plain (see `is_plain`). Options that are not
+fields are left out.
 """
 
 import argparse
@@ -22,14 +23,14 @@ from lln_fairseq.errors import InputError, first_line
 
 OURS = "lln_roberta"
 STOCK = "roberta"
-STOCK_ATTENTION = "softmax"  # the attention of fairseq's RoBERTa, which has no option that says so
+STOCK_ATTENTION = "softmax"  # the attention of fairseq's RoBERTa, which has no option for it
 LANGUAGE_MODELS = ("lln_transformer_lm", "transformer_lm")
 KNOWN = {  # the presets of these models (roberta_large, ...) are known too
     "model": (OURS, STOCK, *LANGUAGE_MODELS),
     "task": ("lln_language_modeling", "lln_masked_lm", "lln_sentence_prediction", "masked_lm", "sentence_prediction"),
     "criterion": ("lln_sentence_prediction", "masked_lm", "sentence_prediction"),
 }
-NAME_ARGUMENTS = {"model": "arch", "task": "task", "criterion": "criterion"}  # of a Namespace of arguments
+NAME_ARGUMENTS = {"model": "arch", "task": "task", "criterion": "criterion"}  # the arguments with the names
 
 NO_POSITIONS = 2  # unused rows at the start of the positional table: fairseq counts from the padding's id + 1
 PLAIN_TYPES = (str, int, float, bool, type(None))
@@ -48,11 +49,12 @@ EVALUATED = ("character_embeddings", "adaptive_input", "adaptive_softmax_cutoff"
 def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
     """Return a checked copy of a checkpoint's configuration, with every group that fairseq expects.
 
-    The groups other than model, task and criterion have fairseq's defaults. The criterion is None if it is unknown. The
-    model of a stock RoBERTa is a Namespace of the stored options, which fairseq completes.
+    Only the groups model, task and criterion are read from the checkpoint. The remaining groups have fairseq's
+    defaults. A criterion that is not in KNOWN becomes None. The model group of a stock RoBERTa becomes a Namespace of
+    the stored options, to which fairseq adds the options that are missing.
 
     Args:
-        state: the checkpoint
+        state: the content of the checkpoint
         path: its file, for messages
 
     Raises: InputError if there is no configuration, if the model or the task is not in KNOWN, or if an option is not a
@@ -80,10 +82,13 @@ def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
 
 
 def stored_options(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the options of the model, the task and the criterion of a checkpoint, as they are stored.
+    """Return the options of the model, the task and the criterion in a checkpoint, without any checks.
 
-    Nothing is checked. A group that is not stored is empty; others have the name of the model, task or criterion under
-    `_name`, if that is stored.
+    Args:
+        state: the content of the checkpoint
+
+    Returns: a dictionary of options for each of "model", "task" and "criterion". The option `_name` is the name of the
+        model, task or criterion. A group that is not stored is empty.
     """
     arguments = state.get("args")
     if isinstance(arguments, argparse.Namespace):  # a checkpoint from before Hydra: one Namespace for all groups
@@ -106,9 +111,10 @@ def _stored_group(group: Any) -> dict[str, Any]:
 
 
 def softmax_layers(options: Mapping[str, Any]) -> str | None:
-    """Return a model's option softmax_layers as text, or None if no layer is named.
+    """Return the option softmax_layers of a model as text, or None if it names no layer.
 
-    Checkpoints of older versions do not have this option, and Hydra reads the number of a single layer as an int.
+    The option can be missing, because older versions did not have it. It can be an int, because Hydra reads the number
+    of a single layer as an int.
     """
     layers = options.get("softmax_layers")
     if layers is None or layers == "":
@@ -117,13 +123,20 @@ def softmax_layers(options: Mapping[str, Any]) -> str | None:
 
 
 def plain_config(cfg: DictConfig) -> dict[str, Any]:
-    """Return the configuration of a program as dictionaries, with interpolations resolved and enums as strings."""
+    """Return the configuration of a program as a dictionary, with interpolations resolved and enums as strings.
+
+    Each group is a dictionary, or stays a Namespace if it is one.
+    """
     config: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     return config
 
 
 def plain_options(group: Any) -> dict[str, Any]:
-    """Return the options in a Namespace or mapping whose values satisfy `is_plain`; empty for any other `group`."""
+    """Return the options of a group as a new dictionary, without values that are not plain (see `is_plain`).
+
+    Args:
+        group: a Namespace or a mapping; for any other value the result is empty
+    """
     if isinstance(group, argparse.Namespace):
         group = vars(group)
     if not isinstance(group, Mapping):
@@ -132,7 +145,10 @@ def plain_options(group: Any) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for a string, number, bool, None or list of them, except for omegaconf's "${...}" and "???"."""
+    """Return True for a string, a number, a bool, None, or a list of such values.
+
+    Return False for strings that have a meaning for omegaconf: strings that contain "${", and "???".
+    """
     values = value if isinstance(value, list) else [value]
     for item in values:
         if not isinstance(item, PLAIN_TYPES):
@@ -143,12 +159,18 @@ def is_plain(value: Any) -> bool:
 
 
 def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str, Any] | None:
-    """Return the stored options of a group, and the default of every other option that is a plain value.
+    """Return the checked options of a group, with the defaults of options that are not stored or stored as None.
 
-    Options that are not fields of the group's dataclass are left out.
+    Stored options that are not fields of the group's dataclass are left out. So are defaults that are not plain values.
 
-    Returns: None for a criterion that is not in KNOWN, because only training needs the loss
-    Raises: InputError as `checked_config`.
+    Args:
+        group: "model", "task" or "criterion"
+        stored: the stored options
+        path: the checkpoint file, for messages
+
+    Returns: the options, or None for a criterion that is not in KNOWN, because only training needs the loss
+    Raises: InputError if the model or the task is not in KNOWN, or if an option is not a plain value or does not have
+        the type of its field.
     """
     name = stored.get("_name")
     registered_name = _registered_name(group, name)
@@ -173,7 +195,10 @@ def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str
 
 
 def _registered_name(group: str, name: Any) -> Any:
-    """Return the registered name of the model of a preset such as roberta_large, and any other name unchanged."""
+    """Return the registered name of a model, such as "roberta" for the preset "roberta_large".
+
+    A name that is no preset, or that belongs to another group than "model", is returned unchanged.
+    """
     if group == "model" and isinstance(name, str):
         return ARCH_MODEL_NAME_REGISTRY.get(name, name)
     return name
@@ -189,9 +214,9 @@ def _dataclass(group: str, name: str) -> type:
 
 
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
-    """Compare the sizes that a model's options state with its parameters.
+    """Compare the sizes in a model's options with the shapes of its parameters.
 
-    Returns: the number of positions of the positional table; None if there is no table
+    Returns: the number of positions in the positional table, or None if there is no table
     Raises: InputError if an option does not fit the parameters.
     """
     side = "encoder"

@@ -24,7 +24,7 @@ from lln_fairseq.checkpoints.config import checked_config
 from lln_fairseq.errors import InputError, first_line
 
 # Classes that a checkpoint can contain. argparse.Namespace is in checkpoints of models without a dataclass, such as the
-# stock RoBERTa. The others are in what the first worker sends to the rest when several workers resume.
+# stock RoBERTa. The remaining classes are in the state that the first worker sends to the others when a run resumes.
 FAIRSEQ_CLASSES = (
     argparse.Namespace,
     _TensorPlaceholder,
@@ -51,20 +51,25 @@ PLUGIN_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
 
 
 def allow_fairseq_checkpoints() -> None:
-    """Let torch.load accept FAIRSEQ_CLASSES with weights_only=True, its safe default, in this process."""
+    """Allow the classes in FAIRSEQ_CLASSES in files that this process loads with torch.load(weights_only=True).
+
+    weights_only=True is torch's safe default.
+    """
     torch.serialization.add_safe_globals(list(FAIRSEQ_CLASSES))
 
 
 def load_checkpoint_lazily(path: str, mmap: bool = True) -> dict[str, Any]:
     """Load a checkpoint of fairseq to the CPU, and leave its tensors on the disk until they are used.
 
-    Checksums and the configuration are not checked.
+    The checksums and the configuration are not checked.
 
     Args:
+        path: the checkpoint file
         mmap: False to read the tensors into memory at once; files in torch's format before 1.6 are always read at once
 
-    Raises: InputError if the file is missing, damaged, not a checkpoint of fairseq, or holds classes that are not
-        allowed.
+    Returns: the content of the checkpoint; its entry "model" is a dictionary of tensors by their names
+    Raises: InputError if the file is missing, damaged or not a checkpoint of fairseq, or if it holds classes other than
+        FAIRSEQ_CLASSES.
     """
     state = load_plain_data(path, mmap)
     parameters = state.get("model") if isinstance(state, dict) else None
@@ -81,12 +86,15 @@ def load_checkpoint(
     """Load a checkpoint into memory and check it. This function replaces fairseq's load_checkpoint_to_cpu.
 
     Args:
-        arg_overrides: options that replace those of the checkpoint's configuration
-        load_on_all_ranks: None returns the checked configuration under `cfg`; a training run, which has its own
-            configuration, passes True or False and gets None under `cfg`
+        path: the checkpoint file
+        arg_overrides: values of options that replace the values in the checkpoint's configuration
+        load_on_all_ranks: None to check the checkpoint's configuration. A training run passes True or False instead,
+            because it has its own configuration.
 
-    Raises: InputError as `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if the
-        training state is incomplete or has impossible values.
+    Returns: the content of the checkpoint in fairseq's current format. Its entry "cfg" is the checked configuration, or
+        None if `load_on_all_ranks` is not None.
+    Raises: InputError under the conditions of `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if
+        the training state is incomplete or has impossible values.
     """
     state = load_checkpoint_lazily(path, mmap=False)
     verify_checksums(path)
@@ -112,17 +120,20 @@ def load_checkpoint(
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number or a tensor of one element, which is how several workers save the training time."""
+    """Return True for a number or a tensor of one element. A run with several workers saves its time as a tensor."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def load_plain_data(path: str, mmap: bool = True) -> Any:
-    """Load a file that torch.save wrote to the CPU, if it holds only tensors, containers and FAIRSEQ_CLASSES.
+    """Load a file that torch.save has written. Its tensors are loaded to the CPU.
+
+    The file may contain only tensors, plain Python values and containers, and the classes in FAIRSEQ_CLASSES.
 
     Args:
-        mmap: leave tensors on the disk until they are used, if the file's format supports it
+        path: the file
+        mmap: True to leave the tensors on the disk until they are used, if the file's format supports it
 
-    Raises: InputError if the file is missing, damaged, or contains other classes or functions.
+    Raises: InputError if the file is missing or damaged, or contains other classes or functions.
     """
     if not os.path.isfile(path):
         raise InputError(f"no such checkpoint: {path}")
@@ -136,7 +147,7 @@ def load_plain_data(path: str, mmap: bool = True) -> Any:
 
 
 def _torch_load(path: str, mmap: bool) -> Any:
-    """Call torch.load, without mmap if the file's format does not support it or its path cannot be written in UTF-8."""
+    """Call torch.load. Do without mmap if the file's format or the encoding of the path does not allow it."""
     try:
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except RuntimeError as error:
@@ -159,9 +170,10 @@ def _loading_reason(error: Exception) -> str:
 
 
 def _advice(path: str) -> str:
-    """Return the advice to replace a damaged last checkpoint with the newest undamaged one of its directory.
+    """Return the advice to replace a damaged checkpoint_last with the newest undamaged checkpoint in its directory.
 
-    Returns: an empty string if `path` is not a last checkpoint, or if no other checkpoint is undamaged
+    Returns: the end of an error message; empty if `path` is not a checkpoint_last, or if the directory has no other
+        undamaged checkpoint
     """
     directory, name = os.path.split(path)
     if not name.startswith("checkpoint_last"):
@@ -182,7 +194,8 @@ def _advice(path: str) -> str:
 def verify_checksums(path: str) -> None:
     """Compare every part of a checkpoint with its checksum, at about 1 GB per second.
 
-    torch writes the checksums but does not check them. Files in torch's format before 1.6 have none and are accepted.
+    torch writes the checksums but does not check them. Files and parts without checksums are accepted, such as files in
+    torch's format before 1.6.
 
     Raises: InputError if a part does not match its checksum or cannot be read.
     """
@@ -221,9 +234,13 @@ def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str])
 
 
 def plugin_state(state: Mapping[str, Any]) -> dict[str, str | list[str]]:
-    """Return the strings and lists of strings that our tasks wrote into a checkpoint; empty for a stock checkpoint.
+    """Return what `HookedTask.get_checkpoint_dict` of this project wrote into a checkpoint, such as the run's hashes.
 
-    `HookedTask.get_checkpoint_dict` writes them. Values of other types are left out.
+    Args:
+        state: the content of a checkpoint
+
+    Returns: strings and lists of strings by their names; values of other types are left out. Empty for a checkpoint of
+        stock fairseq.
     """
     extra_state = state.get("extra_state")
     stored = extra_state.get(PLUGIN_STATE) if isinstance(extra_state, Mapping) else None

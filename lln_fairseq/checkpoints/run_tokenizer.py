@@ -1,9 +1,9 @@
 """Save the tokenizer and the dictionaries of a run next to its checkpoints, so that the model can later encode text.
 
     SAVE_DIR/tokenizer/     in the layout of the training data, without the data
-        dict.txt            or input0/, input1/ (tasks with pairs of sentences) and label/dict.txt
+        dict.txt            or input0/dict.txt, input1/dict.txt (tasks with pairs of sentences) and label/dict.txt
         spm.model           or encoder.json and vocab.bpe, as data_prep puts them next to its data
-        manifest.json       which of these they are, with checksums; `data_prep.glue --tokenizer` takes the directory
+        manifest.json       names these files, with checksums, so that `data_prep.glue --tokenizer` takes the directory
 
 Data that data_prep did not write has no tokenizer: then only the dictionaries are saved.
 """
@@ -32,10 +32,14 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
     """Copy the dictionaries and the tokenizer of the task's data to SAVE_DIR/tokenizer.
 
     If the data has no tokenizer that fits its dictionary, only the dictionaries are copied and the reason is logged.
-    Unchanged files are not written again. Dictionaries and a manifest of an earlier task that this one does not have
-    are removed.
+    Unchanged files are not written again. If an earlier task left a dictionary or a manifest there and this task has no
+    such file, the old file is removed.
 
-    Raises: OSError if the files cannot be written.
+    Args:
+        task: the task, with its dictionary; its data may be several directories, of which only the first is read
+        save_dir: the directory of the run
+
+    Raises: OSError if a file cannot be read or written.
     """
     data = Path(split_paths(task.cfg.data)[0])
     directory = Path(save_dir, FOLDER)
@@ -60,17 +64,27 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
 
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
-    """Raise InputError if the symbols of a vocabulary, read from `where`, have other ids in the task's dictionary."""
+    """Raise InputError if the symbols of a vocabulary have other ids in the task's dictionary.
+
+    Args:
+        vocabulary: a data.vocabulary.Vocabulary
+        task: a task with a dictionary
+        where: the file or directory of the vocabulary, for the message
+    """
     symbols = task.source_dictionary.symbols[NUM_SPECIAL : NUM_SPECIAL + len(vocabulary.symbols)]
     if symbols != vocabulary.symbols:
         raise InputError(f"the tokenizer of {where} has other symbols than the dictionary of {task.cfg.data}")
 
 
 def directories(checkpoint: str, data: str | None) -> list[Path]:
-    """Return the directories with dictionaries for a checkpoint, in order of preference.
+    """Return the directories that have dictionaries for a checkpoint, in order of preference.
 
-    Candidates are the tokenizer directory next to the checkpoint, the checkpoint's directory, and the first part of
-    `data`, the path of its training data.
+    There are three candidates: the folder `tokenizer` next to the checkpoint, the checkpoint's own directory, and the
+    first directory of its training data. Only those with dict.txt or input0/dict.txt are returned.
+
+    Args:
+        checkpoint: the checkpoint file
+        data: the option task.data of its training run, or None if that is unknown
     """
     checkpoint_directory = Path(checkpoint).parent
     candidates = [checkpoint_directory / FOLDER, checkpoint_directory]

@@ -27,11 +27,11 @@ def lock_directory(
     """Lock a directory until the returned file is closed or the process ends.
 
     Args:
-        save_dir: an existing directory; if its file system has no locks, a warning is logged and nothing is locked
+        save_dir: an existing directory. If its file system has no locks, a warning is logged and nothing is locked.
         what: the kind of program that uses the directory, for messages
-        other: what the user can change to use another directory, for messages
+        other: the end of the advice "give another ...", for messages
 
-    Returns: the open lock file, which the caller must keep
+    Returns: the open lock file; the caller must keep a reference to it, because Python closes an unused file
     Raises: InputError if another process has locked the directory.
     """
     file = open(Path(save_dir, LOCK), "a+")  # noqa: SIM115  the caller closes it
@@ -55,7 +55,9 @@ def lock_directory(
 
 
 def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
-    """Copy a file so that `dst_path` is always a complete file, the old or the new one, even if the program is killed.
+    """Copy a file atomically: `dst_path` is always a complete file, either the old or the new one.
+
+    This holds even if the program is killed.
 
     Returns: True if the file was copied; False if `dst_path` exists and `overwrite` is False
     Raises: InputError if writing fails, for example because the disk is full; `dst_path` is then unchanged.
@@ -71,13 +73,17 @@ def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
 
 
 def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call fairseq's torch_persistent_save, with one error message instead of three tracebacks.
+    """Call fairseq's torch_persistent_save, and report a failure in one message instead of three tracebacks.
 
     Args:
-        original: fairseq's function, which calls itself again with an open file as `filename`
+        original: fairseq's torch_persistent_save, which calls itself again with an open file as `filename`
+        obj: the object to save
+        filename: a path or an open file
+        args, kwargs: the remaining arguments of `original`
 
-    Raises: InputError if the file cannot be written; its temporary file is removed. Errors of the inner call, with an
-        open file, are raised unchanged.
+    Returns: the result of `original`
+    Raises: InputError if the file at a path cannot be written; its temporary file is removed. If `filename` is an open
+        file, errors are raised unchanged.
     """
     log = checkpoint_utils.logger
     was_disabled = log.disabled
@@ -94,10 +100,11 @@ def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any)
 
 
 def remove_superseded(cfg: Any) -> None:
-    """Remove the oldest interval checkpoint if there is one more than `keep_interval_updates`.
+    """Remove the oldest interval checkpoint if there is exactly one more than `keep_interval_updates` allows.
 
-    A run that was killed during its last save leaves it behind. If there are two or more too many, they are from a run
-    with a larger setting and are kept. Nothing is removed if `keep_interval_updates_pattern` is set.
+    A run that was killed while it saved leaves such a checkpoint behind. Two or more surplus checkpoints come from a
+    run with a larger setting, so all of them are kept. Nothing is removed if `keep_interval_updates` is not positive,
+    or if `keep_interval_updates_pattern` is set.
 
     Args:
         cfg: fairseq's checkpoint configuration
@@ -111,7 +118,7 @@ def remove_superseded(cfg: Any) -> None:
 
 
 def _save_error(path: str, error: BaseException) -> InputError:
-    """Return the error to raise when `path` cannot be written: the reason, and how to resume."""
+    """Return the error to raise if `path` cannot be written. Its message has the reason and says how to resume."""
     directory = os.path.dirname(os.path.abspath(path))
     if getattr(error, "errno", None) == errno.ENOENT or not os.path.isdir(directory):
         return InputError(

@@ -1,6 +1,6 @@
 """The parameters of RoBERTa and BERT: their names in fairseq, their names in Hugging Face, and their shapes.
 
-In both libraries, a module's parameters are its name with ".weight" and ".bias". Hugging Face's names are listed
+In both libraries, a module NAME has the parameters NAME.weight and NAME.bias. The names in Hugging Face are listed
 without the prefix of the model ("roberta.", "bert.").
 """
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 ENCODER = "encoder.sentence_encoder."
 
-# Each row is (fairseq's name, Hugging Face's name, shape of the weight). ModelSizes.shape translates the letters of a
-# shape. A bias has the first dimension of its weight.
+# Each row is (name in fairseq, name in Hugging Face, shape of the weight). ModelSizes.shape translates the letters of a
+# shape. The length of a bias is the first dimension of its module's weight.
 EMBEDDINGS = (
     (ENCODER + "embed_tokens.weight", "embeddings.word_embeddings.weight", "VC"),
     (ENCODER + "embed_positions.weight", "embeddings.position_embeddings.weight", "PC"),
@@ -36,20 +36,20 @@ HEAD_BERT = (
     ("encoder.lm_head.layer_norm", "cls.predictions.transform.LayerNorm", "C"),
 )
 HEAD_BIAS = "encoder.lm_head.bias"
-HEAD_WEIGHT = "encoder.lm_head.weight"  # the output matrix; the embedding itself unless the two are untied
+HEAD_WEIGHT = "encoder.lm_head.weight"  # the output matrix; the same tensor as the token embedding if they are tied
 
 
 class ModelSizes(NamedTuple):
     """The sizes that determine the shape of every parameter."""
 
-    vocabulary: int  # V: symbols
-    positions: int  # P: rows of the positional table
-    features: int  # C: features of a token
-    ffn_features: int  # F: features of the hidden layer between fc1 and fc2
-    layers: int
+    vocabulary: int  # V: number of symbols
+    positions: int  # P: number of rows in the positional table
+    features: int  # C: number of features of a token
+    ffn_features: int  # F: number of features between fc1 and fc2
+    layers: int  # number of layers
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """Return the shape for letters among V, P, C and F, for example (vocabulary, features) for "VC"."""
+        """Return the shape that the letters V, P, C and F stand for: (vocabulary, features) for "VC"."""
         sizes = {"V": self.vocabulary, "P": self.positions, "C": self.features, "F": self.ffn_features}
         return tuple(sizes[letter] for letter in letters)
 
@@ -63,7 +63,10 @@ class ParameterName(NamedTuple):
 
 
 def encoder_names(sizes: ModelSizes) -> Iterator[ParameterName]:
-    """Yield every parameter of the encoder, except Hugging Face's token types: embeddings first, then the layers."""
+    """Yield every parameter of the encoder that exists in both libraries: first the embeddings, then the layers.
+
+    Hugging Face's token type embeddings are not among them.
+    """
     for fairseq, hugging_face, letters in EMBEDDINGS:
         yield ParameterName(fairseq, hugging_face, sizes.shape(letters))
     yield from _module_names(*EMBEDDING_NORM, sizes)
@@ -75,9 +78,13 @@ def encoder_names(sizes: ModelSizes) -> Iterator[ParameterName]:
 
 
 def head_names(sizes: ModelSizes, bert: bool = False) -> Iterator[ParameterName]:
-    """Yield every parameter of the masked-language-model head, except the output matrix, which can be tied.
+    """Yield the parameters of the masked-language-model head, without the output matrix.
 
-    With `bert`, Hugging Face's names are those of BERT instead of RoBERTa.
+    The output matrix (HEAD_WEIGHT) is left out because it can be tied to the token embedding.
+
+    Args:
+        sizes: the sizes of the model.
+        bert: True for the names of BERT in Hugging Face instead of those of RoBERTa.
     """
     modules = HEAD_ROBERTA
     bias = "lm_head.bias"
@@ -90,6 +97,6 @@ def head_names(sizes: ModelSizes, bert: bool = False) -> Iterator[ParameterName]
 
 
 def _module_names(fairseq: str, hugging_face: str, letters: str, sizes: ModelSizes) -> Iterator[ParameterName]:
-    """Yield the weight, whose shape the letters give, and the bias of a module."""
+    """Yield the weight and the bias of a module. `letters` is the shape of the weight."""
     yield ParameterName(f"{fairseq}.weight", f"{hugging_face}.weight", sizes.shape(letters))
     yield ParameterName(f"{fairseq}.bias", f"{hugging_face}.bias", sizes.shape(letters[0]))

@@ -1,7 +1,8 @@
 """Read the tokenizer of a Hugging Face directory in the form that data_prep uses, and match its ids to fairseq's.
 
-fairseq's ids begin with <s> <pad> </s> <unk>, go on with the symbols of dict.txt, and end with <mask>. In dict.txt, a
-symbol is a token's id in tokenizer.json, in decimal, or a SentencePiece piece (XLM-R).
+fairseq's ids begin with <s> <pad> </s> <unk>, go on with the symbols of dict.txt, and end with <mask>. A symbol of
+dict.txt stands for a token. It is the token's id in tokenizer.json, written in decimal, or the token itself if the
+tokenizer is a SentencePiece model (XLM-R).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +27,14 @@ BPE_TOKENS = "vocab.json"  # RoBERTa's, with BPE_MERGES
 BPE_MERGES = "merges.txt"
 PIECES = "sentencepiece.bpe.model"  # XLM-R's
 VOCABULARY_FILES = (PIECES, TOKENIZER, BPE_TOKENS, WORDS)  # the files that state the ids of tokens
-PIECE_OFFSET = 1  # XLM-R's id of a piece minus the piece's id in SentencePiece, except for special pieces
+PIECE_OFFSET = 1  # XLM-R's id of a piece is the id in SentencePiece plus this, except for special pieces
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDITIONAL = "additional_special_tokens"
 FLAGS = ("single_word", "lstrip", "rstrip")
-# The class of transformers that reads the tokenizer of a model type if no file names one.
+# The tokenizer class of transformers for a model type, used if no file names a class.
 DEFAULT_CLASSES = {"bert": "BertTokenizer", "roberta": "RobertaTokenizer", "xlm-roberta": "XLMRobertaTokenizer"}
-# The supported classes. Those of BERT replace the settings of the normalizer in tokenizer.json.
+# The supported classes. The classes in BERT_CLASSES replace the settings of the normalizer in tokenizer.json.
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
 ROBERTA_CLASSES = ("RobertaTokenizer", "LongformerTokenizer", "BartTokenizer", "GPT2Tokenizer")
 KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTrainedTokenizer")
@@ -41,12 +42,13 @@ KNOWN_CLASSES = (*BERT_CLASSES, *ROBERTA_CLASSES, "XLMRobertaTokenizer", "PreTra
 
 @dataclass(frozen=True)
 class SourceVocabulary:
-    """A tokenizer, and the mapping of fairseq's ids to its own.
+    """A tokenizer in data_prep's form, with its ids in the Hugging Face directory.
 
     Attributes:
-        order: for each of fairseq's ids, the id in the source, which is also the row of the source's embedding.
-        symbols: the symbols of dict.txt, see ImportedEncoder.
-        files: the files of the tokenizer, see ImportedEncoder.
+        order: for each of fairseq's ids, in order, the id of the same token in the Hugging Face directory. That id is
+            also the row of the token in the embedding.
+        symbols: the symbols of dict.txt. Symbol i, from 0, has fairseq's id 4 + i.
+        files: the contents of the tokenizer's files by the file names that data_prep uses.
     """
 
     order: list[int]
@@ -55,14 +57,14 @@ class SourceVocabulary:
 
 
 def read_vocabulary(directory: Path, rows: int, config: Mapping[str, Any]) -> SourceVocabulary:
-    """Read the tokenizer in a directory as AutoTokenizer of transformers loads it.
+    """Read the tokenizer in a directory as transformers' AutoTokenizer would load it.
 
     A SentencePiece model is kept if it contains all tokens, added tokens included. Any other tokenizer becomes a
     tokenizer.json.
 
     Args:
         directory: the Hugging Face directory.
-        rows: the number of rows of the embedding; a row that belongs to no token gets an unused symbol.
+        rows: the number of rows of the embedding. A row that belongs to no token gets a symbol that no text uses.
         config: the content of config.json, with a supported model_type.
 
     Raises:
@@ -101,7 +103,12 @@ def read_vocabulary(directory: Path, rows: int, config: Mapping[str, Any]) -> So
 
 
 def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
-    """Raise InputError if the dict.txt at `path` does not fit the tokenizer in `files`, unless `files` is empty."""
+    """Raise InputError if a dict.txt is malformed or lacks a token of a tokenizer.
+
+    Args:
+        files: the contents of the tokenizer's files by name. If it is empty, nothing is checked.
+        path: the dict.txt.
+    """
     for kind, names in TOKENIZER_FILES.items():
         if names[0] in files:
             try:
@@ -113,7 +120,8 @@ def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
 def _tokenizer_class(directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Return the name of the tokenizer's class in transformers, without "Fast".
 
-    Raises InputError if it is not one of KNOWN_CLASSES.
+    The first of these that names a class decides: tokenizer_config.json (`settings`), config.json (`config`), and
+    DEFAULT_CLASSES. Raises InputError if the class is not one of KNOWN_CLASSES.
     """
     name = settings.get("tokenizer_class") or config.get("tokenizer_class") or DEFAULT_CLASSES[config["model_type"]]
     class_name = str(name).removesuffix("Fast")
@@ -123,7 +131,7 @@ def _tokenizer_class(directory: Path, settings: Mapping[str, Any], config: Mappi
 
 
 def _check_ids_in_embedding(ids: Mapping[str, int], rows: int, directory: Path) -> None:
-    """Raise InputError if the embedding has no row for a token; the message names the one with the smallest id."""
+    """Raise InputError if the embedding has no row for a token. The message names the token with the smallest id."""
     outside = [(number, token) for token, number in ids.items() if not 0 <= number < rows]
     if outside:
         number, token = min(outside)
@@ -133,7 +141,10 @@ def _check_ids_in_embedding(ids: Mapping[str, int], rows: int, directory: Path) 
 
 
 def _special_ids(ids: Mapping[str, int], directory: Path) -> list[int]:
-    """Return the tokenizer's ids of <s> <pad> </s> <unk> <mask>. Raises InputError if one is missing or not unique."""
+    """Return the tokenizer's ids of <s> <pad> </s> <unk> <mask>, in this order.
+
+    Raises InputError if one of these tokens is missing or two of them have the same id.
+    """
     special_ids = []
     for name in (*SPECIAL_SYMBOLS, MASK):
         token = tokenizer_json.special_token(ids, name)
@@ -146,10 +157,10 @@ def _special_ids(ids: Mapping[str, int], directory: Path) -> list[int]:
 
 
 def _read_token_ids(directory: Path) -> dict[str, int]:
-    """Return the id of every token in the tokenizer's files.
+    """Return the id of every token in the tokenizer's files, the files in VOCABULARY_FILES.
 
-    Raises InputError if there is no file, one is damaged, or a token has another id than in the first file. A token may
-    be missing from some of the files: only tokenizer.json lists tokens that were added later.
+    A token may be missing from some of the files: only tokenizer.json lists tokens that were added later. Raises
+    InputError if there is no file, if a file is damaged, or if a token has different ids in the first and another file.
     """
     ids_by_file: dict[str, dict[str, int]] = {}
     for name in VOCABULARY_FILES:
@@ -177,7 +188,7 @@ def _read_token_ids(directory: Path) -> dict[str, int]:
 
 
 def _read_ids_in_file(path: Path) -> dict[str, int]:
-    """Return the id of every token in one of VOCABULARY_FILES. A damaged file raises many types of exceptions."""
+    """Return the id of every token in one of VOCABULARY_FILES. A damaged file can raise many types of exceptions."""
     if path.name == PIECES:
         return _read_piece_ids(path)
     if path.name == TOKENIZER:
@@ -188,9 +199,10 @@ def _read_ids_in_file(path: Path) -> dict[str, int]:
 
 
 def _read_word_ids(path: Path) -> dict[str, int]:
-    """Return the id of every token in vocab.txt: the number of its line, from 0; the last of equal lines counts.
+    """Return the id of every token in vocab.txt. The id is the number of the token's line, counted from 0.
 
-    OSError and UnicodeDecodeError are passed on.
+    If a token occurs in several lines, its id is the number of the last one. Raises UnicodeDecodeError if the file is
+    not UTF-8.
     """
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     return {line: number for number, line in enumerate(lines)}
@@ -207,7 +219,8 @@ def _read_json_ids(path: Path) -> dict[str, int]:
 def _read_piece_ids(path: Path) -> dict[str, int]:
     """Return the ids that XLM-R gives to the pieces of a SentencePiece model and to fairseq's special symbols.
 
-    <mask> follows the last piece. Raises ValueError if the model does not begin with <unk> <s> </s>.
+    The id of <mask> follows the id of the last piece. Raises ValueError if the first pieces of the model are not
+    <unk> <s> </s>.
     """
     from sentencepiece import SentencePieceProcessor
 
@@ -223,9 +236,10 @@ def _read_piece_ids(path: Path) -> dict[str, int]:
 
 
 def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
-    """Return the piece of each of these rows of the embedding; a row without a piece gets an unused symbol.
+    """Return the symbol in dict.txt for each of the given rows of the embedding.
 
-    Raises InputError for an empty piece or one with white space, which dict.txt cannot hold.
+    The symbol is the piece with this id, or "madeupwordN" for a row N without a piece. Raises InputError if a piece is
+    empty or has white space, because dict.txt cannot hold it.
     """
     pieces = {number: token for token, number in ids.items()}
     symbols = [pieces.get(row, f"madeupword{row}") for row in rows]
@@ -238,9 +252,11 @@ def _piece_symbols(ids: Mapping[str, int], rows: list[int]) -> list[str]:
 def _read_added_tokens(directory: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tokens that the settings files add to the vocabulary, in the order in which transformers adds them.
 
-    Tokens with an id come first, sorted by it, then the special tokens, whose id is None. Each is an entry of
-    `added_tokens` in tokenizer.json. If tokenizer_config.json has "added_tokens_decoder", the older files are ignored,
-    as transformers does.
+    As in transformers, special_tokens_map.json and added_tokens.json are ignored if tokenizer_config.json (`settings`)
+    has "added_tokens_decoder".
+
+    Returns: entries for `added_tokens` in tokenizer.json. Tokens with an id come first, sorted by id. Special tokens
+        follow; the id in their entries is None. A token can occur in both parts.
     """
     special_tokens = _special_tokens(settings)
     tokens: dict[int, Any] = {}
@@ -261,7 +277,10 @@ def _read_added_tokens(directory: Path, settings: Mapping[str, Any]) -> list[dic
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> list[Any]:
-    """Return the special tokens of a settings file, strings or objects: those with a role and the additional ones."""
+    """Return the special tokens in a settings file: first the tokens with a role, then the additional tokens.
+
+    A token is a string or an object with flags.
+    """
     tokens = [settings.get(role) for role in ROLES]
     tokens += settings.get(ADDITIONAL) or ()
     return [token for token in tokens if token is not None]
@@ -275,9 +294,15 @@ def _token_text(token: str | Mapping[str, Any]) -> str:
 
 
 def _added_token_entry(token: str | Mapping[str, Any], number: int | None, special: bool) -> dict[str, Any]:
-    """Return a token as an entry of `added_tokens`, with the flags that the file states or transformers' defaults.
+    """Return a token as an entry for `added_tokens` in tokenizer.json.
 
-    The entry itself is not marked as special; see `_add_tokens`.
+    Flags that the token does not state have transformers' defaults. The entry itself is never marked as special, see
+    `_add_tokens`.
+
+    Args:
+        token: a string or an object with flags.
+        number: the id of the token, or None if it is not known.
+        special: True if a settings file lists the token as special.
     """
     stated: Mapping[str, Any] = {}
     if not isinstance(token, str):
@@ -297,7 +322,7 @@ def _is_complete_sentencepiece(
 ) -> bool:
     """Return True if the directory has a SentencePiece model that contains all tokens.
 
-    Raises InputError if the model lacks a token and there is no tokenizer.json to take it from.
+    Raises InputError if the model lacks a token and the directory has no tokenizer.json that could be used instead.
     """
     if not (directory / PIECES).is_file():
         return False
@@ -317,8 +342,9 @@ def _build_tokenizer_json(
 ) -> dict[str, Any]:
     """Return the content of tokenizer.json, with the changes that transformers makes when it loads the tokenizer.
 
-    Without a tokenizer.json, it is made from vocab.txt, or from vocab.json and merges.txt. Raises InputError if
-    merges.txt is missing or damaged, or an added token has another id than transformers gives it.
+    If the directory has no tokenizer.json, the content is built from vocab.txt, or from vocab.json and merges.txt.
+    Raises InputError if merges.txt is missing or damaged, or if an added token states an id that differs from the id
+    that transformers gives it.
     """
     if (directory / TOKENIZER).is_file():
         content = read_json(directory / TOKENIZER)
@@ -342,7 +368,10 @@ def _build_tokenizer_json(
 
 
 def _tokenizer_json_bytes(content: Mapping[str, Any], source: Path) -> bytes:
-    """Return a tokenizer.json as bytes: those of `source`, to keep its checksum, if its content is the same."""
+    """Return the content of a tokenizer.json as bytes.
+
+    If `source` has the same content, the result is the bytes of `source`, so that the file keeps its checksum.
+    """
     if source.is_file() and read_json(source) == content:
         return source.read_bytes()
     return tokenizer_json.as_bytes(content)
@@ -351,9 +380,9 @@ def _tokenizer_json_bytes(content: Mapping[str, Any], source: Path) -> bytes:
 def _add_tokens(content: dict[str, Any], added_tokens: Sequence[Mapping[str, Any]], directory: Path) -> None:
     """Add tokens to the content of a tokenizer.json in place, with the ids that the tokenizers library gives them.
 
-    A token that the tokenizer does not have yet gets the id after the largest one. Of all added tokens, only fairseq's
-    special symbols are marked as special, because data_prep has no symbols for other special tokens. Raises InputError
-    if a token states another id.
+    A token that the tokenizer does not have yet gets the largest id plus 1. Among all added tokens, only fairseq's
+    special symbols are then marked as special, because data_prep has no symbols for other special tokens. Raises
+    InputError if a token states an id that differs from the id that it gets.
     """
     ids = tokenizer_json.token_ids(content)
     entries = list(content.get("added_tokens") or ())
@@ -378,7 +407,10 @@ def _add_tokens(content: dict[str, Any], added_tokens: Sequence[Mapping[str, Any
 
 
 def _read_merges(path: Path, ids: Mapping[str, int]) -> list[str]:
-    """Return the merges of a byte-level BPE. Raises InputError for the first merge whose tokens are not in `ids`."""
+    """Return the merges in merges.txt, each a string "left right", in the order of the file.
+
+    Raises InputError if the file is not UTF-8, or if `ids` lacks a token of a merge or the token that the merge forms.
+    """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The names that tokenizers give to each of fairseq's special symbols, in the order of search.
+# For each of fairseq's special symbols, the tokens that tokenizers use for it. The first that exists is taken.
 SPECIAL = {
     "<s>": ("<s>", "[CLS]"),
     "<pad>": ("<pad>", "[PAD]"),
@@ -20,7 +20,7 @@ SPECIAL = {
 def token_ids(content: Mapping[str, Any]) -> dict[str, int]:
     """Return the id of every token in the content of a tokenizer.json, added tokens included.
 
-    An added token replaces a token of the vocabulary with the same text.
+    If an added token and a token of the vocabulary have the same text, the id of the added token counts.
 
     Raises:
         KeyError, TypeError, ValueError: if the content is damaged.
@@ -39,7 +39,15 @@ def token_ids(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def special_token(ids: Mapping[str, int], name: str) -> str | None:
-    """Return the tokenizer's token for fairseq's special symbol `name`, or None if it has none."""
+    """Return the token that a tokenizer uses for one of fairseq's special symbols.
+
+    Args:
+        ids: the id of every token of the tokenizer.
+        name: a key of SPECIAL.
+
+    Returns:
+        The token, such as "[CLS]" for "<s>", or None if the tokenizer has no such token.
+    """
     for token in SPECIAL[name]:
         if token in ids:
             return token
@@ -47,13 +55,14 @@ def special_token(ids: Mapping[str, int], name: str) -> str | None:
 
 
 def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
-    """Return the complete tokenizer.json of a byte-level BPE, in the form that GPT-2 and RoBERTa use.
+    """Return the content of the tokenizer.json of a byte-level BPE, as GPT-2 and RoBERTa use it.
 
-    It includes the special tokens in `ids` and adds <s> and </s> to every text, but no space in front of it.
+    The tokenizer adds <s> and </s> to every text if `ids` has them. It does not add a space in front of a text.
 
     Args:
-        ids: the id of every token, spelled in GPT-2's alphabet, in which one character stands for one byte.
-        merges: pairs "left right" in order of priority, the first merge first.
+        ids: the id of every token. The tokens are spelled in GPT-2's alphabet, in which one character stands for one
+            byte. Tokens for fairseq's special symbols are marked as special.
+        merges: pairs "left right" in the order in which they are applied.
     """
     model = {
         "type": "BPE",
@@ -77,7 +86,11 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, A
 
 
 def word_piece(ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the tokenizer.json of uncased BERT, which lowercases text and removes accents."""
+    """Return the content of the tokenizer.json of uncased BERT, which lowercases text and removes accents.
+
+    Args:
+        ids: the id of every token. Tokens for fairseq's special symbols are marked as special.
+    """
     model = {
         "type": "WordPiece",
         "unk_token": special_token(ids, "<unk>"),
@@ -108,11 +121,13 @@ def document(
     pre_tokenizer: dict[str, Any] | None = None,
     decoder: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a complete tokenizer.json whose special tokens are those in SPECIAL that `ids` contains.
+    """Return the complete content of a tokenizer.json, from its parts.
+
+    The post-processor is `sentence_processor`. The arguments are not copied. A part that is None is null in the file.
 
     Args:
-        ids: the id of every token.
-        model: the part that splits words into tokens.
+        ids: the id of every token. Tokens for fairseq's special symbols are marked as special.
+        model: the part that splits words into tokens, with the vocabulary.
         normalizer: the part that changes the text first.
         pre_tokenizer: the part that splits the text into words.
         decoder: the part that joins tokens into text.
@@ -146,9 +161,16 @@ def document(
 
 
 def sentence_processor(ids: Mapping[str, int]) -> dict[str, Any] | None:
-    """Return the post-processor that adds special tokens as the tasks of this project do.
+    """Return the post-processor, the part of tokenizer.json that adds special tokens to an encoded text.
 
-    A text a becomes <s> a </s>, and a pair <s> a </s> </s> b </s>. Returns None if <s> or </s> is missing.
+    A text A becomes <s> A </s>. A pair of texts A and B becomes <s> A </s> </s> B </s>. The tasks of this project use
+    the same format.
+
+    Args:
+        ids: the id of every token.
+
+    Returns:
+        The post-processor, or None if the tokenizer has no token for <s> or </s>.
     """
     first = special_token(ids, "<s>")
     last = special_token(ids, "</s>")

@@ -16,7 +16,7 @@ from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
 from lln_fairseq.data.tokenizers import TOKENIZER_FILES
 from lln_fairseq.errors import InputError, first_line
 
-# The roles that transformers gives to fairseq's special symbols.
+# The roles that fairseq's special symbols have in transformers.
 ROLES = {
     "<s>": ("bos_token", "cls_token"),
     "<pad>": ("pad_token",),
@@ -32,7 +32,10 @@ SENTENCEPIECE_BPE = 2
 
 
 def find_tokenizer(directories: Sequence[Path]) -> dict[str, bytes]:
-    """Return the files, by name, of the first tokenizer in these directories; an empty dictionary if there is none."""
+    """Return the contents of the files of the first tokenizer in these directories.
+
+    Returns: contents by file name; an empty dictionary if no directory has a complete tokenizer
+    """
     for directory in directories:
         for names in TOKENIZER_FILES.values():
             if all((directory / name).is_file() for name in names):
@@ -41,12 +44,15 @@ def find_tokenizer(directories: Sequence[Path]) -> dict[str, bytes]:
 
 
 def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positions: int) -> dict[str, bytes]:
-    """Return the files that AutoTokenizer needs, by name, for a tokenizer with the ids of a dictionary.
+    """Convert a tokenizer to the files that transformers' AutoTokenizer needs. Its tokens get a dictionary's ids.
 
     Args:
-        files: the tokenizer's files by name, as `find_tokenizer` returns them.
-        symbols: all symbols of the dictionary, fairseq's special ones included, in the order of their ids.
-        positions: the longest sequence of the model.
+        files: the contents of the tokenizer's files by name, as `find_tokenizer` returns them.
+        symbols: all symbols of the dictionary, including fairseq's special symbols, in the order of their ids.
+        positions: the maximum number of tokens in a sequence of the model.
+
+    Returns:
+        The contents of tokenizer.json, tokenizer_config.json and special_tokens_map.json by file name.
 
     Raises:
         InputError: if the tokenizer is damaged or has a token that the dictionary lacks.
@@ -85,9 +91,10 @@ def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positi
 
 
 def is_approximate(files: Mapping[str, bytes]) -> bool:
-    """Return True if the converted tokenizer encodes some texts differently from the tokenizer in `files`.
+    """Return True if the result of `convert_tokenizer` encodes some texts differently from the tokenizer in `files`.
 
-    This is so for a SentencePiece model that normalizes characters with a table. Raises InputError if it is damaged.
+    This is so for a SentencePiece model that normalizes characters with a table. Raises InputError if spm.model is
+    damaged.
     """
     if "spm.model" not in files:
         return False
@@ -95,14 +102,15 @@ def is_approximate(files: Mapping[str, bytes]) -> bool:
 
 
 def _special_ids(ids: Mapping[str, int]) -> dict[str, int]:
-    """Return the ids of fairseq's special symbols in a dictionary. Raises KeyError if it lacks one."""
+    """Return the ids of fairseq's special symbols in a dictionary. Raises KeyError if the dictionary lacks one."""
     return {name: ids[name] for name in (*SPECIAL_SYMBOLS, MASK)}
 
 
 def _convert_gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return tokenizer.json for GPT-2's BPE. The dictionary lists each token as its GPT-2 id in decimal.
+    """Return the content of tokenizer.json for GPT-2's BPE.
 
-    Raises KeyError if the dictionary lacks a token or a special symbol.
+    `ids` maps the symbols of the dictionary to their ids. The symbol of a token is its GPT-2 id in decimal. Raises
+    KeyError if the dictionary lacks a token or a special symbol.
     """
     new_ids = {token: ids[str(number)] for token, number in json.loads(files["encoder.json"]).items()}
     merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # the first line is the version
@@ -110,10 +118,10 @@ def _convert_gpt2(files: Mapping[str, bytes], ids: Mapping[str, int]) -> dict[st
 
 
 def _renumber_tokens(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return a tokenizer.json with the ids of the dictionary, without truncation, padding and dropout.
+    """Return the content of a tokenizer.json with the ids of the dictionary, without truncation, padding and dropout.
 
-    The dictionary `ids` lists each token, except special ones, as its id in `content` in decimal. `content` is not
-    changed.
+    `ids` maps the symbols of the dictionary to their ids. The symbol of a token is its id in `content` in decimal,
+    except for fairseq's special symbols. `content` is not changed. Raises KeyError if the dictionary lacks a token.
     """
     old_ids = tokenizer_json.token_ids(content)
     special_names = {tokenizer_json.special_token(old_ids, name): name for name in (*SPECIAL_SYMBOLS, MASK)}
@@ -146,7 +154,10 @@ def _renumber_tokens(content: dict[str, Any], ids: Mapping[str, int]) -> dict[st
 
 
 def _fill_unigram_rows(rows: Mapping[int, list[Any]]) -> list[list[Any]]:
-    """Return the rows [piece, score] of a unigram vocabulary, ordered by id; unused ids get a filler piece."""
+    """Return the rows [piece, score] of a unigram vocabulary in the order of their ids.
+
+    `rows` maps ids to rows. An id that is missing gets a row with the filler piece "madeupwordN" and the score NEVER.
+    """
     return [rows.get(row, [f"madeupword{row}", NEVER]) for row in range(max(rows) + 1)]
 
 
@@ -163,14 +174,20 @@ def _parse_sentencepiece(data: bytes) -> Any:
 
 
 def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return tokenizer.json for a SentencePiece model. The dictionary lists its pieces as text.
+    """Return the content of tokenizer.json for a SentencePiece model.
 
-    Raises KeyError if the dictionary lacks a piece, and InputError for a model that is neither BPE nor unigram.
+    Args:
+        data: the content of spm.model.
+        ids: the ids of the dictionary's symbols, which are the pieces themselves.
+
+    Raises:
+        KeyError: if the dictionary lacks a piece.
+        InputError: if the model is damaged or neither BPE nor unigram.
     """
     proto = _parse_sentencepiece(data)
     piece_types = proto.SentencePiece
     scores = {}
-    normal_scores = {}  # without the pieces of single bytes and those that the user defined
+    normal_scores = {}  # without pieces for single bytes and pieces that the user defined
     for piece in proto.pieces:
         if piece.type not in (piece_types.CONTROL, piece_types.UNKNOWN):
             scores[piece.piece] = piece.score
@@ -220,7 +237,13 @@ def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any
 
 
 def _find_merges(scores: Mapping[str, float]) -> list[list[str]]:
-    """Return every pair of pieces that joins into a piece; pairs that make pieces of higher scores come first."""
+    """Return the merges of a BPE: every pair [left, right] of pieces that form a piece when they are joined.
+
+    Pairs that form a piece with a higher score come first.
+
+    Args:
+        scores: the score of every piece that may be in a merge.
+    """
     merges = []
     for piece in sorted(scores, key=lambda piece: -scores[piece]):
         for cut in range(1, len(piece)):
@@ -232,9 +255,10 @@ def _find_merges(scores: Mapping[str, float]) -> list[list[str]]:
 
 
 def _sentencepiece_normalizer(proto: Any) -> dict[str, Any]:
-    """Return the normalizer that changes text as `predict` and then SentencePiece do before splitting it.
+    """Return the normalizer, the part of tokenizer.json that changes a text before it is split into pieces.
 
-    SentencePiece writes "▁" for a space.
+    It first makes the changes that `lln-fairseq predict` makes to a text, and then the changes that SentencePiece
+    makes. SentencePiece writes "▁" for a space.
     """
     spec = proto.normalizer_spec
     steps = [_replace({"String": "\n"}, " "), _replace({"Regex": rf"\A[{SPACES}]+|[{SPACES}]+\z"}, "")]
@@ -255,7 +279,10 @@ def _sentencepiece_normalizer(proto: Any) -> dict[str, Any]:
 
 
 def _sentencepiece_decoder() -> dict[str, Any]:
-    """Return the decoder that joins pieces into text: it replaces "▁" with a space and removes the first space."""
+    """Return the decoder, the part of tokenizer.json that joins pieces into text.
+
+    It replaces every "▁" with a space, and removes one space at the start of the text.
+    """
     return {
         "type": "Sequence",
         "decoders": [
@@ -268,5 +295,8 @@ def _sentencepiece_decoder() -> dict[str, Any]:
 
 
 def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
-    """Return the step of a normalizer or decoder that replaces a pattern with a text."""
+    """Return a step of a normalizer or decoder. The step replaces each match of `pattern` with the text `content`.
+
+    `pattern` is {"String": text} or {"Regex": regular expression}.
+    """
     return {"type": "Replace", "pattern": pattern, "content": content}

@@ -13,11 +13,12 @@ from torch import Tensor
 
 @dataclass
 class ClassCounts:
-    """Counts for the metrics of a classification, each a tensor (classes,). The sum of two covers the rows of both.
+    """Counts from which the metrics of a classification are computed. The counts of several batches can be added.
 
-    hits[k]         number of rows of class k that were predicted as k
-    predicted[k]    number of rows that were predicted as k
-    actual[k]       number of rows of class k
+    Attributes:
+        hits: (classes,), the number of rows of class k that were predicted as k, for each k.
+        predicted: (classes,), the number of rows that were predicted as k.
+        actual: (classes,), the number of rows of class k.
     """
 
     hits: Tensor
@@ -26,12 +27,12 @@ class ClassCounts:
 
     @classmethod
     def from_predictions(cls, predictions: Tensor, targets: Tensor, num_classes: int) -> "ClassCounts":
-        """Count the predictions of a batch or a data set, on its device.
+        """Count the predictions of a batch or a data set. The counts are int64, on the device of the predictions.
 
         Args:
-            predictions: predicted class ids (rows,), int64
-            targets: actual class ids (rows,), int64
-            num_classes: number of classes; the ids are smaller
+            predictions: the predicted classes, int64 (rows,), from 0 to num_classes - 1.
+            targets: the actual classes, int64 (rows,), from 0 to num_classes - 1.
+            num_classes: the number of classes.
         """
         hits = targets[predictions == targets]
         return cls(
@@ -45,22 +46,25 @@ class ClassCounts:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """The number of rows that were counted."""
         return int(self.actual.sum())
 
     @property
     def accuracy(self) -> float:
-        """Fraction of the rows that were predicted correctly, in [0, 1]; 0 without rows."""
+        """The fraction of rows that were predicted correctly, in [0, 1]. It is 0 if there are no rows."""
         return float(self.hits.sum()) / max(self.rows, 1)
 
     @property
     def majority(self) -> float:
-        """Fraction of the rows that have the most frequent class: the accuracy of always predicting it."""
+        """The accuracy of always predicting the most frequent class, in [0, 1]. It is 0 if there are no rows."""
         return float(self.actual.max()) / max(self.rows, 1)
 
     @property
     def f1(self) -> float:
-        """F1 of class 1, 2 tp / (2 tp + fp + fn), in [0, 1]; 0 if class 1 neither occurs nor is predicted."""
+        """The F1 score of class 1, 2 tp / (2 tp + fp + fn), in [0, 1].
+
+        It is 0 if class 1 neither occurs nor is predicted. There must be at least two classes.
+        """
         total = float(self.predicted[1] + self.actual[1])
         if total == 0:
             return 0.0
@@ -68,9 +72,9 @@ class ClassCounts:
 
     @property
     def mcc(self) -> float:
-        """Matthews correlation for any number of classes (Gorodkin's R_K), in [-1, 1].
+        """The Matthews correlation for any number of classes (Gorodkin's R_K), in [-1, 1].
 
-        It is 0 if all rows have the same class, or are predicted as the same class.
+        It is 0 if all rows have the same class, or if the same class is predicted for all rows.
         """
         hits = self.hits.double()
         predicted = self.predicted.double()
@@ -84,9 +88,9 @@ class ClassCounts:
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation of x (rows,) and y (rows,) in float64; 0 if one of them is constant.
+    """Return Pearson's correlation of x (rows,) and y (rows,), computed in float64.
 
-    It is not clipped, so rounding can give values slightly beyond ±1.
+    If x or y is constant, return 0. The result is not clipped, so rounding can make it slightly exceed ±1.
     """
     x = np.asarray(x, dtype=np.float64)
     y = np.asarray(y, dtype=np.float64)
@@ -99,5 +103,8 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Spearman's correlation of x (rows,) and y (rows,), in [-1, 1]: Pearson's of the ranks, ties averaged."""
+    """Return Spearman's correlation of x (rows,) and y (rows,): Pearson's correlation of their ranks.
+
+    Equal values get the average of their ranks. If x or y is constant, return 0.
+    """
     return pearson(rankdata(x), rankdata(y))

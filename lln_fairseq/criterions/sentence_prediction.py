@@ -19,14 +19,18 @@ PREDICTIONS = ("scores", "targets")  # the predicted and the actual value of eve
 
 @register_criterion("lln_sentence_prediction", dataclass=SentencePredictionConfig)
 class LLNSentencePredictionCriterion(FairseqCriterion):
-    """Cross-entropy, or squared error with `regression_target`: the same loss as fairseq's sentence_prediction.
+    """The loss of fairseq's sentence_prediction: cross-entropy or, with `regression_target`, the squared error.
 
-    The metrics are in percent. A validation logs accuracy, the Matthews correlation and, with two classes, F1 of class
-    1; for a regression, Pearson's and Spearman's correlations and their mean. During training only the accuracy is
-    logged.
+    Metrics are logged in percent. For a classification, training logs the accuracy. Validation logs the accuracy, the
+    Matthews correlation and, if there are two classes, F1 of class 1. For a regression, training logs no metric, and
+    validation logs Pearson's and Spearman's correlations and their mean.
 
-    fairseq's own criterion computes these metrics from lists, which cannot be summed over workers, and parses the names
-    of the labels as numbers. Its options report_* have no effect here. `task` is an LLNSentencePredictionTask.
+    fairseq's own criterion collects these metrics in lists, which cannot be summed over workers, and it parses the
+    names of labels as numbers. Its options report_* have no effect here.
+
+    Args:
+        cfg: the options of fairseq's criterion.
+        task: an LLNSentencePredictionTask.
     """
 
     def __init__(self, cfg: SentencePredictionConfig, task: Any) -> None:
@@ -38,10 +42,11 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
         """Compute the loss of a batch.
 
         Args:
-            model: a RoBERTa with the classification head
-            sample: a fairseq batch with targets
-            reduce: ignored; the loss is always summed
-        Returns: the summed loss (), the number of rows, and the logging output that `reduce_metrics` needs.
+            model: a RoBERTa with the classification head.
+            sample: a fairseq batch with targets.
+            reduce: ignored; the loss is always summed.
+
+        Returns: the loss summed over the rows, (), the number of rows, and the logging output for `reduce_metrics`.
         """
         logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=self.head)
         targets = model.get_targets(sample, [logits]).view(-1)
@@ -67,8 +72,11 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
     def reduce_metrics(logging_outputs: Sequence[dict[str, Any]]) -> None:
         """Log the loss and the metrics of all batches and workers.
 
-        The loss is the cross-entropy in bits per row. For a regression it is the squared error per row, also divided by
-        ln 2, as in fairseq.
+        The loss of a classification is the cross-entropy per row in bits. The loss of a regression is the squared error
+        per row, which is also divided by ln 2, as in fairseq.
+
+        Args:
+            logging_outputs: the logging outputs of `forward`, one for each batch or worker.
         """
         rows = _total(logging_outputs, "sample_size")
         metrics.log_scalar("loss", _total(logging_outputs, "loss") / rows / math.log(2), rows, round=3)
@@ -81,23 +89,24 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
                 _log_metrics_of_counts(logging_outputs)
 
     def logging_outputs_can_be_summed(self) -> bool:
-        """Return True for a classification: fairseq then sums the logging outputs over the workers.
+        """Return True for a classification, and False for a regression, whose correlations need every prediction.
 
-        The rank correlation of a regression needs every single prediction.
+        If the result is True, fairseq sums the logging outputs over the workers. Otherwise it gathers them.
         """
         return not self.regression
 
 
 def _total(logging_outputs: Sequence[dict[str, Any]], key: str) -> Any:
-    """Return the sum of an entry over the logging outputs; outputs without it count as 0."""
+    """Return the sum of the entry `key` over the logging outputs. An output without this entry counts as 0."""
     return sum(log.get(key, 0) for log in logging_outputs)
 
 
 def _log_metrics_of_counts(logging_outputs: Sequence[dict[str, Any]]) -> None:
-    """Log the Matthews correlation and, with two classes, F1 in percent, over all batches of a validation.
+    """Log the Matthews correlation and, if there are two classes, F1 of class 1, both in percent.
 
-    The counts are logged under names that begin with "_", which fairseq does not print. Their meters sum over the
-    batches, and the metrics are computed from these sums.
+    Both are computed over all batches of a validation. To this end, the counts are logged under names that begin with
+    "_", which fairseq does not print. fairseq's meters sum the counts over the batches, and the metrics are computed
+    from the sums.
     """
     for name in COUNTS:
         metrics.log_scalar_sum(f"_{name}", _total(logging_outputs, name).double(), round=None)
@@ -111,10 +120,11 @@ def _log_metrics_of_counts(logging_outputs: Sequence[dict[str, Any]]) -> None:
 
 
 def _log_correlations(logging_outputs: Sequence[dict[str, Any]]) -> None:
-    """Log Pearson's and Spearman's correlations and their mean in percent, over all batches of a validation.
+    """Log Pearson's and Spearman's correlations and their mean, in percent.
 
-    The predictions are logged under names that begin with "_", which fairseq does not print. Their meters concatenate
-    the batches, and the correlations are computed from all of them.
+    They are computed over all batches of a validation. To this end, the predictions and targets are logged under names
+    that begin with "_", which fairseq does not print. fairseq's meters concatenate the batches, and the correlations
+    are computed from all values.
     """
     for name in PREDICTIONS:
         values: list[float] = []

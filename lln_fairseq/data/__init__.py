@@ -1,4 +1,4 @@
-"""The library behind data preparation and prediction: it turns published files and text into fairseq's data sets.
+"""The library behind data preparation and prediction. It turns published files and text into fairseq's data sets.
 
 `download` and `archives` fetch published files and read them. `tokenizers` and `vocabulary` load or train a tokenizer
 together with its dict.txt. `encode` turns lines into token ids on several cores, and `binary_format` writes fairseq's

@@ -1,7 +1,7 @@
 """Read files by name from directories, zip archives and tar archives, without unpacking them to the disk.
 
-`open_tree` gives access to the files in any order. `read_matching_files` reads them once, in the order in which they
-are stored, which is much faster for tar archives with many files.
+`open_tree` gives access to the files in any order. `read_matching_files` reads the files once, in the order in which
+they are stored. For tar archives with many files this is much faster.
 """
 
 import gzip
@@ -29,9 +29,12 @@ CHUNK_BYTES = 1 << 16
 
 @contextmanager
 def damage_as_data_error(where: str) -> Iterator[None]:
-    """Turn the standard library's errors about damaged archives into DataErrors whose message begins with `where`.
+    """Turn the standard library's errors about damaged archives into DataErrors inside the `with` block.
 
-    Errors of the file system, such as a full disk or a missing file, pass unchanged.
+    Errors of the file system, such as a full disk or a missing file, are raised unchanged.
+
+    Args:
+        where: the file that is read; the message of the DataError begins with it.
     """
     try:
         yield
@@ -43,7 +46,10 @@ def damage_as_data_error(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FileTree:
-    """Read-only access to the files of a directory or an archive, or to a set of single files, by relative name."""
+    """Read-only access to the files of a directory or an archive, or to a set of single files.
+
+    A file is named by its path relative to the directory or archive, with forward slashes. This is its full name.
+    """
 
     where: str  # the name of the tree in messages
     openers: Mapping[str, Callable[[], Any]]  # for each file name a function that opens the file for reading bytes
@@ -52,11 +58,11 @@ class FileTree:
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
-        """Open the file with the full name `name` for reading bytes; .xz and .gz files are decompressed.
+        """Open the file with the full name `name` for reading bytes. The content of .xz and .gz files is decompressed.
 
         Raises:
             KeyError: if there is no such file.
-            DataError: if the data is damaged; it may be raised at any read within the `with` block.
+            DataError: if the data is damaged. Damage can also be detected later, at any read in the `with` block.
         """
         with damage_as_data_error(f"{self.where}: {name}"), self.openers[name]() as stream:
             decompress = DECOMPRESSORS.get(PurePosixPath(name).suffix)
@@ -76,13 +82,21 @@ class FileTree:
             return stream.read()
 
     def find(self, name: str, directory: str = "", excluded_directories: Collection[str] = ()) -> str | None:
-        """Return the full name of the file whose last part is `name`, `name`.xz or `name`.gz, or None.
+        """Search the tree for a file called `name`, `name`.xz or `name`.gz.
 
-        Files whose parent directory is called `directory` take precedence; the empty string stands for the top level.
-        Otherwise files match if the name of their parent directory is not in `excluded_directories`.
+        Files directly inside a directory called `directory` are considered first, at any depth of the tree. If there
+        are none, all files are considered except those directly inside one of the `excluded_directories`.
+
+        Args:
+            name: the name of the file, without directories.
+            directory: the name of the preferred directory, without its parents; "" is the top level of the tree.
+            excluded_directories: names of directories, without their parents.
+
+        Returns:
+            The full name of the file, or None if there is no such file.
 
         Raises:
-            DataError: if several files match equally well.
+            DataError: if more than one file is found.
         """
         accepted = {name}
         for suffix in DECOMPRESSORS:
@@ -98,27 +112,35 @@ class FileTree:
         return str(matches[0])
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return {archive name: sha256} for an archive, or {name: sha256} for each of `names` in any other tree."""
+        """Return {name: sha256} for the files with the full names `names`.
+
+        For an archive, return {name of the archive: sha256 of the whole archive} instead.
+        """
         if self.archive is not None:
             return {self.archive.name: sha256_of(self.archive)}
         return {name: sha256_of(self.paths[name]) for name in names}
 
 
 def loose_files(paths: Mapping[str, Path], where: str) -> FileTree:
-    """Return a tree of single files; `paths` maps their names in the tree to their paths on the disk."""
+    """Return a tree of single files.
+
+    Args:
+        paths: for the name of each file in the tree, its path on the disk.
+        where: the name of the tree in error messages.
+    """
     openers = {name: partial(path.open, "rb") for name, path in paths.items()}
     return FileTree(where, openers, paths)
 
 
 def open_tree(path: Path) -> FileTree:
-    """Return the files of a directory (with its subdirectories), of a zip archive or of a tar archive.
+    """Return the tree of all files in a directory and its subdirectories, in a zip archive or in a tar archive.
 
-    A file that is not an archive becomes a tree with that one file. An archive stays open until its tree is
+    Any other file becomes a tree that contains only this file. An archive stays open until its tree is
     garbage-collected. Links inside a tar archive are left out.
 
     Raises:
-        DataError: if the archive is damaged, or a file with the suffix of an archive is not an archive.
-        OSError: if there is no such file.
+        DataError: if the archive is damaged, or if a file with the suffix of an archive is not an archive.
+        OSError: if `path` does not exist.
     """
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -134,6 +156,7 @@ def open_tree(path: Path) -> FileTree:
 
 
 def _open_tar(path: Path) -> FileTree:
+    """Return the tree of the files in a tar archive, after reading the whole archive. Links are left out."""
     archive = tarfile.open(path)  # noqa: SIM115  it stays open for the files of the tree
     openers = {member.name: partial(archive.extractfile, member) for member in archive if member.isfile()}
     read_to_end(archive)
@@ -141,29 +164,34 @@ def _open_tar(path: Path) -> FileTree:
 
 
 def _open_zip(path: Path) -> FileTree:
+    """Return the tree of the files in a zip archive."""
     archive = zipfile.ZipFile(path)
     openers = {name: partial(archive.open, name) for name in archive.namelist() if not name.endswith("/")}
     return FileTree(str(path), openers, archive=path)
 
 
 def read_to_end(archive: tarfile.TarFile) -> None:
-    """Read the rest of a tar archive, so that the checksum of a compressed one is verified; tarfile skips it."""
+    """Read a tar archive to its end. Otherwise the checksum at the end of a compressed archive is never verified."""
     assert archive.fileobj is not None
     while archive.fileobj.read(CHUNK_BYTES):
         pass
 
 
 def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, BinaryIO]]:
-    """Yield the name and the open stream of every matching file of a directory or an archive, in one pass.
+    """Yield (name, stream) for every matching file of a directory or an archive, in one pass.
 
-    Read each stream before you ask for the next one. A damaged archive raises the standard library's errors; wrap the
-    loop in `with damage_as_data_error(...)` to get a DataError instead. Only in a zip archive are .xz and .gz files
-    decompressed. `matches` gets the name of each file, with forward slashes, and returns True for the files to read. In
-    a directory, names begin with the directory's own name.
+    Each stream must be read before the next one is requested. Files whose names end with .xz or .gz are decompressed
+    only if they are in a zip archive. A damaged tar archive raises the standard library's errors; wrap the loop in
+    `with damage_as_data_error(...)` to get a DataError instead.
+
+    Args:
+        source: the directory or archive.
+        matches: called with the name of each file, returns True for the files to read. Names have forward slashes. In a
+            directory, they begin with the directory's own name.
 
     Raises:
         DataError: if `source` is neither a directory nor an archive.
-        OSError: if there is no such file.
+        OSError: if `source` does not exist.
     """
     if source.is_dir():
         for name, path in list_matching_files(source, matches):
@@ -186,9 +214,10 @@ def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterato
 
 
 def list_matching_files(directory: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
-    """Yield the name and the path of every matching file below a directory, sorted by path.
+    """Yield (name, path) for every matching file in a directory and its subdirectories, sorted by path.
 
-    Names have forward slashes and begin with the directory's own name. `matches` gets the name.
+    Names have forward slashes and begin with the directory's own name. `matches` is called with the name of each file,
+    and returns True for the files to list.
     """
     root = directory.resolve()
     for path in sorted(root.rglob("*")):

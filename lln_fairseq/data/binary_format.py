@@ -1,7 +1,8 @@
 """Write and read fairseq's memory-mapped data sets, without importing fairseq.
 
-PREFIX.bin holds the concatenated ids of all samples. PREFIX.idx holds a magic number, a version, a code for the
-ids' integer type, the number of samples, and the length and the offset of each. Every sample ends with </s>.
+The data set PREFIX consists of two files. PREFIX.bin holds the concatenated token ids of all samples. PREFIX.idx holds
+a magic number, a version, a code for the integer type of the ids, the number of samples, and then the length and the
+offset of each sample. Every sample that this module writes or counts ends with </s>.
 """
 
 import struct
@@ -54,29 +55,33 @@ class DatasetCounts:
     by_id: np.ndarray = field(compare=False, repr=False)  # how often each id occurs, int64 (dictionary size,)
 
     def record(self) -> dict[str, int]:
-        """Return the entry of a manifest: all counts except `by_id`."""
+        """Return the entry of a manifest for this data set: all counts except `by_id`."""
         counts = asdict(self)
         del counts["by_id"]
         return counts
 
 
 def dataset_files(prefix: Path) -> list[Path]:
-    """Return the paths PREFIX.bin and PREFIX.idx."""
+    """Return the paths PREFIX.bin and PREFIX.idx, in this order."""
     return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
 
 
 def id_type(size: int) -> Any:
-    """Return the integer type in which fairseq stores the ids of a dictionary with `size` symbols."""
+    """Return the numpy integer type in which fairseq stores the ids of a dictionary with `size` symbols."""
     if size < 65500:
         return np.uint16
     return np.uint32
 
 
 def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int, int]:
-    """Write the data set `prefix` and return its numbers of samples and tokens.
+    """Write the data set `prefix`, and return the number of samples and the number of tokens.
 
-    Neither file exists under its final name until it is complete. Ids are not checked. `size`, the number of symbols of
-    the dictionary with special ones, determines the integer type.
+    Existing files are replaced. Each file gets its final name only when it is complete. The ids are not checked.
+
+    Args:
+        blocks: the samples, in order.
+        size: the number of symbols of the dictionary, including special symbols. It determines the integer type.
+        prefix: the path of the files without .bin and .idx.
     """
     dtype = id_type(size)
     block_lengths = [np.zeros(0, dtype=np.int64)]
@@ -92,19 +97,28 @@ def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int
 
 
 def index_bytes(lengths: np.ndarray, dtype: Any) -> bytes:
-    """Return the content of PREFIX.idx for samples of these lengths, int64 (samples,), and ids of the type `dtype`."""
+    """Return the content of PREFIX.idx.
+
+    Args:
+        lengths: the number of ids of each sample, int64 (samples,).
+        dtype: the integer type of the ids, one of TYPE_CODES.
+    """
     code = next(code for code, known_type in TYPE_CODES.items() if known_type is dtype)
     offsets = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
     return HEADER.pack(MAGIC, VERSION, code, len(lengths)) + lengths.astype("<i4").tobytes() + offsets.tobytes()
 
 
 def read_dataset(prefix: str | Path) -> Samples | None:
-    """Return the data set in `prefix`.idx and `prefix`.bin, memory-mapped.
+    """Open the data set `prefix` as memory-mapped arrays, and check that its files are complete.
 
-    Return None if neither file exists, or if the index is not in this memory-mapped format. Ids are not checked.
+    The ids are not checked.
+
+    Returns:
+        The samples, or None if neither file exists or if PREFIX.idx does not have this memory-mapped format.
 
     Raises:
-        DataError: if only one of the files exists, they are empty, damaged or cut off, or do not match each other.
+        DataError: if only one of the two files exists, or if a file is empty, damaged or cut off, or the files do not
+            match each other.
     """
     index = Path(f"{prefix}.idx")
     data = Path(f"{prefix}.bin")
@@ -123,7 +137,10 @@ def read_dataset(prefix: str | Path) -> Samples | None:
 
 
 def _read_files(index: Path, data: Path) -> Samples | None:
-    """Return the data set in two existing files, as `read_dataset` does."""
+    """Open the data set in two existing files, with the checks of `read_dataset`.
+
+    Return None if the index does not have fairseq's memory-mapped format.
+    """
     with index.open("rb") as file:
         header = file.read(HEADER.size)
     if not header.startswith(MAGIC[:-1]):
@@ -154,9 +171,10 @@ def _read_files(index: Path, data: Path) -> Samples | None:
 
 
 def iterate_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield consecutive views of a one-dimensional array, each of at most CHUNK_ELEMENTS elements.
+    """Yield consecutive parts of a one-dimensional array, each with at most CHUNK_ELEMENTS elements.
 
-    The views are plain arrays, since operations on `np.memmap` are slow. An empty array yields nothing.
+    The parts are views, not copies. They are plain arrays even if `array` is a memory map, because operations on
+    `np.memmap` are slow. For an empty array, nothing is yielded.
     """
     plain = array.view(np.ndarray)
     for start in range(0, len(plain), CHUNK_ELEMENTS):
@@ -166,10 +184,12 @@ def iterate_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 def count_dataset(prefix: Path, size: int) -> DatasetCounts:
     """Read the data set `prefix`, check its ids, and return its statistics.
 
-    `size` is the number of symbols of the dictionary, special ones included.
+    Args:
+        prefix: the path of the files without .bin and .idx.
+        size: the number of symbols of the dictionary, including special symbols.
 
     Raises:
-        DataError: if the data set is missing or damaged, a sample does not end with </s>, or an id is not below `size`.
+        DataError: if the data set is missing or damaged, a sample does not end with </s>, or an id is `size` or more.
     """
     samples = read_dataset(prefix)
     if samples is None:
@@ -200,14 +220,15 @@ def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, sam
     """Write the data set `prefix` unless both of its files exist, then read it back and return its statistics.
 
     Args:
-        blocks: returns the samples, in order. It is not called if the data set exists.
-        size: the number of symbols of the dictionary, special ones included.
+        blocks: returns the samples, in order. It is not called if both files exist.
+        size: the number of symbols of the dictionary, including special symbols.
         prefix: the path of the files without .bin and .idx.
         samples: the expected number of samples.
 
     Raises:
-        DataError: if `samples` is 0, if the files do not hold exactly `samples` samples or the number of tokens that
-            was written, or for the reasons listed at `count_dataset`.
+        DataError: if `samples` is 0, if the files hold another number of samples, if the files that were just written
+            hold another number of tokens than was written, if a file is damaged, if a sample does not end with </s>, or
+            if an id is `size` or more.
     """
     if not samples:
         raise DataError(f"no lines for {prefix}: fairseq cannot load an empty data set")
@@ -226,7 +247,12 @@ def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, sam
 
 
 def label_blocks(labels: Sequence[str], classes: Sequence[str]) -> list[Block]:
-    """Return a single block with a sample for each label: its id and </s>. The label classes[k] has the id 4 + k."""
+    """Encode the labels of a classification as fairseq's ids, one sample per label.
+
+    Each sample is the id of the label, followed by </s>. The label classes[k] has the id 4 + k.
+
+    Returns: a list with a single block.
+    """
     id_of = {name: NUM_SPECIAL + number for number, name in enumerate(classes)}
     ids = np.full((len(labels), 2), EOS, dtype=np.int32)
     ids[:, 0] = [id_of[label] for label in labels]

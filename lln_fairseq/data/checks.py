@@ -1,8 +1,8 @@
-"""Check binarized data before fairseq reads it, and report what is damaged or does not belong together in one line.
+"""Check binarized data before fairseq reads it. Damaged or mismatched files are reported in one line.
 
-Without these checks, fairseq fails in the middle of a run on a truncated .bin file or an id that the embedding lacks
-(on a GPU with a device-side assert). If dict.txt lost its last line, fairseq does not fail at all, and <mask> gets the
-id of a word. The ids are read once, in chunks, which takes 0.1 s for 500 MB.
+Without these checks, a truncated .bin file makes fairseq fail in the middle of a run. So does an id that the embedding
+does not have, on a GPU with a device-side assert. If dict.txt lost its last line, fairseq does not fail at all, and
+<mask> gets the id of a word. The checks read the ids once, in chunks, which takes 0.1 s for 500 MB.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ _ADVICE = "prepare the data again"
 
 
 def read_symbols(path: Path) -> list[str]:
-    """Return the symbols of a dict.txt; symbol i has fairseq's id 4 + i.
+    """Return the symbols of a dict.txt in order. Symbol i, from 0, has fairseq's id 4 + i.
 
     Raises:
         InputError: if the file cannot be read, is empty, repeats a symbol, or has a line that fairseq cannot parse.
@@ -36,7 +36,11 @@ def read_symbols(path: Path) -> list[str]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file as fairseq splits them: only LF, CR and CRLF end a line."""
+    """Return the lines of a UTF-8 file with their line ends. As in fairseq, only LF, CR and CRLF end a line.
+
+    Raises:
+        InputError: if the file cannot be read or is not UTF-8.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             return file.readlines()
@@ -45,9 +49,9 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def require_same_symbols(first: Path, *remaining: Path) -> None:
-    """Raise InputError unless all these dict.txt files have the same symbols in the same order.
+    """Raise InputError unless all these dict.txt files can be read and have the same symbols in the same order.
 
-    The same id stands for different symbols in data that was binarized with different dictionaries.
+    In data that was binarized with another dictionary, the same id stands for another symbol.
     """
     symbols = read_symbols(first)
     for path in remaining:
@@ -60,12 +64,17 @@ def require_same_symbols(first: Path, *remaining: Path) -> None:
 def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
     """Check the ids of a binarized data set of text, and return the number of its samples.
 
-    Return 0 if the data set does not exist or is not in fairseq's memory-mapped format. `dictionary` is the dict.txt to
-    which the ids must belong. With `combine`, prefix1, prefix2, ... are checked and counted too, up to the first one
-    that does not exist.
+    Args:
+        prefix: the path of the data set without .bin and .idx.
+        dictionary: the dict.txt to which the ids must belong.
+        combine: also check and count the data sets prefix1, prefix2, ..., up to the first one that does not exist.
+
+    Returns:
+        The number of samples, or 0 if the data set does not exist or is not in fairseq's memory-mapped format.
 
     Raises:
-        InputError: if a file is missing or damaged, or an id is not in the dictionary.
+        InputError: if only one of a data set's two files exists, if a file is damaged, or if an id is not in the
+            dictionary.
     """
     size = NUM_SPECIAL + len(read_symbols(dictionary))
     rows = 0
@@ -81,14 +90,21 @@ def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
 
 
 def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) -> int:
-    """Check the binarized labels of a classification, and return their number: `rows`, or 0 if there are none.
+    """Check the binarized labels of a classification, and return the number of labels.
 
-    `classes` is the number of classes; class k has the id 4 + k. `rows` is the number of rows of the inputs. `combine`
-    has the same meaning as in `check_lines`.
+    Args:
+        prefix: the path of the data set without .bin and .idx.
+        classes: the number of classes. Class k has the id 4 + k.
+        rows: the number of rows of the inputs.
+        combine: also check the data sets prefix1, prefix2, ..., up to the first one that does not exist. `rows` is the
+            number for all of them together.
+
+    Returns:
+        `rows`, or 0 if there are no labels.
 
     Raises:
-        InputError: if a file is missing or damaged, a sample is not exactly one label with or without </s>, or the
-            number of labels is not `rows`.
+        InputError: if only one of a data set's two files exists, if a file is damaged, if a sample is not exactly one
+            label with or without </s>, or if the number of labels is not `rows`.
     """
     total = 0
     for name, (ids, lengths) in _read_datasets(prefix, combine):
@@ -108,13 +124,18 @@ def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) ->
 
 
 def check_targets(path: Path, rows: int, targets: int) -> int:
-    """Check the targets of a regression, which are text, and return `rows`, or 0 if there is no such file.
+    """Check the text file with the targets of a regression, which has one line for each row of the inputs.
 
-    The file has one line per row, each with `targets` numbers separated by white space. `rows` is the number of rows of
-    the inputs.
+    Args:
+        path: the file.
+        rows: the number of rows of the inputs.
+        targets: how many numbers a line has; they are separated by white space.
+
+    Returns:
+        `rows`, or 0 if there is no such file.
 
     Raises:
-        InputError: if the number of lines is not `rows`, or a line is not `targets` finite numbers.
+        InputError: if the number of lines is not `rows`, or a line does not consist of `targets` finite numbers.
     """
     if not path.exists():
         return 0
@@ -140,11 +161,11 @@ def _is_finite_number(text: str) -> bool:
 def _read_datasets(prefix: str, combine: bool) -> Iterator[tuple[str, Samples]]:
     """Yield the prefix and the samples of every data set that fairseq's load_indexed_dataset would read.
 
-    These are `prefix` and, with `combine`, prefix1, prefix2, ... up to the first one that does not exist or is not in
-    fairseq's memory-mapped format.
+    These are the data set `prefix` and, with `combine`, prefix1, prefix2 and so on. The first data set that does not
+    exist, or is not in fairseq's memory-mapped format, ends the iteration.
 
     Raises:
-        InputError: if a data set is damaged.
+        InputError: if a data set is damaged, or only one of its two files exists.
     """
     numbers: Iterable[int] = (0,)
     if combine:

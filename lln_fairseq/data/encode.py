@@ -1,7 +1,7 @@
 """Encode lines of text into fairseq's ids, in order, with several processes.
 
-Text is processed as a stream: memory does not grow with the size of the corpus. A small data set is encoded in the
-calling process, without starting others.
+Text is processed as a stream, so the memory in use does not grow with the size of the corpus. A small data set is
+encoded in the calling process, and no other processes are started for it.
 """
 
 import multiprocessing
@@ -33,19 +33,19 @@ Result = TypeVar("Result")
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use, or 1 if the number is unknown."""
+    """Return the number of CPU cores that this process may use. If the number is unknown, return 1."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def encode_block(tokenizer: Tokenizer, table: np.ndarray, lines: Sequence[str]) -> Block:
-    """Encode lines into fairseq's ids, one sample per line, each followed by </s>.
+    """Encode lines into fairseq's ids. Each line becomes one sample, which ends with </s>.
 
     Args:
         tokenizer: turns the lines into its own ids.
         table: fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,).
-        lines: the lines; an empty one becomes </s>.
+        lines: the lines. An empty line becomes a sample with only </s>.
 
     Returns:
         The ids of all samples, int32 (tokens,), and the length of each sample, </s> included, int64 (lines,).
@@ -60,9 +60,10 @@ def encode_block(tokenizer: Tokenizer, table: np.ndarray, lines: Sequence[str]) 
 
 
 def split_into_blocks(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Yield lists of consecutive lines; each list ends with the line that reaches BLOCK_CHARACTERS characters.
+    """Yield the lines in lists of consecutive lines, each with at least BLOCK_CHARACTERS characters.
 
-    Each line counts as its length + 1, for the newline. The last list may be shorter. Without lines nothing is yielded.
+    A list ends with the line that makes it long enough. The last list may be shorter. The newline of each line counts
+    as a character. If there are no lines, nothing is yielded.
     """
     block: list[str] = []
     characters = 0
@@ -78,9 +79,9 @@ def split_into_blocks(lines: Iterable[str]) -> Iterator[list[str]]:
 
 
 def prepare_worker() -> None:
-    """Prepare a worker process: ignore Ctrl-C, and end this process as soon as its parent process ends.
+    """Prepare this worker process: ignore Ctrl-C, and end the process as soon as its parent process ends.
 
-    Ctrl-C in a terminal also reaches the parent, which shuts its workers down. A worker whose parent was killed would
+    Ctrl-C in a terminal also reaches the parent, which shuts its workers down. If the parent is killed, a worker would
     otherwise wait for work forever.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,6 +91,7 @@ def prepare_worker() -> None:
 
 
 def _exit_with_parent(parent_sentinel: int) -> None:
+    """Wait until the parent process ends, and then end this process at once with exit code 1."""
     wait([parent_sentinel])
     os._exit(1)
 
@@ -100,10 +102,14 @@ def map_in_order(
     items: Iterable[Item],
     workers: int,
 ) -> Iterator[Result]:
-    """Yield function(item) for every item, in order, computed by a pool of processes.
+    """Call a function for every item in a pool of processes, and yield the results in the order of the items.
 
-    `items` may be infinite: it is read at most 2 * workers + 1 items ahead of the results. The caller creates the pool
-    with `workers` processes and shuts it down.
+    Args:
+        pool: the pool, which the caller creates and shuts down.
+        function: the function. Its exceptions are raised by the iterator.
+        items: the arguments. At most 2 * workers + 1 items are read ahead of the results, so there may be infinitely
+            many.
+        workers: the number of processes in the pool.
 
     Raises:
         DataError: if a process of the pool is killed.
@@ -127,6 +133,12 @@ _worker_table: np.ndarray
 
 
 def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
+    """Initialize a process of the pool: create the tokenizer that `_encode_in_worker` uses.
+
+    Args:
+        kind, files: the arguments of `make_tokenizer`.
+        table: fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,).
+    """
     global _worker_tokenizer, _worker_table
     prepare_worker()
     _worker_tokenizer = make_tokenizer(kind, files)
@@ -134,17 +146,19 @@ def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None
 
 
 def _encode_in_worker(lines: list[str]) -> Block:
+    """Encode lines in a process of the pool, with the tokenizer that `_start_worker` has created."""
     return encode_block(_worker_tokenizer, _worker_table, lines)
 
 
 class ParallelEncoder:
-    """Encodes lines with several processes. Use it as a context manager: leaving the `with` block ends the processes.
+    """Encodes lines with several processes.
 
-    The processes are started for the first large text and kept for later ones.
+    The processes are started for the first large text, and kept for later texts. Use the encoder as a context manager:
+    the processes end with the `with` block.
 
     Args:
         vocabulary: the tokenizer with its dictionary.
-        workers: the number of processes. None uses all cores; 1 encodes in the calling process.
+        workers: the number of processes. None uses all cores; with 1, the calling process encodes everything.
     """
 
     def __init__(self, vocabulary: Vocabulary, workers: int | None = None) -> None:
@@ -160,6 +174,7 @@ class ParallelEncoder:
             self._pool.shutdown(cancel_futures=True)
 
     def _start_pool(self) -> ProcessPoolExecutor:
+        """Return a new pool of processes, each of which has its own copy of the tokenizer."""
         tokenizer = self.vocabulary.tokenizer
         return ProcessPoolExecutor(
             self.workers,
@@ -170,10 +185,12 @@ class ParallelEncoder:
         )
 
     def blocks(self, lines: Iterable[str]) -> Iterator[Block]:
-        """Yield the samples of `lines` in order, one sample per line, in blocks as `encode_block` returns them.
+        """Encode the lines, one sample per line, and yield the samples in order.
 
-        Lines are read as needed. The calling process encodes them if there are fewer than INLINE_BLOCKS blocks and no
-        worker process is running yet.
+        The lines are read while the blocks are consumed. If the text makes fewer than INLINE_BLOCKS blocks and the
+        processes have not been started yet, the calling process encodes it.
+
+        Yields: blocks of samples, as `encode_block` returns them.
 
         Raises:
             DataError: if a process is killed.

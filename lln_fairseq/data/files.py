@@ -11,14 +11,14 @@ from pathlib import Path
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`, and rename that file to `path` when the block ends without an exception.
+    """Yield a temporary path for the `with` block to write a file to. At its end, rename the file to `path`.
 
-    The file is flushed to the disk before it is renamed, so `path` is always complete if it exists, even after a crash.
-    After an exception the temporary file is removed, and an existing `path` is unchanged. The directory is created if
-    necessary. Two processes must not write the same path at once; see `lock_file`.
+    The file is flushed to the disk before it is renamed. So if `path` exists, it is complete, even after a crash. If
+    the block raises an exception, the temporary file is removed, and an existing `path` is unchanged. The directory of
+    `path` is created if necessary. Two processes must not write the same path at the same time; see `lock_file`.
 
     Raises:
-        OSError: if writing fails. Its file name is `path` if the system names no file, as for a full disk.
+        OSError: if the file cannot be written. The error always names a file, also for a full disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
@@ -40,13 +40,15 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def lock_file(handle: int, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed, and return True; return False if another process has it.
-
-    Return True without a lock if the file system does not support locks.
+    """Lock an open file or directory until it is closed.
 
     Args:
         handle: the file descriptor.
-        wait: wait until the other process closes the file, instead of returning False.
+        wait: if another process holds the lock, wait until it closes the file.
+
+    Returns:
+        True if the lock was obtained, or if the file system does not support locks. False if another process holds the
+        lock and `wait` is False.
     """
     operation = fcntl.LOCK_EX
     if not wait:
@@ -62,7 +64,7 @@ def lock_file(handle: int, wait: bool = False) -> bool:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write the file atomically, or leave it untouched if it already has this content."""
+    """Write the data to `path` atomically, see `atomic_path`. A file that already has this content is not touched."""
     if path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data:
         return
     with atomic_path(path) as temporary:
@@ -70,11 +72,11 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file in lower-case hexadecimal digits."""
+    """Return the SHA-256 checksum of a file in lower-case hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_bytes(data: bytes) -> str:
-    """Return the sha256 of `data` in lower-case hexadecimal digits."""
+    """Return the SHA-256 checksum of `data` in lower-case hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()

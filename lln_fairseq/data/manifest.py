@@ -1,12 +1,12 @@
-"""Build an output directory so that an interrupted build can be resumed and a finished one is recognized.
+"""Build an output directory so that an interrupted build can be resumed and a finished build is recognized.
 
 Two files in the directory record its state:
 
     build.json      the settings of a build that has not finished yet
-    manifest.json   written last, so it marks a finished directory: settings, sources, counts, versions, and the size
-                    and sha256 of every file of the result
+    manifest.json   written last, so it marks a finished build: settings, sources, counts, versions, and the size and
+                    sha256 of every file of the result
 
-Neither contains a date or a path outside the directory, so the same settings give the same bytes.
+Neither file contains a date or a path outside the directory, so the same settings give the same bytes.
 """
 
 import json
@@ -34,7 +34,7 @@ def build_directory(
     write: Callable[[Input], Mapping[str, Any]],
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Build the result in `out`, unless it is finished already, and return its manifest.
+    """Build the result in `out`, unless it is already finished, and return its manifest.
 
     The directory is locked during the build. An interrupted build with the same settings is resumed.
 
@@ -42,15 +42,16 @@ def build_directory(
         out: the output directory; created if necessary.
         settings: everything that determines the bytes of the result; must be serializable as JSON.
         files: the files of the result relative to `out`, without the manifest.
-        read: reads and checks the input. It must not change existing files in `out`, so that bad input leaves an
-            earlier result intact.
-        write: takes what `read` returned, writes `files`, and returns additional entries of the manifest. When a build
-            is resumed, it must keep the files that are already complete.
-        overwrite: delete an existing result, finished or not, once the input has been read, and build it again.
+        read: reads and checks the input, and returns it. `read` must not change existing files in `out`, so that bad
+            input leaves an earlier result intact.
+        write: called with the input, writes `files`, and returns additional entries for the manifest. When a build is
+            resumed, `write` must keep the files that are already complete.
+        overwrite: build the result again. An existing result, finished or not, is deleted after `read` has returned.
 
     Raises:
-        DataError: if `out` cannot be written to, is locked by another program, holds a result with other settings, or
-            holds damaged files or files that were not written by a build.
+        DataError: if `out` cannot be written to, or another program has locked it. Without `overwrite`, also if `out`
+            holds a result with other settings, a finished result with missing or changed files, or some of `files`
+            without a record of the build that wrote them.
     """
     with output_directory(out):
         if not overwrite:
@@ -66,7 +67,9 @@ def build_directory(
 
 @contextmanager
 def output_directory(out: Path) -> Iterator[None]:
-    """Create `out` and lock it for the `with` block; then remove the directories that were created but stayed empty.
+    """Create `out` if necessary, and lock it during the `with` block.
+
+    If `out` or its parents were created for the block and are still empty at its end, they are removed again.
 
     Raises:
         DataError: if `out` cannot be created or written to, or another program has locked it.
@@ -90,7 +93,7 @@ def output_directory(out: Path) -> Iterator[None]:
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:
-    """Remove nested directories, innermost first, up to the first one that is not empty or cannot be removed."""
+    """Remove the directories in order, and stop silently at the first one that is not empty or cannot be removed."""
     for path in directories:
         try:
             path.rmdir()
@@ -99,6 +102,7 @@ def _remove_empty(directories: Sequence[Path]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise DataError if the file cannot be read or contains something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -109,11 +113,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object to a file atomically. A file that already has this content is not touched."""
     write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
-    """Raise DataError if the settings in `path` differ from the requested ones; a missing setting counts as None."""
+    """Raise DataError if the existing settings, read from `path`, differ from the requested ones.
+
+    A setting that is missing on one side counts as None.
+    """
     for key in [*requested, *existing]:
         if existing.get(key) != requested.get(key):
             raise DataError(
@@ -123,10 +131,14 @@ def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[
 
 
 def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:
-    """Return the manifest of a finished result with these settings, or None if the result must be built or resumed.
+    """Return the manifest of `out` if its result is finished and has these settings.
 
-    None is also returned if `out` does not exist or holds only unrelated files. For a finished result, the SHA-256 of
-    each of `files` is verified, a leftover build.json is removed, and a message says that there is nothing to do.
+    The checksum of each of `files` is verified first. A leftover build.json is removed, and a message says that there
+    is nothing to do.
+
+    Returns:
+        The manifest. None if the result must be built or resumed: `out` does not exist, holds only unrelated files, or
+        holds an unfinished build with these settings.
 
     Raises:
         DataError: if `out` holds a finished or unfinished result with other settings, a finished result with missing or
@@ -160,15 +172,15 @@ def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequen
 
 
 def is_under_way(out: Path) -> bool:
-    """Return True if `out` holds an unfinished build. Its settings are not compared; see `load_finished_manifest`."""
+    """Return True if `out` contains build.json, which an unfinished build leaves. Its settings are not compared."""
     return (out / BUILD).is_file()
 
 
 def begin_build(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> None:
-    """Delete the manifest and the files of an earlier result, and record the settings of the new build.
+    """Delete the manifest and the files of an earlier result, and write the settings of the new build to build.json.
 
-    The manifest is deleted first and the settings are written last, so that a directory in between, if the program is
-    killed, neither looks finished nor is resumed with other settings.
+    The manifest is deleted first and the settings are written last. If the program is killed in between, the directory
+    neither looks finished nor is resumed with other settings.
     """
     for name in [MANIFEST, BUILD, *files]:
         (out / name).unlink(missing_ok=True)
@@ -178,9 +190,13 @@ def begin_build(out: Path, settings: Mapping[str, Any], files: Sequence[str]) ->
 def finish_build(
     out: Path, settings: Mapping[str, Any], files: Sequence[str], content: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the manifest, which marks the result as finished, and return it.
+    """Write the manifest, which marks the result as finished, remove build.json, and return the manifest.
 
-    It contains `settings`, the entries of `content`, and the size and sha256 of `files`, which must exist.
+    Args:
+        out: the output directory.
+        settings: the settings of the build.
+        files: the files of the result, relative to `out`. They must exist; their sizes and checksums are recorded.
+        content: further entries of the manifest.
     """
     file_entries = {}
     for name in files:
@@ -193,7 +209,7 @@ def finish_build(
 
 
 def versions(projects: Sequence[str]) -> dict[str, str]:
-    """Return the version of every installed distribution among `projects`; leave out those that are not installed."""
+    """Return {project: version} for the installed packages among `projects`. The others are left out."""
     installed = {}
     for project in projects:
         try:

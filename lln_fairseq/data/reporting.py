@@ -1,4 +1,4 @@
-"""Report to the user of a program: status lines on stdout, and an exception for bad input."""
+"""Define how programs report to their user: status lines on stdout, and an exception for bad input."""
 
 from lln_fairseq.command import UserError
 
@@ -8,5 +8,5 @@ class DataError(UserError):
 
 
 def print_status(message: str) -> None:
-    """Print a line on stdout and flush it. Errors and progress bars go to stderr instead."""
+    """Print a status line on stdout and flush it. Errors and progress bars are printed on stderr instead."""
     print(message, flush=True)

@@ -1,7 +1,7 @@
 """Build the data sets of sentence prediction.
 
-Unlike in fairseq's own task, the two inputs of a pair can stay separate, and </s> can be removed. `task` is the task of
-`lln_fairseq.tasks.sentence_prediction`, whose options decide this.
+Unlike in fairseq's own task, the two inputs of a pair can stay separate, and </s> can be removed. In these functions,
+`task` is the task of `lln_fairseq.tasks.sentence_prediction`. Its options determine what is done.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from fairseq.data import (
     PrependTokenDataset,
     RawLabelDataset,
     RightPadDataset,
+    SortDataset,
     StripTokenDataset,
     TruncateDataset,
     data_utils,
@@ -42,13 +43,17 @@ class WithoutLast(ResizedDataset):
 
 
 def read_inputs(task: Any, split: str, directories: Sequence[str], combine: bool) -> list[BaseWrapperDataset]:
-    """Return the input data sets of a split, prepared for the model.
+    """Return the input data sets of a split, one for each directory, prepared for the model.
 
-    Depending on the task's options, </s> is removed (strip_eos), init_token is prepended, and rows are cut to
-    max_positions tokens (shorten_method=truncate). Without truncation longer rows are kept whole.
+    Three options of the task apply in this order: strip_eos removes the last token, </s>. init_token, if it is set, is
+    inserted before each row. shorten_method=truncate cuts rows to max_positions tokens; otherwise longer rows are kept.
 
-    `directories` are the inputs' directories in order, such as input0 and input1; inputs from the first one without
-    data on are left out. With `combine`, the data of split1, split2, ... is appended.
+    Args:
+        task: the task.
+        split: the name of the split, such as "train".
+        directories: the directories of the inputs in order, such as input0 and input1. The first directory without the
+            split, and all directories after it, are left out.
+        combine: append the data of split1, split2, ...
     """
     cfg = task.cfg
     dictionary = task.source_dictionary
@@ -68,10 +73,14 @@ def read_inputs(task: Any, split: str, directories: Sequence[str], combine: bool
 
 
 def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -> NestedDictionaryDataset:
-    """Return the samples in the layout of fairseq's sentence_prediction task.
+    """Combine inputs and targets into one data set with the sample layout of fairseq's sentence_prediction task.
 
-    `inputs` are one or two data sets of equal length. The second one becomes `net_input.other_tokens`. The size of a
-    sample is that of its longer input. `labels` is the data set of the targets, None for a split without labels.
+    The size of a sample is the number of tokens of its longer input.
+
+    Args:
+        task: the task.
+        inputs: one or two data sets with equally many rows. The second data set becomes net_input.other_tokens.
+        labels: the data set of the targets, or None for a split without labels.
     """
     pad = task.source_dictionary.pad()
     first = inputs[0]
@@ -97,11 +106,27 @@ def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -
     return dataset
 
 
-def read_labels(task: Any, split: str, combine: bool) -> Any:
-    """Return the data set of a split's targets, or None if the split has none.
+def count_cut_rows(dataset: Any) -> int:
+    """Return the number of rows of a split in which the task's shorten_method cuts an input.
 
-    The targets of a classification are class numbers from 0; with `combine`, those of split1, split2, ... are appended.
-    The targets of a regression are lists of floats, read from label/SPLIT.label.
+    `dataset` is that of this package's or fairseq's task, as `load_dataset` returns it.
+    """
+    samples = dataset
+    if isinstance(dataset, SortDataset):
+        samples = dataset.dataset
+    is_cut = np.zeros(len(samples), dtype=bool)
+    for name in ("net_input.src_tokens", "net_input.other_tokens"):
+        lines = getattr(samples.defn.get(name), "dataset", None)
+        if isinstance(lines, TruncateDataset):  # or fairseq's RandomCropDataset, which is derived from it
+            is_cut |= np.asarray(lines.dataset.sizes) > lines.truncation_length
+    return int(is_cut.sum())
+
+
+def read_labels(task: Any, split: str, combine: bool) -> Any:
+    """Return the data set of the targets of a split, or None if the split has no targets.
+
+    The targets of a classification are class numbers from 0. With `combine`, the targets of split1, split2, ... are
+    appended. The targets of a regression are lists of floats, read from label/SPLIT.label; `combine` has no effect.
     """
     prefix = Path(task.cfg.data, "label", split)
     if task.cfg.regression_target:

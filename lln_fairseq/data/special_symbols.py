@@ -1,4 +1,4 @@
-"""Define fairseq's special symbols, and parse its dict.txt.
+"""Define the special symbols of fairseq's dictionaries, and parse dict.txt.
 
 Every fairseq dictionary begins with four special symbols, which dict.txt does not list.
 """
@@ -18,11 +18,14 @@ OVERWRITE = " #fairseq:overwrite"  # ends a line of dict.txt whose symbol may oc
 
 
 def parse_dictionary(lines: Iterable[str]) -> list[str]:
-    """Return the symbols of a dict.txt, which has a line "symbol count" for each; symbol i has fairseq's id 4 + i.
+    """Return the symbols of a dict.txt in order. Symbol i, from 0, has fairseq's id 4 + i.
+
+    Args:
+        lines: the lines of the file, each "SYMBOL COUNT".
 
     Raises:
-        DataError: with the line number, if a line is not a symbol and an integer, or if it repeats an earlier or
-            special symbol without ending with OVERWRITE.
+        DataError: if a line is not a symbol and an integer. Also if its symbol is a special symbol or occurs in an
+            earlier line, unless the line ends with OVERWRITE. The message contains the line number.
     """
     seen = set(SPECIAL_SYMBOLS)
     symbols = []
@@ -39,7 +42,7 @@ def parse_dictionary(lines: Iterable[str]) -> list[str]:
 
 
 def _is_integer(text: str) -> bool:
-    """Return True if Python's `int`, which fairseq uses, accepts the text."""
+    """Return True if fairseq accepts the text as a count: it must be an integer for Python's `int`."""
     try:
         int(text)
     except ValueError:

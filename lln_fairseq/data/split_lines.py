@@ -1,4 +1,4 @@
-"""Split the lines of a data set that are longer than a sample."""
+"""Split the lines of a data set that have more tokens than a sample may have."""
 
 import numpy as np
 from fairseq.data import BaseWrapperDataset
@@ -6,9 +6,10 @@ from torch import Tensor
 
 
 class ResizedDataset(BaseWrapperDataset):
-    """Base class of data sets that wrap another one and change the lengths of its items.
+    """Base class of data sets that wrap another data set and change the lengths of its items.
 
-    Subclasses override `sizes`. fairseq's base class would report the lengths in the wrapped data set.
+    A subclass overrides `sizes`. With fairseq's BaseWrapperDataset alone, `num_tokens` and `size` would return the
+    lengths in the wrapped data set.
     """
 
     def num_tokens(self, index: int) -> int:
@@ -19,12 +20,13 @@ class ResizedDataset(BaseWrapperDataset):
 
 
 class SplitLines(ResizedDataset):
-    """A data set in which a line of more than `limit` tokens is split into several consecutive items.
+    """Wraps a data set of lines, and splits each line of more than `limit` tokens into several consecutive items.
 
     fairseq would make such a line one sample, which training skips and validation rejects.
 
-    All items of a line except the last have `limit` tokens. If the last would be a single token, the item before it
-    gives up one, because sample_break_mode=complete_doc treats an item of one token as the end of a document.
+    All items of a line except the last have `limit` tokens. If only a single token remained for the last item, it gets
+    one token of the item before it, because sample_break_mode=complete_doc treats an item of one token as the end of a
+    document. An empty line stays one empty item.
 
     Args:
         dataset: the lines, each a tensor of ids (N,).

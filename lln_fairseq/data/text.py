@@ -18,10 +18,10 @@ _ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 
 
 def clean_text(text: str) -> str:
-    """Return the text without HTML entities, in Unicode NFC, and with single spaces.
+    """Resolve HTML entities, normalize the text to Unicode NFC, and reduce white space to single spaces.
 
-    Entities are resolved once, so "&amp;lt;" becomes "&lt;". Two apostrophes become a double quote. Every run of white
-    space and control characters becomes one space, and the ends are stripped.
+    Entities are resolved once, so "&amp;lt;" becomes "&lt;". Two apostrophes become a double quote. Every sequence of
+    white space and control characters becomes one space, and is removed at both ends.
     """
     text = _ENTITY.sub(lambda entity: html.unescape(entity.group()), text)
     text = text.replace("''", '"')
@@ -31,9 +31,9 @@ def clean_text(text: str) -> str:
 
 
 def sentence_key(text: str) -> str:
-    """Return a key that is equal for texts that differ only in case, accents, punctuation and white space.
+    """Return a key of the text. Texts that differ only in case, accents, punctuation or white space have the same key.
 
-    The key of a text without letters and digits is the text without white space.
+    A text without letters and digits keeps its punctuation in the key.
     """
     text = unicodedata.normalize("NFKD", text).casefold()
     letters_and_digits = "".join(character for character in text if character.isalnum())
@@ -43,10 +43,10 @@ def sentence_key(text: str) -> str:
 
 
 def assign_split(text: str) -> str:
-    """Return the split of a sentence: "valid" (10 %), "test" (10 %) or "train" (80 %), by a hash of its `sentence_key`.
+    """Assign a sentence to "train" (80 % of all sentences), "valid" (10 %) or "test" (10 %), and return the split.
 
-    A sentence gets the same split in every corpus, so the "train" sentences of one corpus never include a "valid" or
-    "test" sentence of another.
+    The split depends only on a hash of the `sentence_key`, so a sentence gets the same split in every corpus. No
+    sentence in the "train" split of one corpus is therefore in the "valid" or "test" split of another.
     """
     digest = hashlib.sha256(sentence_key(text).encode()).digest()
     bucket = int.from_bytes(digest[:8], "big") % 10
@@ -58,7 +58,11 @@ def assign_split(text: str) -> str:
 
 
 def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of each line, from 1, and its bytes, including the final LF. `name` is for error messages.
+    """Yield (number, bytes) for each line of a file. Numbers start at 1, and the bytes include the final LF.
+
+    Args:
+        stream: the file, opened for reading bytes.
+        name: the name of the file in error messages.
 
     Raises:
         DataError: if a line has more than MAX_LINE bytes.
@@ -70,10 +74,15 @@ def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file without their ends (LF or CRLF) and without a byte order mark.
+    """Yield the lines of a UTF-8 file, without line ends and without a byte order mark.
 
-    No other character ends a line. With `limit`, only the first lines are yielded, as many as fit into `limit` bytes
-    with their ends. `name` is for error messages.
+    Only LF and CRLF end a line.
+
+    Args:
+        stream: the file, opened for reading bytes.
+        name: the name of the file in error messages.
+        limit: stop before the line with which more than `limit` bytes would have been read, line ends included. None
+            reads the whole file.
 
     Raises:
         DataError: if a line is not UTF-8 or has more than MAX_LINE bytes.
@@ -91,10 +100,11 @@ def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterato
 
 
 def sample_lines_evenly(lines: Iterable[str], limit: int) -> list[str]:
-    """Return every k-th non-empty line, with the smallest power of two k that keeps the sample within `limit`.
+    """Return every k-th non-empty line, so that the sample has at most `limit` characters.
 
-    `limit` is a number of characters, and about as many are held in memory. The lines are read once, and nothing is
-    random. The first non-empty line is always part of the sample, even if it exceeds the limit.
+    k is a power of two, as small as possible. The lines are read once, and only about `limit` characters are held in
+    memory. Nothing is random. The first non-empty line is always part of the sample, even if it exceeds the limit.
+    Without a non-empty line, the sample is empty.
     """
     sample: list[str] = []
     characters = 0

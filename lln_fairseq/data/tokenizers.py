@@ -1,6 +1,6 @@
-"""Tokenizers with a common interface: they turn lines of text into integer ids and the symbols of a dictionary.
+"""Tokenizers with a common interface: they turn lines of text into integer ids, which stand for dictionary symbols.
 
-Supported are SentencePiece models, which this module can also train, GPT-2's byte-level BPE, and Hugging Face's
+This module supports SentencePiece models, which it can also train, GPT-2's byte-level BPE, and Hugging Face's
 tokenizer.json. To add a tokenizer, write a subclass of Tokenizer and add it to TOKENIZERS and TOKENIZER_FILES.
 """
 
@@ -23,11 +23,16 @@ from lln_fairseq.data.text import MAX_LINE, sample_lines_evenly
 VOCAB_SIZE = 32000
 TRAIN_CHARACTERS = 20_000_000  # for training a model; more hardly improves it, and unigram needs 30 bytes for each
 MAX_IDS = 1 << 24  # ten times as many as any known tokenizer has
+_PIECE_SPACE = "▁"  # stands for a space in SentencePiece's pieces
 _OTHER_SPACE = re.compile(r"[^\S ]")  # white space other than the space itself
 
 
 class Tokenizer(ABC):
-    """Interface of all tokenizers. Symbols are the entries of fairseq's dictionary and contain no white space."""
+    """Interface of all tokenizers.
+
+    A tokenizer numbers its tokens with its own ids, which differ from fairseq's ids. The symbol of an id is its entry
+    in fairseq's dict.txt, and contains no white space. An id without a symbol becomes fairseq's <unk>.
+    """
 
     kind: ClassVar[str]  # a key of TOKENIZERS, which manifests record
     files: Mapping[str, bytes]  # the contents of the files from which `make_tokenizer` recreates the tokenizer
@@ -35,25 +40,35 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the tokenizer's own ids of each line, without special tokens."""
+        """Return a list of the tokenizer's own ids for each line. No special tokens are added to the lines."""
+
+    @abstractmethod
+    def token_spans(self, line: str) -> list[tuple[int, int]]:
+        """Return the start and the end, in characters of the line, of the text of each id that `encode_ids` gives.
+
+        A token that encodes only some of a character's bytes has the span of the whole character, or of several if the
+        library knows no more. The span may include white space around the token.
+        """
 
     def symbols(self) -> list[str]:
-        """Return all symbols in the order of the tokenizer's ids, without special tokens."""
+        """Return all symbols, in the order of the tokenizer's ids. Ids without a symbol are skipped."""
         return [symbol for symbol in self.symbols_by_id if symbol is not None]
 
     @abstractmethod
     def symbol_text(self, symbol: str) -> str:
-        """Return the text of a symbol in the middle of a line, including a leading space that belongs to the symbol.
+        """Return the text that a symbol stands for in the middle of a line, with a leading space if it begins a word.
 
-        The text of a symbol that encodes only some of a character's bytes is "�".
+        If the symbol stands for only some bytes of a character, the text is "�".
         """
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, used through the SentencePiece library (fairseq: `--bpe sentencepiece`).
 
-    `model` is the content of a model file. The symbols are the pieces. Control pieces and the unknown piece have no
-    symbol.
+    The symbols are the pieces. Control pieces and the unknown piece have no symbol.
+
+    Args:
+        model: the content of a model file.
 
     Raises:
         DataError: if `model` is not a SentencePiece model, or has no pieces.
@@ -81,13 +96,32 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         return self.processor.encode(list(lines), out_type=int, num_threads=1)
 
+    def token_spans(self, line: str) -> list[tuple[int, int]]:
+        spans = []
+        for piece, start, end in self._pieces_with_spans(line):
+            # If several pieces encode one character, the library gives the character to the last of them.
+            if start == end and piece != _PIECE_SPACE:
+                end = start + 1
+            spans.append((start, end))
+        return spans
+
+    def _pieces_with_spans(self, line: str) -> list[tuple[str, int, int]]:
+        """Return each piece of a line with its start and its end."""
+        processor: Any = self.processor  # the types of one version of the library do not have the methods of another
+        if hasattr(processor, "EncodeAsOffsetMapping"):
+            encoded = processor.EncodeAsOffsetMapping(line)
+            spans = zip(encoded["pieces"], encoded["offsets"], strict=True)
+            return [(piece, start, end) for piece, (start, end) in spans]
+        encoded = processor.EncodeAsImmutableProto(line)  # before SentencePiece 0.2.2
+        return [(piece.piece, piece.begin, piece.end) for piece in encoded.pieces]
+
     def symbol_text(self, symbol: str) -> str:
         if self.processor.is_byte(self.processor.piece_to_id(symbol)):
             return self.processor.decode_pieces([symbol])
-        return symbol.replace("▁", " ")
+        return symbol.replace(_PIECE_SPACE, " ")
 
     def vocabulary_text(self) -> str:
-        """Return the content of SentencePiece's .vocab file: a piece, a tab and its score per line, ordered by id."""
+        """Return the content of SentencePiece's .vocab file: one line for each id, with a piece, a tab and a score."""
         lines = []
         for i in range(self.processor.get_piece_size()):
             lines.append(f"{self.processor.id_to_piece(i)}\t{self.processor.get_score(i):g}\n")
@@ -95,9 +129,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return {character: byte} for the characters by which GPT-2's files represent bytes, in the order of GPT-2's ids.
+    """Return {character: byte} for the 256 characters that represent bytes in GPT-2's files.
 
-    Printable bytes are represented by themselves. The remaining bytes follow, as the characters from U+0100 on.
+    A printable byte is represented by its own character. The remaining bytes are represented by the characters U+0100,
+    U+0101 and so on. The entries are in the order of GPT-2's ids: first the printable bytes, then the remaining ones.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {chr(byte): byte for byte in printable}
@@ -108,11 +143,17 @@ def _byte_letters() -> dict[str, int]:
 
 
 def _read_gpt2_files(encoder_json: bytes, vocab_bpe: bytes) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Return {bytes of a token: id}, and {name: id} for the special tokens, such as <|endoftext|>.
+    """Parse GPT-2's files. Return {bytes: id} of the ordinary tokens, and {name: id} of the special tokens.
+
+    A special token is, for example, <|endoftext|>.
+
+    Args:
+        encoder_json: the content of encoder.json.
+        vocab_bpe: the content of vocab.bpe.
 
     Raises:
-        DataError: if the files are damaged, do not belong together, or do not number the tokens from 0: first bytes,
-            then merges in order, then special tokens.
+        DataError: if the files are damaged or do not belong together. Also if the ids are not numbered from 0 in this
+            order: single bytes, merges in the order of vocab.bpe, special tokens.
     """
     try:
         ids = json.loads(encoder_json)
@@ -136,11 +177,18 @@ def _read_gpt2_files(encoder_json: bytes, vocab_bpe: bytes) -> tuple[dict[bytes,
 
 
 class GPT2Tokenizer(Tokenizer):
-    """A byte-level BPE, given by the contents of encoder.json and vocab.bpe, with the ids of fairseq's `--bpe gpt2`.
+    """A byte-level BPE like GPT-2's, with the same ids as fairseq's `--bpe gpt2`.
 
-    The symbol of id i is the decimal number i. A special token such as <|endoftext|> in a text is encoded as ordinary
-    text. The ids are computed by tiktoken, which merges two neighbors if their concatenation is a token, even if the
-    pair is not a listed merge. The ids are the same if every token encodes to itself, which a test verifies for GPT-2.
+    The symbol of id i is the decimal number i. The name of a special token in a text, such as <|endoftext|>, is encoded
+    as ordinary text.
+
+    The ids are computed by tiktoken. Unlike the original BPE, tiktoken merges two neighbors whenever their
+    concatenation is a token, even if the pair is not listed in vocab.bpe. Both give the same ids if every token, taken
+    as text, encodes to itself; a test verifies this for GPT-2.
+
+    Args:
+        encoder_json: the content of encoder.json.
+        vocab_bpe: the content of vocab.bpe.
 
     Raises:
         DataError: if the files are damaged or do not belong together.
@@ -160,15 +208,28 @@ class GPT2Tokenizer(Tokenizer):
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         return [self.encoding.encode_ordinary(line) for line in lines]
 
+    def token_spans(self, line: str) -> list[tuple[int, int]]:
+        character_of_byte: list[int] = []
+        for position, character in enumerate(line):
+            character_of_byte += [position] * len(character.encode())
+        spans = []
+        first_byte = 0
+        for token in self.encoding.encode_ordinary(line):
+            last_byte = first_byte + len(self.encoding.decode_single_token_bytes(token)) - 1
+            spans.append((character_of_byte[first_byte], character_of_byte[last_byte] + 1))
+            first_byte = last_byte + 1
+        return spans
+
     def symbol_text(self, symbol: str) -> str:
         return self.encoding.decode_single_token_bytes(int(symbol)).decode("utf-8", errors="replace")
 
 
 @contextmanager
 def _library_errors_as_data_errors(problem: str) -> Iterator[None]:
-    """Turn every error of Hugging Face's library into a DataError that begins with `problem`.
+    """Turn every error of Hugging Face's library in the `with` block into a DataError that begins with `problem`.
 
-    The library raises plain Exceptions, and its Rust panics derive from BaseException only.
+    The library has no exception class of its own: it raises plain Exceptions, and a panic in its Rust code is a
+    BaseException. KeyboardInterrupt and SystemExit are raised unchanged.
     """
     try:
         yield
@@ -179,11 +240,13 @@ def _library_errors_as_data_errors(problem: str) -> Iterator[None]:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A Hugging Face tokenizer (byte-level BPE, WordPiece, ...), given by the content of a tokenizer.json.
+    """A tokenizer of Hugging Face's library (byte-level BPE, WordPiece, ...).
 
-    The symbol of id i is the decimal number i, since tokens can contain characters that a dictionary cannot. Special
-    tokens have no symbol: where a text contains the name of one, it becomes <unk>. Truncation, padding and dropout are
-    turned off. `lln-fairseq convert` writes such files.
+    The symbol of id i is the decimal number i, because tokens can contain characters that dict.txt cannot contain. The
+    name of a special token in a text becomes <unk>. Truncation, padding and dropout are turned off.
+
+    Args:
+        tokenizer_json: the content of a tokenizer.json, such as `lln-fairseq convert` writes.
 
     Raises:
         DataError: if the content is not a tokenizer.json, an id is MAX_IDS or more, or the library is not installed.
@@ -218,6 +281,16 @@ class HuggingFaceTokenizer(Tokenizer):
             encodings = self.library.encode_batch(list(lines), add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
 
+    def token_spans(self, line: str) -> list[tuple[int, int]]:
+        with _library_errors_as_data_errors("tokenizer.json cannot encode a line"):
+            encoding = self.library.encode_batch([line], add_special_tokens=False)[0]
+        spans = []
+        for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+            if token == _PIECE_SPACE:  # the library gives the prefix of the first word the first character of the word
+                end = start
+            spans.append((start, end))
+        return spans
+
     def symbol_text(self, symbol: str) -> str:
         token = self.library.id_to_token(int(symbol))
         if type(self.library.model).__name__ == "WordPiece":
@@ -242,7 +315,11 @@ TOKENIZER_FILES = {  # in the order of the constructors' arguments
 
 
 def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
-    """Return a tokenizer of this kind, a key of TOKENIZERS; `files` has the contents of TOKENIZER_FILES[kind] by name.
+    """Create a tokenizer from the contents of its files.
+
+    Args:
+        kind: a key of TOKENIZERS.
+        files: {name: content} of the files TOKENIZER_FILES[kind]; further files are ignored.
 
     Raises:
         DataError: if the files are damaged.
@@ -252,7 +329,10 @@ def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
 
 
 def flat_ids(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate the ids of all lines, int32 (tokens,), and return them with the length of each, int64 (lines,)."""
+    """Concatenate the ids of several lines.
+
+    Returns: the ids of all lines, int32 (tokens,), and the number of ids of each line, int64 (lines,).
+    """
     lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
     ids = np.fromiter(chain.from_iterable(encoded), dtype=np.int32, count=int(lengths.sum()))
     return ids, lengths
@@ -261,23 +341,25 @@ def flat_ids(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 def train_sentencepiece(
     lines: Iterable[str], vocab_size: int, model_type: str = "bpe", byte_fallback: bool = False, fold: bool = False
 ) -> bytes:
-    """Train a SentencePiece model and return the content of its file; the same input gives the same bytes.
+    """Train a SentencePiece model, and return the content of its model file.
 
-    Training uses one thread and no random sampling, and the model contains no path. Without `fold`, text is not
-    normalized, so decoding restores what was encoded.
+    The same input gives the same bytes: training uses one thread and no random sampling, and the model contains no
+    path.
 
     Args:
         lines: the text; it is read once. Lines of more than MAX_LINE bytes are skipped.
-        vocab_size: the number of pieces, SentencePiece's three special pieces included.
-        model_type: "bpe" or "unigram".
+        vocab_size: the number of pieces, including SentencePiece's three special pieces.
+        model_type: "bpe", "unigram" or "char". With "char", the pieces are single characters, and there may be fewer of
+            them than `vocab_size`.
         byte_fallback: encode unseen characters, and the rarest ones (0.05 % of the text), as bytes, and keep repeated
-            spaces. Use it for text with thousands of different characters. Without it, the vocabulary contains every
-            character of the text.
-        fold: make the model ignore case and character variants (NFKC), so that a small text has more examples of each
-            word.
+            spaces. Use this for text with thousands of different characters. Without byte fallback, the vocabulary
+            contains every character of the text.
+        fold: ignore case and character variants (NFKC), so that a small text has more examples of each word. Without
+            `fold`, text is not normalized.
 
     Raises:
-        DataError: if the text is too small, or has too many different characters, for `vocab_size` pieces.
+        DataError: if SentencePiece cannot train, usually because the text is too small, or has too many different
+            characters, for `vocab_size` pieces.
     """
     import sentencepiece
 
@@ -316,9 +398,15 @@ def train_sentencepiece(
 
 
 def train_on_corpus(lines: Iterable[str], vocab_size: int, model_type: str) -> SentencePieceTokenizer:
-    """Train a tokenizer with byte fallback on at most TRAIN_CHARACTERS characters, sampled evenly from the lines.
+    """Train a SentencePiece tokenizer with byte fallback on a large text, and print a status line.
 
-    `vocab_size`, `model_type` and the exceptions are those of `train_sentencepiece`.
+    Args:
+        lines: the text; it is read once. At most TRAIN_CHARACTERS characters are used, sampled evenly from the lines.
+        vocab_size: the number of pieces, including SentencePiece's three special pieces.
+        model_type: "bpe", "unigram" or "char", as for `train_sentencepiece`.
+
+    Raises:
+        DataError: if SentencePiece cannot train, usually because the text is too small for `vocab_size` pieces.
     """
     sample = sample_lines_evenly(lines, TRAIN_CHARACTERS)
     millions = sum(map(len, sample)) / 1e6
@@ -327,19 +415,21 @@ def train_on_corpus(lines: Iterable[str], vocab_size: int, model_type: str) -> S
 
 
 def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved: int = 0, multiple: int = 8) -> str:
-    """Return the content of a dict.txt: a line "symbol count" for each symbol, so that symbol i has fairseq's id 4 + i.
+    """Return the content of a dict.txt, which has a line "SYMBOL COUNT" for each symbol.
 
-    "madeupword" symbols with the count 0 are appended until the size is divisible by `multiple`, which makes matrix
-    products faster on tensor cores.
+    Symbol i, from 0, gets fairseq's id 4 + i. Filler symbols "madeupword0000", ... with the count 0 are appended until
+    the size of the dictionary is divisible by `multiple`, which makes matrix products faster on tensor cores. The size
+    includes fairseq's special symbols and the reserved symbols.
 
     Args:
         symbols: the symbols, in order.
-        counts: how often symbols occur; a missing one has the count 0.
+        counts: how often each symbol occurs. A symbol that is not in `counts` gets the count 0.
         reserved: the number of symbols that a task will append later, such as <mask>.
-        multiple: a divisor of the dictionary's size, which includes fairseq's special symbols and reserved ones.
+        multiple: the number that the size must be divisible by.
 
     Raises:
-        DataError: if fairseq could not read a symbol: it is repeated, special or empty, or contains white space.
+        DataError: if a symbol occurs twice, is a special symbol or <mask>, is empty, or contains white space, since
+            fairseq could not read it.
     """
     taken = {*SPECIAL_SYMBOLS, MASK}
     for symbol in symbols:
@@ -355,5 +445,10 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
 
 
 def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
-    """Return the tokenizer of a SentencePiece model file. Raise DataError if the file is not a model."""
+    """Return the tokenizer of a SentencePiece model file.
+
+    Raises:
+        DataError: if the file is not a SentencePiece model.
+        OSError: if the file cannot be read.
+    """
     return SentencePieceTokenizer(path.read_bytes())

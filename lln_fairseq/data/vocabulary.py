@@ -8,7 +8,7 @@ The option `--tokenizer` of the programs in data_prep accepts
                         optionally dict.txt; `lln-fairseq convert` writes such directories
     FILE.model          a SentencePiece model
 
-Every manifest records the vocabulary's `identity`. If it is the same in two data sets, both encode a text to the same
+Every manifest records the `identity` of its vocabulary. Two data sets with the same identity encode a text to the same
 ids.
 """
 
@@ -46,7 +46,11 @@ GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONAR
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer with its dictionary, which encodes text into fairseq's ids. `dictionary` is the content of dict.txt.
+    """A tokenizer with its dictionary, which together encode text into fairseq's ids.
+
+    Args:
+        tokenizer: the tokenizer.
+        dictionary: the content of dict.txt. It may have more symbols than the tokenizer.
 
     Raises:
         DataError: if the dictionary is malformed or lacks a symbol of the tokenizer.
@@ -66,7 +70,7 @@ class Vocabulary:
 
     @cached_property
     def symbols(self) -> list[str]:
-        """The symbols of dict.txt; symbol i has fairseq's id 4 + i."""
+        """The symbols of dict.txt in order. Symbol i, from 0, has fairseq's id 4 + i."""
         try:
             return parse_dictionary(io.StringIO(self.dictionary, newline=None))
         except DataError as error:
@@ -74,12 +78,12 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """The number of fairseq's ids, with the four special ones but without <mask>, which tasks append."""
+        """The number of ids: the symbols of dict.txt and fairseq's four special symbols, but not a task's <mask>."""
         return NUM_SPECIAL + len(self.symbols)
 
     @cached_property
     def table(self) -> np.ndarray:
-        """fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,); <unk> for ids without a symbol."""
+        """fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,). An id without a symbol gets <unk>."""
         id_of = {symbol: NUM_SPECIAL + i for i, symbol in enumerate(self.symbols)}
         table = []
         for symbol in self.tokenizer.symbols_by_id:
@@ -88,14 +92,15 @@ class Vocabulary:
 
     @cached_property
     def identity(self) -> str:
-        """A sha256 over the tokenizer's files and the dictionary's symbols in order, but not their counts."""
+        """A SHA-256 checksum over the kind and files of the tokenizer and the symbols of dict.txt, without counts."""
         checksums = [sha256_bytes(content) for _, content in sorted(self.tokenizer.files.items())]
         return sha256_bytes("\n".join([self.tokenizer.kind, *checksums, *self.symbols]).encode())
 
     def with_counts(self, counts: np.ndarray) -> "Vocabulary":
         """Return a copy of this vocabulary with these counts in dict.txt.
 
-        `counts`, (size,), has the count of each of fairseq's ids; those of the special symbols are ignored.
+        Args:
+            counts: the count of each of fairseq's ids, (size,). The counts of the four special symbols are ignored.
         """
         symbol_counts = counts[NUM_SPECIAL:].tolist()
         lines = (f"{symbol} {count}\n" for symbol, count in zip(self.symbols, symbol_counts, strict=True))
@@ -104,8 +109,9 @@ class Vocabulary:
     def record(self, directory: str = "") -> dict[str, Any]:
         """Return the entry "tokenizer" of a manifest.
 
-        `directory`, such as "input0/", says where dict.txt is, relative to the manifest; it is empty if both are in the
-        same directory.
+        Args:
+            directory: the directory of dict.txt relative to the manifest, such as "input0/". "" is the directory of the
+                manifest.
         """
         return {
             "kind": self.tokenizer.kind,
@@ -116,22 +122,23 @@ class Vocabulary:
 
 
 def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Return a vocabulary with the tokenizer's symbols in the order of its ids and with zero counts.
+    """Return a vocabulary whose dictionary is made from the tokenizer: its symbols in the order of its ids, counts 0.
 
-    Filler symbols make the size, with the <mask> that the tasks append, divisible by 8.
+    Filler symbols are appended so that the size of the dictionary, including the <mask> of a task, is divisible by 8.
     """
     return Vocabulary(tokenizer, dictionary_text(tokenizer.symbols(), {}, reserved=1))
 
 
 def load_vocabulary(source: str) -> Vocabulary:
-    """Return the vocabulary that the value of `--tokenizer` names; see the module's docstring.
+    """Return the vocabulary that `source`, the value of the option `--tokenizer`, names.
 
-    In a directory, the first of these is used: manifest.json, the tokenizer's own files, or manifest.json of the parent
-    directory, since some programs of data_prep write the data into a subdirectory.
+    The module docstring lists the possible values. In a directory, manifest.json is used. If it does not exist, the
+    tokenizer's own files are used, and otherwise manifest.json of the parent directory, because some programs of
+    data_prep write the data into a subdirectory.
 
     Raises:
-        DataError: if there is no such file or directory, it contains no tokenizer, or a file is damaged, does not
-            match the manifest, or cannot be downloaded.
+        DataError: if there is no such file or directory, if a directory contains no tokenizer, or if a file is damaged,
+            does not match the manifest, or cannot be downloaded.
     """
     if source == "gpt2":
         return _download_gpt2()
@@ -151,16 +158,18 @@ def load_vocabulary(source: str) -> Vocabulary:
 
 
 def _download_gpt2() -> Vocabulary:
+    """Return the vocabulary of GPT-2's published tokenizer and fairseq's dict.txt, downloaded if necessary."""
     paths = {name: fetch_file(file) for name, file in GPT2_FILES.items()}
     files = {name: _read(path) for name, path in paths.items()}
     return _with_dictionary(make_tokenizer("gpt2", files), paths[DICTIONARY])
 
 
 def _from_manifest(manifest: Path) -> Vocabulary:
-    """Return the vocabulary that a manifest names. Files outside the manifest's directory are never read.
+    """Return the vocabulary that a manifest names. Only files below the directory of the manifest are read.
 
     Raises:
-        DataError: if the manifest is damaged or names no tokenizer, or a file does not match its checksum.
+        DataError: if the manifest is damaged or names no tokenizer, or if a file is missing or does not match its
+            checksum.
     """
     directory = manifest.parent
     try:
@@ -185,9 +194,9 @@ def _from_manifest(manifest: Path) -> Vocabulary:
 
 
 def _from_files(directory: Path) -> Vocabulary | None:
-    """Return the vocabulary of the tokenizer files in a directory, or None if it contains none.
+    """Return the vocabulary of the tokenizer files in a directory, or None if the directory contains no tokenizer.
 
-    Without dict.txt the dictionary is made from the tokenizer, except for GPT-2, whose dict.txt is required.
+    If there is no dict.txt, the dictionary is made from the tokenizer. For GPT-2, a missing dict.txt raises DataError.
     """
     dictionary = directory / DICTIONARY
     for kind, names in TOKENIZER_FILES.items():
@@ -202,8 +211,9 @@ def _from_files(directory: Path) -> Vocabulary | None:
 def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
     """Return the vocabulary of a tokenizer and the dict.txt at `path`.
 
-    Raises DataError, with the path, if dict.txt is not UTF-8, is malformed or lacks a symbol of the tokenizer. It may
-    have further symbols.
+    Raises:
+        DataError: if dict.txt cannot be read, is not UTF-8, is malformed or lacks a symbol of the tokenizer. The
+            message contains the path.
     """
     try:
         return Vocabulary(tokenizer, _read(path).decode())
@@ -214,7 +224,11 @@ def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a file. Raise DataError unless it is a regular file of at most MAX_FILE bytes."""
+    """Return the content of a file.
+
+    Raises:
+        DataError: if the file cannot be read, is not a regular file, or has more than MAX_FILE bytes.
+    """
     if path.exists() and not path.is_file():  # reading a pipe would block, and a device may never end
         raise DataError(f"cannot read {path}: it is not a regular file")
     try:

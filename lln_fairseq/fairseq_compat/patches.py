@@ -1,8 +1,9 @@
 """Patch fairseq 0.12 in the places where it has no hook. `install` lists all patches.
 
-The docstring of each patch says why it exists, and what fairseq would have to change so that it can be removed. For
-each of them, a test shows fairseq's own failure next to the patched behavior; most of these tests are in
-tests/fairseq_compat/test_fairseq_failures.py. If fairseq no longer fails there, remove the patch.
+The docstring of each patch says why the patch exists, and what fairseq would have to change so that it can be removed.
+`original`, an argument of every patch, is fairseq's function. For each patch, a test shows that fairseq fails without
+it. Most of these tests are in tests/fairseq_compat/test_fairseq_failures.py. If fairseq no longer fails there, remove
+the patch.
 """
 
 import functools
@@ -43,7 +44,8 @@ def install(run_worker: Callable) -> None:
     """Install all patches of fairseq. A second call does nothing.
 
     Args:
-        run_worker: called in each worker as run_worker(main, cfg, ...) instead of fairseq's main(cfg, ...)
+        run_worker: a function that runs fairseq's main in a worker. It is called as run_worker(main, cfg, ...) where
+            fairseq would call main(cfg, ...).
     """
     if hasattr(PathManager.copy, "__wrapped__"):
         return
@@ -62,7 +64,11 @@ def install(run_worker: Callable) -> None:
 
 
 def _wrap(owner: Any, name: str, replacement: Callable) -> None:
-    """Replace a function of a module or class by replacement(original, ...). `__wrapped__` keeps the original."""
+    """Replace the function `name` of a module or class.
+
+    The new function calls replacement(original, ...) with its own arguments. Its attribute `__wrapped__` is the
+    original function.
+    """
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -73,14 +79,19 @@ def _wrap(owner: Any, name: str, replacement: Callable) -> None:
 
 
 def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any:
-    """Check the whole configuration, check that the run in save_dir is the requested one, and load its checkpoint.
+    """Check the configuration, check that the run in save_dir is the requested run, and load its checkpoint.
 
-    fairseq-train calls this once, when its trainer is ready and before its loop. `cfg` has the checkpoint options. The
-    whole configuration, trainer.cfg, is changed in place: batch_size and update_freq are set to match
-    task.global_batch, and max_epoch is set to -1 if the run is complete, so that the loop does nothing.
+    fairseq-train calls this once, after building its trainer and before its training loop.
 
-    fairseq ignores a missing --restore-file and changed settings, and it makes another update when a run is complete or
-    has stopped early. Remove this patch once fairseq has a hook that runs before its loop.
+    Without this patch, fairseq ignores a missing --restore-file and changed settings, and it makes another update when
+    a run is complete or has stopped early. Remove the patch once fairseq has a hook that runs before the training loop.
+
+    Args:
+        original: fairseq's function.
+        cfg: the checkpoint options.
+        trainer: the trainer. Its configuration, trainer.cfg, is changed in place: batch_size and update_freq are set to
+            match task.global_batch. If the run is complete, max_epoch is set to -1, so that the loop does nothing.
+        kwargs: passed to `original`.
 
     Returns: the checkpoint's extra_state, or None for a new run, and the iterator over the batches.
     Raises: InputError for the first check that fails.
@@ -109,24 +120,29 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
 
 
 def _load_checkpoint_to_cpu(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Load a checkpoint without executing anything in it. `original` is not called.
+    """Load a checkpoint without executing code from it. `original` is not called.
 
-    fairseq unpickles any class, and evaluates some options of the checkpoint's configuration as Python. Remove this
-    patch once fairseq loads with weights_only and checks the types of that configuration.
+    fairseq unpickles any class, and evaluates some options in the checkpoint's configuration as Python. Remove this
+    patch once fairseq loads with weights_only and checks the types of these options.
     """
     return reading.load_checkpoint(*args, **kwargs)
 
 
 def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *args: Any, **kwargs: Any) -> Any:
-    """Check that a checkpoint is compatible, load it, and correct the part of its state that fairseq restores later.
+    """Check that a checkpoint is compatible, load it into the trainer, and correct the state that fairseq resumes from.
 
-    fairseq buries the reason for an incompatible checkpoint in pages of output. If the batch size has changed, it skips
-    the wrong sequences when it resumes in the middle of an epoch, and it does not resume --ema-update-freq exactly.
-    Remove this patch once fairseq resumes both correctly.
+    Without this patch, fairseq buries the reason for an incompatible checkpoint in pages of output. If the batch size
+    has changed and a run resumes in the middle of an epoch, fairseq skips the wrong sequences. It also does not resume
+    --ema-update-freq exactly. Remove the patch once fairseq resumes both correctly.
 
-    Returns: the checkpoint's extra_state, changed in place, or None if the file does not exist.
-    Raises: InputError if the checkpoint is damaged or does not fit the run, also if only fairseq's own loading detects
-        it. An OSError of that loading is raised unchanged.
+    Args:
+        original: fairseq's function.
+        trainer: the trainer.
+        filename: the path of the checkpoint.
+        args, kwargs: passed to `original`.
+
+    Returns: the checkpoint's extra_state with the corrections, or None if the file does not exist.
+    Raises: InputError if the checkpoint is damaged or does not fit the run, and OSError if it cannot be read.
     """
     saved_config = None
     if os.path.isfile(filename):
@@ -151,9 +167,10 @@ def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *arg
 
 
 def _load_error_reason(cause: BaseException | None) -> str:
-    """Return the second line of the error's message, its only line, or the name of its class if the message is empty.
+    """Return the line of an error's message that states the reason.
 
-    The first line of torch's errors about parameters is only a heading.
+    This is the second line, because the first line of torch's errors about parameters is only a heading. If the message
+    has one line, return that line. If the message is empty, return the name of the error's class.
     """
     lines = str(cause).splitlines()
     if not lines:
@@ -164,13 +181,18 @@ def _load_error_reason(cause: BaseException | None) -> str:
 
 @exit_with_one_line()
 def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Check the configuration, lock save_dir, and run fairseq's main through `run_worker` in every worker.
+    """Check the configuration, lock save_dir, and run fairseq's `main` through `run_worker` in every worker.
 
-    In fairseq, too many workers and Ctrl-C end in a traceback, two runs can write into the same directory, and --bf16
-    on the command line implies a TPU. Remove this patch once fairseq checks these, and has a hook for the start of a
-    worker.
+    Without this patch, too many workers and Ctrl-C end in a traceback, two runs can write into the same directory, and
+    --bf16 on the command line implies a TPU. Remove the patch once fairseq handles these cases and has a hook for the
+    start of a worker.
 
-    For `run_worker`, see `install`. If torch_xla is not installed, cfg.common.tpu is set to False in place with --bf16.
+    Args:
+        run_worker: as for `install`.
+        original: fairseq's function.
+        cfg: the configuration. With --bf16, cfg.common.tpu is set to False in place if torch_xla is not installed.
+        main: fairseq's function that trains or validates in one worker.
+        args, kwargs: passed to `original`.
     """
     settings.check_configuration(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
@@ -185,12 +207,18 @@ def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callabl
 
 
 def _all_gather_list(original: Callable, data: Any, group: Any = None, **kwargs: Any) -> list[Any]:
-    """Gather a picklable object from every worker. Unlike fairseq's function, this works without a GPU (gloo).
+    """Gather an object from every worker. Unlike fairseq's function, this also works on CPUs (gloo).
 
-    fairseq gathers through CUDA tensors, so several workers could not validate a regression on CPUs. Remove this patch
-    once fairseq's all_gather_list uses CPU tensors with gloo.
+    fairseq gathers through CUDA tensors. Without this patch, a run of a regression task with several workers on CPUs
+    fails in its validation. Remove the patch once fairseq's all_gather_list uses CPU tensors with gloo.
 
-    Returns: the objects of all workers, in the order of their ranks; with gloo, their tensors are on the CPU.
+    Args:
+        original: fairseq's function.
+        data: the object of this worker, which must be picklable.
+        group: the workers; None = all of them.
+        kwargs: passed to `original`, which is called only if the backend is not gloo.
+
+    Returns: the objects of all workers, in the order of their ranks. With gloo, the tensors in them are on the CPU.
     """
     if group is None:
         group = distributed_utils.get_global_group()
@@ -202,10 +230,17 @@ def _all_gather_list(original: Callable, data: Any, group: Any = None, **kwargs:
 
 
 def _merge_with_parent(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:
-    """Merge options into a dataclass, and raise an InputError of one line for an unknown option or a wrong type.
+    """Merge options into a dataclass, and raise an InputError for an unknown option or a value of the wrong type.
 
-    fairseq merges Hydra's options into its dataclasses after Hydra has composed them, too late for Hydra to report such
-    an error. Remove this patch once fairseq registers the dataclasses with Hydra.
+    fairseq merges the options into its dataclasses after Hydra has composed them. This is too late for Hydra to report
+    such an error in one line. Remove this patch once fairseq registers its dataclasses with Hydra.
+
+    Args:
+        original: fairseq's function.
+        schema: an instance of the dataclass.
+        args, kwargs: passed to `original`.
+
+    Returns: the merged configuration.
     """
     try:
         return original(schema, *args, **kwargs)
@@ -221,7 +256,8 @@ def _excepthook(
 ) -> None:
     """Print an uncaught InputError in one line. Remove this patch once fairseq-train does so.
 
-    fairseq-train itself rejects --fp16 with --bf16, in a message about TPUs, which is replaced here.
+    If --fp16 and --bf16 are both set, fairseq-train raises a ValueError whose message is about TPUs. A message about
+    the two options is printed instead of it. All other exceptions are passed to `original`.
     """
     if issubclass(kind, InputError):
         print(f"error: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from fairseq import utils
@@ -69,10 +70,18 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
         batch_size: the largest number of rows in a batch.
 
     Raises:
-        InputError: if the split cannot be loaded, or the outputs for a row are not finite.
+        InputError: if the split cannot be loaded, a row is longer than the model takes, or the outputs for a row are
+            not finite.
     """
     task.load_dataset(split)
     dataset = task.dataset(split)
+    lengths = np.maximum.reduce(dataset.sizes)  # `sizes` is a list of arrays (rows,)
+    row = int(lengths.argmax())
+    if lengths[row] > task.max_positions():
+        raise InputError(
+            f"row {row} of split '{split}' has {lengths[row]} tokens, but the model takes {task.max_positions()}: "
+            "fine-tune with task.shorten_method=truncate to cut long rows"
+        )
     batches = task.get_batch_iterator(dataset, max_sentences=batch_size, max_positions=task.max_positions())
     head = task.cfg.classification_head_name
     rows: list[Tensor] = []
@@ -92,8 +101,8 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
     all_logits = torch.cat(logits)[order]
     bad_rows = (~all_logits.isfinite().all(dim=-1)).nonzero()
     if len(bad_rows) > 0:
-        row = int(bad_rows[0])
-        require_finite(all_logits[row], f"row {row} of split '{split}'")
+        bad_row = int(bad_rows[0])
+        require_finite(all_logits[bad_row], f"row {bad_row} of split '{split}'")
     all_targets = None
     if targets:
         all_targets = torch.cat(targets)[order]

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.text import read_lines
+from lln_fairseq.data.text_ids import ON_LONG, LongTextError
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.text_model import Prediction, TextModel, load_text_model
 
@@ -32,15 +33,27 @@ def main(argv: list[str]) -> None:
         prog="lln-fairseq predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a fine-tuned checkpoint, for example runs/sst2_lln_diag/checkpoint_best.pt")
-    parser.add_argument("--input", default=STANDARD_STREAM, help="a UTF-8 file (default: -, standard input)")
+    add_text_options(parser)
     parser.add_argument(
         "--output", default=STANDARD_STREAM, help="a file, written completely or not at all (default: -)"
     )
+    predict_lines(parser.parse_args(argv))
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the programs that read lines of text."""
+    parser.add_argument("--input", default=STANDARD_STREAM, help="a UTF-8 file (default: -, standard input)")
     parser.add_argument("--data", help="directory with the dictionaries (default: those saved with the run)")
     parser.add_argument(
         "--tokenizer", help="a tokenizer, as for data_prep.glue (default: the one next to the dictionaries)"
     )
-    predict_lines(parser.parse_args(argv))
+    parser.add_argument(
+        "--on-long",
+        choices=ON_LONG,
+        default="truncate",
+        help="cut texts that are longer than the model takes and say at the end how many, or end with an error at the "
+        "first one (default: %(default)s)",
+    )
 
 
 def predict_lines(args: argparse.Namespace) -> None:
@@ -49,54 +62,56 @@ def predict_lines(args: argparse.Namespace) -> None:
     Raises:
         UserError, OSError: if a file, a line or the checkpoint cannot be used; an output file is then not written.
     """
-    if args.input == STANDARD_STREAM and sys.stdin is None:
-        raise InputError("standard input is closed: give --input FILE")
     if args.output == STANDARD_STREAM and sys.stdout is None:
         raise InputError("standard output is closed: give --output FILE")
     with ExitStack() as stack:
-        if args.input == STANDARD_STREAM:
-            file = sys.stdin.buffer
-            name = "standard input"
-        else:
-            file = stack.enter_context(open(args.input, "rb"))
-            name = args.input
+        lines = stack.enter_context(open_lines(args.input))
         model = load_text_model(args.checkpoint, args.data, args.tokenizer)
         if not model.finetuned:
             raise InputError(f"{args.checkpoint} was not fine-tuned and has no labels to predict")
         out = stack.enter_context(_open_output(args.output))
-        lines = enumerate(read_lines(file, name), start=1)
-        for line in prediction_lines(model, tqdm(lines, unit=" lines", disable=None)):
+        for line in prediction_lines(model, enumerate(lines, start=1), args.on_long):
             out.write(line + "\n")
         out.flush()
 
 
-def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]], on_long: str = "truncate") -> Iterator[str]:
     """Yield an output line, without a newline, for each pair of an input line's number and text, in order.
 
-    The input is read as the output is consumed, a few thousand lines ahead. An empty line gives an empty line.
+    The input is read as the output is consumed, a few thousand lines ahead. An empty line gives an empty line. The
+    lines are numbered from 1.
 
     Raises:
-        InputError: if a line does not have as many columns as the model takes texts.
+        InputError: if a line does not have as many columns as the model takes texts, or is too long for the model and
+            on_long="error".
     """
-    # The number of empty lines before each text that was read but not yet predicted, and, last, after all of them.
-    empty_lines = deque([0])
+    lines_read = 0
+    waiting: deque[int] = deque()  # the numbers of the lines whose texts were read but not yet predicted
 
     def texts() -> Iterator[list[str]]:
-        """Yield the texts of every line that is not empty, and count the empty lines before it."""
-        for number, line in lines:
+        """Yield the texts of every line that is not empty."""
+        nonlocal lines_read
+        for lines_read, line in lines:
             if line.strip():
-                empty_lines.append(0)
-                yield _split_columns(line, number, model.inputs)
-            else:
-                empty_lines[-1] += 1
+                waiting.append(lines_read)
+                yield _split_columns(line, lines_read, model.inputs)
 
-    for prediction in model.predict_each(texts()):
-        yield from repeat("", empty_lines.popleft())
-        if isinstance(prediction, Prediction):
-            yield f"{prediction.label}\t{prediction.probability:.6f}"
-        else:
-            yield f"{prediction:.6f}"
-    yield from repeat("", empty_lines.popleft())
+    predicted = 0
+    lines_written = 0
+    try:
+        for prediction in model.predict_each(texts(), on_long):
+            predicted += 1
+            number = waiting.popleft()
+            yield from repeat("", number - lines_written - 1)
+            lines_written = number
+            if isinstance(prediction, Prediction):
+                yield f"{prediction.label}\t{prediction.probability:.6f}"
+            else:
+                yield f"{prediction:.6f}"
+    except LongTextError as error:
+        number = waiting[error.index - predicted]
+        raise LongTextError(f"line {number}", error.index, error.length, error.longest) from error
+    yield from repeat("", lines_read - lines_written)
 
 
 def _split_columns(line: str, number: int, inputs: int) -> list[str]:
@@ -106,6 +121,21 @@ def _split_columns(line: str, number: int, inputs: int) -> list[str]:
         expected = "two texts separated by a tab" if inputs == 2 else "one text without tabs"
         raise InputError(f"line {number} must be {expected}, got {len(columns)} columns")
     return columns
+
+
+@contextmanager
+def open_lines(name: str) -> Iterator[Iterable[str]]:
+    """Open a UTF-8 file, or standard input, and return its lines without their ends, with a progress bar.
+
+    Raises InputError if standard input is closed, and in the iteration the exceptions of `read_lines`.
+    """
+    if name != STANDARD_STREAM:
+        with open(name, "rb") as file:
+            yield tqdm(read_lines(file, name), unit=" lines", disable=None)
+    elif sys.stdin is None:
+        raise InputError("standard input is closed: give --input FILE")
+    else:
+        yield tqdm(read_lines(sys.stdin.buffer, "standard input"), unit=" lines", disable=None)
 
 
 @contextmanager

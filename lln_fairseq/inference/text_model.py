@@ -4,27 +4,45 @@ from lln_fairseq import load
 load("runs/sst2_lln_diag/checkpoint_best.pt").predict(["a gripping film"])
 """
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from fairseq.data.data_utils import collate_tokens
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
 from lln_fairseq.checkpoints.config import stored_options
+from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.command import UserError
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
-from lln_fairseq.data.text_ids import Text, TextIds, batch_by_length, split_into_chunks, texts_to_rows
+from lln_fairseq.data.text_ids import (
+    CHUNK_CHARACTERS,
+    LengthLimit,
+    Text,
+    TextIds,
+    batch_by_length,
+    split_into_chunks,
+    texts_to_rows,
+)
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
+
+TOKENS = "tokens"  # in place of a pooling: the vectors of all tokens
+TOKEN_CHUNK_CHARACTERS = 1 << 17  # fewer than for other outputs, because every token has a vector
+
+logger = logging.getLogger(__name__)
 
 
 class Prediction(NamedTuple):
@@ -42,30 +60,57 @@ class Filling(NamedTuple):
     text: str
 
 
+class TokenVectors(NamedTuple):
+    """The vectors of a text's tokens, special tokens included, and where the tokens are in the text.
+
+    Attributes:
+        vectors: (N, C) float32.
+        offsets: the start and the end of each token, in characters of the text, (N, 2) int64; (0, 0) for <s> and </s>.
+            See `TextIds.token_offsets`.
+    """
+
+    vectors: Tensor
+    offsets: Tensor
+
+
 class TextModel(nn.Module):
     """A model with its task and tokenizer, as `lln_fairseq.load` returns it.
 
-    A text gets the ids that it would have in the training data, and is cut to the longest sequence of the model. A text
-    that cannot be encoded raises an InputError, which is a ValueError. All outputs are on the CPU and have no gradient.
+    A text gets the ids that it would have in the training data. A text that cannot be encoded raises an InputError,
+    which is a ValueError. All outputs are on the CPU and have no gradient.
+
+    Texts that are longer than the model takes are cut (`on_long="truncate"`), and a warning, logged once per call, says
+    how many. With `on_long="error"` they raise a LongTextError, which is an InputError: a method that returns a list
+    tokenizes all texts first, and one that yields raises it when it has read the text.
 
     Args:
         model: the model, in evaluation mode if it is to be used.
         task: the task that the model was trained for.
         vocabulary: the tokenizer with its dictionary.
         inputs: number of texts in a row that `predict` takes, 1 or 2.
+        pooling: the default of `encode`. None is the mean over the tokens, not normalized.
+
+    Attributes:
+        longest: the number of tokens that the model takes, special tokens included.
+        width: the number of features of a vector.
     """
 
-    def __init__(self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int) -> None:
+    def __init__(
+        self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int, pooling: Pooling | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.task = task
         self.vocabulary = vocabulary
         self.inputs = inputs
-        self.ids = TextIds(task, vocabulary, longest=min(task.max_positions(), model.max_positions()))
+        self.pooling = pooling or Pooling()
+        self.ids = TextIds(task, vocabulary)
+        self.width = model.encoder.args.encoder_embed_dim
+        self.longest = min(task.max_positions(), model.max_positions())
         self.finetuned = is_finetuned(task.cfg._name)
         self.labels = label_names(task) if self.finetuned else []
 
-    def predict(self, texts: Iterable[Text]) -> list[Prediction | float]:
+    def predict(self, texts: Iterable[Text], on_long: str = "truncate") -> list[Prediction | float]:
         """Return a prediction for every text, or for every pair of texts (a tuple).
 
         A prediction is a label of label/dict.txt with its probability, or for a regression a score, on the scale of
@@ -73,54 +118,105 @@ class TextModel(nn.Module):
 
         Raises:
             InputError: if the model was not fine-tuned, `texts` is a single string, the model takes pairs but gets
-                texts, or the reverse, or its outputs are not finite.
+                texts, or the reverse, a text is too long and on_long="error", or the outputs are not finite.
         """
-        return list(self.predict_each(texts))
+        self._require_labels()
+        if on_long == "error":
+            texts = self._check_lengths(texts, self.inputs)
+        return list(self.predict_each(texts, on_long))
 
-    def predict_each(self, texts: Iterable[Text]) -> Iterator[Prediction | float]:
+    def predict_each(self, texts: Iterable[Text], on_long: str = "truncate") -> Iterator[Prediction | float]:
         """Yield what `predict` returns, reading only a few thousand texts ahead."""
-        if not self.finetuned:
-            raise InputError("the model was not fine-tuned and has no labels to predict")
-        for logits in self._map_texts(texts, self.inputs, self._class_logits):
+        self._require_labels()
+        for _, logits in self._map_texts(texts, self.inputs, self._class_logits, on_long):
             if self.task.cfg.regression_target:
                 yield logits.item()
             else:
                 probability, number = logits.softmax(dim=-1).max(dim=-1)
                 yield Prediction(self.labels[number], probability.item())
 
-    def encode(self, texts: Iterable[str]) -> Tensor:
-        """Return a vector for each text: the mean of the last layer over its tokens, <s> and </s> included.
+    def encode(
+        self,
+        texts: Iterable[str],
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        on_long: str = "truncate",
+    ) -> Tensor | list[TokenVectors]:
+        """Return a vector for each text, or the vectors of each text's tokens.
 
-        sentence-transformers calls this mean pooling.
+        Args:
+            texts: the texts.
+            pooling: what is computed from the last layer: "mean" over the tokens, <s> and </s> included, "cls" for the
+                vector of the first token, <s>, "max" over the tokens in each feature, or "tokens" for the vectors of
+                all tokens. Default: `self.pooling.mode`.
+            normalize: divide each vector by its Euclidean norm. Default: `self.pooling.normalize`, but False for
+                pooling="tokens".
+            on_long: see the class.
 
         Returns:
-            (number of texts, C) float32; (0, C) without texts.
-        """
-        rows = list(self._map_texts(texts, 1, self._mean_features))
-        if not rows:
-            return torch.empty(0, self.model.encoder.args.encoder_embed_dim)
-        return torch.stack(rows)
+            (number of texts, C) float32, (0, C) without texts; a list of TokenVectors for pooling="tokens".
 
-    def fill(self, text: str, k: int = 5) -> list[Filling]:
+        Raises:
+            InputError: if `texts` is a single string or has something other than strings, an option has an unknown
+                value, a text is too long and on_long="error", or the outputs are not finite.
+        """
+        if on_long == "error":
+            texts = self._check_lengths(texts, 1)
+        vectors = list(self.encode_each(texts, pooling, normalize, on_long))
+        if pooling == TOKENS:
+            return vectors
+        if not vectors:
+            return torch.empty(0, self.width)
+        return torch.stack(vectors)
+
+    def encode_each(
+        self,
+        texts: Iterable[str],
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        on_long: str = "truncate",
+    ) -> Iterator[Any]:
+        """Yield the vector (C,) or the TokenVectors of each text, reading only a few thousand texts ahead.
+
+        The arguments are those of `encode`.
+        """
+        if pooling is None:
+            pooling = self.pooling.mode
+        if pooling not in (*POOLINGS, TOKENS):
+            raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, {TOKENS}, got {pooling!r}")
+        if normalize is None:
+            normalize = self.pooling.normalize and pooling != TOKENS
+        compute_features = partial(self._features, pooling=pooling, normalize=normalize)
+        if pooling != TOKENS:
+            for _, vector in self._map_texts(texts, 1, compute_features, on_long):
+                yield vector
+            return
+        for (text,), vectors in self._map_texts(texts, 1, compute_features, on_long, TOKEN_CHUNK_CHARACTERS):
+            yield TokenVectors(vectors, self.ids.token_offsets(text)[: len(vectors)])
+
+    def fill(self, text: str, k: int = 5, on_long: str = "truncate") -> list[Filling]:
         """Return the k most likely tokens for the single <mask> of a text, the most likely one first.
 
         Special symbols and symbols of the dictionary that no text can contain (fairseq's madeupword symbols) are never
         returned, but still count in the softmax.
 
         Raises:
-            InputError: if the text does not have exactly one <mask>, if it lies beyond the longest sequence, if k is
-                not between 1 and the number of symbols that can be returned, or if the model was fine-tuned, which
-                changes the features that the language-model head reads.
+            InputError: if the text does not have exactly one <mask>, if the text is too long and on_long="error" or the
+                <mask> would be cut off, if k is not between 1 and the number of symbols that can be returned, or if the
+                model was fine-tuned, which changes the features that the language-model head reads.
         """
         if self.finetuned:
             raise InputError("the model was fine-tuned and cannot fill a <mask> any more: use the pre-trained one")
         if not isinstance(text, str) or text.count(MASK) != 1:
             raise InputError(f"fill takes a text with one {MASK}, got {text!r:.80}")
         left, right = text.split(MASK)
-        try:
+        with _data_errors_as_input_errors():
             ids = self.ids.encode_masked(left, right)
-        except DataError as error:
-            raise InputError(str(error)) from error
+        limit = LengthLimit(self.longest, on_long, name="the text")
+        (ids,) = limit.apply([ids])
+        if not ids.eq(self.ids.mask).any():
+            raise InputError(f"the {MASK} lies beyond the {self.longest} tokens that the model takes")
+        _log_cut_texts(limit)
         probabilities = self._mask_probabilities(ids)
         tokenizer = self.vocabulary.tokenizer
         symbols = self.vocabulary.symbols
@@ -138,57 +234,124 @@ class TextModel(nn.Module):
 
     @torch.no_grad()
     def _mask_probabilities(self, ids: Tensor) -> Tensor:
-        """Return the probabilities (V,), float32 on the CPU, of all symbols at the first <mask> in ids (N,).
-
-        Raises InputError if no <mask> is left in the ids, which are cut to the longest sequence.
-        """
+        """Return the probabilities (V,), float32 on the CPU, of all symbols at the first <mask> in ids (N,)."""
         is_mask = ids.eq(self.ids.mask)
-        if not is_mask.any():
-            raise InputError(f"the {MASK} lies beyond the {self.ids.longest} tokens that the model takes")
         logits, _ = self.model(ids[None].to(self._device))
         require_finite(logits, "this text")
         return logits[0][is_mask.to(self._device)][0].float().softmax(dim=-1).cpu()
 
-    def _map_texts(
-        self, texts: Iterable[Text], inputs: int, model_function: Callable[[Tensor], Tensor]
-    ) -> Iterator[Tensor]:
-        """Yield the output of `model_function` for each text, or pair if `inputs` is 2, in order, float32 on the CPU.
+    def _require_labels(self) -> None:
+        """Raise InputError if the model was not fine-tuned."""
+        if not self.finetuned:
+            raise InputError("the model was not fine-tuned and has no labels to predict")
 
-        The function maps padded tokens (B, N) on the model's device to outputs, one row for each sequence.
-        """
-        if isinstance(texts, str):
-            raise InputError("expected a list of texts, got a single one: put it in a list")
-        try:
+    def _check_lengths(self, texts: Iterable[Any], inputs: int) -> list[Any]:
+        """Return the texts, or pairs if `inputs` is 2, as a list. Raise LongTextError if one is too long."""
+        _require_many(texts)
+        texts = list(texts)
+        limit = LengthLimit(self.longest, "error")
+        with _data_errors_as_input_errors():
             for chunk in split_into_chunks(texts_to_rows(texts, inputs)):
-                samples = self.ids.encode_rows(chunk)
-                rows = [torch.empty(0)] * len(chunk)
-                for batch in batch_by_length(samples):
-                    tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
-                    outputs = model_function(tokens.to(self._device)).float().cpu()
-                    for number, row in zip(batch, outputs, strict=True):
-                        require_finite(row, f"the text {' | '.join(chunk[number])!r:.80}")
-                        rows[number] = row
-                yield from rows
-        except DataError as error:
-            raise InputError(str(error)) from error
+                limit.apply(self.ids.encode_rows(chunk))
+        return texts
+
+    def _map_texts(
+        self,
+        texts: Iterable[Text],
+        inputs: int,
+        model_function: Callable[[Tensor], Iterable[Tensor]],
+        on_long: str,
+        max_characters: int = CHUNK_CHARACTERS,
+    ) -> Iterator[tuple[Sequence[str], Tensor]]:
+        """Yield each text, as a tuple of `inputs` strings, with the output of `model_function` for it, in order.
+
+        The function maps padded tokens (B, N) on the model's device to B outputs, float32 on the CPU. `max_characters`
+        is how much text is read ahead. At the end, also if the caller stops early, a warning says what was cut.
+        """
+        _require_many(texts)
+        limit = LengthLimit(self.longest, on_long)
+        try:
+            with _data_errors_as_input_errors():
+                for chunk in split_into_chunks(texts_to_rows(texts, inputs), max_characters):
+                    samples = limit.apply(self.ids.encode_rows(chunk))
+                    yield from zip(chunk, self._map_samples(samples, chunk, model_function), strict=True)
+        finally:
+            _log_cut_texts(limit)
+
+    def _map_samples(
+        self,
+        samples: Sequence[Tensor],
+        rows: Sequence[Sequence[str]],
+        model_function: Callable[[Tensor], Iterable[Tensor]],
+    ) -> list[Tensor]:
+        """Return the output of `model_function` for each sample (N,). `rows` are the texts, for error messages."""
+        outputs = [torch.empty(0)] * len(samples)
+        for batch in batch_by_length(samples):
+            names = [f"the text {' | '.join(rows[number])!r:.80}" for number in batch]
+            if len(samples[batch[0]]) == 0:
+                raise InputError(f"{names[0]} has no tokens")
+            tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
+            batch_outputs = model_function(tokens.to(self._device))
+            for number, name, output in zip(batch, names, batch_outputs, strict=True):
+                require_finite(output, name)
+                outputs[number] = output
+        return outputs
 
     @torch.no_grad()
     def _class_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, classes) of the classification head for tokens (B, N)."""
         head = self.task.cfg.classification_head_name
-        return self.model(tokens, features_only=True, classification_head_name=head)[0]
+        logits, _ = self.model(tokens, features_only=True, classification_head_name=head)
+        return logits.float().cpu()
 
     @torch.no_grad()
-    def _mean_features(self, tokens: Tensor) -> Tensor:
-        """Return the mean (B, C) of the last layer over the real tokens of tokens (B, N)."""
+    def _features(self, tokens: Tensor, pooling: str, normalize: bool) -> Iterable[Tensor]:
+        """Return the pooled features (B, C) of tokens (B, N), or a list of (N_i, C) with pooling="tokens"."""
         features, _ = self.model(tokens, features_only=True)
+        features = features.float()
         real = tokens.ne(self.task.source_dictionary.pad())[..., None]
-        return (features.float() * real).sum(dim=1) / real.sum(dim=1)
+        if pooling == "mean":
+            features = (features * real).sum(dim=1) / real.sum(dim=1)
+        elif pooling == "max":
+            features = features.masked_fill(~real, -torch.inf).amax(dim=1)
+        elif pooling == "cls":
+            features = features[:, 0]
+        if normalize:
+            features = F.normalize(features, dim=-1)
+        features = features.cpu()
+        if pooling != TOKENS:
+            return features
+        lengths = real.sum(dim=(1, 2)).tolist()
+        return [row[:length].clone() for row, length in zip(features, lengths, strict=True)]
 
     @property
     def _device(self) -> torch.device:
         """Return the device of the model's parameters."""
         return next(self.model.parameters()).device
+
+
+def _require_many(texts: Any) -> None:
+    """Raise InputError if `texts` is a single string, or cannot be iterated over."""
+    if isinstance(texts, str):
+        raise InputError("expected a list of texts, got a single one: put it in a list")
+    if not isinstance(texts, Iterable):
+        raise InputError(f"expected a list of texts, got {texts!r:.80}")
+
+
+def _log_cut_texts(limit: LengthLimit) -> None:
+    """Log a warning that says how many texts were cut, if any were."""
+    message = limit.message()
+    if message:
+        logger.warning(message)
+
+
+@contextmanager
+def _data_errors_as_input_errors() -> Iterator[None]:
+    """Turn a DataError inside the context into an InputError."""
+    try:
+        yield
+    except DataError as error:
+        raise InputError(str(error)) from error
 
 
 def load_text_model(
@@ -212,7 +375,8 @@ def load_text_model(
             fits its dictionary.
     """
     checkpoint = os.fspath(checkpoint)
-    options = stored_options(load_checkpoint_lazily(checkpoint))["task"]
+    state = load_checkpoint_lazily(checkpoint)
+    options = stored_options(state)["task"]
     task_name = options.get("_name")
     if task_name and not is_finetuned(task_name) and "masked_lm" not in str(task_name):
         raise InputError(f"{checkpoint} holds a model for the task {task_name}, which does not take text")
@@ -229,7 +393,7 @@ def load_text_model(
     if getattr(task.cfg, "two_towers", False):
         raise InputError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
     inputs = 2 if (directory / "input1").is_dir() else 1
-    return TextModel(model, task, vocabulary, inputs).eval()
+    return TextModel(model, task, vocabulary, inputs, stored_pooling(state)).eval()
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:

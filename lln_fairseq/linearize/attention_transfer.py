@@ -1,17 +1,21 @@
 """Attention transfer: train a linear attention to match a trained softmax attention on the same hidden states.
 
-For each head, a rotation R is learned, and for each of its features a positive scale d and a shift c of the keys:
+Each head learns a rotation R (D, D) of its D features, a positive scale d (D,), and a shift c (D,) of the keys:
 
     q -> (q R) ∘ d        k -> (k R) / d + c
 
-This reparameterization does not change softmax attention, nor block-diagonal softmax: it adds the same number to all
-scores of a query, which softmax cancels. It does change a linear attention: LLN's features e^{αq} and e^{βk} are
-computed in another basis and weighted by e^{βc}. Because it is an affine function of q and k, it is folded into their
-projections at the end and costs nothing. Parameters of the linear attention itself are learned together with it.
+This reparameterization changes neither softmax attention nor block-diagonal softmax: it adds the same number to all
+scores of a query, and softmax cancels that number. It does change a linear attention: LLN's features e^{αq} and e^{βk}
+are computed in another basis and weighted by e^{βc}. The reparameterization is an affine function of q and of k. At the
+end it is folded into their projections, so it costs nothing afterwards. The parameters of the linear attention itself
+are learned at the same time.
 
-Each layer has its own loss and gets the teacher's hidden states as its input: ‖W (o - o')‖² / ‖W o'‖² over the tokens
-that are not padded, where o is the output of the student's heads, o' that of the teacher's, and W the output
-projection.
+Each layer has its own loss, and its input is always the teacher's hidden states. The loss is ‖W (o - o')‖² / ‖W o'‖²,
+summed over the tokens that are not padding. Here o is the output of the student's heads, o' is the output of the
+teacher's heads, and W is the output projection.
+
+In shapes, B is the number of texts in a batch, H the number of heads, N the number of tokens per text, D the number of
+features per head, and C the size of the hidden states.
 """
 
 import copy
@@ -35,15 +39,16 @@ class AttentionCall(NamedTuple):
     q: Tensor  # (B, H, N, D)
     k: Tensor  # (B, H, N, D)
     v: Tensor  # (B, H, N, D)
-    mask: Tensor | None  # bool (B, N), True = padded
+    mask: Tensor | None  # bool (B, N), True = padding
     out: Tensor  # (B, H, N, D)
 
 
 class QKReparameterization(nn.Module):
-    """A learned change of the queries and keys of H = num_heads heads with D = head_dim features each.
+    """The learned reparameterization of the queries and keys of one layer.
 
-    Each head has a rotation R = exp(X - Xᵀ), a scale d = exp(s) and a shift c of the keys. The parameters X, s
-    and c start at 0, where q and k are unchanged.
+    The layer has H = num_heads heads with D = head_dim features each. Each head has a rotation R = exp(X - Xᵀ), a scale
+    d = exp(s) and a shift c of the keys. The parameters X, s and c are `generator`, `log_scale` and `key_shift`. They
+    start at 0, so that q and k are unchanged at first.
     """
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
@@ -53,18 +58,28 @@ class QKReparameterization(nn.Module):
         self.key_shift = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return R scaled by d, which multiplies the queries, and R scaled by 1 / d for the keys; both (H, D, D)."""
+        """Return the matrices that multiply the queries and the keys.
+
+        Returns: for the queries, R with its columns multiplied by d; for the keys, R with its columns divided by d;
+            both (H, D, D)
+        """
         rotation = torch.matrix_exp(self.generator - self.generator.mT)
         return rotation * self.log_scale.exp(), rotation * (-self.log_scale).exp()
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the reparameterized q and k, both (B, H, N, D)."""
+        """Return the reparameterized queries and keys, both (B, H, N, D) like q and k."""
         q_factor, k_factor = self.factors()
         return q @ q_factor, k @ k_factor + self.key_shift
 
     @torch.no_grad()
     def fold(self, q_proj: nn.Linear, k_proj: nn.Linear) -> None:
-        """Change the weights and biases of both projections in place so that they compute reparameterized q and k."""
+        """Fold the reparameterization into both projections: change their weights and biases in place.
+
+        Afterwards the projections compute the reparameterized queries and keys.
+
+        Args:
+            q_proj, k_proj: linear layers with weights (H · D, C) and biases (H · D,)
+        """
         for projection, factor in zip((q_proj, k_proj), self.factors(), strict=True):
             weight = projection.weight.unflatten(0, factor.shape[:2])  # (H, D, C)
             bias = projection.bias.unflatten(0, factor.shape[:2])  # (H, D)
@@ -77,9 +92,10 @@ class QKReparameterization(nn.Module):
 
 
 class Student(nn.Module):
-    """The linear attention of one layer, applied to queries and keys that a QKReparameterization has changed."""
+    """The linear attention of one layer, applied to reparameterized queries and keys."""
 
-    needs_segments = False  # the encoder finds `attention` itself, and gives it the lengths of the segments
+    # The encoder searches all modules for attentions, so it sets the segment lengths of `attention` directly.
+    needs_segments = False
 
     def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -87,25 +103,35 @@ class Student(nn.Module):
         self.alignment = QKReparameterization(num_heads, head_dim)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute the attention's output (B, H, N, D) for q, k and v (B, H, N, D); mask: bool (B, N), True = padded."""
+        """Compute the output of the linear attention for reparameterized q and k.
+
+        Args:
+            q, k, v: (B, H, N, D), before the reparameterization
+            key_padding_mask: bool (B, N), True = padding; None if nothing is padded
+
+        Returns: (B, H, N, D)
+        """
         return self.attention(*self.alignment(q, k), v, key_padding_mask)
 
     def with_attention(self, attention: Attention) -> "Student":
-        """Return a student with another attention that shares this one's reparameterization."""
+        """Return a new student with the given attention and the same reparameterization module.
+
+        Both students share the parameters of the reparameterization. `self` is unchanged.
+        """
         shared = copy.copy(self)
         shared._modules = {**self._modules, "attention": attention}
         return shared
 
 
 def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> Tensor:
-    """Compute the relative squared error ‖W (o - o')‖² / ‖W o'‖² over the tokens that are not padded.
+    """Compute the relative squared error ‖W (o - o')‖² / ‖W o'‖² of a student over the tokens that are not padding.
 
     Args:
-        out: o, the student's output (B, H, N, D)
-        teacher: the teacher's call, with o' and the mask
-        projection: W (C, H · D)
+        out: o, the output of the student's heads (B, H, N, D)
+        teacher: the call of the teacher's attention on the same inputs; it has o' and the mask
+        projection: W, the weight of the output projection (C, H · D)
 
-    Returns: a scalar tensor
+    Returns: a scalar tensor, with a gradient for `out`
     """
     error = _projected_square_sum(out - teacher.out, teacher.mask, projection)
     size = _projected_square_sum(teacher.out, teacher.mask, projection)
@@ -113,7 +139,13 @@ def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> T
 
 
 def _projected_square_sum(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tensor:
-    """Compute ‖W x‖² over the tokens that are not padded, for x (B, H, N, D) and W (C, H · D)."""
+    """Compute ‖W x‖² over the tokens that are not padding.
+
+    Args:
+        x: (B, H, N, D)
+        mask: bool (B, N), True = padding; None if nothing is padded
+        projection: W (C, H · D)
+    """
     projected = x.transpose(1, 2).flatten(2) @ projection.mT  # (B, N, C)
     if mask is not None:
         projected = projected.masked_fill(mask[..., None], 0.0)
@@ -122,7 +154,10 @@ def _projected_square_sum(x: Tensor, mask: Tensor | None, projection: Tensor) ->
 
 @contextmanager
 def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]:
-    """Record every call of the layers' attentions inside the context, in order."""
+    """Record every call of the layers' attentions inside the `with` block.
+
+    Yields: a list that is empty at first; each call appends an AttentionCall to it
+    """
     calls: list[AttentionCall] = []
 
     def record(attention: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
@@ -139,7 +174,12 @@ def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]
 
 @contextmanager
 def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]) -> Iterator[None]:
-    """Use `attentions`, one module per layer, in place of the layers' own attentions inside the context."""
+    """Replace the attentions of the layers inside the `with` block, and restore them at its end.
+
+    Args:
+        layers: the layers, which are changed in place
+        attentions: the attention to use in each layer, one per layer
+    """
     originals = [layer.self_attn.attention for layer in layers]
     try:
         for layer, attention in zip(layers, attentions, strict=True):
@@ -151,22 +191,24 @@ def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn
 
 
 class TokenStream:
-    """A stream of token ids, from which texts are cut at random positions."""
+    """A sequence of token ids, from which texts are cut at random positions."""
 
     def __init__(self, tokens: Tensor, bos: int, eos: int) -> None:
-        """tokens: ids (N,); bos, eos: the ids that begin and end each text."""
+        """tokens: the ids (N,) of the stream; bos, eos: the ids to put at the beginning and the end of each text."""
         self.tokens = tokens
         self.bos = bos
         self.eos = eos
 
     def batch(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """Cut `count` texts at random positions.
+        """Cut `count` texts at random positions. Texts may overlap.
 
         Args:
+            count: the number of texts
             length: tokens per text, including bos and eos
+            generator: the random generator that chooses the positions
 
         Returns: ids (count, length)
-        Raises: ValueError if length is less than 3, or if the stream is shorter than one text.
+        Raises: ValueError if length is less than 3, or if the stream has fewer than length - 2 tokens.
         """
         num_words = length - 2
         if len(self.tokens) < num_words or num_words < 1:
@@ -178,13 +220,18 @@ class TokenStream:
         return torch.cat([bos, words, eos], dim=1)
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
-        """Cut texts of one random length, with about `tokens` tokens in total, but at least one text.
+        """Cut a batch of texts of the same length, and choose that length at random.
 
-        The length is `longest` or a half, a quarter, ... of it, each equally likely. It is at least MIN_TEXT_LENGTH,
-        unless `longest` is shorter.
+        The length is `longest` or a half, a quarter, ... of it, each with the same probability. It is at least
+        MIN_TEXT_LENGTH, unless `longest` is shorter than that: then it is `longest`.
 
-        Returns: ids (texts, length)
-        Raises: ValueError as `batch`.
+        Args:
+            tokens: the maximum number of tokens in the batch; a single text may have more
+            longest: the maximum length in tokens, including bos and eos
+            generator: the random generator that chooses the length and the positions
+
+        Returns: ids (texts, length), with at least one text
+        Raises: ValueError if the length is less than 3, or if the stream has fewer than length - 2 tokens.
         """
         shortest = min(MIN_TEXT_LENGTH, longest)
         halved = [longest >> halvings for halvings in range(16)]
@@ -194,16 +241,24 @@ class TokenStream:
 
 
 class LayerwiseTrainer:
-    """Base class of trainers with one loss per layer, which can stop at any step and resume exactly.
+    """Base class of trainers with one loss per layer. Training can stop after any step and resume exactly.
 
-    Subclasses implement `errors`. A trainer with other losses overrides `losses` and `scalars`. The optimizer is Adam.
-    Its learning rate rises linearly for `warmup` steps, and falls linearly to 0 in the second half of the steps.
+    A subclass implements `errors`, or overrides `losses` and `scalars` if it has other losses. The optimizer is Adam.
+    The learning rate rises linearly to `lr` over the first `warmup` steps, and falls linearly to 0 over the second half
+    of the steps.
     """
 
     warmup = 1
 
     def __init__(self, module: nn.Module, lr: float, steps: int, seed: int) -> None:
-        """module: what is trained; steps: the number of updates; seed: the seed of the random texts."""
+        """Create the optimizer.
+
+        Args:
+            module: the module whose parameters are trained
+            lr: the maximum learning rate
+            steps: the number of updates
+            seed: the seed of the generator that draws the batches
+        """
         self.module = module
         self.lr = lr
         self.steps = steps
@@ -212,14 +267,14 @@ class LayerwiseTrainer:
         self.generator = torch.Generator().manual_seed(seed)
 
     def train_step(self, texts: Any, tokens: int, longest: int) -> list[float]:
-        """Update the parameters once on a random batch.
+        """Draw a random batch, and update the parameters once to reduce the mean of its losses.
 
         Args:
-            texts: a TokenStream, or the TaskRows of a split
-            tokens: tokens per update, approximately
-            longest: tokens of the longest texts
+            texts: where the batch is drawn from, a TokenStream or the TaskRows of a split
+            tokens: the maximum number of tokens in the batch; a single text may have more
+            longest: the maximum number of tokens of a text
 
-        Returns: the losses before the update: the relative squared error of each layer
+        Returns: the losses before the update, by default the relative squared error of each layer
         """
         schedule = min((self.step + 1) / self.warmup, 2 * (1 - self.step / self.steps), 1.0)
         for group in self.optimizer.param_groups:
@@ -232,18 +287,27 @@ class LayerwiseTrainer:
         return [loss.item() for loss in losses]
 
     def losses(self, texts: Any, tokens: int, longest: int) -> list[Tensor]:
-        """Draw a batch and compute the losses, whose mean is minimized. Arguments are those of `train_step`."""
+        """Draw a batch and return its losses, as scalars with gradients. The arguments are as for `train_step`."""
         return self.errors(texts.mixed_batch(tokens, longest, self.generator))
 
     def scalars(self, means: list[float]) -> dict[str, float]:
-        """Return what TensorBoard shows, by name, given the mean of each loss over the last steps.
+        """Return the values to show in TensorBoard, by their names.
 
-        This is the relative error of each layer, the root of its squared error.
+        By default these are the relative errors of the layers, the roots of the mean losses: "error/layer_00", ...
+
+        Args:
+            means: the mean of each loss over the last steps
         """
         return {f"error/layer_{layer:02d}": math.sqrt(mean) for layer, mean in enumerate(means)}
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """Compute the relative squared error of each layer on tokens (B, N), as scalars with gradients."""
+        """Compute the relative squared error of each layer on a batch.
+
+        Args:
+            tokens: ids (B, N)
+
+        Returns: scalars with gradients, in the order of the layers
+        """
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
@@ -256,7 +320,11 @@ class LayerwiseTrainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from what `state` returned. A state without its optimizer must be that of the last step."""
+        """Load what `state` returned, so that training resumes exactly.
+
+        A state without the key "optimizer" leaves the optimizer unchanged. Only the state after the last step may lack
+        this key, because training does not continue from there.
+        """
         self.step = state["step"]
         self.module.load_state_dict(state["module"])
         if "optimizer" in state:
@@ -270,8 +338,10 @@ def similarity(vectors: Tensor, teacher: Tensor) -> tuple[float, float]:
     Args:
         vectors, teacher: (texts, C)
 
-    Returns: the mean cosine between both vectors of a text, and the fraction of the texts for which both models have
-        the same nearest neighbor by cosine among the other texts
+    Returns: two numbers:
+        1. the cosine between the student's and the teacher's vector of a text, averaged over the texts
+        2. the fraction of the texts whose nearest neighbor is the same with both models. A text's nearest neighbor is
+           the other text whose vector, from the same model, has the largest cosine with the vector of the text.
     """
     vectors = nn.functional.normalize(vectors.double(), dim=-1)
     teacher = nn.functional.normalize(teacher.double(), dim=-1)

@@ -1,4 +1,4 @@
-"""The score of a classifier on the dev rows of its task, with different attentions."""
+"""Score a classifier with different attentions on the dev rows of its task, the split "valid"."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,20 +17,21 @@ from lln_fairseq.linearize.task_rows import TaskRows
 
 
 class DevScores:
-    """Computes and prints the score of a classifier on the first rows of the split "valid".
+    """Computes and prints scores of a classifier on the first rows of the split "valid".
 
-    The score is the accuracy, or Spearman's correlation for a regression. Each score is computed once: `known` maps
-    labels to formatted scores, including those of earlier runs.
+    A score is the accuracy, or Spearman's correlation for a regression. Every score has a label that says what was
+    scored, and is computed only once. `known` maps each label to its formatted score.
     """
 
     def __init__(self, model: Any, task: Any, rows: TaskRows, limit: int | None, known: dict[str, str]) -> None:
         """Prepare the scoring, and print the number of rows.
 
         Args:
-            model: the teacher, whose attentions are replaced while a score is computed
+            model: the teacher, in evaluation mode
+            task: its task
             rows: the split "valid"
-            limit: the number of rows to use; None for all
-            known: scores that were computed before, by their labels; new scores are added in place
+            limit: the maximum number of rows to use; None for all
+            known: formatted scores that were computed before, by their labels; new scores are added to it in place
 
         Raises: InputError if a row is longer than the model allows.
         """
@@ -53,11 +54,11 @@ class DevScores:
         print(f"scores on {which} rows of split '{rows.split}' of {rows.directory}:", flush=True)
 
     def report(self, label: str, attentions: Sequence[nn.Module] | None = None) -> None:
-        """Compute the score of the model unless it is known, and print it.
+        """Print the score of the model, and compute it first if `known` does not have it.
 
         Args:
             label: what is scored; the key in `known`
-            attentions: attentions to use instead of the model's own, one per layer; None to keep them
+            attentions: attentions to use instead of the model's own, one per layer; None to use the model's own
 
         Raises: InputError if an output of the model is not finite.
         """
@@ -78,7 +79,7 @@ class DevScores:
 
 
 def format_score(label: str, score: str) -> str:
-    """Return a line with a label and a score."""
+    """Return a line of a report, with a label and a formatted score."""
     return f"  {label:44s} {score}"
 
 
@@ -87,9 +88,11 @@ def class_logits(model: Any, task: Any, rows: TaskRows, numbers: np.ndarray, wha
     """Compute a classifier's outputs for some rows of a split.
 
     Args:
-        model: the model in evaluation mode
-        numbers: the numbers of the rows
-        what: what is computed, for the progress bar; empty for no bar
+        model: the classifier in evaluation mode
+        task: its task
+        rows: the split
+        numbers: the numbers of the rows (rows,), without duplicates
+        what: the text of the progress bar; empty for no progress bar
 
     Returns: the logits (rows, classes) float32, and the targets (rows,), both on the CPU and in the order of `numbers`
     """

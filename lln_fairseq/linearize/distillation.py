@@ -1,9 +1,9 @@
 """Distillation, the second stage of linearize: train all layers of the linear encoder to match the teacher's states.
 
-The loss is ‖h - h'‖² / ‖h'‖², averaged over the layers, where h is a layer's output over all tokens that are not
-padded and h' the teacher's. All layers are trained end to end, so that a layer can correct errors of the layers below
-it, which attention transfer cannot do. The embeddings and the heads stay the teacher's. The projections change, so that
-the result can no longer be set back to the teacher's softmax attention.
+The loss of a layer is ‖h - h'‖² / ‖h'‖². Here h is the layer's output for all tokens that are not padding, and h' is
+the output of the teacher's layer. The mean over the layers is minimized. All layers are trained end to end: unlike in
+attention transfer, a layer can correct errors of the layers below it. The embeddings and the heads stay unchanged. All
+weights of the layers change, so that switching back to softmax attention no longer gives the teacher's outputs.
 """
 
 from typing import Any
@@ -20,13 +20,27 @@ class Distillation(LayerwiseTrainer):
     warmup = 20
 
     def __init__(self, teacher: Any, model: Any, lr: float, steps: int, seed: int) -> None:
-        """teacher, model: two RoBERTa models of this project with the same sizes, in evaluation mode."""
+        """Create the optimizer for all layers of `model`.
+
+        Args:
+            teacher: the softmax model
+            model: the linear model of the same sizes; both are RoBERTa models of this project in evaluation mode
+            lr: the maximum learning rate
+            steps: the number of updates
+            seed: the seed of the random batches
+        """
         super().__init__(model.encoder.sentence_encoder.layers, lr, steps, seed)
         self.teacher = teacher
         self.model = model
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """Compute ‖h - h'‖² / ‖h'‖² of each layer on tokens (B, N), as scalars with gradients."""
+        """Compute ‖h - h'‖² / ‖h'‖² of each layer on a batch.
+
+        Args:
+            tokens: ids (B, N)
+
+        Returns: scalars with gradients, in the order of the layers
+        """
         with torch.no_grad():
             teacher_states = hidden_states(self.teacher, tokens)
         states = hidden_states(self.model, tokens)
@@ -42,7 +56,14 @@ class Distillation(LayerwiseTrainer):
 
 
 def hidden_states(model: Any, tokens: Tensor) -> list[Tensor]:
-    """Compute the output of each layer, (N, B, C) as in fairseq, for tokens (B, N); without the embeddings."""
+    """Compute the output of each layer of a model.
+
+    Args:
+        model: a RoBERTa model of this project
+        tokens: ids (B, N), on any device
+
+    Returns: one tensor (N, B, C) per layer, in order, with tokens before texts as in fairseq; without the embeddings
+    """
     tokens = tokens.to(next(model.parameters()).device)
     states = model(src_tokens=tokens, features_only=True, return_all_hiddens=True)[1]["inner_states"]
-    return states[1:]  # the first are the embeddings
+    return states[1:]  # states[0] is the output of the embeddings

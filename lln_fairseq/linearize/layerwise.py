@@ -28,15 +28,18 @@ class Students(LayerwiseTrainer):
     """Trains one student per layer of a softmax encoder, all at the same time."""
 
     def __init__(self, model: Any, attention: str, options: dict[str, Any], lr: float, steps: int, seed: int) -> None:
-        """Create the students on the model's device; `model` stays unchanged until `fold`.
+        """Create the students on the model's device. The model itself stays unchanged until `fold`.
 
         Args:
             model: the teacher, a RoBERTa model of this project in evaluation mode
             attention: the name of the students' attention
-            options: options of that attention
-            seed: also seeds torch's global generator before the attentions are built
+            options: options of that attention; options that are left out have their defaults
+            lr: the maximum learning rate
+            steps: the number of updates
+            seed: the seed of the random batches, and of the initial parameters of the attentions; torch's global
+                generator is set to it
 
-        Raises: InputError if the attention does not have these options.
+        Raises: InputError if the attention has no such option, or an option has a value that is not allowed.
         """
         self.model = model
         self.layers = list(model.encoder.sentence_encoder.layers)
@@ -53,9 +56,14 @@ class Students(LayerwiseTrainer):
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """Compute the `relative_error` of each layer, a list of scalars in the order of the layers.
+        """Compute the relative squared error of each layer on a batch.
 
-        Each student gets the q, k, v and mask of its teacher layer. Gradients flow to the students only.
+        Each student gets the q, k, v and mask of the teacher's attention in its layer. Only the students get gradients.
+
+        Args:
+            tokens: ids (B, N), on any device
+
+        Returns: scalars with gradients, in the order of the layers
         """
         tokens = tokens.to(next(self.model.parameters()).device)
         with torch.no_grad(), recorded(self.layers) as calls:
@@ -71,9 +79,12 @@ class Students(LayerwiseTrainer):
         return errors
 
     def branches(self) -> dict[str, list[Student]]:
-        """Return students that use only one branch of a hybrid attention, by branch, for all layers.
+        """Return students that use only one branch of a hybrid attention, such as its LLN part.
 
-        The dictionary is empty for an attention without branches.
+        They share their parameters with the students that are trained.
+
+        Returns: a list with one student per layer for each branch, by the name of the branch; empty if the attention is
+            not a hybrid
         """
         branches = {}
         for name in self.students[0].attention.branches():
@@ -81,9 +92,13 @@ class Students(LayerwiseTrainer):
         return branches
 
     def fold(self, softmax_layers: Collection[int] = ()) -> dict[str, Tensor]:
-        """Fold the reparameterizations into the model's projections, and replace its attentions with the students'.
+        """Turn the model into the linear model, in place. Call it once, after the training.
 
-        The layers whose numbers are in `softmax_layers` stay unchanged.
+        The reparameterizations are folded into the projections of the queries and keys, and the linear attentions
+        replace the model's attentions.
+
+        Args:
+            softmax_layers: the numbers of layers that stay unchanged
 
         Returns: the parameters that changed or are new, on the CPU, by their names in the model
         """
@@ -106,18 +121,21 @@ class Quality:
     """The distance between the students and the teacher on held-out texts."""
 
     errors: list[float]  # root of the mean relative squared error of each layer
-    cosine: float  # between the mean-pooled vectors of the last layer
-    same_neighbor: float  # fraction of the texts with the same nearest neighbor
+    cosine: float  # mean cosine between the student's and the teacher's vector of a text
+    same_neighbor: float  # fraction of the texts whose nearest neighbor is the same as with the teacher
 
 
 class HeldOutSet:
-    """Texts of one length that are not trained on, and the teacher's vector of each."""
+    """Texts of one length that are not trained on, with the teacher's vector of each text.
+
+    The vector of a text is the mean of the last layer's hidden states over its tokens.
+    """
 
     def __init__(self, model: Any, texts: TokenStream, count: int, length: int) -> None:
         """Cut the texts and compute the teacher's vectors.
 
         Args:
-            model: the teacher, before `Students.fold`
+            model: the teacher; `Students.fold` must not have been called yet
             texts: the stream to cut from
             count: the number of texts
             length: tokens per text
@@ -135,7 +153,7 @@ class HeldOutSet:
         self.teacher = self._vectors()
 
     def evaluate(self, students: Students) -> Quality:
-        """Compare the students with the teacher on these texts."""
+        """Compare the students with the teacher on these texts. `Students.fold` must not have been called yet."""
         with torch.no_grad():
             batch_errors = [torch.stack(students.errors(tokens)) for tokens in self.batches]
             errors = torch.stack(batch_errors).mean(dim=0)
@@ -143,12 +161,13 @@ class HeldOutSet:
         return Quality(errors.sqrt().tolist(), cosine, same_neighbor)
 
     def similarity(self, attentions: Sequence[nn.Module] | None = None) -> tuple[float, float]:
-        """Compare the model's vectors with the teacher's; see `attention_transfer.similarity`.
+        """Compare the model's vectors of the texts with the teacher's, as `attention_transfer.similarity` does.
 
         Args:
-            attentions: attentions to use instead of the model's own, one per layer; None to keep them
+            attentions: attentions to use instead of the model's own, one per layer; None to use the model's own
 
-        Returns: the mean cosine, and the fraction of texts with the same nearest neighbor
+        Returns: the mean cosine between the model's and the teacher's vector of a text, and the fraction of the texts
+            whose nearest neighbor is the same with both models
         """
         if not attentions:
             return similarity(self._vectors(), self.teacher)
@@ -157,7 +176,7 @@ class HeldOutSet:
 
     @torch.no_grad()
     def _vectors(self) -> Tensor:
-        """Compute the mean of the last layer's states over the tokens of each text that are not padding, (texts, C)."""
+        """Compute the model's vectors of all texts, one tensor (texts, C). Padding tokens do not count."""
         device = next(self.model.parameters()).device
         pad = self.model.encoder.dictionary.pad()
         vectors = []

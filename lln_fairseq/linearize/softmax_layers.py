@@ -19,18 +19,21 @@ from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.modules.encoder import parse_softmax_layers
 
 COUNT = 256  # rows or texts of the training data, on which the layers are chosen
+MAX_TOKENS = 65536  # of these rows: there are fewer if rows are long, because the model is evaluated many times
 BEST = re.compile(r"best:([1-9]\d*)")
 
 
 def parse_layers(text: str, layers: int, attention: str) -> list[int] | int:
-    """Return the layers that --softmax-layers names, counted from 0, or N for "best:N".
+    """Parse the value of the option --softmax-layers.
 
     Args:
         text: numbers of layers separated by commas, "best:N", or "" for no layer
-        layers: number of layers of the teacher
-        attention: the name of the attention of the remaining layers
+        layers: the number of layers of the teacher
+        attention: the name of the linear attention of the remaining layers
 
-    Raises: InputError if the text has another form, a layer does not exist, or N is larger than `layers`.
+    Returns: the integer N for "best:N", otherwise the numbers of the layers in increasing order, counted from 0
+    Raises: InputError if the text has another form, a layer does not exist, N is 0 or larger than `layers`, or the
+        attention replaces whole layers.
     """
     best = BEST.fullmatch(text)
     if best is not None:
@@ -46,7 +49,10 @@ def parse_layers(text: str, layers: int, attention: str) -> list[int] | int:
 
 
 def mixed_attentions(students: Students, softmax_layers: list[int]) -> list[nn.Module]:
-    """Return the attention of every layer: the teacher's in `softmax_layers`, and the student's in all others."""
+    """Return one attention per layer: the teacher's in `softmax_layers`, and the student in each remaining layer.
+
+    Call it before `Students.fold`.
+    """
     attentions: list[nn.Module] = list(students.students)
     for layer in softmax_layers:
         attentions[layer] = students.layers[layer].self_attn.attention
@@ -57,12 +63,12 @@ class Distance:
     """The distance of a model from its teacher on at most COUNT rows or texts of the training data."""
 
     def __init__(self, name: str, outputs: Callable[[], Tensor], measure: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Compute the teacher's outputs. The model must still be the teacher.
+        """Compute the teacher's outputs. The model must still have the teacher's attentions.
 
         Args:
-            name: the name of the measure in the report
+            name: the name of the distance in the report
             outputs: computes the model's outputs with its current attentions
-            measure: computes the distance from the model's outputs and the teacher's, in this order
+            measure: computes the distance as a scalar; its arguments are the model's and the teacher's outputs
         """
         self.name = name
         self.outputs = outputs
@@ -75,13 +81,22 @@ class Distance:
 
 
 def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
-    """Build the distance of a classifier: mean KL(teacher ‖ model), or the mean squared error of a regression.
+    """Build the distance of a classifier from its teacher, on at most COUNT random rows.
 
-    `model` must still be the teacher, and `rows` its training rows.
+    The rows have at most MAX_TOKENS tokens in total, unless the first of them alone has more. The distance is
+    KL(teacher ‖ model) of the class probabilities, averaged over the rows. For a regression, it is the mean squared
+    difference of the outputs.
+
+    Args:
+        model: the teacher, in evaluation mode; its attentions may be replaced later
+        task: the teacher's task
+        rows: the training rows; rows of more than `rows.longest` tokens are left out
     """
     short = np.flatnonzero(rows.lengths <= rows.longest)
     order = torch.randperm(len(short), generator=torch.Generator().manual_seed(SEED))
     numbers = short[order[:COUNT].numpy()]
+    num_tokens = np.cumsum(rows.lengths[numbers])
+    numbers = numbers[num_tokens <= max(MAX_TOKENS, num_tokens[0])]
 
     def outputs() -> Tensor:
         return class_logits(model, task, rows, numbers)[0].double()
@@ -95,9 +110,17 @@ def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
 
 
 def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
-    """Build the distance of an encoder: the relative error ‖h - h'‖ / ‖h'‖ of its last hidden states.
+    """Build the distance of an encoder from its teacher, on COUNT random texts.
 
-    `model` must still be the teacher. Each text has `length` tokens.
+    The distance is ‖h - h'‖ / ‖h'‖. Here h is the output of the model's last layer, and h' is the
+    output of the teacher's last layer.
+
+    Args:
+        model: the teacher, in evaluation mode; its attentions may be replaced later
+        texts: the training texts
+        length: tokens per text
+
+    Raises: ValueError if length is less than 3, or if `texts` has fewer than length - 2 tokens.
     """
     tokens = texts.batch(COUNT, length, torch.Generator().manual_seed(SEED))
     batches = tokens.split(max(1, TOKENS_PER_BATCH // length))
@@ -116,15 +139,17 @@ def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
 
 
 def find_best_layers(count: int, students: Students, distance: Distance) -> list[int]:
-    """Restore softmax in one layer at a time, always in the layer that reduces the distance most.
+    """Choose the layers in which softmax brings the model closest to the teacher.
 
-    In each step the distance with every candidate layer is printed. The model is unchanged afterwards.
+    Start with linear attention in every layer. Then choose one layer at a time: the layer in which softmax reduces the
+    distance most. In each step, the distance for every candidate is printed. The model is unchanged afterwards.
 
     Args:
-        count: the number of layers to restore
-        distance: the distance of the model that the students belong to
+        count: the number of layers to choose, at most the number of layers
+        students: the trained students, before `Students.fold`
+        distance: the distance of the students' model from its teacher
 
-    Returns: the layers in the order in which they were restored
+    Returns: the numbers of the layers in the order in which they were chosen
     """
     layers = len(students.layers)
     print(f"{distance.name}, with softmax in some layers:", flush=True)

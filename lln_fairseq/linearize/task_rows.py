@@ -1,4 +1,4 @@
-"""The rows of a sentence prediction task, as its classifier sees them, in random batches for training."""
+"""Load the rows of a sentence prediction task as its classifier reads them, and make batches of them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,12 +10,15 @@ from torch import Tensor
 
 from lln_fairseq.errors import InputError, first_line
 
-# The rows of a batch are drawn from rows of similar length with about this many times as many tokens.
+# A batch is drawn from a group of rows of similar length. The group has about this many times as many tokens.
 GROUP_BATCHES = 8
 
 
 class TaskRows:
-    """The rows of a split of a sentence prediction task, which can be drawn in batches of rows of similar length."""
+    """The rows of one split of a sentence prediction task, from which batches of rows of similar length are made.
+
+    If the classifier encodes the two texts of a row separately, the length of the row is that of the longer text.
+    """
 
     def __init__(self, task: Any, split: str, longest: int) -> None:
         """Load a split.
@@ -23,7 +26,7 @@ class TaskRows:
         Args:
             task: the task of the classifier
             split: "train" or "valid"
-            longest: the maximum number of tokens that the model accepts; longer rows stay in the split
+            longest: the maximum number of tokens that the model accepts; longer rows are loaded, too
 
         Raises: InputError if the split is missing, damaged or empty, has no labels, or has no row of at most `longest`
             tokens.
@@ -53,23 +56,30 @@ class TaskRows:
         return len(self.dataset)
 
     def sample(self, numbers: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """Return the rows with these numbers as a fairseq batch, padded at the end, with `net_input` and `target`."""
+        """Return rows as one batch in fairseq's form, a dict with `net_input` and `target`.
+
+        Args:
+            numbers: the numbers of the rows in the split, from 0; the batch has the rows in this order
+        """
         sample: dict[str, Any] = self.dataset.collater([self.dataset[int(number)] for number in numbers])
         return sample
 
     def draw(self, tokens: int, longest: int, generator: torch.Generator) -> dict[str, Any]:
-        """Draw rows of similar length at random, each eligible row with about the same probability.
+        """Draw a batch of distinct rows of similar length at random.
+
+        All rows of at most `longest` tokens are drawn with about the same probability.
 
         Args:
-            tokens: the maximum number of tokens including padding; at least one row is drawn
-            longest: rows with more tokens than this are not eligible
+            tokens: the maximum number of tokens in the batch, including padding; a single row may have more
+            longest: the maximum number of tokens of a row; at least one row must be this short
+            generator: the random generator
 
-        Returns: the batch, as `sample`
+        Returns: the batch in fairseq's form, as `sample` returns it, with at least one row
         """
         count = int(np.searchsorted(self.lengths[self.order], longest, side="right"))
         ends = self.ends[:count]
         total = int(ends[-1])
-        # The rows are divided into groups with as many tokens each. A random token chooses the group: a batch of long
+        # The rows are divided into groups with equally many tokens. A random token chooses the group: a batch of long
         # rows has fewer rows, so it must be drawn more often.
         groups = max(1, total // (GROUP_BATCHES * tokens))
         token = int(torch.randint(total, (), generator=generator))
@@ -82,16 +92,21 @@ class TaskRows:
         return self.sample(self.order[chosen.numpy()])
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
-        """Draw rows as `draw` does, and return the token ids (B, N) that the encoder reads.
+        """Draw a batch as `draw` does, and return only the token ids that the encoder reads.
 
-        If the classifier encodes the two texts of a row separately, each text is a sequence of its own.
+        Returns: ids (B, N); B is the number of rows, or twice that if the classifier encodes the two texts of a row
+            separately
         """
         return encoder_tokens(self.draw(tokens, longest, generator), self.pad)
 
     def batches(self, numbers: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
-        """Yield row numbers in batches of rows of similar length.
+        """Divide rows into batches of similar length, and yield the row numbers of each batch.
 
-        A batch has at most `tokens` tokens including padding, unless a single row is longer.
+        The shortest rows come first.
+
+        Args:
+            numbers: the numbers of the rows (rows,)
+            tokens: the maximum number of tokens in a batch, including padding; a single row may have more
         """
         ordered = numbers[self.lengths[numbers].argsort(kind="stable")]
         batch: list[int] = []
@@ -110,7 +125,14 @@ def _ceil_divide(number: int, divisor: int) -> int:
 
 
 def encoder_tokens(sample: dict[str, Any], pad: int) -> Tensor:
-    """Return the sequences of token ids (B, N) in a batch: its texts, and its second texts if they are separate."""
+    """Return the token ids of a batch as the encoder reads them.
+
+    Args:
+        sample: the batch in fairseq's form
+        pad: the id of padding
+
+    Returns: ids (B, N); if the batch has separate second texts (`other_tokens`), they are appended as further rows
+    """
     tokens: Tensor = sample["net_input"]["src_tokens"]
     if "other_tokens" not in sample["net_input"]:
         return tokens

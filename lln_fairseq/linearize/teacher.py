@@ -21,7 +21,7 @@ from lln_fairseq.models import LLNRobertaModel
 
 
 def require_softmax(teacher: Path) -> None:
-    """Raise InputError if the checkpoint has another attention than softmax, or cannot be read."""
+    """Raise InputError if the checkpoint cannot be read, or has an attention other than softmax."""
     options = stored_options(load_checkpoint_lazily(str(teacher)))["model"]
     attention = options.get("attention", STOCK_ATTENTION)
     if attention != STOCK_ATTENTION:
@@ -29,15 +29,20 @@ def require_softmax(teacher: Path) -> None:
 
 
 def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
-    """Load the teacher in evaluation mode, on the GPU if there is one, and its task.
+    """Load the teacher in evaluation mode, on the GPU if there is one, and set up its task.
 
-    The task of a fine-tuned teacher reads DATA if that holds a task. Otherwise it has the dictionaries of the run.
+    If the teacher is fine-tuned and DATA holds a sentence prediction task, the task reads DATA. Otherwise the task
+    needs only dictionaries. For a fine-tuned teacher, they are read from the folder `tokenizer` next to the checkpoint
+    if that folder has them. In all other cases, they are read from the data directory that the checkpoint names, or
+    from the checkpoint's own directory if `lln-fairseq convert` wrote it.
 
     Args:
         path: the teacher's checkpoint
         data: the directory DATA
 
-    Raises: InputError if the checkpoint cannot be used, or DATA has another dictionary or other labels.
+    Returns: the model and the task
+    Raises: InputError if the checkpoint cannot be used, or if the dictionary or the labels that the task reads differ
+        from the checkpoint's.
     """
     task_name = stored_options(load_checkpoint_lazily(str(path)))["task"].get("_name")
     task_data = None
@@ -55,12 +60,12 @@ def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
 
 
 def is_task_data(data: Path) -> bool:
-    """Return True if a directory holds the inputs of a sentence prediction task, and not plain text."""
+    """Return True if a directory holds the data of a sentence prediction task: it has a folder `input0`."""
     return (data / "input0").is_dir()
 
 
 def _with_pluggable_attention(model: RobertaModel, task: Any) -> LLNRobertaModel:
-    """Return the model itself, or a copy of this project's class if it is fairseq's own RoBERTa."""
+    """Return the model unchanged if it is an LLNRobertaModel, otherwise a copy of it as an LLNRobertaModel."""
     if isinstance(model, LLNRobertaModel):
         return model
     options = plain_options(model.args) | {"attention": STOCK_ATTENTION}
@@ -74,17 +79,19 @@ def _with_pluggable_attention(model: RobertaModel, task: Any) -> LLNRobertaModel
 def write_classifier(
     model: LLNRobertaModel, task: Any, options: dict[str, Any], teacher: Path, data: Path, out: Path
 ) -> None:
-    """Write the linear model of a fine-tuned teacher to OUT/model.pt, and the tokenizer of its data next to it.
+    """Write a linear classifier to OUT/model.pt, and its tokenizer and dictionaries to OUT/tokenizer.
 
     Args:
-        model: the linear model, with all parameters
+        model: the linear classifier
         task: the teacher's task
-        options: the model's options that differ from the teacher's
-        teacher: the teacher's checkpoint, whose task options are kept
-        data: the directory DATA, which replaces the task's data if it holds a task
+        options: the model options to write where they differ from the teacher's
+        teacher: the teacher's checkpoint; the options of its task are copied
+        data: the directory DATA; if it holds a sentence prediction task, it becomes the data directory in the options
+            of the task
         out: an existing directory
 
-    Raises: InputError if a file cannot be written.
+    Raises: InputError if the teacher's checkpoint cannot be read or model.pt cannot be written; OSError if the
+        tokenizer cannot be written.
     """
     task_options = plain_options(stored_options(load_checkpoint_lazily(str(teacher)))["task"])
     if is_task_data(data):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -13,6 +14,7 @@ from fairseq.models import register_model, register_model_architecture
 from fairseq.models.roberta.hub_interface import RobertaHubInterface
 from fairseq.models.roberta.model import RobertaModel, base_architecture
 from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP
+from fairseq.modules import SinusoidalPositionalEmbedding
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
@@ -27,6 +29,7 @@ from lln_fairseq.modules.token_shards import Shard
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 SIZE_FIELDS = ("encoder_layers", "encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_attention_heads")
 DEFAULT_PRESET = "base"
+POSITION_DEVIATION = 0.02  # the standard deviation of BERT's initial position embeddings
 
 
 # fairseq's dataclass tools understand Optional[X], but neither X | None nor a bool with the default True. Sizes are
@@ -64,6 +67,10 @@ class RobertaConfig(FairseqDataclass):
     two_towers: bool = field(default=False, metadata={"help": "set by the task, which has an option of this name"})
     linear_init: ChoiceEnum(["bert", "torch"]) = field(
         default="bert", metadata={"help": "initial values of linear layers: N(0, 0.02), or PyTorch's defaults"}
+    )
+    position_init: ChoiceEnum(["random", "sinusoidal"]) = field(
+        default="random",
+        metadata={"help": "initial values of the position embeddings: N(0, 0.02), or sinusoids of that deviation"},
     )
     max_positions: Optional[int] = field(
         default=None, metadata={"help": "number of position embeddings; default: tokens per sample of the task"}
@@ -155,6 +162,9 @@ class LLNRobertaModel(RobertaModel):
             for module in model.modules():
                 if isinstance(module, nn.Linear):
                     module.reset_parameters()
+        positions = encoder.sentence_encoder.embed_positions
+        if cfg.position_init == "sinusoidal" and positions is not None:
+            _init_sinusoidal(positions)
         return model
 
     def register_classification_head(
@@ -236,6 +246,13 @@ class LLNRobertaModel(RobertaModel):
         """
         super().upgrade_state_dict_named(state_dict, name)
         adapt_state_dict(state_dict, self)
+
+
+@torch.no_grad()
+def _init_sinusoidal(positions: nn.Embedding) -> None:
+    """Set a positional table to sinusoids, scaled to the root mean square of the random initialization, in place."""
+    sinusoids = SinusoidalPositionalEmbedding.get_embedding(*positions.weight.shape, positions.padding_idx)
+    positions.weight.copy_(POSITION_DEVIATION * math.sqrt(2) * sinusoids)
 
 
 def complete_config(cfg: DictConfig) -> DictConfig:

@@ -19,7 +19,7 @@ class LLNTransformerLMConfig(TransformerLanguageModelConfig):
     """The options of fairseq's transformer_lm, and those of causal LLN attention."""
 
     lln_alpha: Optional[float] = field(
-        default=None, metadata={"help": "fixed α; needs β too; default: matched to the tokens up to each one"}
+        default=None, metadata={"help": "fixed α; needs β too; default: matched to each token and the earlier ones"}
     )
     lln_beta: Optional[float] = field(default=None, metadata={"help": "fixed β; needs α too"})
     lln_constants: ChoiceEnum(list(CONSTANTS)) = field(
@@ -31,8 +31,8 @@ class LLNTransformerLMConfig(TransformerLanguageModelConfig):
 class LLNTransformerLanguageModel(TransformerLanguageModel):
     """fairseq's transformer_lm with causal LLN attention in every layer.
 
-    Parameters, their names and their initial values are those of fairseq's model, so checkpoints load in both
-    directions.
+    The parameters, their names and their initial values are the same as in fairseq's model. Each of the two models can
+    load checkpoints of the other.
     """
 
     @classmethod
@@ -40,8 +40,8 @@ class LLNTransformerLanguageModel(TransformerLanguageModel):
         """Build a model. fairseq calls this hook.
 
         Args:
-            args: the options of the model. max_target_positions and, if layers are pruned, decoder_layers are set in
-                place.
+            args: the options of the model. max_target_positions is set in place. If decoder_layers_to_keep is set,
+                decoder_layers is set in place, too.
             task: a fairseq task with a target dictionary.
 
         Raises:
@@ -63,8 +63,8 @@ class LLNTransformerLanguageModel(TransformerLanguageModel):
     def _build_embedding(cls, args: Any, task: Any) -> nn.Module:
         """Build the token embedding that the options ask for, and set args.max_target_positions in place.
 
-        fairseq builds it, as part of a model without layers, because it supports all kinds of embeddings and fills in
-        the options that are not set.
+        The embedding is taken from a model of fairseq without layers, because fairseq supports all kinds of embeddings
+        and fills in the options that are not set.
         """
         stock_args = copy.deepcopy(args)
         stock_args.decoder_layers = 0

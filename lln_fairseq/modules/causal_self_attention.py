@@ -15,16 +15,19 @@ IncrementalState = dict[str, dict[str, Tensor | None]]
 class CausalSelfAttention(MultiheadAttention):
     """Causal LLN attention with fairseq's parameter names.
 
-    α and β are fixed, or matched to the queries and keys up to each token, so no output depends on a later token. P is
-    never formed, so attention dropout does not apply. Raises ValueError if only one of α and β is given, or if one is
-    not positive and finite.
+    α and β are fixed, or matched for every token to the queries and keys of that token and the earlier ones. In both
+    cases no output depends on a later token. There is no attention dropout, because the matrix of attention
+    probabilities is never formed.
 
     Args:
         embed_dim: number of features C of a token.
         num_heads: number of heads H.
         alpha, beta: fixed α and β; None for both = moment matching.
-        constants: the constants of the moment matching.
+        constants: the constants of the moment matching, one of `ops.moment_matching.CONSTANTS`.
         options: further arguments of fairseq's MultiheadAttention.
+
+    Raises:
+        ValueError: if only one of α and β is given, or if α or β is not positive and finite.
     """
 
     def __init__(
@@ -59,17 +62,21 @@ class CausalSelfAttention(MultiheadAttention):
         """Compute causal self-attention.
 
         Args:
-            query: (T, B, C). During incremental decoding, only the tokens that follow those of earlier calls.
+            query: the hidden states (T, B, C) of T tokens. In incremental decoding, these tokens follow the tokens of
+                earlier calls.
             key, value: ignored, since queries, keys and values are projections of the same tokens.
-            key_padding_mask: (B, T), True or nonzero = padded, or None.
-            incremental_state: fairseq's state of incremental decoding, updated in place, or None. It stores a running
-                maximum, sums and moments, whose size does not depend on the number of tokens seen.
-            need_weights: must be False, otherwise ValueError is raised.
-            attn_mask: any tensor means that later tokens are hidden; its content is ignored. None without an
-                incremental state raises ValueError.
+            key_padding_mask: (B, T), True or nonzero = padding; None if nothing is padded.
+            incremental_state: fairseq's state of incremental decoding, or None. It is updated in place. Its size does
+                not grow with the number of tokens.
+            need_weights: must be False.
+            attn_mask: any tensor, to state that later tokens are hidden; its content is ignored. It may be None only
+                with an incremental state.
 
         Returns:
             The output (T, B, C), and None in place of attention weights.
+
+        Raises:
+            ValueError: if need_weights is True, or if attn_mask and incremental_state are both None.
         """
         if need_weights:
             raise ValueError("causal LLN attention has no attention weights to return")
@@ -97,15 +104,21 @@ class CausalSelfAttention(MultiheadAttention):
     def _alpha_beta(
         self, q: Tensor, k: Tensor, mask: Tensor | None, previous_moments: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return α and β, which broadcast to (B, H, N), and the moments of all tokens up to the last one.
+        """Return α and β of every token, and the moments that the next call needs.
 
-        previous_moments are the moments of the tokens before q and k (B, H, N, D), or None at the start. With a fixed α
-        and β the returned moments are None.
+        Args:
+            q, k: (B, H, N, D).
+            mask: bool (B, N), True = padding; None if nothing is padded.
+            previous_moments: the moments that the call for the earlier tokens returned; None for the first tokens.
+
+        Returns:
+            α, β and the moments of all tokens so far. α and β are (B, H, N). If they are fixed, they are scalars and
+            the moments are None.
         """
         if self.alpha is None or self.beta is None:
             return running_moments(q, k, mask, self.constants, previous_moments)
         return q.new_tensor(self.alpha).float(), q.new_tensor(self.beta).float(), None
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """Split (T, B, H · D) into heads, (B, H, T, D), contiguous."""
+        """Split x (T, B, H · D) into its heads. The result (B, H, T, D) is contiguous."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3).contiguous()

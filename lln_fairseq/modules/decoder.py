@@ -14,8 +14,10 @@ from lln_fairseq.modules.causal_self_attention import CausalSelfAttention
 class LLNDecoderLayer(TransformerDecoderLayerBase):
     """fairseq's decoder layer with causal LLN attention.
 
-    `options` are the keyword arguments alpha, beta and constants of `CausalSelfAttention`. They are passed separately
-    because TransformerConfig drops keys that it does not know.
+    Args:
+        cfg: fairseq's configuration of the decoder.
+        options: the keyword arguments alpha, beta and constants of `CausalSelfAttention`. They are passed separately
+            because TransformerConfig drops keys that it does not know.
     """
 
     def __init__(self, cfg: TransformerConfig, options: dict[str, Any]) -> None:
@@ -34,7 +36,14 @@ class LLNDecoderLayer(TransformerDecoderLayerBase):
 
 
 class LLNDecoder(TransformerDecoder):
-    """fairseq's decoder, built from `LLNDecoderLayer` with the attention options `options`."""
+    """fairseq's decoder, built from `LLNDecoderLayer`.
+
+    Args:
+        args: the options of the model.
+        dictionary: the dictionary of the task.
+        embed_tokens: the token embedding.
+        options: the keyword arguments alpha, beta and constants of `CausalSelfAttention`.
+    """
 
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Module, options: dict[str, Any]) -> None:
         self.attention_options = options  # super().__init__ calls build_decoder_layer, which reads it
@@ -51,8 +60,8 @@ class LLNDecoder(TransformerDecoder):
         return fsdp_wrap(layer, min_num_params=min_num_params)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
-        """Return an empty tensor, which tells `CausalSelfAttention` that later tokens are hidden.
+        """Return a tensor (0,) in place of the N x N mask that hides later tokens. fairseq calls this hook.
 
-        fairseq's N x N mask would need quadratic memory, and is not read.
+        `CausalSelfAttention` does not read the mask, and building it would need quadratic memory.
         """
         return tensor.new_empty(0)

@@ -1,7 +1,7 @@
-"""Split the sequences of a batch over several workers, each of which holds a range of consecutive tokens.
+"""Split the sequences of a batch over several workers. Each worker holds a range of consecutive tokens, its shard.
 
-Groups of neighboring workers get the same batch. After masking, every worker cuts its own tokens out of it, and counts
-only its own tokens, masked tokens and sentences. fairseq then sums losses and scores over all workers.
+The workers of a group get the same batch. After masking, every worker cuts its shard out of the batch, and counts only
+its own tokens, masked tokens and sentences. fairseq then sums losses and scores over all workers.
 """
 
 from datetime import timedelta
@@ -15,25 +15,25 @@ PATIENCE = timedelta(minutes=10)
 
 
 class Shard(NamedTuple):
-    """The part of a batch's sequences that this worker holds: a range of consecutive tokens."""
+    """Where the tokens of this worker are in the sequences of a batch."""
 
     group: dist.ProcessGroup  # the workers that share the sequences
-    positions: Tensor  # (B, n): for every token of the shard, its row in the table of position embeddings
-    has_first: bool  # the shard contains the first token of the sequences
+    positions: Tensor  # int64 (B, n): the row of each of the shard's n tokens in the table of position embeddings
+    has_first: bool  # True if the shard contains the first token of the sequences
 
 
 def shard_bounds(tokens: int, workers: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Divide `tokens` tokens among `workers` workers.
 
     Args:
-        tokens: number of tokens of the sequences, padding included.
-        workers: number of workers in the group.
-        multiple: the shards of all workers but the last are multiples of this many tokens. Block-diagonal attention
+        tokens: the length of the sequences, padding included.
+        workers: the number of workers in the group.
+        multiple: the length of every shard is a multiple of this, except for the last shard. Block-diagonal attention
             needs this so that no block lies on two workers.
 
     Returns:
-        For every worker the first token of its shard and the token after its last one. Shards are as equal as the
-        multiple allows, the last worker also gets the remainder, and shards may be empty.
+        A pair (start, end) for each worker, in order of rank. Its shard has the tokens from `start` to `end` - 1. The
+        shards are as equal as the multiple allows, and the last shard also has the remainder. Shards may be empty.
     """
     whole = tokens // multiple
     starts = [multiple * -(-whole * rank // workers) for rank in range(workers)]
@@ -44,8 +44,10 @@ def shard_bounds(tokens: int, workers: int, multiple: int = 1) -> list[tuple[int
 def create_neighbor_group(size: int) -> dist.ProcessGroup:
     """Divide all workers into groups of `size` consecutive ranks, and return the group of this worker.
 
-    All workers of the run must call this, because it creates process groups. Raises ValueError if the number of workers
-    is not a multiple of size.
+    All workers of the run must call this, because it creates process groups.
+
+    Raises:
+        ValueError: if the number of workers is not a multiple of `size`.
     """
     workers = dist.get_world_size()
     if workers % size:
@@ -55,18 +57,19 @@ def create_neighbor_group(size: int) -> dist.ProcessGroup:
 
 
 def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, padding: int) -> dict[str, Any]:
-    """Return the shard of a fairseq batch that belongs to this worker.
+    """Cut this worker's shard out of a batch in fairseq's form.
 
     Args:
         sample: a batch with `net_input.src_tokens` (B, N), `nsentences` and an optional `target`. It is not modified.
         group: the workers that share the batch.
-        multiple: see `shard_bounds`.
+        multiple: the length of every shard is a multiple of this many tokens, except for the last shard.
         padding: the id of the padding symbol.
 
     Returns:
-        A batch with this worker's part of src_tokens, a `Shard` in `net_input`, and the number of its real tokens in
-        `ntokens`. A target of shape (B, N) is cut like the tokens. A target of another shape belongs to sentences: the
-        worker with the first token keeps it and `nsentences`; the remaining workers get 0 rows and nsentences = 0.
+        A new batch. `net_input` has the n tokens of the shard in src_tokens (B, n), and a `Shard` as its entry "shard".
+        `ntokens` is the number of these tokens that are not padding. A target of shape (B, N) is cut like the
+        tokens. A target of another shape has one row per sentence: the worker with the first token keeps it, and the
+        remaining workers get an empty target. `nsentences` is 0 for these remaining workers.
     """
     tokens = sample["net_input"]["src_tokens"]
     rank = dist.get_rank(group)
@@ -92,7 +95,7 @@ def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, p
 
 
 def _first_nonempty(bounds: list[tuple[int, int]]) -> int:
-    """Return the number of the first shard that contains tokens, or 0 if there are no tokens at all."""
+    """Return the rank of the first worker whose shard is not empty, or 0 if all shards are empty."""
     for rank, (start, end) in enumerate(bounds):
         if start < end:
             return rank

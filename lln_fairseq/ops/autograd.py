@@ -34,24 +34,24 @@ def hybrid_attention(
     The inputs must have passed `checks.check_inputs`, and `backend` must be a result of `choose_backend`. The first
     case that applies selects the implementation:
 
-    1. With an exchange between workers: the backend. A worker without tokens uses `no_tokens`, because the other
-       workers wait for its part.
-    2. Without elements, or if operations are traced or transformed with the backend "torch": the plain formula.
-    3. Under torch.compile with another backend: the backend as one operator in the compiled graph.
-    4. Otherwise: the backend, called directly.
+    1. The spec has an exchange between workers: the backend is called directly. A worker that holds no tokens calls
+       the module `no_tokens` instead, because the other workers wait for its sums.
+    2. The tensors have no elements, or the backend is "torch" and operations are traced or transformed: the plain
+       formula is computed.
+    3. torch.compile is tracing: the backend becomes one operator in the compiled graph.
+    4. In all other cases, the backend is called directly.
 
     Args:
         q, k, v: (B, H, N, D).
-        alpha, beta: (B, H). If both are None, they are matched to the moments of q and k (scope "head", constants
-            "calibrated"). With an exchange, both must be given.
+        alpha, beta: (B, H), or both None: then they are computed by moment matching with the scope "head" and the
+            constants "calibrated". With an exchange, they must not be None.
         mask: bool (B, N), True = padded, or None.
-        spec: the formula, its block size, dropout, joint offset, exchange and global tokens. Dropout without a seed
-            gets one from torch's random generator.
+        spec: the settings of the call. If it has dropout but no seed, a seed is drawn from torch's random generator.
         backend: "cpu", "triton" or "torch".
 
-    Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, or once with dropout, with an
-        exchange or under torch.compile.
-    Raises: ValueError if operations are traced or transformed and the spec has an exchange.
+    Returns: (B, H, N, D) in the dtype of q. With dropout, with an exchange and under torch.compile, it can be
+        differentiated only once; otherwise any number of times.
+    Raises: ValueError if the spec has an exchange and operations are traced or transformed.
     """
     if spec.exchange is not None:
         if is_traced_or_transformed(q, k, v, alpha, beta, mask):
@@ -78,7 +78,8 @@ def hybrid_attention(
 class HybridFunction(torch.autograd.Function):
     """Hybrid attention computed by a backend, as an autograd function.
 
-    It saves the inputs, the α and β that were used, and the tensors that the backend's forward returns for backward.
+    For the backward pass it saves the inputs, α and β even if the backend computed them, and the tensors that the
+    backend's `forward` returns as `saved`.
     """
 
     @staticmethod
@@ -114,7 +115,7 @@ def _backend_module(backend: str, q: Tensor) -> Any:
 
 
 def _with_offset(spec: HybridSpec, offset: Tensor | None) -> HybridSpec:
-    """Return a copy of the spec with this offset; the spec itself if the offset is None."""
+    """Return a copy of the spec with this offset, or the spec itself if the offset is None."""
     if offset is None:
         return spec
     return replace(spec, offset=offset)
@@ -124,11 +125,15 @@ def _with_offset(spec: HybridSpec, offset: Tensor | None) -> HybridSpec:
 def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     """Return the gradients of q, k, v, α, β and the joint offset.
 
-    The backend computes them. If the gradients must be differentiable (create_graph=True), or if the incoming gradient
-    is traced or transformed, the plain formula does.
+    The backend computes them, with two exceptions: if the gradients must be differentiable (create_graph=True), or if
+    the incoming gradient is traced or transformed, they are computed from the plain formula.
 
-    Returns: six entries. Each of the last three is None if it is not needed.
-    Raises: RuntimeError if the plain formula is needed, but the call had dropout or an exchange.
+    Args:
+        grad: the gradient of the output, (B, H, N, D).
+        ctx: the context that `HybridFunction.forward` filled.
+
+    Returns: six entries. The gradient of α, β or the offset is None if autograd does not need it.
+    Raises: RuntimeError if the plain formula would be needed for a call with dropout or an exchange.
     """
     q, k, v, alpha, beta, offset, mask, *saved = ctx.saved_tensors
     needed = ctx.needs_input_grad[:6]
@@ -151,17 +156,18 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
 def differentiable_gradients(
     formula: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Compute the gradients of formula(*inputs) for the incoming gradient `grad`, for use in a backward pass.
+    """Compute the gradients of formula(*inputs) with respect to the inputs, inside the backward pass of a function.
 
-    The result can be differentiated again if gradients are enabled at the call.
+    The gradients can be differentiated again if gradients are enabled during the call.
 
     Args:
-        formula: a function of the inputs in differentiable operations of torch.
-        inputs: tensors, or None for an input that is absent.
-        needed: for each input, True if its gradient is needed. An absent input must have False.
-        grad: the gradient of the result, in the shape of the result.
+        formula: a function of the inputs that uses only differentiable operations of torch.
+        inputs: the arguments of `formula`, each a tensor or None.
+        needed: for each input, True if its gradient is needed. It must be False for an input that is None.
+        grad: the gradient of the formula's result, in the shape of that result.
 
-    Returns: one entry for each input: None if its gradient is not needed or the result does not depend on it.
+    Returns: one gradient for each input. The gradient is None if it is not needed, or if the result of the formula does
+        not depend on the input.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():

@@ -18,13 +18,13 @@ def block_diag_attention(
     """Compute softmax(q kᵀ / √D) v inside consecutive blocks of `block_size` tokens; the last block may be shorter.
 
     Args:
-        q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
-        key_padding_mask: bool (B, N), True = padded. The result is 0 in a block without a real key.
-        block_size: tokens in a block; None = D, as in the code of the paper's authors.
-        dropout_p: probability of dropping an attention weight, drawn from torch's global generator.
+        q, k, v: (B, H, N, D) with any strides. The computation is in float32, or in float64 for float64 inputs.
+        key_padding_mask: bool (B, N), True = padded, or None. The result is 0 in a block whose keys are all padding.
+        block_size: tokens in a block, at least 1. None means D, as in the code of the paper's authors.
+        dropout_p: probability of dropping an attention weight, in [0, 1). torch's global generator decides which.
 
-    Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, with dropout once.
-    Raises: ValueError for invalid arguments.
+    Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, with dropout only once.
+    Raises: ValueError if a shape, dtype, device, block_size or dropout_p is invalid.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])

@@ -1,18 +1,23 @@
 """Causal LLN attention: every token attends to itself and to earlier tokens, in time linear in N.
 
-With x = α q, y = β k, and the running maximum M_id = max_{j <= i} y_jd of every feature d,
+Let x = α q and y = β k, and let M_id = max_{j <= i} y_jd be the running maximum of feature d. Then
 
-    out_i = Σ_{j <= i} Σ_d e^{x_id + y_jd - ρ_i} v_j / (the same sum without v_j)        ρ_i = max_d (x_id + M_id)
+    out_i = Σ_{j <= i} Σ_d e^{x_id + y_jd - ρ_i} v_j / divisor_i
+    divisor_i = Σ_{j <= i} Σ_d e^{x_id + y_jd - ρ_i}                    ρ_i = max_d (x_id + M_id)
 
-The tokens are processed in pieces. A piece of C tokens sees the earlier tokens as a state: R_d, the running maximum M_d
-at the last earlier token, and S_d = Σ_j e^{y_jd - R_d} (v_j, 1). Its own tokens contribute through the C x C matrix of
-the products of e^{x + r - ρ} and e^{y - r}, where r is M at the first row of the piece. The first factor is at most 1.
-The second is at most e^MAX_RISE, because a piece in which M rises by more is halved; a piece of one token has no rise.
-So a huge key does not reduce the precision of the rows before it. The backward pass needs one state for each piece, not
-for each token.
+The tokens are processed in pieces of C consecutive tokens. A piece sees the tokens before it only as a state:
 
-Backward pass: with K_ijd = e^{x_id + y_jd - ρ_i} and g_i = (do_i, -do_i · out_i) / divisor_i,
-dx_id = Σ_j K_ijd g_i · (v_j, 1),  dy_jd = Σ_i K_ijd g_i · (v_j, 1),  (dv_j, .) = Σ_id K_ijd g_i.
+    R_d = M_d at the last token before the piece          S_d = Σ_j e^{y_jd - R_d} (v_j, 1) over the tokens j before it
+
+where (v_j, 1) is v_j with a 1 appended. The piece's own tokens contribute through a C x C matrix, the product of the
+factors e^{x + r - ρ} and e^{y - r}, where r is M at the first row of the piece. The first factor is at most 1. The
+second factor is at most e^MAX_RISE, because a piece in which M rises by more than MAX_RISE is halved until it does not;
+M cannot rise inside a piece of one token. So a huge key does not reduce the precision of the rows before it. The
+backward pass needs one state for each piece, not for each token.
+
+Backward pass: let do be the gradient of out, K_ijd = e^{x_id + y_jd - ρ_i} and g_i = (do_i, -do_i · out_i) / divisor_i.
+Then dx_id = Σ_j K_ijd g_i · (v_j, 1) and dy_jd = Σ_i K_ijd g_i · (v_j, 1), and dv_j is Σ_id K_ijd g_i without its last
+number.
 """
 
 import math
@@ -28,17 +33,17 @@ from lln_fairseq.ops.backends import is_traced_or_transformed
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
 
-PIECE = 64  # tokens in a piece on a CPU, whose matrices fit the cache
+PIECE = 64  # tokens in a piece on a CPU, so that the matrices of a piece fit in the cache
 PIECE_ELSEWHERE = 256  # tokens in a piece on other devices, where each kernel launch costs time
 # A piece can multiply a sum by e^20. For values up to 1e28 the product stays below 3.4e38, float32's largest number.
 MAX_RISE = 20.0
 
 
 class CausalState(NamedTuple):
-    """The sums over earlier tokens that later tokens need.
+    """The sums over the earlier tokens that later tokens need.
 
-    maximum: R, (B, H, 1, D), -inf before the first real key.
-    sums: S, (B, H, D, D + 1); the last column is the sum for the normalizer.
+    maximum: the running maximum R, (B, H, 1, D); -inf as long as all keys were padding.
+    sums: S, (B, H, D, D + 1). The last column is the sum for the divisor.
     """
 
     maximum: Tensor
@@ -49,13 +54,16 @@ class _Piece(NamedTuple):
     """The results for one piece of C tokens."""
 
     out: Tensor  # (B, H, C, D)
-    row_max: Tensor  # ρ, (B, H, C, 1); inf for a row without a real key
-    divisor: Tensor  # (B, H, C, 1); 1 for a row without a real key
+    row_max: Tensor  # ρ, (B, H, C, 1); inf for a row that sees only padding
+    divisor: Tensor  # (B, H, C, 1); 1 for a row that sees only padding
     state: CausalState  # after the piece
 
 
 def empty_state(x: Tensor) -> CausalState:
-    """Return the state before the first token of x (B, H, N, D)."""
+    """Return the state before the first token: the maximum is -inf and the sums are 0.
+
+    x (B, H, N, D) only decides the sizes B, H and D, the dtype and the device.
+    """
     batch, heads, _, dim = x.shape
     return CausalState(x.new_full((batch, heads, 1, dim), -math.inf), x.new_zeros(batch, heads, dim, dim + 1))
 
@@ -66,8 +74,9 @@ def causal_attention(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     Args:
         x, y, v: (B, H, N, D), all in float32 or all in float64. A key with y = -inf in all features is padding.
 
-    Returns: (B, H, N, D); 0 in a row that sees only padding.
-    Raises: ValueError if operations are traced or transformed, because the pieces depend on the values of y.
+    Returns: (B, H, N, D) in the dtype of the inputs; 0 in a row that sees only padding.
+    Raises: ValueError if operations are traced or transformed, because the lengths of the pieces depend on the values
+        of y.
     """
     if is_traced_or_transformed(x, y, v):
         raise ValueError("causal attention cannot be traced, compiled or transformed: its pieces depend on the keys")
@@ -77,13 +86,13 @@ def causal_attention(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
 @torch.no_grad()
 @without_autocast
 def continue_causal(x: Tensor, y: Tensor, v: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:
-    """Compute `causal_attention` of tokens that follow those in a state, without gradients.
+    """Compute `causal_attention` for new tokens after the tokens that a state summarizes, without gradients.
 
     Args:
-        x, y, v: (B, H, N, D) of the new tokens, N may be 0.
-        state: the state after the earlier tokens; it is not changed.
+        x, y, v: of the new tokens only, (B, H, N, D); N may be 0.
+        state: the state after the earlier tokens. It is not changed.
 
-    Returns: the result for the new tokens, (B, H, N, D), and the state after them.
+    Returns: the output of the new tokens, (B, H, N, D), and the state after them.
     """
     pieces = list(_pieces(x, y, v, _cuts(y, state), state))
     if pieces:
@@ -95,14 +104,15 @@ def continue_causal(x: Tensor, y: Tensor, v: Tensor, state: CausalState) -> tupl
 def scale_inputs(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x = α q, y = β k and v as `causal_attention` takes them.
+    """Return the arguments x = α q, y = β k and v of `causal_attention`.
 
     Args:
         q, k, v: (B, H, N, D).
         alpha, beta: tensors that broadcast to (B, H, N).
-        mask: bool (B, N), True = padded, or None. Padded tokens get y = -inf, v = 0 and a finite x.
+        mask: bool (B, N), True = padded, or None.
 
-    Returns: three tensors (B, H, N, D) in float64 if q is float64, otherwise in float32.
+    Returns: three tensors (B, H, N, D) in float64 if q is float64, otherwise in float32. For padding tokens, x is
+        finite, y = -inf and v = 0.
     """
     dtype = compute_dtype(q.dtype)
     q, k, v = clear_padding(q.to(dtype), k.to(dtype), v.to(dtype), mask)
@@ -116,7 +126,8 @@ def scale_inputs(
 class CausalFunction(torch.autograd.Function):
     """Causal LLN attention with a backward pass in closed form.
 
-    It saves the inputs, the result, ρ and the divisor (B, H, N, 1) of every row, and the state before every piece.
+    For the backward pass it saves the inputs, the output, ρ and the divisor of every row, both (B, H, N, 1), and the
+    state before every piece.
     """
 
     @staticmethod
@@ -140,7 +151,7 @@ class CausalFunction(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Return the gradients of x, y and v, from differentiable operations if create_graph=True."""
+        """Return the gradients of x, y and v. With create_graph=True, they can be differentiated again."""
         x, y, v, *saved = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return _backward(x, y, v, saved, ctx.cuts, grad)
@@ -152,10 +163,16 @@ class CausalFunction(torch.autograd.Function):
 
 
 def _cuts(y: Tensor, state: CausalState) -> list[tuple[int, int]]:
-    """Return the (start, stop) of every piece, such that no running maximum rises by more than MAX_RISE inside one.
+    """Divide the tokens into pieces in which no running maximum rises by more than MAX_RISE.
 
-    Pieces start with PIECE tokens on a CPU and PIECE_ELSEWHERE on other devices (the last may be shorter). A piece in
-    which a maximum rises by more is halved, as often as necessary. y: (B, H, N, D).
+    At first, every piece has PIECE tokens on a CPU and PIECE_ELSEWHERE tokens on other devices; the last piece may be
+    shorter. Then a piece in which a maximum rises too far is halved, as often as necessary.
+
+    Args:
+        y: (B, H, N, D).
+        state: the state before the first of these tokens.
+
+    Returns: (start, stop) of every piece, in ascending order; an empty list for N = 0.
     """
     size = PIECE if y.device.type == "cpu" else PIECE_ELSEWHERE
     length = y.shape[2]
@@ -175,15 +192,15 @@ def _cuts(y: Tensor, state: CausalState) -> list[tuple[int, int]]:
 
 
 def _rises_too_far(y: Tensor, before: Tensor, cuts: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return for every piece whether a running maximum rises by more than MAX_RISE after the piece's first row.
+    """Return True for every piece in which a running maximum rises by more than MAX_RISE after the first row.
 
-    A rise from -inf to a finite value is infinite. A rise from -inf to -inf is NaN and counts as none. The call
-    synchronizes with the device once.
+    A rise from -inf to a finite value counts as infinite, and a maximum that stays -inf counts as no rise. The host
+    waits for the device once.
 
     Args:
         y: (B, H, N, D).
         before: the running maximum before the first piece, (B, H, 1, D).
-        cuts: (start, stop) of the pieces, none of them empty.
+        cuts: (start, stop) of the pieces. No piece may be empty.
     """
     if not cuts:
         return []
@@ -196,7 +213,13 @@ def _rises_too_far(y: Tensor, before: Tensor, cuts: Sequence[tuple[int, int]]) -
 
 
 def _pieces(x: Tensor, y: Tensor, v: Tensor, cuts: Sequence[tuple[int, int]], state: CausalState) -> Iterator[_Piece]:
-    """Compute the pieces one after the other, each from the state after the one before it."""
+    """Yield the results of the pieces in order. Each piece continues from the state that the previous piece left.
+
+    Args:
+        x, y, v: (B, H, N, D).
+        cuts: (start, stop) of every piece.
+        state: the state before the first piece.
+    """
     for start, stop in cuts:
         piece = _piece(x[:, :, start:stop], y[:, :, start:stop], v[:, :, start:stop], state)
         yield piece
@@ -204,17 +227,21 @@ def _pieces(x: Tensor, y: Tensor, v: Tensor, cuts: Sequence[tuple[int, int]], st
 
 
 def _piece(x: Tensor, y: Tensor, v: Tensor, state: CausalState) -> _Piece:
-    """Compute one piece, x, y, v (B, H, C, D), from the state before it.
+    """Compute the results for one piece of C tokens.
 
-    It is differentiable. Maxima are detached, because the result does not depend on them. A row without a real key has
-    ρ = inf and the divisor 1, so that its result is 0.
+    They are differentiable. Gradients do not flow through the maxima, because the output does not depend on them. A row
+    that sees only padding gets ρ = inf and the divisor 1, so that its output is 0.
+
+    Args:
+        x, y, v: of the tokens of the piece, (B, H, C, D).
+        state: the state before the piece.
     """
     values = F.pad(v, (0, 1), value=1.0)
     maxima = y.detach().cummax(dim=2).values.maximum(state.maximum)
     first_max = maxima[:, :, :1]
     last_max = maxima[:, :, -1:]
     row_max = (x.detach() + maxima).amax(dim=-1, keepdim=True)
-    row_max = row_max.masked_fill(row_max == -math.inf, math.inf)  # a row without a real key: e^-inf = 0
+    row_max = row_max.masked_fill(row_max == -math.inf, math.inf)  # a row that sees only padding: e^-inf = 0
     b, w, before = _factors(x, y, row_max, first_max, state)
     total = (b @ w.mT).tril() @ values + b @ before
     divisor = total[..., -1:].masked_fill(row_max == math.inf, 1.0)
@@ -225,39 +252,48 @@ def _piece(x: Tensor, y: Tensor, v: Tensor, state: CausalState) -> _Piece:
 def _factors(
     x: Tensor, y: Tensor, row_max: Tensor, first_max: Tensor, state: CausalState
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return e^{x + r - ρ}, e^{y - r} (B, H, C, D), and the state's sums relative to r instead of R.
+    """Return the factors e^{x + r - ρ} and e^{y - r} of a piece, and the sums of the state relative to r instead of R.
 
-    r is `first_max` (B, H, 1, D), the running maximum at the first row of the piece; where it is -inf, 0 is used. ρ is
-    `row_max` (B, H, C, 1); where it is inf, the first factor is 0.
+    Args:
+        x, y: (B, H, C, D).
+        row_max: ρ, (B, H, C, 1). Where it is inf, the first factor is 0.
+        first_max: r, the running maximum at the first row of the piece, (B, H, 1, D). Where it is -inf, r = 0.
+        state: the state before the piece.
+
+    Returns: both factors, (B, H, C, D), and the sums Σ_j e^{y_j - r} (v_j, 1) over the tokens before the piece,
+        (B, H, D, D + 1).
     """
     r = _finite(first_max)
     return (x + (r - row_max)).exp(), (y - r).exp(), _decay(state.maximum, first_max) * state.sums
 
 
 def _decay(old: Tensor, new: Tensor) -> Tensor:
-    """Return e^{old - new}, (B, H, D, 1), by which sums relative to `old` become relative to `new`.
+    """Return e^{old - new}, the factor that turns sums relative to the maximum `old` into sums relative to `new`.
 
-    Both are maxima (B, H, 1, D) with old <= new. The result is 0 where `old` is -inf.
+    Args:
+        old, new: maxima, (B, H, 1, D), with old <= new.
+
+    Returns: (B, H, D, 1), so that it multiplies the rows of the sums; 0 where `old` is -inf.
     """
     return (old - _finite(new)).exp().mT
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """Replace -inf, the maximum over no key, by 0."""
+    """Return the maximum with 0 in place of -inf, which is the maximum if all keys were padding."""
     return maximum.masked_fill(maximum == -math.inf, 0.0)
 
 
 def _backward(
     x: Tensor, y: Tensor, v: Tensor, saved: Sequence[Tensor], cuts: Sequence[tuple[int, int]], grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of x, y and v, from the last piece to the first.
+    """Return the gradients of x, y and v, all (B, H, N, D). They are computed from the last piece to the first.
 
     Args:
         x, y, v: (B, H, N, D).
-        saved: out, ρ and the divisor, followed by the maximum and the sums of the state before the first piece, those
-            before the second, and so on.
+        saved: the output, ρ and the divisor, and then for every piece the maximum and the sums of the state before the
+            piece, as one flat list.
         cuts: (start, stop) of every piece.
-        grad: the gradient of the result, (B, H, N, D).
+        grad: the gradient of the output, (B, H, N, D).
     """
     dx = torch.empty_like(x)
     dy = torch.empty_like(y)

@@ -9,8 +9,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
-    """Raise ValueError unless q, k, v share one shape (B, H, N, D) with D > 0, one dtype of DTYPES and one device,
-    and the mask is None or bool (B, N) on that device.
+    """Raise ValueError if the inputs of an attention function do not fit together.
+
+    Args:
+        q, k, v: must all have the same shape (B, H, N, D) with D > 0, the same dtype, one of DTYPES, and the same
+            device.
+        key_padding_mask: must be None, or bool (B, N) on the device of q.
     """
     mask = key_padding_mask
     if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape or q.shape[3] == 0:
@@ -30,7 +34,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | Non
 
 
 def check_block_size(block_size: int | None, head_dim: int) -> int:
-    """Return the block size, or the head dimension for None; raise ValueError if it is below 1."""
+    """Return block_size, or head_dim if block_size is None. Raise ValueError if block_size is below 1."""
     if block_size is None:
         return head_dim
     if block_size < 1:
@@ -45,19 +49,21 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
-    """Return a number or tensor such as α as one value for each sequence and head.
+    """Return a parameter of the heads, such as α, as a tensor with one value for each sequence and head.
 
     Args:
         x: a number, or a tensor that broadcasts to (B, H).
         q: (B, H, N, D).
-        name: the argument's name, for the error message.
+        name: the name of the argument x, for the error message.
 
-    Returns: (B, H) on the device of q, in float32 (float64 for float64 q); a view of x if its dtype and device match.
+    Returns: (B, H) on the device of q, in float32, or in float64 if q is float64. If x is a tensor with that dtype and
+        device, the result is a view of x.
     Raises: ValueError if x does not broadcast to (B, H).
     """
     dtype = compute_dtype(q.dtype)
     if isinstance(x, int | float):
-        x = torch.full((), x, dtype=dtype, device=q.device)  # made on the device: a copy from the host would wait
+        # Created on the device, because a copy from the host would wait for the device.
+        x = torch.full((), x, dtype=dtype, device=q.device)
     else:
         x = torch.as_tensor(x, dtype=dtype, device=q.device)
     try:

@@ -12,14 +12,15 @@ _R = TypeVar("_R")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which inputs of `dtype` are computed: float64 for float64, else float32."""
+    """Return the dtype in which attention of inputs of `dtype` is computed: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function so that it runs without autocast, which would round its products to half precision.
+    """Decorate a function so that it runs without autocast.
 
-    Autocast is disabled on the devices of all arguments that are tensors. Tensors inside other arguments do not count.
+    Autocast would round the products of the function to half precision. It is disabled for the device types of all
+    arguments that are tensors. Tensors inside lists or other objects are not looked at.
     """
 
     @functools.wraps(function)
@@ -36,6 +37,7 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _call_without_autocast(device: str, function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
-    """Call the function with autocast disabled on one type of device."""
-    with torch.autocast(device, enabled=False):  # not an ExitStack for all devices: torch.compile cannot trace one
+    """Call the function with autocast disabled for one device type, such as "cuda", and return its result."""
+    # The wrappers are nested, because torch.compile cannot trace an ExitStack that disables autocast for all devices.
+    with torch.autocast(device, enabled=False):
         return function(*args, **kwargs)

@@ -1,15 +1,18 @@
-"""Exchanges between workers that share sequences: each holds consecutive tokens of them, in the order of ranks.
+"""Exchanges between the workers that share sequences.
 
-LLN attention needs the other workers' tokens only as sums over the tokens. For G = B H heads of dimension D, a worker
-sends
+Each worker holds consecutive tokens of every sequence, in the order of the workers' ranks. LLN attention needs only
+sums over the tokens of the other workers. For G = B H heads of dimension D, a worker sends
 
-    moments    (2, 3, B, H)      all-reduce    Σ 1, Σ x, Σ x² of q and of k, if α and β are matched to them
-    forward    (G, D + 2, D)     all-gather    max_j β k_j, Σ_j e^(β k_j - max), and the state S = Wᵀ v of its keys
-    backward   (G, D + 1, D)     all-reduce    dS = Aᵀ do and g (see backends/pytorch/lln.py) of its queries
+    moments    (2, 3, B, H)      all-reduce    the number of elements, Σ x and Σ x², for x = q and for x = k; only if
+                                               α and β are computed by moment matching
+    forward    (G, D + 2, D)     all-gather    the sums over its keys: the maximum max_j β k_j of each feature,
+                                               Σ_j e^(β k_j - maximum), and the state S = Wᵀ v
+    backward   (G, D + 1, D)     all-reduce    the sums over its queries: dS = Aᵀ do, the gradient of the state, and
+                                               g = -dL, the negated gradient of L (backends/pytorch/lln.py)
 
-The size does not depend on the number of tokens (as in LASP-2, arXiv 2502.07563, whose states have no normalizer).
-The moments are float64, the rest is float32 (float64 for float64 inputs). Block-diagonal attention needs no exchange
-as long as no block lies on two workers.
+The sizes do not depend on the number of tokens. LASP-2 (arXiv 2502.07563) exchanges its states in the same way, but has
+no normalizer. The moments are sent in float64, all other sums in float32, or in float64 for float64 inputs.
+Block-diagonal attention needs no exchange, because a block never lies on two workers.
 """
 
 import math
@@ -22,11 +25,14 @@ from torch import Tensor
 
 
 class WorkerLost(dist.DistNetworkError):
-    """An exchange failed: another worker has ended, or does not answer within the timeout."""
+    """An exchange failed because another worker has ended, or did not answer within the timeout."""
 
 
 class Exchange:
-    """Combines this worker's sums with those of its process group, whose workers must all make the same calls."""
+    """Combines the sums of this worker with the sums of the other workers in its process group.
+
+    Every method waits for the other workers: all workers of the group must make the same calls in the same order.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -34,9 +40,11 @@ class Exchange:
         self.workers = dist.get_world_size(group)
 
     def sum(self, *tensors: Tensor) -> list[Tensor]:
-        """Return each tensor summed over the workers.
+        """Return the sum of each tensor over the workers, in the order of the arguments.
 
-        The tensors have one dtype and any shapes, the same on all workers. They are not changed.
+        The tensors must have the same dtype, and the same shapes on all workers. They are not changed.
+
+        Raises: WorkerLost if another worker has ended or does not answer.
         """
         packed = torch.cat([x.flatten() for x in tensors])
         self._call(dist.all_reduce, packed)
@@ -44,14 +52,19 @@ class Exchange:
         return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
     def merge_states(self, maximum: Tensor, total: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Merge the sums over this worker's keys with those of the other workers' keys.
+        """Merge the sums over this worker's keys with the sums over the keys of the other workers.
+
+        Padding keys do not count. The arguments are not changed.
 
         Args:
-            maximum: t = max_j β k_j over the worker's real keys, (..., D).
-            total: Σ_j e^(β k_j - t), (..., D). If it is 0, the worker has no real key, and `maximum` is ignored.
-            state: Wᵀ v, normalized by the worker's own total, (..., D, D); finite also for a worker without a key.
+            maximum: the maximum of β k_j over the keys of this worker, (..., D). It is ignored where `total` is 0.
+            total: Σ_j e^(β k_j - maximum), (..., D). It is 0 if all keys of this worker are padding.
+            state: the state Wᵀ v of this worker, normalized by `total`, (..., D, D). It must be finite even if all keys
+                are padding.
 
-        Returns: maximum, total and state over the keys of all workers; 0 if no worker has a real key.
+        Returns: the maximum, the total and the state over the keys of all workers, in the shapes of the arguments. All
+            three are 0 if all keys of all workers are padding.
+        Raises: WorkerLost if another worker has ended or does not answer.
         """
         packed = torch.cat([maximum[..., None, :], total[..., None, :], state], dim=-2).contiguous()
         gathered = packed.new_empty(self.workers, *packed.shape)
@@ -66,7 +79,10 @@ class Exchange:
         return maximum, total, (weights[..., None] * states).sum(dim=0)
 
     def _call(self, collective: Callable, *tensors: Any) -> None:
-        """Call a collective of torch.distributed, which may fill the tensors; raise WorkerLost if it fails."""
+        """Call a collective operation of torch.distributed in this group. Raise WorkerLost if it fails.
+
+        The tensors are the arguments of the operation, including those that it writes to.
+        """
         try:
             collective(*tensors, group=self.group)
         except RuntimeError as error:
@@ -78,17 +94,16 @@ class Exchange:
 
 
 def create_exchange(group: dist.ProcessGroup | None, q: Tensor, block_size: int = 1) -> Exchange | None:
-    """Return the exchange for this worker's tokens.
-
-    Returns None without a group, for a group of one worker, and for a batch without sequences or heads.
+    """Return the exchange between this worker and the others of its group, or None if no exchange is needed.
 
     Args:
         group: the workers that share the sequences, or None.
         q: (B, H, N, D), the queries of this worker's tokens.
-        block_size: tokens in a block.
+        block_size: tokens in a block; 1 if the call has no blocks.
 
-    Raises: ValueError if this worker is not in the group, or if it is not the last one and its number of tokens is not
-        a multiple of block_size, so that a block would lie on two workers.
+    Returns: None if there is no group, if the group has only one worker, or if B or H is 0.
+    Raises: ValueError if `group` is not a process group that includes this worker. ValueError on every worker but the
+        last if its number of tokens is not a multiple of block_size, because a block would then lie on two workers.
     """
     if group is None:
         return None

@@ -29,13 +29,15 @@ def hybrid_formula(
 ) -> Tensor:
     """Compute the hybrid of LLN and block-diagonal attention that `spec` describes.
 
+    The computation is in float32, or in float64 for float64 inputs.
+
     Args:
         q, k, v: (B, H, N, D); N may be 0.
         alpha, beta: (B, H).
         mask: bool (B, N), True = padded, or None.
-        spec: without an exchange. Dropout is drawn from torch's generator; the seed is ignored.
+        spec: the settings of the call, without an exchange. The seed is ignored: dropout uses torch's generator.
 
-    Returns: (B, H, N, D) in the dtype of q; computed in float32 (float64 for float64 inputs).
+    Returns: (B, H, N, D) in the dtype of q.
     """
     dtype = compute_dtype(q.dtype)
     queries, keys, values = clear_padding(q.to(dtype), k.to(dtype), v.to(dtype), mask)
@@ -51,7 +53,10 @@ def hybrid_formula(
 
 
 def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: HybridSpec) -> Tensor:
-    """Compute softmax(q kᵀ / √D) v inside blocks, (B, H, N, D); 0 in a block without a real key."""
+    """Compute softmax(q kᵀ / √D) v inside the blocks, for q, k and v (B, H, N, D).
+
+    Returns: (B, H, N, D), without diag_weight; 0 in a block whose keys are all padding.
+    """
     length = q.shape[2]
     padding, q, k, v = _split_into_blocks(mask, spec.block_size, q, k, v)
     p = _probabilities(q @ k.mT / math.sqrt(q.shape[-1]), padding, spec)
@@ -59,11 +64,18 @@ def _block_diag(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Hybr
 
 
 def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: HybridSpec) -> Tensor:
-    """Compute the joint form (ops/joint.py), (B, H, N, D), from the factors a, w of P = A Wᵀ, each (B, H, N, D)."""
+    """Compute the joint form of ops/joint.py.
+
+    Args:
+        a, w: the factors of the LLN matrix P = A Wᵀ, both (B, H, N, D).
+        q, k, v: (B, H, N, D), cleared by `clear_padding`.
+
+    Returns: (B, H, N, D).
+    """
     assert spec.offset is not None
     length = q.shape[2]
     total = a @ w.sum(dim=2)[..., None]
-    # The rows of P sum to 1 already. The division makes their derivatives follow from that too.
+    # The rows of P sum to 1 even without this division. With it, the derivatives take that into account too.
     a = a / total.masked_fill(total == 0, 1.0)
     state = (w.mT @ v)[:, :, None]
     global_padding = _global_padding(mask, q, spec)
@@ -91,7 +103,10 @@ def _joint(a: Tensor, w: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
 
 
 def _global_padding(mask: Tensor | None, q: Tensor, spec: HybridSpec) -> Tensor:
-    """Return `global_key_padding` as (B, 1, blocks, 1, E); E is 0 if no block has global keys. q: (B, H, N, D)."""
+    """Return the result of `global_key_padding` as (B, 1, blocks, 1, E), for q (B, H, N, D).
+
+    E is the result of `count_global_keys`, or 0 if the spec has no global tokens.
+    """
     length = q.shape[2]
     size = max(1, min(spec.block_size, length))
     count = 0
@@ -103,14 +118,27 @@ def _global_padding(mask: Tensor | None, q: Tensor, spec: HybridSpec) -> Tensor:
 
 
 def _times_all_blocks(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply the rows of every block, x (B, H, blocks, size, n), by one matrix per head, y (B, H, n, m)."""
+    """Multiply the rows of every block by one matrix per head.
+
+    Args:
+        x: the rows of the blocks, (B, H, blocks, size, n).
+        y: the matrices, (B, H, n, m).
+
+    Returns: (B, H, blocks, size, m).
+    """
     return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
 
 
 def _split_into_blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -> list[Tensor]:
-    """Return the padding as (B, 1, blocks, 1, size), followed by the tensors (B, H, N, D) as (B, H, blocks, size, D).
+    """Split the tokens of the mask and of the tensors into blocks of `size` = min(block_size, N) tokens.
 
-    The last block is filled up with padded tokens of value 0. No block is longer than the sequence.
+    The last block is filled up with padding tokens, whose values are 0.
+
+    Args:
+        mask: bool (B, N), True = padded, or None.
+        tensors: each (B, H, N, D).
+
+    Returns: the padding as bool (B, 1, blocks, 1, size), then the tensors as (B, H, blocks, size, D).
     """
     length = tensors[0].shape[2]
     size = max(1, min(block_size, length))
@@ -122,6 +150,13 @@ def _split_into_blocks(mask: Tensor | None, block_size: int, *tensors: Tensor) -
 
 
 def _probabilities(scores: Tensor, padding: Tensor, spec: HybridSpec) -> Tensor:
-    """Return the softmax of every block's scores (B, H, blocks, size, keys) with dropout; 0 for padded keys."""
+    """Return the softmax of the scores over the keys, after dropout with spec.dropout_p.
+
+    Args:
+        scores: (B, H, blocks, size, keys).
+        padding: bool, broadcasts to the scores. Where it is True, the probability is 0.
+
+    Returns: the probabilities, in the shape of the scores.
+    """
     scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
     return F.dropout(scores.softmax(dim=-1).masked_fill(padding, 0.0), spec.dropout_p)

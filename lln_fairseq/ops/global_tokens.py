@@ -1,7 +1,8 @@
-"""Global tokens of LLN+Diag: the first tokens of a sequence, which attend to all tokens by softmax, and all to them.
+"""Global tokens of LLN+Diag: the first M tokens of a sequence, if the call has global tokens.
 
-As keys, they are added to the keys of every block of the joint form (ops/joint.py). As queries, they attend to all keys
-by softmax, which this module computes outside of the backends, at the cost of M x N scores.
+As keys, the global tokens are added to the keys of every block of the joint form (ops/joint.py), so that all tokens
+attend to them by softmax. As queries, they attend to all keys by softmax. The backends do not compute these rows of the
+output: `attend_from_global_tokens` does, at the cost of M x N scores.
 """
 
 from operator import index
@@ -24,14 +25,16 @@ def check_global_tokens(
     """Return the number of global tokens of every sequence, and an upper bound of these numbers.
 
     Args:
-        global_tokens: a number, an integer tensor (B,), or None.
-        mix: the mix of the call; only the joint mixes can have global tokens.
+        global_tokens: the number of global tokens of every sequence: an int for all sequences, an integer tensor (B,),
+            or None for no global tokens. A number above N counts as N.
+        mix: the mix of the call. Only "joint" and "joint_offset" can have global tokens.
         q: (B, H, N, D).
-        other_inputs: the other tensors of the call. If one of them is traced or transformed, the values of
-            global_tokens are not read: they are not checked, and the bound is N.
+        other_inputs: the other tensors of the call. If any tensor of the call is traced or transformed, the values of a
+            tensor `global_tokens` cannot be read: they are not checked, and the upper bound is N.
 
-    Returns: int64 (B,) on the device of q, and the bound; larger values become N. (None, 0) if no token is global.
-    Raises: ValueError if global_tokens is negative or has another type or shape, or if the mix is not a joint mix.
+    Returns: the numbers as int64 (B,) on the device of q, and the upper bound. (None, 0) if no token is global.
+    Raises: ValueError if a number is negative, if the tensor is not an integer tensor (B,), or if the mix cannot have
+        global tokens. TypeError if global_tokens is neither an integer nor a tensor.
     """
     if global_tokens is None:
         return None, 0
@@ -80,16 +83,17 @@ def attend_from_global_tokens(
     max_global_tokens: int,
     dropout_p: float,
 ) -> Tensor:
-    """Replace the rows of the global queries in `out` by softmax attention over all real keys, in place.
+    """Overwrite the rows of the global queries in `out` with softmax attention over all keys that are not padding.
 
     Args:
-        out, q, k, v: (B, H, N, D).
+        out: the output of the other queries, (B, H, N, D). It is changed in place.
+        q, k, v: (B, H, N, D).
         mask: bool (B, N), True = padded, or None.
         global_tokens: int64 (B,), the number of global tokens of every sequence.
-        max_global_tokens: an upper bound of them.
+        max_global_tokens: an upper bound of these numbers.
         dropout_p: probability of dropping an attention weight.
 
-    Returns: `out`. Without dropout, it can be differentiated any number of times.
+    Returns: `out`. It can be differentiated any number of times, with dropout only once.
     """
     queries = q[:, :, :max_global_tokens]
     if dropout_p or is_traced_or_transformed(out, q, k, v, mask, global_tokens):
@@ -103,7 +107,16 @@ def attend_from_global_tokens(
 
 
 def _attend_to_all_keys(queries: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float = 0.0) -> Tensor:
-    """Compute softmax attention of the first M queries (B, H, M, D) over all real keys, (B, H, M, D)."""
+    """Compute softmax attention of the first M queries over all keys that are not padding.
+
+    Args:
+        queries: (B, H, M, D).
+        k, v: (B, H, N, D); their padding may hold any values.
+        mask: bool (B, N), True = padded, or None.
+        dropout_p: probability of dropping an attention weight.
+
+    Returns: (B, H, M, D).
+    """
     if mask is not None:
         padded = mask[:, None, :, None]
         queries = clear_queries(queries, padded[:, :, : queries.shape[2]])
@@ -113,10 +126,10 @@ def _attend_to_all_keys(queries: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
 
 
 class _GlobalRows(torch.autograd.Function):
-    """`_attend_to_all_keys` without dropout, with derivatives of any order.
+    """`_attend_to_all_keys` without dropout, as an autograd function with derivatives of any order.
 
     torch's fused attention has only first derivatives. The forward pass cannot know whether the gradients will be
-    differentiated again, so it saves only the inputs, and the backward pass computes the rows again.
+    differentiated again. So it saves only the inputs, and the backward pass computes the output again.
     """
 
     @staticmethod
@@ -131,7 +144,12 @@ class _GlobalRows(torch.autograd.Function):
 
 @without_autocast
 def _gradients(grad: Tensor, ctx: Any) -> list[Tensor | None]:
-    """Return the gradients with respect to the queries, k and v; those that are not needed are None."""
+    """Return the gradients of the queries, k and v. A gradient that is not needed is None.
+
+    Args:
+        grad: the gradient of the output, (B, H, M, D).
+        ctx: the context that `_GlobalRows.forward` filled.
+    """
     queries, k, v, mask = ctx.saved_tensors
     create_graph = torch.is_grad_enabled() or is_traced_or_transformed(grad)
 

@@ -1,23 +1,27 @@
 """The joint form of LLN+Diag: softmax inside the query's block and LLN outside it, in rows that sum to 1.
 
-Let P = A Wᵀ be the LLN matrix, D the matrix of softmax inside the blocks, u_i = 1 - Σ_{j in block(i)} P_ij the mass
-that LLN gives to the keys outside the block of query i, and O_i = Σ_{j outside} P_ij v_j. Then
+Let P = A Wᵀ be the LLN matrix (ops/lln.py) and Diag the matrix of the softmax inside the blocks. For query i, LLN gives
+the mass u_i = 1 - Σ_{j in block(i)} P_ij to the keys outside the query's block. These keys contribute
+O_i = Σ_{j outside} P_ij v_j to the LLN output. The joint form is
 
-    out_i = (1 - c_i u_i) (D v)_i + c_i O_i        c = 1 / max(u + (1 - u) e^-o, 1/16)
+    out_i = (1 - c_i u_i) (Diag v)_i + c_i O_i        c = 1 / max(u + (1 - u) e^-o, 1/16)
 
 The weight c multiplies everything outside the block. The offset o of a head shifts the log-odds of attending outside
-the block: its odds are e^o times those of LLN.
+the block: the odds are e^o times the odds of LLN.
 
-The minimum of 1/16 limits the outside to 16 u. Without it, a large o could give half of all attention to the first
-token after a block, and rounding would decide how much: u and O are computed as a total minus the block, with an error
-of 1e-7 in float32 and 1e-3 in float16, which c multiplies. An offset of up to log 16 = 2.77 never reaches the minimum.
+The minimum of 1/16 in the divisor limits the mass outside the block to 16 u. Without this limit, a large o could give
+half of all attention to the first token after a block, and rounding would decide how much: u and O are computed as a
+total minus the block's part, with an error of 1e-7 in float32 and 1e-3 in float16, and c multiplies this error. Offsets
+up to log 16 = 2.77 never reach the minimum.
 
-Two kinds of blocks are set exactly, without rounding. If a block has all real keys of its sequence, c = 0, which is
-softmax attention. If it has no real key, c = 1, which is LLN attention.
+For two kinds of blocks, c is set exactly, so that rounding has no influence. If all keys of the sequence that are not
+padding lie in the block, c = 0, which is softmax attention. If all keys of the block are padding, c = 1, which is LLN
+attention.
 
-With m global tokens, the first m tokens of the sequence are keys of every block: wherever the block's keys are meant
-above, they are the block's own tokens and the first min(m, s) tokens, where s is the first token of the block. No key
-counts twice. Global queries are not part of this form: they attend to all keys by softmax (ops/global_tokens.py).
+With m global tokens, the first m tokens of the sequence are keys of every block. In the definitions above, "the block"
+then stands for the block's own tokens and the first min(m, s) tokens of the sequence, where s is the position of the
+block's first token. So no key counts twice. The rows of global queries are not part of this form: global queries attend
+to all keys by softmax (ops/global_tokens.py).
 """
 
 from typing import NamedTuple
@@ -31,17 +35,20 @@ FLOOR = 2.0**-4  # the minimum of the divisor; csrc/joint.h and the Triton kerne
 
 
 class BlockKinds(NamedTuple):
-    """Marks the blocks whose c is set exactly: two bool tensors that broadcast to u, never both True."""
+    """Marks the blocks whose weight c is set exactly. Both tensors are bool and broadcast to u, and never both True."""
 
-    all_keys: Tensor  # True for a block that holds all real keys of its sequence, at least one
-    no_key: Tensor  # True for a block without a real key
+    all_keys: Tensor  # True for a block with all keys of its sequence that are not padding, and at least one such key
+    no_key: Tensor  # True for a block whose keys are all padding
 
 
 def classify_blocks(padding: Tensor, global_padding: Tensor | None = None) -> BlockKinds:
-    """Return the kinds of blocks, bool (..., blocks), from the padding of their keys.
+    """Return the kind of every block from the padding of its keys.
 
-    padding is bool (..., blocks, tokens of a block), True = padded. global_padding is the result of
-    `global_key_padding`, (..., blocks, E), or None if there are no global tokens.
+    Args:
+        padding: bool (..., blocks, tokens of a block), True = padded.
+        global_padding: the result of `global_key_padding`, bool (..., blocks, E), or None without global tokens.
+
+    Returns: two tensors, bool (..., blocks).
     """
     real = (~padding).sum(dim=-1)
     all_real = real.sum(dim=-1, keepdim=True)
@@ -54,7 +61,12 @@ def classify_blocks(padding: Tensor, global_padding: Tensor | None = None) -> Bl
 def count_global_keys(max_global_tokens: int, length: int, block_size: int) -> int:
     """Return E, the number of tokens at the start of a sequence that are global keys of at least one block.
 
-    These are the global tokens before the last block. The block size is at most the length.
+    These are the global tokens before the last block.
+
+    Args:
+        max_global_tokens: an upper bound of the global tokens of a sequence.
+        length: N, the number of tokens.
+        block_size: tokens of a block, at most N.
     """
     if length == 0:
         return 0
@@ -63,9 +75,7 @@ def count_global_keys(max_global_tokens: int, length: int, block_size: int) -> i
 
 
 def global_key_padding(global_tokens: Tensor, mask: Tensor | None, q: Tensor, block_size: int, num_keys: int) -> Tensor:
-    """Return which of the first E tokens are no global key of a block, bool (B, blocks, E).
-
-    True marks a padded token, one that is not global, and one that does not lie before the block.
+    """Return, for every block, which of the first E tokens of the sequence are not global keys of that block.
 
     Args:
         global_tokens: the number of global tokens of every sequence, (B,).
@@ -73,6 +83,8 @@ def global_key_padding(global_tokens: Tensor, mask: Tensor | None, q: Tensor, bl
         q: (B, H, N, D); only its shape and device matter.
         block_size: tokens of a block, at most N.
         num_keys: E, the result of `count_global_keys`.
+
+    Returns: bool (B, blocks, E). True marks a token that is padding, is not global, or does not lie before the block.
     """
     length = q.shape[2]
     token = torch.arange(num_keys, device=q.device)
@@ -83,23 +95,33 @@ def global_key_padding(global_tokens: Tensor, mask: Tensor | None, q: Tensor, bl
 
 
 def outside_mass(inside: Tensor) -> Tensor:
-    """Return u (..., queries, 1), clamped to [0, 1], from the block's part of P, `inside` (..., queries, keys)."""
+    """Return u, the mass that LLN gives to the keys outside the block, clamped to [0, 1].
+
+    Args:
+        inside: the part of P inside the block, (..., queries, keys).
+
+    Returns: (..., queries, 1).
+    """
     return (1 - inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
 
 
 def outside_weight(u: Tensor, offset: Tensor, kinds: BlockKinds) -> Tensor:
-    """Return the weight c, at most 1/FLOOR = 16, in the shape of u. It is differentiable.
+    """Return the weight c of the keys outside the block, in the shape of u. It is differentiable.
 
-    The offset o and the kinds must broadcast to u. c is 0 if a block has all real keys, and 1 if it has none.
+    Args:
+        u: the mass that LLN gives to the keys outside the block.
+        offset: o, broadcasts to u.
+        kinds: tensors that broadcast to u. c is 0 where all_keys is True, and 1 where no_key is True. In all other
+            blocks c is at most 1/FLOOR = 16.
     """
     c = 1 / _divisor(u, offset).clamp_min(FLOOR)
     return torch.where(kinds.no_key, 1.0, c).masked_fill(kinds.all_keys, 0.0)
 
 
 def outside_weight_gradients(c: Tensor, u: Tensor, offset: Tensor, kinds: BlockKinds) -> tuple[Tensor, Tensor]:
-    """Return dc/du and dc/do, in the shape of u, for c = outside_weight(u, offset, kinds).
+    """Return the derivatives of c = outside_weight(u, offset, kinds) by u and by the offset, both in the shape of u.
 
-    Both are 0 where c is constant: where the divisor is at most FLOOR, and in both kinds of blocks.
+    Both are 0 where c is constant: where the divisor of c is at most FLOOR, and where one of the kinds is True.
     """
     is_constant = kinds.all_keys | kinds.no_key | (_divisor(u, offset) <= FLOOR)
     by_u = -c.square() * (1 - (-offset).exp())
@@ -108,5 +130,5 @@ def outside_weight_gradients(c: Tensor, u: Tensor, offset: Tensor, kinds: BlockK
 
 
 def _divisor(u: Tensor, offset: Tensor) -> Tensor:
-    """Return u + (1 - u) e^-o. c is 1 divided by this, or by FLOOR if that is larger."""
+    """Return u + (1 - u) e^-o, the divisor of c before it is limited to at least FLOOR."""
     return u + (1 - u) * (-offset).exp()

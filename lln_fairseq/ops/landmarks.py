@@ -1,4 +1,7 @@
-"""Landmarks (segment means that represent a sequence) and a pseudoinverse, for mechanisms of the Nyström family."""
+"""Landmarks and a pseudoinverse, for mechanisms that use a Nyström approximation.
+
+A landmark is the mean over a segment of a sequence. A few landmarks represent all tokens of the sequence.
+"""
 
 import torch
 from torch import Tensor
@@ -7,21 +10,22 @@ from lln_fairseq.ops.dtypes import without_autocast
 
 
 class Landmarks:
-    """Means over consecutive segments of the real tokens of each sequence.
+    """Divides each sequence into consecutive segments, and computes the means over them: the landmarks.
 
-    The n real tokens of a sequence are divided into l = min(n, count) segments: token i belongs to segment ⌊i l / n⌋.
-    So the lengths of segments differ by at most one token, and in a sequence of at most `count` tokens every token is a
-    landmark. Padding and the other sequences of the batch have no influence.
+    The n tokens of a sequence that are not padding are divided into l = min(n, count) segments: token i belongs to
+    segment ⌊i l / n⌋. So the lengths of the segments differ by at most one token, and in a sequence of at most `count`
+    tokens every token is a landmark. Padding and the other sequences of the batch have no influence.
 
     Args:
-        length: N, the tokens of the batch with padding.
-        count: M, the landmarks of a sequence with at least M tokens.
+        length: N, the length of the sequences including padding.
+        count: M, the number of landmarks. A sequence with n < M tokens has only n landmarks.
         key_padding_mask: bool (B, N), True = padded, or None.
-        device: the device of the tokens; a mask has its own.
+        device: the device of the tokens. It is ignored if there is a mask.
 
     Attributes:
-        padding: bool (B, M), True for the landmarks that a short sequence lacks; None without a mask.
-        is_short: bool (B,), True for a sequence of at most M tokens; only with a mask.
+        padding: bool (B, M), True for each of the last M - n places, which a sequence with n < M tokens does not use.
+            None without a mask.
+        is_short: bool (B,), True for a sequence of at most M tokens. It exists only if there is a mask.
     """
 
     def __init__(
@@ -51,9 +55,12 @@ class Landmarks:
 
     @without_autocast
     def means(self, x: Tensor) -> Tensor:
-        """Return the landmarks (B, H, M, D) of x (B, H, N, D); 0 for those that a short sequence lacks.
+        """Return the landmarks of x.
 
-        With a mask, padded tokens of x must be finite.
+        Args:
+            x: (B, H, N, D). With a mask, its values at padding positions must be finite.
+
+        Returns: (B, H, M, D) in the dtype of x; 0 where `padding` is True.
         """
         if self.padding is None and self.length % self.count == 0:
             return x.unflatten(2, (self.count, -1)).mean(dim=3)
@@ -64,16 +71,18 @@ class Landmarks:
 
 
 def iterative_pinv(a: Tensor, iterations: int) -> Tensor:
-    """Approximate the Moore-Penrose inverse by matrix products (arXiv 2102.03902, Algorithm 1).
+    """Approximate the Moore-Penrose inverse of each matrix by matrix products (arXiv 2102.03902, Algorithm 1).
 
     Z_0 = aᵀ / (‖a‖_1 ‖a‖_∞),  Z_{j+1} = ¼ Z_j (13 I - a Z_j (15 I - a Z_j (7 I - a Z_j))).
 
-    The inverses of singular values below about 3^-iterations of the largest one come out too small. The norms are those
-    of each matrix; the published code takes their maximum over the batch, so sequences influence each other.
+    Singular values below about 3^-iterations times the largest singular value get inverses that are too small. Each
+    matrix is divided by its own norms. The published code instead uses the largest norms in the batch, so that the
+    sequences influence each other.
 
     Args:
-        a: (..., M, M), non-negative, float32 or float64. Autocast does not apply.
-        iterations: the number of steps.
+        a: the matrices, (..., M, M), non-negative, float32 or float64. They are multiplied in this dtype, even under
+            autocast.
+        iterations: the number of steps from Z_0.
 
     Returns: (..., M, M) in the dtype of a.
     """

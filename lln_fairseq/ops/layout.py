@@ -7,8 +7,8 @@ from torch import Tensor
 def fresh_result(x: Tensor) -> Tensor:
     """Return an uninitialized tensor with the shape, dtype and device of x (B, H, N, D).
 
-    It has the strides of x if its features are dense and batch and heads can be viewed as one dimension, as for heads
-    cut from fairseq's (T, B, C). Otherwise it is contiguous.
+    The memory layout is that of torch.empty_like if it has dense features and if batch and heads can be viewed as one
+    dimension. Heads cut from fairseq's (T, B, C) have such a layout. For any other layout, the result is contiguous.
     """
     result = torch.empty_like(x)
     is_one_dimension = x.shape[0] == 1 or result.stride(0) == x.shape[1] * result.stride(1)

@@ -1,18 +1,19 @@
 """Linear Log-Normal attention and LLN+Diag: the public functions.
 
-For every sequence and head, with L_d = logsumexp_j(β k_jd) over the real keys,
+LLN attention of a sequence and head is computed as A (Wᵀ v), with
 
-    W_jd = exp(β k_jd - L_d)        A_id = softmax_d(α q_id + L_d)        LLN(q, k, v) = A (Wᵀ v)
+    L_d = logsumexp_j(β k_jd)        W_jd = exp(β k_jd - L_d)        A_id = softmax_d(α q_id + L_d)
 
-which equals eq. 8 of the paper for every α and β, at a cost linear in N.
-
-Why this form: the columns of W are distributions over the tokens, and the rows of A are distributions over the
-features, so no divisor is ever 0.
+where the sum runs over the keys j that are not padding. A (Wᵀ v) equals eq. 8 of the paper for every α and β, at a cost
+linear in N. The columns of W are distributions over the tokens, and the rows of A are distributions over the features,
+so no divisor is ever 0.
 
 Numerical range: results and gradients are finite as long as |α q| and |β k| are below 1e9 and q·k and v are finite in
-float32. With matched α and β this holds for |q|, |k| up to 1e15. causal.py states the limits of the causal form.
+float32. If α and β come from moment matching, this holds for |q| and |k| up to 1e15. The causal form in float32 also
+needs |v| below 1e28.
 
-NaN and padding: NaN and infinity never spread to another head, and padded values never reach a real token (padding.py).
+NaN and padding: NaN and infinity never spread from one head to another. Values at padding positions never influence the
+other tokens (padding.py).
 """
 
 from torch import Tensor
@@ -46,28 +47,32 @@ def lln_attention(
 ) -> Tensor:
     """Compute LLN attention (paper, eq. 8): Σ_j <e^{αq_i}, e^{βk_j}> v_j / Σ_l <e^{αq_i}, e^{βk_l}>.
 
-    It never forms the N x N matrix, so there is no attention dropout.
+    The N x N attention matrix is never formed, so there is no attention dropout.
 
     Args:
-        q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
+        q, k, v: (B, H, N, D) with any strides. The computation is in float32, or in float64 for float64 inputs.
         alpha, beta: numbers, or tensors that broadcast to (B, H) and may require gradients. If both are None,
             `match_moments` computes them with `scope` and `constants`.
-        key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
+        key_padding_mask: bool (B, N), True = padded, or None. The result is 0 for a sequence that is all padding.
         backend: "triton" = GPU kernels (compute capability 8.0 or higher); "cpu" = C kernels (float32, compiled at
-            first use); "torch" = PyTorch on any device; "auto" = the device's kernels if they can run, else PyTorch.
-        scope, constants: as for `match_moments`; used only if alpha and beta are None.
-        group: process group whose workers each hold consecutive tokens of the same sequences. q, k, v and the result
-            are this worker's part. All workers of the group must make the call and its backward pass, with any number
-            of tokens each. The result can be differentiated once. The gradients of α and β are this worker's terms of
-            a sum over the workers. The data exchanged does not grow with the number of tokens (see exchange.py).
-        causal: if True, token i attends only to tokens up to i. Rows before the first real key are 0. Computed in
-            PyTorch on every device, without a group, for |v| up to 1e28 in float32. Later tokens have no influence if
-            they are finite and α and β are given. Without them, α and β are matched to the whole sequence, which
-            leaks later tokens. A language model needs one pair per token: `running_moments`, `causal.scale_inputs`.
+            first use); "torch" = PyTorch on any device; "auto" = the kernels for the device of q if they can run on
+            these tensors, otherwise PyTorch.
+        scope, constants: the arguments of `match_moments`; used only if alpha and beta are None.
+        group: a process group whose workers each hold consecutive tokens of the same sequences, in the order of their
+            ranks and in any number. None means that this worker holds the whole sequences. With a group, q, k, v and
+            the result have only this worker's tokens. All workers of the group must make the call and its backward
+            pass. The gradients of α and β are this worker's terms of a sum over the workers. The amount of data that
+            the workers exchange does not depend on the number of tokens.
+        causal: if True, token i attends only to the tokens up to i, and the result is 0 before the first token that is
+            not padding. This form runs in PyTorch on every device, and only without a group. If alpha and beta are
+            None, they are matched to the whole sequence, so that later tokens influence earlier ones. A language model
+            needs one α and β per token instead: call `running_moments`, `causal.scale_inputs` and
+            `causal.causal_attention`.
 
-    Returns: (B, H, N, D) in the dtype of q, and with the strides of q if its batch and heads can be viewed as one
-        dimension. Without a group it can be differentiated any number of times.
-    Raises: ValueError for invalid arguments, or if the backend cannot run on these tensors.
+    Returns: (B, H, N, D) in the dtype of q. If batch and heads of q can be viewed as one dimension, the result has the
+        memory layout of q. It can be differentiated any number of times, with a group only once.
+    Raises: ValueError if an argument is invalid, if the backend cannot run on these tensors, or if causal is combined
+        with a group or with another backend than "auto" or "torch".
     """
     check_inputs(q, k, v, key_padding_mask)
     exchange = create_exchange(group, q)
@@ -107,30 +112,34 @@ def lln_diag_attention(
 ) -> Tensor:
     """Compute LLN+Diag, a hybrid of LLN and block-diagonal softmax attention (paper, section 4.2 and figure 3).
 
-    "average" is ½ (LLN + block-diagonal softmax), as in the paper. The joint mixes use softmax weights inside the
-    query's block and LLN weights outside it, normalized together so that each row sums to 1. A sequence of at most one
-    block gets plain softmax attention. Let u be LLN's share of the keys outside the block:
+    The mix decides how both are combined. "average" is ½ (LLN + block-diagonal softmax), as in the paper. The joint
+    mixes use softmax weights for the keys inside the query's block and LLN weights for the keys outside it. Both are
+    normalized together, so that each row sums to 1. Let u be the weight that LLN alone would give to the keys outside:
 
-        joint           weighs inside : outside as (1 - u) : u
-        joint_offset    weighs inside : outside as (1 - u) : e^o u, with the outside weight capped at 16 u
+        joint           inside and outside have the weights 1 - u and u
+        joint_offset    their ratio is (1 - u) : e^o u, but the weight outside is at most 16 u
+
+    A sequence that fits in one block gets plain softmax attention with both joint mixes.
 
     Args:
-        q, k, v, alpha, beta, key_padding_mask, backend, scope, constants: as for `lln_attention`.
-        block_size: tokens in a block; None = D.
-        dropout_p: probability of dropping a block-diagonal attention weight; LLN has no matrix to drop from.
+        q, k, v, alpha, beta, key_padding_mask, backend, scope, constants: the same as in `lln_attention`.
+        block_size: tokens in a block, at least 1. None means D.
+        dropout_p: probability of dropping a softmax weight inside a block, in [0, 1). LLN has no dropout.
         mix: "average", "joint" or "joint_offset".
-        mix_parameter: o for "joint_offset", a number or a tensor that broadcasts to (B, H) and may require a gradient;
-            None = 0. Its values must be in [-80, 80], which is not checked. The other mixes take only None.
-        group: as for `lln_attention`, only with the mix "average". All workers but the last must hold a multiple of
-            block_size tokens, so that no block lies on two workers.
-        global_tokens: how many tokens at the start of every sequence are global, only with a joint mix: one number, or
-            an integer tensor (B,), where more than N counts as N. As keys, they are inside for every query, beside its
-            block. As queries, they attend to all keys by softmax. With at most M global tokens in a sequence and blocks
-            of S, the cost is that of N (S + M) scores. A tensor on a GPU makes the host wait for its largest value;
-            one on the CPU does not.
+        mix_parameter: o for the mix "joint_offset": a number, or a tensor that broadcasts to (B, H) and may require a
+            gradient. None means 0. The values must be in [-80, 80], which is not checked. With another mix it must be
+            None.
+        group: the same as in `lln_attention`, but only with the mix "average". Every worker but the last must hold a
+            multiple of block_size tokens, so that no block lies on two workers.
+        global_tokens: the number of tokens at the start of every sequence that are global; only with a joint mix. An
+            int for all sequences, an integer tensor (B,), or None for no global tokens. A number above N counts as N.
+            As keys, global tokens count as inside the block of every query. As queries, they attend to all keys by
+            softmax. If S = block_size and no sequence has more than M global tokens, N (S + M) softmax scores are
+            computed. With a tensor on a GPU, the host waits for its values.
 
-    Returns: as `lln_attention`. With dropout, the result can be differentiated once.
-    Raises: ValueError for invalid arguments, or if the backend cannot run on these tensors.
+    Returns: (B, H, N, D), as `lln_attention` does. With dropout, the result can be differentiated only once.
+    Raises: ValueError if an argument is invalid, if the backend cannot run on these tensors, or if the mix does not
+        allow mix_parameter, group or global_tokens.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
@@ -167,12 +176,15 @@ def lln_diag_attention(
 def lln_features(
     q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, key_padding_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return A and W, the factors of the LLN matrix P = A Wᵀ that the module's docstring defines.
+    """Return A and W, the factors of the LLN matrix P = A Wᵀ, whose formulas are in the docstring of this module.
 
-    The arguments are those of `lln_attention`; they are not checked.
+    Args:
+        q, k: (B, H, N, D).
+        alpha, beta: numbers, or tensors that broadcast to (B, H).
+        key_padding_mask: bool (B, N), True = padded, or None.
 
-    Returns: two tensors (B, H, N, D) in float32 (float64 for float64 inputs). W is 0 at padded keys, and everywhere for
-        a sequence without a real key.
+    Returns: two tensors (B, H, N, D) in float32, or in float64 for float64 inputs. W is 0 for padding keys.
+    Raises: ValueError if alpha or beta does not broadcast to (B, H). Nothing else is checked.
     """
     dtype = compute_dtype(q.dtype)
     x = per_head(alpha, q, "alpha")[..., None, None] * q.to(dtype)
@@ -181,10 +193,16 @@ def lln_features(
 
 
 def head_offsets(mix: str, offset: float | Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the offset o of every head, (B, H), for a joint mix, and None for the mix "average".
+    """Return the offset o of every sequence and head for a joint mix.
 
-    For a joint mix, an offset of None counts as 0. q is (B, H, N, D). Raises ValueError for an unknown mix, for an
-    offset with a mix other than "joint_offset", and for an offset that does not broadcast to (B, H).
+    Args:
+        mix: one of KERNEL_MIXES.
+        offset: a number, a tensor that broadcasts to (B, H), or None, which means 0. It must be None unless the mix is
+            "joint_offset".
+        q: (B, H, N, D).
+
+    Returns: (B, H), or None for the mix "average".
+    Raises: ValueError if the mix is unknown, if it does not take an offset, or if the offset does not broadcast.
     """
     if mix not in KERNEL_MIXES:
         raise ValueError(f"unknown mix '{mix}', choose from {', '.join(KERNEL_MIXES)}")
@@ -205,11 +223,12 @@ def _resolve_alpha_beta(
     constants: str,
     group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return α and β, (B, H): the given ones, or if both are None those that moment matching chooses for q and k.
+    """Return α and β as tensors (B, H): the arguments, or the result of moment matching if both arguments are None.
 
-    With scope "head", the constants "calibrated" and no process group, None is returned for both: the backend then
-    matches the moments itself, in the passes over q and k that it makes in any case.
-    Raises ValueError if only one of them is None.
+    The result is (None, None) if α and β are to be matched with the scope "head" and the constants "calibrated" and
+    there is no group. The backend then matches them itself, while it reads q and k in any case.
+
+    Raises: ValueError if only one of alpha and beta is None.
     """
     if (alpha is None) != (beta is None):
         raise ValueError("alpha and beta must be given together or not at all")

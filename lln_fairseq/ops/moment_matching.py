@@ -1,13 +1,14 @@
 """Moment matching: α and β that make LLN attention as concentrated as softmax attention (paper, sections 4.1 and A.7).
 
-The variance of log P of softmax attention is s = σ_q² σ_k². With α² σ_q² = β² σ_k² = σ̃² / 2, the variance of log P of
-LLN attention depends only on σ̃² and the head dimension. Moment matching takes the σ̃² at which both are equal:
+P is the attention matrix, σ_q and σ_k are the standard deviations of the queries and keys. The variance of log P of
+softmax attention is s = σ_q² σ_k². If α² σ_q² = β² σ_k² = σ̃² / 2, the variance of log P of LLN attention depends only
+on σ̃² and the head dimension. Moment matching chooses the σ̃² for which both variances are equal. Then
 
     α = σ̃ / (√2 σ_q)        β = σ̃ / (√2 σ_k)                                                       (eq. 10)
 
-Equal variances do not mean equal entropies. The rows of LLN attention are not log-normal, and their entropy is lower:
-for heads of dimension 64 by up to 1.5 bits at 256 tokens, 1.7 at 512 and 2.6 at 2,048. With constants="entropy", the
-entropies of the rows are matched instead.
+Equal variances do not mean equal entropies. The rows of LLN attention are not log-normal, and their entropy is lower
+than that of softmax attention. For heads of dimension 64, the difference is up to 1.5 bits at 256 tokens, 1.7 bits at
+512 tokens and 2.6 bits at 2,048 tokens. With constants="entropy", the entropies of the rows are matched instead.
 """
 
 import functools
@@ -35,8 +36,8 @@ TABLE_FILES = {
 }
 CONSTANTS = (*TABLE_FILES, "paper")
 
-# σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the broad range,
-# σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialized model.
+# σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the range that the
+# paper calls broad, σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialized model.
 PAPER_A = 0.14855178144710912
 PAPER_B = -0.35487039130661086
 
@@ -60,21 +61,22 @@ def match_moments(
     backend: str = "auto",
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute α and β of eq. 10 for these queries and keys.
+    """Compute α and β (eq. 10 of the paper) by moment matching for these queries and keys.
 
     Args:
-        q, k: (B, H, N, D).
-        key_padding_mask: bool (B, N), True = padded. Padded tokens do not count.
-        scope: "head" = one pair for each sequence and head, independent of the other sequences, of padding and of
-            workers; "batch" = one pair for the whole tensor, as in the authors' code.
-        constants: "calibrated" and "entropy" use the table simulated for this head dimension, which matches the
-            variance of log P or the entropy of its rows; "paper" uses the paper's straight line.
-        backend: as for `lln_attention`. Kernels compute only scope "head" with a table on one worker; PyTorch computes
-            the rest, whichever backend is requested.
-        group: as for `lln_attention`; all workers of the group must make the call.
+        q, k: (B, H, N, D) with any strides.
+        key_padding_mask: bool (B, N), True = padded, or None. Padding tokens do not count.
+        scope: "head" = one α and β for each sequence and head, which do not depend on the other sequences or the length
+            of the padding; "batch" = one α and β for the whole tensor, as in the authors' code.
+        constants: "calibrated" matches the variance of log P, with a table simulated for this head dimension; "entropy"
+            matches the entropy of the rows of P, with another such table; "paper" uses the straight line of the paper.
+        backend: "triton", "cpu", "torch" or "auto", as in `lln_attention`. The kernels compute only the scope "head"
+            with a table and without a group. In all other cases PyTorch is used, even if a kernel is requested.
+        group: a process group whose workers each hold consecutive tokens of the same sequences, or None. All workers of
+            the group must make the call.
 
-    Returns: α, β of shape (B, H), float32 (float64 for float64 inputs), finite, positive and without gradient.
-    Raises: ValueError for invalid arguments, or if the backend cannot run on these tensors.
+    Returns: α and β, both (B, H) in float32, or in float64 for float64 inputs; finite, positive and without gradient.
+    Raises: ValueError if an argument is invalid, or if the backend cannot run on these tensors.
     """
     check_inputs(q, k, k, key_padding_mask)
     if scope not in SCOPES:
@@ -108,10 +110,13 @@ def match_moments_pytorch(
     """Compute α and β as `match_moments` does, in PyTorch and without checking the inputs.
 
     Args:
-        q, k: (B, H, N, D). Without a mask they may differ in N.
-        key_padding_mask, scope, constants: as for `match_moments`.
-        table: (log s, log σ̃²) to interpolate; None = the table of the constants. Constants "paper" ignore it.
-        exchange: sums the moments over the workers; None = this worker holds the whole sequences.
+        q, k: (B, H, N, D). If there is no mask, k may have another N than q.
+        key_padding_mask, scope, constants: the same as in `match_moments`.
+        table: the vectors log s and log σ̃² to interpolate. None means the table that belongs to `constants`. It is
+            ignored if constants is "paper".
+        exchange: sums the moments over the workers. None means that this worker holds the whole sequences.
+
+    Returns: α and β, both (B, H) in float32, or in float64 for float64 inputs; without gradient.
     """
     if table is None:
         table = _table_for(q, constants)
@@ -127,18 +132,21 @@ def running_moments(
     constants: str = "calibrated",
     before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Match α and β for every token from that token and the earlier ones only.
+    """Compute α_i and β_i for every token i by moment matching over the tokens up to i, for causal attention.
 
-    P_ij is proportional to <e^{α_i q_i}, e^{β_j k_j}>: α belongs to the query and β to the key, so the sum over the
-    keys can be updated token by token.
+    P_ij is then proportional to <e^{α_i q_i}, e^{β_j k_j}>: α belongs to the query and β to the key. So the sums over
+    the keys can be updated token by token.
 
     Args:
-        q, k, key_padding_mask, constants: as for `match_moments`, with scope "head".
-        before: the moments that the call for the earlier tokens returned; None = there are no earlier tokens.
+        q, k: (B, H, N, D).
+        key_padding_mask: bool (B, N), True = padded, or None. Padding tokens do not count.
+        constants: "calibrated", "entropy" or "paper", as in `match_moments`. The scope is "head".
+        before: the moments that the call for the earlier tokens returned. None means that there are no earlier tokens.
 
-    Returns: α and β, (B, H, N), without gradient, and the moments of all tokens so far, (B, H, 6) in float64: counts,
-        sums and sums of squares of q and then of k. For N = 0 the moments are `before`, or zeros.
-    Raises: ValueError for invalid arguments.
+    Returns: α, β and the moments. α and β are (B, H, N) in float32, or in float64 for float64 inputs, without gradient.
+        The moments of all tokens so far are (B, H, 6) in float64: the number of elements, their sum and the sum of
+        their squares, first for q and then for k. If N = 0, the moments are `before`, or zeros.
+    Raises: ValueError if an argument is invalid.
     """
     check_inputs(q, k, k, key_padding_mask)
     _check_constants(constants)
@@ -163,7 +171,13 @@ def _check_constants(constants: str) -> None:
 
 
 def _alpha_beta(sigma_q: Tensor, sigma_k: Tensor, constants: str, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute α and β of eq. 10 from σ_q and σ_k of any shape. Constants "paper" ignore the table."""
+    """Compute α and β of eq. 10 from σ_q and σ_k.
+
+    Args:
+        sigma_q, sigma_k: any shape, which α and β get too.
+        constants: "calibrated", "entropy" or "paper".
+        table: the vectors log s and log σ̃²; ignored if constants is "paper".
+    """
     log_s = 2 * (sigma_q.log() + sigma_k.log())
     if constants == "paper":
         sigma2 = (log_s.exp() - PAPER_B) / PAPER_A
@@ -180,16 +194,16 @@ def standard_deviations(
     scope: str = "head",
     exchange: Exchange | None = None,
 ) -> list[Tensor]:
-    """Compute the standard deviation of each tensor over its real tokens and features.
+    """Compute the population standard deviation of each tensor over its features and its tokens that are not padding.
 
     Args:
         tensors: each (B, H, N, D).
         key_padding_mask: bool (B, N), True = padded, or None.
-        scope: "head" = over each sequence and head; "batch" = over the whole tensor.
-        exchange: sums the moments over the workers; None = this worker holds the whole sequences.
+        scope: "head" = one standard deviation for each sequence and head; "batch" = one for the whole tensor.
+        exchange: sums the moments over the workers. None means that this worker holds the whole sequences.
 
-    Returns: for each tensor (B, H), float32 (float64 for float64 inputs), without gradient. Every value is at least
-        MIN_SIGMA, so that α and β stay finite for constant inputs and for sequences that are all padding.
+    Returns: for each tensor (B, H) in float32, or in float64 if the tensor is float64; without gradient. Every value is
+        at least MIN_SIGMA, so that α and β stay finite for constant inputs and for sequences that are all padding.
     """
     moments = [_token_moments(x, key_padding_mask).sum(dim=-1) for x in tensors]
     if exchange is not None:
@@ -200,16 +214,17 @@ def standard_deviations(
 
 
 def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return for every token the number of its features, their sum and the sum of their squares.
+    """Return, for every token, the number of its features, their sum and the sum of their squares.
 
     If the mean is much larger than σ, E[x²] - E[x]² loses all digits in float32. So Σ(x - o)² is computed in float32,
-    where o is the mean of the first real token, and Σx² = Σ(x - o)² + 2 o Σx - D o² in float64.
+    where o is the mean of the first token that is not padding. Then Σx² = Σ(x - o)² + 2 o Σx - D o² is computed in
+    float64.
 
     Args:
         x: (B, H, N, D).
         key_padding_mask: bool (B, N), True = padded, or None.
 
-    Returns: (3, B, H, N) in float64 (float32 on an Apple GPU, which has no float64); 0 for padded tokens.
+    Returns: (3, B, H, N) in float64, or in float32 on an Apple GPU, which has no float64; 0 for padding tokens.
     """
     x = x.detach().to(compute_dtype(x.dtype))
     features = x.shape[-1]
@@ -231,7 +246,13 @@ def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 
 def _standard_deviation(moments: Tensor) -> Tensor:
-    """Return the standard deviation (...), at least MIN_SIGMA, from counts, sums and sums of squares (3, ...)."""
+    """Return the population standard deviation, at least MIN_SIGMA.
+
+    Args:
+        moments: the number of elements, their sum and the sum of their squares, (3, ...).
+
+    Returns: (...), that is, without the first dimension of the moments.
+    """
     count = moments[0].clamp_min(1.0)
     mean = moments[1] / count
     variance = moments[2] / count - mean.square()
@@ -239,9 +260,16 @@ def _standard_deviation(moments: Tensor) -> Tensor:
 
 
 def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
-    """Evaluate at x the piecewise linear function through the points (xs, ys), continued beyond its end points.
+    """Evaluate the piecewise linear function through the points (xs, ys) at x.
 
-    xs (P,) must be ascending, with P >= 2; ys has the shape of xs, and the result that of x.
+    Beyond the first and the last point, the nearest segment continues.
+
+    Args:
+        x: any shape.
+        xs: the abscissas of the points in ascending order, (P,) with P >= 2.
+        ys: the ordinates of the points, (P,).
+
+    Returns: the values at x, in the shape of x.
     """
     right = torch.bucketize(x, xs).clamp(1, xs.numel() - 1)
     left = right - 1
@@ -253,10 +281,17 @@ def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
 def calibration_table(
     head_dim: int, device: torch.device | str = "cpu", constants: str = "calibrated"
 ) -> tuple[Tensor, Tensor]:
-    """Return the points (log s, log σ̃²) for a head dimension, two float32 vectors on the device.
+    """Return the table of moment matching for a head dimension: the vectors log s and log σ̃², both ascending.
 
-    Tables of common head dimensions come with the package. Others are simulated at the first call, which takes some
-    seconds. The result is cached: do not modify it. The constants must be a key of TABLE_FILES.
+    The package contains the tables of common head dimensions. Other tables are simulated at the first call, which takes
+    some seconds. The result is cached: do not modify it.
+
+    Args:
+        head_dim: D.
+        device: the device of the result.
+        constants: a key of TABLE_FILES: "calibrated" or "entropy".
+
+    Returns: two float32 vectors of the same length.
     """
     # The cache must hold tensors with data, also if the first call comes while operations are traced.
     with _disable_current_modes():
@@ -266,9 +301,10 @@ def calibration_table(
 
 
 def _table_for(q: Tensor, constants: str) -> Sequence[Tensor]:
-    """Return the table for the head dimension of q (B, H, N, D) on its device; an empty one for constants "paper".
+    """Return the table for the head dimension D of q (B, H, N, D), on the device of q.
 
-    While operations are traced or transformed, the tensors are new, because a trace cannot use cached ones.
+    While operations are traced or transformed, its tensors are new, because a trace cannot use the cached tensors. If
+    constants is "paper", which needs no table, the result is empty.
     """
     if constants == "paper":
         return ()
@@ -279,7 +315,7 @@ def _table_for(q: Tensor, constants: str) -> Sequence[Tensor]:
 
 
 def _table_as_numbers(head_dim: int, constants: str) -> list[list[float]]:
-    """Return `calibration_table` as lists of numbers, which torch.compile treats as constants."""
+    """Return the result of `calibration_table` as lists of numbers, which torch.compile treats as constants."""
     with _disable_current_modes():
         return [x.tolist() for x in calibration_table(head_dim, constants=constants)]
 
@@ -290,17 +326,30 @@ _table_as_numbers.__dict__["_dynamo_marked_constant"] = True
 
 @functools.cache
 def _shipped_tables(constants: str) -> dict[str, list[list[float]]]:
-    """Return the tables in the package: by head dimension, the lists log s and log σ̃²."""
+    """Load the tables of the package: a dict from the head dimension, as a string, to the lists log s and log σ̃²."""
     return json.loads(TABLE_FILES[constants].read_text())
 
 
 def log_softmax_matrix(x: Tensor, y: Tensor, s: float) -> Tensor:
-    """Return log P of softmax attention, (H, N, N), for x, y (H, N, D) ~ N(0, 1), scaled to σ_q² σ_k² = s."""
+    """Return log P of softmax attention for simulated queries and keys with σ_q² σ_k² = s.
+
+    Args:
+        x, y: the queries and keys before scaling, (H, N, D), samples of N(0, 1).
+
+    Returns: (H, N, N).
+    """
     return (math.sqrt(s) * x @ y.mT / math.sqrt(x.shape[-1])).log_softmax(dim=-1)
 
 
 def log_lln_matrix(x: Tensor, y: Tensor, sigma2: float) -> Tensor:
-    """Return log P of LLN attention, (H, N, N), for x, y (H, N, D) ~ N(0, 1), with α = β = σ̃ / √2 and σ̃² = sigma2."""
+    """Return log P of LLN attention for simulated queries and keys, with α = β = σ̃ / √2.
+
+    Args:
+        x, y: the queries and keys, (H, N, D), samples of N(0, 1).
+        sigma2: σ̃².
+
+    Returns: (H, N, N).
+    """
     scale = math.sqrt(sigma2 / 2)
     # In the whole range of σ̃ the exponentials fit into float32 without subtracting a maximum.
     return ((scale * x).exp() @ (scale * y).exp().mT).log().log_softmax(dim=-1)
@@ -312,7 +361,10 @@ def log_variance(log_p: Tensor) -> float:
 
 
 def missing_entropy(log_p: Tensor) -> float:
-    """Return ln N - H(P) in nats, averaged over the rows of log P (H, N, N): the divergence from the uniform P."""
+    """Return ln N - H in nats, averaged over the rows of log P (H, N, N), where H is the entropy of a row.
+
+    This is the Kullback-Leibler divergence of the row from the uniform distribution.
+    """
     return (log_p.exp() * (log_p + math.log(log_p.shape[-1]))).sum(dim=-1).mean().item()
 
 
@@ -322,14 +374,18 @@ MEASURES: dict[str, Callable[[Tensor], float]] = {"calibrated": log_variance, "e
 def simulate_table(
     head_dim: int, tokens: int = 1024, heads: int = 4, seed: int = 0, constants: str = "calibrated"
 ) -> tuple[list[float], list[float]]:
-    """Find the pairs (log s, log σ̃²) for which LLN attention has the same variance of log P as softmax attention.
+    """Find, for several s, the σ̃² for which LLN attention is as concentrated as softmax attention, by simulation.
 
-    With the constants "entropy", the mean entropy of the rows is the same instead (see MEASURES). Both attentions get
-    the same x, y ~ N(0, 1) of shape (heads, tokens, head_dim), and the result is deterministic for a seed. It depends
-    little on `tokens`: from 512 to 2048 the variances change by at most 4% for s up to 16; for the entropies, log σ̃²
-    falls by about 0.05 or less.
+    Both attentions get the same random queries and keys, (heads, tokens, head_dim) from N(0, 1). The number of tokens
+    matters little: from 512 to 2048 tokens, the variances of log P change by at most 4% for s up to 16. With the
+    constants "entropy", log σ̃² falls by about 0.05 or less.
 
-    Returns: S_POINTS values of log s, ascending over S_RANGE, and the log σ̃² of each.
+    Args:
+        head_dim, tokens, heads: the sizes of the simulated queries and keys.
+        seed: the same seed gives the same result.
+        constants: "calibrated" makes the variance of log P equal, "entropy" the mean entropy of the rows.
+
+    Returns: log s, S_POINTS values in ascending order over S_RANGE, and log σ̃² for each of them.
     """
     measure = MEASURES[constants]
     generator = torch.Generator().manual_seed(seed)

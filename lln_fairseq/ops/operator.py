@@ -1,8 +1,8 @@
-"""The backends as operators of torch, which torch.compile puts into its graphs as they are.
+"""The backends as custom operators of torch, which torch.compile puts into its graphs without looking inside.
 
-Only compiled calls use these operators, because dispatching one slows down an eager call. Like all compiled code, they
-can be differentiated once. torch's operator schemas have no dataclasses, so the fields of a `HybridSpec` are separate
-arguments.
+Only compiled calls use these operators, because dispatching an operator would slow down an eager call. Like all
+compiled code, they can be differentiated only once. A custom operator cannot have a dataclass as an argument, so the
+fields of `HybridSpec` are separate arguments.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,15 @@ def compiled_hybrid_attention(
 ) -> Tensor:
     """Compute hybrid attention under torch.compile.
 
-    The arguments are those of `hybrid_attention`, for tensors that the backend supports. The spec must have no
-    exchange and no global tokens, and its seed is ignored.
+    Args:
+        q, k, v, alpha, beta, mask: the same as in `hybrid_attention`.
+        spec: the settings of the call, without an exchange and without global tokens. Its seed is ignored: with
+            dropout, a new seed is drawn.
+        backend: the name of a backend that supports these tensors.
 
     Returns: (B, H, N, D) in the dtype of q.
     """
-    assert spec.global_tokens is None  # choose_backend then selects "torch", which is compiled as the plain formula
+    assert spec.global_tokens is None  # with global tokens, choose_backend selects "torch" while compiling
     seed = None
     if spec.dropout_p:
         # The seed is an input of the operator, so that recomputing the forward pass drops the same weights.
@@ -57,14 +60,16 @@ def _forward(
     joint: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute hybrid attention by a backend.
+    """Compute hybrid attention with a backend.
 
-    Returns: the output, the α and β that were used (copies if they are inputs), and the tensors for the backward pass.
+    The arguments are those of `hybrid_attention`, with the fields of the `HybridSpec` in place of the spec.
+
+    Returns: the output (B, H, N, D), α and β (B, H), and the tensors that the backend saves for the backward pass. If
+        α and β were passed, copies of them are returned, because an operator must not return its inputs.
     """
     spec = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, offset)
     out, used_alpha, used_beta, saved = load_backend(backend).forward(q, k, v, alpha, beta, mask, spec)
     if alpha is not None:
-        # An operator must not return its own inputs.
         used_alpha = used_alpha.clone()
         used_beta = used_beta.clone()
     if not lln_weight:
@@ -108,14 +113,15 @@ def _backward(
     joint: bool,
     backend: str,
 ) -> list[Tensor]:
-    """Compute the gradients of q, k, v, α, β and the joint offset by a backend.
+    """Compute the gradients of q, k, v, α, β and the joint offset with a backend.
 
     Args:
         grad: the gradient of the output, (B, H, N, D).
+        alpha, beta: (B, H), as `_forward` returned them.
         saved: the tensors that `_forward` returned for the backward pass.
-        needed: whether the gradients of α, β and the offset are needed.
+        needed: three values, which say whether the gradients of α, β and the offset are needed.
 
-    Returns: six tensors. An operator cannot return None, so a gradient that is not needed has no elements.
+    Returns: six tensors. An operator cannot return None, so a gradient that is not needed is an empty tensor.
     """
     spec = HybridSpec(lln_weight, diag_weight, block_size, dropout_p, seed, joint, offset)
     gradients = load_backend(backend).backward(q, k, v, alpha, beta, mask, spec, saved, grad, needed)
@@ -139,7 +145,7 @@ def _backward_shapes(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
-    """Save for `_gradients` the inputs of `_forward`, the α and β that were used, and the tensors of the backend."""
+    """Store in `ctx` what `_gradients` needs: the inputs of `_forward`, the returned α and β, and the saved tensors."""
     q, k, v, _, _, offset, mask, seed, *settings = inputs
     _, alpha, beta, saved = output
     ctx.save_for_backward(q, k, v, alpha, beta, offset, mask, seed, *saved)
@@ -147,9 +153,13 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _gradients(ctx: Any, grad: Tensor, *other_gradients: object) -> tuple[Tensor | None, ...]:
-    """Return one gradient for each input of `_forward`, None for those that need none.
+    """Return one gradient for each input of `_forward`; None for an input whose gradient is not needed.
 
-    `other_gradients` are those of the outputs that only the backward pass uses.
+    Args:
+        ctx: the context that `_save_for_backward` filled.
+        grad: the gradient of the first output of `_forward`, (B, H, N, D).
+        other_gradients: the gradients of the other outputs. They are not used, because only the backward pass uses
+            these outputs.
     """
     inputs = ctx.saved_tensors[:8]
     saved = list(ctx.saved_tensors[8:])

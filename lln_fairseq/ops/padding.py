@@ -1,29 +1,41 @@
-"""Padding can hold any values, including NaN and inf. These functions keep them out of the results and gradients.
+"""Functions that keep the values at padding positions out of results and gradients, even if they are NaN or infinite.
 
-Padded keys and values count as 0 in every sum. Padded queries are computed like the others, but their output is
-meaningless; only values that could overflow are replaced by 0. Values are replaced, not multiplied, as 0 · NaN is NaN.
+Keys and values at padding positions are replaced by 0. Queries at padding positions have an output without meaning, but
+it is computed like any other, so only their values that could overflow are replaced by 0. The values are replaced and
+not multiplied by 0, because 0 · NaN is NaN.
 """
 
 import torch
 from torch import Tensor
 
-# Values of a padded query from this size on count as 0. This is about half of float16's largest number, and keeps α q
-# and q·k finite. csrc/problem.h and the Triton kernels have the same limit.
+# Values of a padding query with at least this magnitude are replaced by 0. The limit is about half of float16's largest
+# number, and keeps α q and q·k finite. csrc/problem.h and the Triton kernels have the same limit.
 PADDED_QUERY_LIMIT = 3e4
 
 
 def explicit_mask(key_padding_mask: Tensor | None, q: Tensor) -> Tensor:
-    """Return the mask, bool (B, N), or for None one that is False everywhere. q: (B, H, N, D)."""
+    """Return the mask itself, or a mask (B, N) that is False everywhere if it is None.
+
+    Args:
+        key_padding_mask: bool (B, N), True = padded, or None.
+        q: (B, H, N, D). The new mask has its sizes B and N and its device.
+    """
     if key_padding_mask is not None:
         return key_padding_mask
     return torch.zeros(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
 
 
 def clear_padding(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, D) with finite padding.
+    """Return q, k and v with finite values at the padding positions.
 
-    Padded keys and values are 0, and padded queries go through `clear_queries`. No gradient flows to values that were
-    set to 0. The inputs are not modified; without a mask they are returned as they are. A mask is bool (B, N).
+    Keys and values at padding positions become 0, and queries at padding positions are treated by `clear_queries`. No
+    gradient flows to a value that was replaced.
+
+    Args:
+        q, k, v: (B, H, N, D). They are not changed.
+        key_padding_mask: bool (B, N), True = padded, or None.
+
+    Returns: new tensors, or the tensors q, k and v themselves if the mask is None.
     """
     if key_padding_mask is None:
         return q, k, v
@@ -32,8 +44,12 @@ def clear_padding(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | No
 
 
 def clear_queries(q: Tensor, padded: Tensor) -> Tensor:
-    """Return q with 0 in place of the values of padded tokens that are NaN or at least PADDED_QUERY_LIMIT in modulus.
+    """Return a copy of the queries in which the values at padding positions are finite.
 
-    `padded` is bool and broadcasts to q, which may have any shape.
+    A value at a padding position becomes 0 if it is NaN or if its magnitude is at least PADDED_QUERY_LIMIT.
+
+    Args:
+        q: any shape.
+        padded: bool, broadcasts to q; True = padded.
     """
     return q.masked_fill(padded & ~(q.abs() < PADDED_QUERY_LIMIT), 0.0)

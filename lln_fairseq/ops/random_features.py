@@ -1,8 +1,17 @@
 """Softmax attention by positive random features (FAVOR+), with a backward pass in closed form.
 
-The M features of a token are several times its D numbers, so heads are computed in groups, and no tensor of features
-outlives its group. The backward pass needs q, k, v and, for each head, the logsumexp L (M) and the state S (M x D); it
-recomputes the rest.
+With directions ω (D, M), the logarithms of the M features of a query and a key, without the terms that cancel, are
+
+    x = q ω        y = k ω - |k|²/(2√D)
+
+and with the sums over the keys j that are not padding, the output is A S, where
+
+    L_m = logsumexp_j y_jm        W_jm = exp(y_jm - L_m)        A_im = softmax_m(x_im + L_m)        S = Wᵀ v
+
+As in `linear_attention.balanced_features`, nothing overflows, and no epsilon is needed.
+
+M is several times D, so the heads are computed in groups, and no tensor of features is kept beyond its group. The
+backward pass needs q, k, v and, for each head, L (M) and S (M x D). It recomputes everything else.
 """
 
 import math
@@ -26,18 +35,15 @@ from lln_fairseq.ops.scratch import Scratch, head_groups
 def random_feature_attention(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, key_padding_mask: Tensor | None = None
 ) -> Tensor:
-    """Compute A (Wᵀ v) with A_im = softmax_m(x_im + L_m), W_jm = exp(y_jm - L_m), L_m = logsumexp_j y_jm.
-
-    x = q ω and y = k ω - |k|²/(2√D) are the logarithms of the features, without terms that cancel. L sums over the real
-    keys. As in `linear_attention.balanced_features`, nothing overflows, and no epsilon is needed.
+    """Approximate softmax(q kᵀ / √D) v by M positive random features, in time linear in N.
 
     Args:
-        q, k, v: (B, H, N, D), any strides; computed in float32 (float64 for float64 inputs).
-        omega: (D, M), random directions divided by D^¼. No gradient flows to them.
-        key_padding_mask: bool (B, N), True = padded. A sequence without a real key gives 0.
+        q, k, v: (B, H, N, D) with any strides. The computation is in float32, or in float64 for float64 inputs.
+        omega: ω, random directions divided by D^¼, (D, M). They get no gradient.
+        key_padding_mask: bool (B, N), True = padded, or None. The result is 0 for a sequence that is all padding.
 
     Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times.
-    Raises: ValueError for an invalid q, k, v or mask (see `check_inputs`).
+    Raises: ValueError if a shape, dtype or device of q, k, v or the mask is invalid, see `check_inputs`.
     """
     check_inputs(q, k, v, key_padding_mask)
     q, k, v = clear_padding(q, k, v, key_padding_mask)
@@ -47,9 +53,13 @@ def random_feature_attention(
 
 
 def log_features(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x = q ω and y = k ω - |k|²/(2√D), the logarithms of the features without terms that cancel.
+    """Return x = q ω and y = k ω - |k|²/(2√D), the logarithms of the features without the terms that cancel.
 
-    q and k are (B, H, N, D), omega is (D, M). The results are (B, H, N, M) in float32 (float64 for float64 q).
+    Args:
+        q, k: (B, H, N, D).
+        omega: ω, (D, M).
+
+    Returns: x and y, both (B, H, N, M) in float32, or in float64 if q is float64.
     """
     dtype = compute_dtype(q.dtype)
     q = q.to(dtype)
@@ -59,18 +69,26 @@ def log_features(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute the attention in plain operations, for inputs without NaN or inf in their padding."""
+    """Compute the attention in plain operations of torch.
+
+    Args:
+        q, k, v: (B, H, N, D), finite at padding positions.
+        omega: ω, (D, M).
+        mask: bool (B, N), True = padded, or None.
+
+    Returns: (B, H, N, D) in the dtype of v.
+    """
     x, y = log_features(q, k, omega)
     a, w = balanced_features(x, y, mask)
     return linear_attention(a, w, v, mask)
 
 
 class RandomFeatureFunction(torch.autograd.Function):
-    """`random_feature_attention` of plain tensors with at least one element, as an autograd function."""
+    """`random_feature_attention` as an autograd function, for plain tensors with at least one element."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None) -> Tensor:
-        """Compute the output (B, H, N, D); omega is (D, M), and `clear_padding` has cleared q, k and v."""
+        """Compute the output (B, H, N, D) from q, k and v, which `clear_padding` has cleared, and omega (D, M)."""
         run = _Run(q, omega, mask)
         out = fresh_result(q)
         heads = q.shape[0] * q.shape[1]
@@ -80,10 +98,10 @@ class RandomFeatureFunction(torch.autograd.Function):
         for group in run.groups:
             q_, k_, v_ = run.load(group, q=q, k=k, v=v)
             w = run.log_keys(group, k_)
-            # Without a real key the maximum is -inf; 0 instead makes W = 0, so S = 0 and out = 0.
+            # If all keys are padding, the maximum is -inf. 0 instead of -inf makes W = 0, so S = 0 and out = 0.
             maximum = w.amax(dim=1, keepdim=True).nan_to_num_(neginf=0.0)
             w.sub_(maximum).exp_()
-            # With a real key the sum is at least 1, its largest term. Only a sequence without one needs the clamp.
+            # The sum is at least its largest term, 1. Only a sequence that is all padding needs the clamp.
             total = w.sum(dim=1, keepdim=True).clamp_min_(1.0)
             state = torch.bmm(w.mT, v_, out=states[group]).div_(total.mT)
             log_sum = torch.add(maximum, total.log_(), out=log_sums[group])
@@ -108,13 +126,15 @@ class RandomFeatureFunction(torch.autograd.Function):
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None, log_sums: Tensor, states: Tensor
 ) -> Sequence[Tensor]:
-    """Compute the gradients of q, k and v, (B, H, N, D), in closed form.
+    """Return the gradients of q, k and v, all (B, H, N, D), in closed form.
 
-    The formulas are those of LLN attention (backends/pytorch/lln.py). The term |k|² in y adds -k/√D Σ_m dy to dk.
+    The formulas are the same as for LLN attention (backends/pytorch/lln.py), except that the term |k|² in y adds
+    -k/√D Σ_m dy to the gradient of k.
 
     Args:
         grad: the gradient of the output, (B, H, N, D).
-        log_sums, states: L (B H, 1, M) and S (B H, M, D) of the forward pass.
+        log_sums: L from the forward pass, (B H, 1, M).
+        states: S from the forward pass, (B H, M, D).
     """
     run = _Run(q, omega, mask)
     dq = fresh_result(q)
@@ -145,8 +165,10 @@ def _gradients(
 class _Run:
     """The context of one forward or backward call: groups of heads, scratch memory, ω and the padding.
 
-    Tensors of a group of G heads are contiguous, (G, N, ...), in the compute dtype. `log_keys` and `query_features`
-    return scratch memory that their next call overwrites; both use the buffer "w".
+    Tensors of a group of G heads are contiguous, (G, N, ...), in the compute dtype.
+
+    The results of `log_keys` and `query_features` are in scratch memory, which the next call of the same method
+    overwrites. A call of `query_features` also overwrites the result of `log_keys`.
     """
 
     def __init__(self, q: Tensor, omega: Tensor, mask: Tensor | None) -> None:
@@ -160,22 +182,29 @@ class _Run:
             self.padding = mask.repeat_interleave(heads, dim=0)[:, :, None]
 
     def load(self, group: slice, **tensors: Tensor) -> list[Tensor]:
-        """Return a group's part of tensors (B, H, N, D). If a copy is needed, its buffer has the argument's name."""
+        """Return the part of each tensor (B, H, N, D) that belongs to a group, as (G, N, D), in the same order.
+
+        The name of a keyword argument is the name of the scratch buffer that is used if the part must be copied.
+        """
         return [self.scratch.load(name, x.flatten(0, 1)[group]) for name, x in tensors.items()]
 
     @staticmethod
     def store(group: slice, target: Tensor, result: Tensor) -> None:
-        """Copy a group's result into `target` (B, H, N, D), whose batch and heads can be viewed as one dimension."""
+        """Copy the result (G, N, D) of a group of heads into `target`.
+
+        Args:
+            target: (B, H, N, D). Its batch and heads must be viewable as one dimension.
+        """
         target.flatten(0, 1)[group].copy_(result)
 
     @staticmethod
     def matmul(x: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
-        """Write x (G, N, F) times one matrix for all heads into `out`, and return it."""
+        """Multiply x (G, N, F) by one matrix (F, M) for all heads. The product overwrites `out` and is returned."""
         torch.mm(x.flatten(0, 1), matrix, out=out.flatten(0, 1))
         return out
 
     def log_keys(self, group: slice, k: Tensor) -> Tensor:
-        """Return y (G, N, M) of the group's keys, -inf at padding, in scratch memory."""
+        """Compute y (G, N, M) of the keys k (G, N, D) of a group in scratch memory; -inf for padding keys."""
         y = self.matmul(k, self.omega, self.scratch("w", *k.shape[:2], self.omega.shape[1]))
         y.sub_(torch.linalg.vecdot(k, k).mul_(self.scale / 2)[..., None])
         if self.padding is not None:
@@ -183,7 +212,10 @@ class _Run:
         return y
 
     def query_features(self, q: Tensor, log_sum: Tensor) -> Tensor:
-        """Return A = softmax_m(x + L), (G, N, M), of the group's queries in scratch memory."""
+        """Compute A = softmax_m(x + L), (G, N, M), of the queries q (G, N, D) of a group in scratch memory.
+
+        log_sum is L, (G, 1, M).
+        """
         shape = (*q.shape[:2], self.omega.shape[1])
         x = self.matmul(q, self.omega, self.scratch("w", *shape)).add_(log_sum)
         return torch.softmax(x, dim=-1, out=self.scratch("a", *shape))

@@ -1,8 +1,8 @@
 """Attention matrices computed straight from their definitions, in quadratic time and in the dtype of their inputs.
 
-Tests and measurements use them. They share no code with the fast implementations. Unless stated otherwise, q and k are
-(B, H, N, D), key_padding_mask is bool (B, N) with True = padded key, every matrix is (B, H, N, N), and a row without a
-real key is 0.
+Tests and measurements use these functions, which share no code with the fast implementations. Unless stated otherwise,
+q and k are (B, H, N, D), key_padding_mask is None or bool (B, N) with True = padded, every matrix is (B, H, N, N), and
+a row is 0 if all its keys are padding.
 """
 
 import torch
@@ -12,17 +12,23 @@ from lln_fairseq.ops.joint import FLOOR
 
 
 def per_head(x: float | Tensor, like: Tensor) -> Tensor:
-    """Return a number, or a tensor that broadcasts to (B, H), as a tensor that broadcasts to (B, H, N, D).
+    """Return a parameter of the heads, such as α, as a tensor that broadcasts to (B, H, N, D).
 
-    The result has the dtype and device of `like`.
+    Args:
+        x: a number, or a tensor that broadcasts to (B, H).
+        like: a tensor with the dtype and device of the result.
     """
     return torch.as_tensor(x, dtype=like.dtype, device=like.device)[..., None, None]
 
 
 def _softmax_over_keys(scores: Tensor, key_padding_mask: Tensor | None, allowed: Tensor | None = None) -> Tensor:
-    """Return the softmax of each row of scores (B, H, N, N) over the real keys where `allowed` is True.
+    """Return the softmax of each row of scores over the keys that are allowed and not padding.
 
-    `allowed` is bool and broadcasts to the scores; None allows every pair. A row without such a key is 0.
+    Args:
+        scores: (B, H, N, N).
+        allowed: bool, broadcasts to the scores. None allows every pair of a query and a key.
+
+    Returns: (B, H, N, N). A row without such a key is 0.
     """
     banned = torch.zeros_like(scores, dtype=torch.bool)
     if key_padding_mask is not None:
@@ -37,9 +43,9 @@ def _softmax_over_keys(scores: Tensor, key_padding_mask: Tensor | None, allowed:
 def lln_matrix(
     q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, key_padding_mask: Tensor | None = None
 ) -> Tensor:
-    """Return P_ij = <e^{αq_i}, e^{βk_j}> / Σ_l <e^{αq_i}, e^{βk_l}> (paper, eq. 8 and 9), for large αq and βk too.
+    """Return the LLN matrix P_ij = <e^{αq_i}, e^{βk_j}> / Σ_l <e^{αq_i}, e^{βk_l}> (paper, eq. 8 and 9).
 
-    alpha and beta are numbers or tensors that broadcast to (B, H).
+    Large αq and βk do not overflow. alpha and beta are numbers or tensors that broadcast to (B, H).
     """
     x = per_head(alpha, q) * q
     y = per_head(beta, k) * k
@@ -52,15 +58,19 @@ def lln_matrix(
 def softmax_matrix(
     q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, allowed: Tensor | None = None
 ) -> Tensor:
-    """Return P = softmax(q kᵀ / √D) (paper, eq. 1) over the real keys where `allowed` is True.
+    """Return P = softmax(q kᵀ / √D) (paper, eq. 1) over the keys that are allowed and not padding.
 
-    `allowed` is bool and broadcasts to (B, H, N, N); None allows every pair. q and k may differ in N.
+    `allowed` is bool and broadcasts to (B, H, N, N). None allows every pair of a query and a key. q may have another N
+    than k.
     """
     return _softmax_over_keys(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, key_padding_mask, allowed)
 
 
 def block_diag_matrix(q: Tensor, k: Tensor, block_size: int, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return softmax attention inside blocks of `block_size` tokens, 0 between blocks (paper, section 4.2)."""
+    """Return the matrix of softmax attention inside blocks of `block_size` tokens (paper, section 4.2).
+
+    Entries whose query and key lie in different blocks are 0. The last block may be shorter.
+    """
     block = torch.arange(q.shape[-2], device=q.device) // block_size
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
     return _softmax_over_keys(scores, key_padding_mask, block[:, None] == block[None, :])
@@ -76,7 +86,7 @@ def lln_diag_matrix(
 ) -> Tensor:
     """Return the mean of the LLN matrix and the block-diagonal matrix (paper, section 4.2).
 
-    A row whose block has no real key, but whose sequence has one, sums to 1/2.
+    If all keys of a block are padding, its rows are half of the rows of the LLN matrix, so that they sum to 1/2.
     """
     lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
     return (lln + block_diag_matrix(q, k, block_size, key_padding_mask)) / 2
@@ -94,9 +104,11 @@ def joint_matrix(
 ) -> Tensor:
     """Return the joint form of LLN and block-diagonal softmax that ops/joint.py defines.
 
-    alpha, beta and offset are numbers or tensors that broadcast to (B, H). In a block without a real key the rows are
-    those of LLN. The first tokens of every sequence, a number or an integer tensor (B,) of them, are global: all
-    queries see them exactly, and as queries they see all keys exactly.
+    Args:
+        alpha, beta, offset: numbers, or tensors that broadcast to (B, H).
+        block_size: tokens in a block. If all keys of a block are padding, its rows are rows of the LLN matrix.
+        global_tokens: the number of global tokens at the start of every sequence: an int, an integer tensor (B,), or
+            None for no global tokens.
     """
     lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
     token = torch.arange(q.shape[-2], device=q.device)
@@ -114,9 +126,9 @@ def joint_matrix(
 
 
 def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return P_ij = <φ(q_i), φ(k_j)> / Σ_l <φ(q_i), φ(k_l)> (paper, eq. 4) for features (B, H, N, F).
+    """Return P_ij = <φ(q_i), φ(k_j)> / Σ_l <φ(q_i), φ(k_l)> (paper, eq. 4) for features φ(q), φ(k) (B, H, N, F).
 
-    A row whose scores are all 0 is 0.
+    A row is also 0 if all its products <φ(q_i), φ(k_j)> are 0.
     """
     scores = phi_q @ phi_k.transpose(-2, -1)
     if key_padding_mask is not None:
@@ -125,9 +137,9 @@ def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None 
 
 
 def normalize_rows(scores: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return P_ij = s_ij / Σ_l s_il over the real keys, for scores s >= 0 of shape (B, H, N, N).
+    """Return P_ij = s_ij / Σ_l s_il over the keys that are not padding, for scores s >= 0 of shape (B, H, N, N).
 
-    A row whose scores are all 0 is uniform over the real keys.
+    If all scores of a row are 0, all keys that are not padding get the same weight.
     """
     if key_padding_mask is None:
         key_padding_mask = torch.zeros(scores.shape[0], scores.shape[-1], dtype=torch.bool, device=scores.device)
@@ -139,9 +151,13 @@ def normalize_rows(scores: Tensor, key_padding_mask: Tensor | None = None) -> Te
 
 
 def band_matrix(weights: Tensor, length: int) -> Tensor:
-    """Return a convolution over the tokens as the matrix T_ij = w_{j - i + W // 2}, 0 beyond the weights.
+    """Return the matrix T_ij = w_{j - i + W // 2} of a convolution over the tokens, with 0 beyond the weights.
 
-    weights: (H, W) with odd W. The result is (H, N, N) for N = length.
+    Args:
+        weights: w for each head, (H, W) with odd W.
+        length: N.
+
+    Returns: (H, N, N).
     """
     width = weights.shape[-1]
     index = torch.arange(length, device=weights.device)

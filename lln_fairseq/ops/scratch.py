@@ -1,6 +1,6 @@
-"""Scratch memory for computing heads in groups that fit the cache, with the same buffers for every group.
+"""Scratch memory for computing heads in groups that fit in the cache. All groups use the same buffers.
 
-On a CPU, a new tensor of 50 MB costs about 18 ms of page faults, more than most operations on it, and every new tensor
+On a CPU, a new tensor of 50 MB costs about 18 ms of page faults, more than most operations on it. Every new tensor also
 adds to the peak memory. One set of small buffers avoids both. On a CPU, each thread keeps its buffers between calls.
 """
 
@@ -13,16 +13,22 @@ from torch import Tensor
 
 from lln_fairseq.ops.dtypes import compute_dtype
 
-# The bytes of one scratch tensor of a group. A few of them must fit a CPU's last-level cache together; other devices
-# want few launches.
+# The maximum size of one scratch tensor of a group, in bytes. A few such tensors must fit together in the last-level
+# cache of a CPU. On other devices, large groups are faster because they need fewer launches.
 GROUP_BYTES = {"cpu": 4 << 20}
 GROUP_BYTES_ELSEWHERE = 256 << 20
 
 
 def head_groups(heads: int, elements_per_head: int, like: Tensor) -> Iterator[slice]:
-    """Yield consecutive slices of range(heads) such that one scratch tensor of a group has at most GROUP_BYTES.
+    """Divide the heads into groups, and yield a slice of range(heads) for each group.
 
-    A group has at least one head, even if that head needs more. The dtype and device are those of `like`.
+    A group is as large as possible if a scratch tensor of the group may have at most GROUP_BYTES (GROUP_BYTES_ELSEWHERE
+    if the device is not a CPU). It has at least one head, even if that head needs more memory.
+
+    Args:
+        heads: the number of heads.
+        elements_per_head: the elements per head of the largest scratch tensor.
+        like: a tensor with the device and dtype of the inputs. Scratch tensors have the compute dtype of this dtype.
     """
     budget = GROUP_BYTES.get(like.device.type, GROUP_BYTES_ELSEWHERE)
     size = max(1, budget // max(1, elements_per_head * compute_dtype(like.dtype).itemsize))
@@ -34,9 +40,10 @@ _THREAD = threading.local()
 
 
 def reused_buffers(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return this thread's CPU buffers of a dtype, by name. The caller may add and replace buffers.
+    """Return the CPU buffers of this thread for a dtype, as a dict from names to vectors.
 
-    They are kept for later calls: a handful of vectors, usually of about GROUP_BYTES each.
+    The caller may add and replace buffers in the dict, which is kept for later calls. It usually holds a handful of
+    vectors of about GROUP_BYTES each.
     """
     return vars(_THREAD).setdefault(str(dtype), {})
 
@@ -47,14 +54,16 @@ def forget_scratch() -> None:
 
 
 class Scratch:
-    """Named buffers in the compute dtype of `like`, on its device.
+    """Named buffers for computing one group of G heads after another.
 
-    A name refers to the same memory for all shapes, so reusing a name overwrites the earlier contents.
-    Inputs and results of a group are (G, N, D), and their buffers (G, length, D).
+    A name refers to the same memory for all shapes, so a second use of a name overwrites what the first use wrote.
+
+    Args:
+        like: a tensor with the device and dtype of the inputs. The buffers are on this device, in the compute dtype.
+        length: the number of tokens in a buffer, N or more: N rounded up to a multiple of the block size.
     """
 
     def __init__(self, like: Tensor, length: int) -> None:
-        """length: N rounded up to whole blocks."""
         self.dtype = compute_dtype(like.dtype)
         self.device = like.device
         self.length = length
@@ -63,7 +72,10 @@ class Scratch:
             self._buffers = reused_buffers(self.dtype)
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """Return the buffer `name`, uninitialized, as a contiguous tensor of this shape. Enlarge it if necessary."""
+        """Return the memory of the buffer `name` as a contiguous tensor of this shape.
+
+        Its contents are undefined. The buffer is created or enlarged if necessary.
+        """
         numel = prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
@@ -73,9 +85,10 @@ class Scratch:
         return buffer[:numel].view(shape)
 
     def load(self, name: str, x: Tensor) -> Tensor:
-        """Return x (G, N, D) as a contiguous (G, length, D) in the compute dtype.
+        """Return x (G, N, D) as a contiguous tensor (G, length, D) in the compute dtype.
 
-        This is x itself if it is one already, otherwise a copy in the buffer `name`, 0 beyond N.
+        If x already is such a tensor, x itself is returned. Otherwise x is copied to the buffer `name`, and the tokens
+        beyond N are 0.
         """
         if self._is_usable(x):
             return x
@@ -85,9 +98,10 @@ class Scratch:
         return copy
 
     def target(self, name: str, x: Tensor) -> Tensor:
-        """Return the memory in which to compute the values of x (G, N, D): x itself, or the buffer `name`.
+        """Return a contiguous tensor (G, length, D) in the compute dtype, to which the values of x are to be written.
 
-        It is contiguous, (G, length, D) in the compute dtype. Call `store` afterwards.
+        This is x (G, N, D) itself if x already is such a tensor, otherwise the buffer `name`. After writing to it, call
+        `store`, which copies the values to x if necessary.
         """
         if self._is_usable(x):
             return x
@@ -95,14 +109,17 @@ class Scratch:
 
     @staticmethod
     def store(result: Tensor, x: Tensor) -> None:
-        """Copy a result from the memory that `target` returned for x to x, unless that memory is x itself."""
+        """Copy `result` to x, without the tokens beyond N.
+
+        `result` is the tensor that `target` returned for x. If it is x itself, nothing is copied.
+        """
         if result.data_ptr() != x.data_ptr():
             x.copy_(result[:, : x.shape[1]])
 
     def _buffer_for(self, name: str, x: Tensor) -> Tensor:
-        """Return the buffer `name` as (G, length, D) for x (G, N, D)."""
+        """Return the buffer `name` as a tensor (G, length, D), with G and D of x (G, N, D)."""
         return self(name, x.shape[0], self.length, x.shape[2])
 
     def _is_usable(self, x: Tensor) -> bool:
-        """Return True if x can be computed with in place."""
+        """Return True if x is a contiguous tensor (G, length, D) in the compute dtype, so that it needs no buffer."""
         return x.dtype == self.dtype and x.is_contiguous() and x.shape[1] == self.length

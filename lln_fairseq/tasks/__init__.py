@@ -1,4 +1,4 @@
-"""Define the tasks of this package. fairseq imports every file of this directory with its user directory.
+"""Define the tasks of lln_fairseq. With `--user-dir lln_fairseq`, fairseq imports every file of this directory.
 
 Importing this package also registers the models and criterions, and installs the patches of fairseq.
 """
@@ -15,10 +15,10 @@ from lln_fairseq.training import worker
 
 
 def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
-    """Run fairseq's main in a worker, see `worker.run_worker`.
+    """Run fairseq's `main` in a worker process and return its result, see `worker.run_worker`.
 
-    A spawned process imports the module of the function that it runs. This function is in this module so that the
-    process registers the tasks, models and criterions too.
+    A spawned process first imports the module of the function that it runs. This function is defined in this module so
+    that importing it registers the tasks, models and criterions in that process, too.
     """
     return worker.run_worker(main, cfg, **kwargs)
 

@@ -15,18 +15,22 @@ from lln_fairseq.training.options import TrainingOptions
 
 @dataclass
 class LLNLanguageModelingConfig(TrainingOptions, LanguageModelingConfig):
-    """Options of the task lln_language_modeling: fairseq's and those of the hooks."""
+    """Options of the task lln_language_modeling: the options of fairseq's task and of the hooks."""
 
 
 @register_task("lln_language_modeling", dataclass=LLNLanguageModelingConfig)
 class LLNLanguageModelingTask(TextTask, LanguageModelingTask):
-    """The task lln_language_modeling: predict every token from those before it."""
+    """The task lln_language_modeling: predict every token from the tokens before it."""
 
     too_long_advice = "with --sample-break-mode none or --shorten-method truncate"
 
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> "LLNLanguageModelingTask":
-        """Set up the task. Raise InputError for damaged data, and for sample_break_mode eos, which fairseq fails on."""
+        """Set up the task.
+
+        Raises: InputError if dict.txt is missing or damaged in a data directory, or differs between directories. Also
+            if sample_break_mode is eos, because fairseq's task fails with it.
+        """
         if str(cfg.sample_break_mode) == "eos":
             raise InputError(
                 "sample_break_mode eos does not work in fairseq's language_modeling: use none or complete instead"
@@ -34,10 +38,16 @@ class LLNLanguageModelingTask(TextTask, LanguageModelingTask):
         return super().setup_task(cfg, **kwargs)
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
-        """Load a split, and sort a training split by length, in an order that does not depend on the process.
+        """Load a split into self.datasets. If its name begins with "train", sort it by length.
 
-        fairseq orders samples of the same length randomly, depending on the first epoch of the process, so a resumed
-        run would have other batches. A training split is one whose name begins with "train".
+        Samples of the same length are in a random order, which depends only on the seed. In fairseq this order also
+        depends on the epoch in which the process starts, so a resumed run would have different batches.
+
+        Args:
+            split: the name of the split.
+            epoch: the epoch, from 1, which selects one of several data directories.
+            combine: also load split1, split2, ...
+            kwargs: passed to fairseq's load_dataset.
 
         Raises: InputError if the files of the split are damaged or do not fit the dictionary.
         """

@@ -16,15 +16,15 @@ from lln_fairseq.training.options import TrainingOptions
 
 @dataclass
 class LLNMaskedLMConfig(TrainingOptions, MaskedLMConfig):
-    """Options of the task lln_masked_lm: fairseq's and those of the hooks."""
+    """Options of the task lln_masked_lm: the options of fairseq's task and of the hooks."""
 
 
 @register_task("lln_masked_lm", dataclass=LLNMaskedLMConfig)
 class LLNMaskedLMTask(TextTask, MaskedLMTask):
     """The task lln_masked_lm: predict masked tokens.
 
-    No sample has more than tokens_per_sample tokens. In every sample_break_mode a line that is too long continues in
-    the next sample, so no text is lost, unless shorten_method truncates it.
+    No sample has more than tokens_per_sample tokens. In every sample_break_mode, a line that is too long continues in
+    the next sample. So no text is lost, unless shorten_method truncates the line.
     """
 
     too_long_advice = "or raise --max-positions (model.max_positions)"
@@ -33,7 +33,8 @@ class LLNMaskedLMTask(TextTask, MaskedLMTask):
     def setup_task(cls, cfg: LLNMaskedLMConfig, **kwargs: Any) -> "LLNMaskedLMTask":
         """Set up the task.
 
-        Raises: InputError for damaged data, mask_whole_words, which fails in fairseq, and tokens_per_sample < 3.
+        Raises: InputError if dict.txt is missing or damaged in a data directory, or differs between directories. Also
+            if tokens_per_sample is below 3, or if mask_whole_words is set, because fairseq's task fails with it.
         """
         if cfg.mask_whole_words:
             raise InputError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
@@ -42,10 +43,10 @@ class LLNMaskedLMTask(TextTask, MaskedLMTask):
         return super().setup_task(cfg, **kwargs)
 
     def padding_advice(self) -> str:
-        """Return the options that would reduce padding; "" with sample_break_mode none, which has almost no padding.
+        """Return a text for the user that names options which reduce padding.
 
-        fairseq already groups samples of similar lengths. Padding remains if there are few samples and their lengths
-        vary.
+        It is empty for sample_break_mode none, which has almost no padding. In the other modes, fairseq already groups
+        samples of similar lengths, but padding remains if there are few samples and their lengths vary.
         """
         if str(self.cfg.sample_break_mode) == "none":
             return ""
@@ -55,9 +56,14 @@ class LLNMaskedLMTask(TextTask, MaskedLMTask):
         )
 
     def _load_dataset_split(self, split: str, epoch: int, combine: bool) -> BaseWrapperDataset:
-        """Return the unmasked samples of a split, each with <s> in front. fairseq's load_dataset calls this.
+        """Return the samples of a split before masking. Each sample begins with <s>. fairseq's load_dataset calls this.
 
-        Raises: InputError if the files of the split are missing or damaged.
+        Args:
+            split: the name of the split.
+            epoch: the epoch, from 1, which selects one of several data directories.
+            combine: append the data of split1, split2, ...
+
+        Raises: InputError if the files of the split are missing or damaged, or do not fit the dictionary.
         """
         cfg = self.cfg
         dictionary = self.source_dictionary

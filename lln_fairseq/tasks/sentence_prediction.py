@@ -3,6 +3,7 @@
 The task can also encode the inputs of a pair separately (two_towers), leave out </s> and group sentences by length.
 """
 
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,19 +18,22 @@ from omegaconf.errors import InterpolationKeyError
 
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
-from lln_fairseq.data.sentence_inputs import make_samples, read_inputs, read_labels
+from lln_fairseq.data.sentence_inputs import count_cut_rows, make_samples, read_inputs, read_labels
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.training.hooked_task import HookedTask, require_files
 from lln_fairseq.training.options import TrainingOptions
+from lln_fairseq.training.worker import is_first_worker
 
 INPUTS = ("input0", "input1")
 DEFAULT_POSITIONS = 512  # RoBERTa's
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
-    """Options of the task lln_sentence_prediction: fairseq's, those of the hooks, and its own."""
+    """Options of the task lln_sentence_prediction: the options of fairseq's task, of the hooks, and of this task."""
 
     max_positions: Optional[int] = field(
         default=None,
@@ -55,14 +59,17 @@ class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
 
 @register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
 class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
-    """The task lln_sentence_prediction, on data with the directories input0, label and, for pairs, input1."""
+    """The task lln_sentence_prediction. Its data has the directories input0, label and, for pairs, input1."""
 
     @classmethod
     def setup_task(cls, cfg: LLNSentencePredictionConfig, **kwargs: Any) -> "LLNSentencePredictionTask":
-        """Set up the task, and set cfg.max_positions in place if it is None.
+        """Set up the task.
 
-        Raises: InputError if a dictionary is missing, damaged or differs between the inputs, if num_classes is not the
-            number of labels, or if init_token or separator_token is not a token id.
+        If cfg.max_positions is None, it is set in place: to the limit of the checkpoint that --finetune-from-model
+        names, or to DEFAULT_POSITIONS without that option.
+
+        Raises: InputError if a dictionary is missing or damaged, if the dictionaries of both inputs differ, if
+            num_classes is not set or not the number of labels, or if init_token or separator_token is not a token id.
         """
         require_files(cfg.data, "input0/dict.txt")
         dictionaries = [Path(cfg.data, folder, "dict.txt") for folder in INPUTS]
@@ -89,15 +96,31 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return task
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
-        """Load a split (with `combine`, split1, split2, ... too), shuffled unless --no-shuffle is set, and return it.
+        """Load a split into self.datasets, and return the data set. It is shuffled unless --no-shuffle is set.
 
-        Raises: InputError if the files are missing or damaged, or do not fit the dictionaries or each other.
+        With `group_by_length`, a shuffled data set is sorted by length, and rows of the same length stay shuffled.
+        A warning says how many rows are cut to max_positions, if any are.
+
+        Args:
+            split: the name of the split.
+            combine: append the data of split1, split2, ...
+            kwargs: passed to fairseq's load_dataset.
+
+        Raises: InputError if files of the split are damaged, do not fit the dictionaries or have different numbers of
+            rows, if a training split has no labels, or if two_towers or strip_eos does not fit the inputs.
         """
         self._check_files(split, combine)
         if self.cfg.two_towers or self.cfg.strip_eos:
             dataset = self._load_inputs(split, combine)
         else:
             dataset = super().load_dataset(split, combine=combine, **kwargs)
+        cut_rows = count_cut_rows(dataset)
+        if cut_rows > 0 and is_first_worker():
+            share = cut_rows / len(dataset)
+            logger.warning(
+                f"split '{split}' of {self.cfg.data}: {cut_rows} of {len(dataset)} rows ({share:.1%}) are cut to "
+                f"{self.cfg.max_positions} tokens (task.max_positions)"
+            )
         if self.cfg.group_by_length and isinstance(dataset, SortDataset):
             # The last key is the primary one. The random key before it orders rows of the same length; fairseq shuffles
             # the batches afterwards.
@@ -105,9 +128,12 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return dataset
 
     def _load_inputs(self, split: str, combine: bool) -> Any:
-        """Load a split for two_towers or strip_eos, which fairseq does not have; see data/sentence_inputs.py.
+        """Load a split for the options two_towers and strip_eos, which fairseq's task does not have.
 
-        The rows are shuffled as in fairseq, and the data set is stored in self.datasets.
+        The data set is stored in self.datasets and returned. It is shuffled unless --no-shuffle is set.
+
+        Raises: InputError if input0 is missing, if two_towers is set and input1 is missing, or if strip_eos is set for
+            pairs without two_towers.
         """
         inputs = read_inputs(self, split, INPUTS, combine)
         if not inputs:
@@ -125,9 +151,13 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return dataset
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Copy the task's two_towers into the model's options `cfg`, in place, and build the model.
+        """Build the model, after setting cfg.two_towers in place to the task's option two_towers.
 
-        Raises: InputError if two_towers is set for a model of fairseq, which does not support it.
+        Args:
+            cfg: the options of the model.
+            from_checkpoint: passed to fairseq's build_model.
+
+        Raises: InputError if two_towers is set and the model is not one of this package.
         """
         if self.cfg.two_towers or "two_towers" in cfg:
             with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
@@ -138,15 +168,16 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return model
 
     def padding_advice(self) -> str:
-        """Return the advice to set task.group_by_length, for the report on padding; "" if it is already set."""
+        """Return a text for the user that advises setting task.group_by_length. It is empty if the option is set."""
         if self.cfg.group_by_length:
             return ""
         return "batches of similar lengths: task.group_by_length=true"
 
     def _check_files(self, split: str, combine: bool) -> None:
-        """Raise InputError if the inputs and labels of a split are damaged or have different numbers of rows.
+        """Raise InputError if the inputs or labels of a split are damaged, or if their numbers of rows differ.
 
-        A split whose name begins with "train" must have labels. A missing input0 is left to fairseq.
+        A split whose name begins with "train" must have labels. If input0 does not exist, nothing is raised, since the
+        loading code reports that.
         """
         data = Path(self.cfg.data)
         dictionary = data / "input0/dict.txt"
@@ -167,12 +198,15 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
 
     @property
     def labels(self) -> list[str]:
-        """The name of every class, in the order of the class numbers; empty for a regression."""
+        """The names of the classes, in the order of their numbers. The list is empty for a regression."""
         return label_names(self)
 
 
 def _positions_of_checkpoint(cfg: Any) -> int | None:
-    """Return the number of positions of the model that --finetune-from-model names, or None without that option."""
+    """Return the number of tokens of the longest sequence of the model that --finetune-from-model names.
+
+    Return None if that option is not set.
+    """
     try:
         path = cfg.finetune_from_model
     except InterpolationKeyError:  # a task built by a program, without the checkpoint options that this refers to

@@ -14,7 +14,7 @@ from lln_fairseq.training.hooked_task import HookedTask, require_files
 class TextTask(HookedTask):
     """A mixin that checks the data and the samples of a task on running text.
 
-    List it as the first base class of a task and fairseq's own task as the second.
+    In the definition of a task, it is the first base class, and fairseq's own task is the second.
     """
 
     too_long_advice = ""  # end of the error message for a sample that is too long, after "set tokens_per_sample to N"
@@ -33,10 +33,12 @@ class TextTask(HookedTask):
             return super().setup_task(cfg, **kwargs)
 
     def checked_prefix(self, split: str, epoch: int, combine: bool) -> str:
-        """Check the files of a split, and return their path without suffix.
+        """Check the files of a split, and return their path without .bin and .idx. The files may be missing.
 
-        With several data directories, each epoch (from 1) uses the next one, and the first one again after the last.
-        With `combine`, split1, split2, ... are checked too.
+        Args:
+            split: the name of the split.
+            epoch: the epoch, from 1. If there are several data directories, the epochs use them in turn.
+            combine: also check split1, split2, ...
 
         Raises: InputError if the files are damaged or do not fit the dictionary.
         """
@@ -54,9 +56,16 @@ class TextTask(HookedTask):
         max_positions: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return an iterator over the batches of each epoch.
+        """Return fairseq's iterator over the batches of each epoch.
 
-        Raises: InputError if a sample has more than max_positions tokens (None: no limit); fairseq would leave it out.
+        Args:
+            dataset: the data set.
+            max_tokens: the maximum number of tokens in a batch, including padding; None means no limit.
+            max_sentences: the maximum number of samples in a batch; None means no limit.
+            max_positions: the maximum number of tokens in a sample; None means no limit.
+            kwargs: passed to fairseq's get_batch_iterator.
+
+        Raises: InputError if a sample has more than max_positions tokens. fairseq would reject it or leave it out.
         """
         longest = int(np.max(dataset.sizes, initial=0))  # a masked data set has its sizes in a list of one array
         if max_positions is not None and longest > max_positions:

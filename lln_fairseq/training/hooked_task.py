@@ -43,7 +43,7 @@ class HookedTask(FairseqTask):
 
         With `from_checkpoint`, the model is built only to load a checkpoint into it, and no group is joined.
 
-        Raises: InputError if sequences have to be split across workers, but the model does not support it.
+        Raises: InputError if --sequence-parallel-size is set and the model or the number of workers does not allow it.
         """
         model = super().build_model(cfg, from_checkpoint)
         if not from_checkpoint:
@@ -51,7 +51,7 @@ class HookedTask(FairseqTask):
         return model
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a split. Raise InputError if its files are missing or damaged."""
+        """Load a split as fairseq's task does. Raise InputError if its files are missing or damaged."""
         try:
             return super().load_dataset(split, *args, **kwargs)
         except InputError:
@@ -62,9 +62,10 @@ class HookedTask(FairseqTask):
             raise InputError(f"cannot load split '{split}' of {self.cfg.data}: {error}") from error
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return an iterator over the batches of each epoch. No row is left out, and every epoch gets new masks.
+        """Return an iterator over the batches of each epoch.
 
-        The first call with training data logs the padding report.
+        Unlike in fairseq, no rows at the end of a data set are dropped, and every epoch gets new masks. The first call
+        with training data logs the padding report.
         """
         # By default, fairseq rounds batch sizes down to a multiple of 8 and drops the remaining rows at the end of a
         # data set, in training and in validation.
@@ -85,15 +86,16 @@ class HookedTask(FairseqTask):
     def train_step(
         self, sample: Any, model: Any, criterion: Any, optimizer: Any, update_num: int, ignore_grad: bool = False
     ) -> tuple:
-        """Compute the loss and the gradients of one batch.
+        """Compute the loss of one batch, and add its gradients to those of earlier batches of the update.
 
-        fairseq calls this once per batch, so several times per update with gradient accumulation.
+        fairseq calls this once per batch, so with gradient accumulation several times per update.
 
         Args:
             sample: a batch; with sequence parallelism, the whole batch of the group
-            update_num: number of completed updates
+            model, criterion, optimizer: as in fairseq
+            update_num: the number of completed updates
             ignore_grad: True to multiply the loss by 0, for a dummy batch
-        Returns: the loss, the sample size, and the logging output with the layer scalars.
+        Returns: the loss, the sample size, and the logging output; in updates that are logged, with the layer scalars
         """
         self.probe.before_step(model, update_num, self.datasets)
         self.resume.before_step(optimizer)
@@ -105,24 +107,39 @@ class HookedTask(FairseqTask):
         return loss, sample_size, self.layer_scalars.add_to(log, layers)
 
     def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
-        """Update the parameters, then run the probe if it is due. fairseq skips the call after an fp16 overflow."""
+        """Update the parameters, then run the probe if it is due.
+
+        `update_num` is the number of updates before this one. fairseq does not call this after an fp16 overflow.
+        """
         with self.resume.checked_first_update(optimizer):
             super().optimizer_step(optimizer, model, update_num)
         self.probe.after_update(model, update_num + 1, self.datasets)
 
     def valid_step(self, sample: Any, model: Any, criterion: Any) -> tuple:
-        """Compute the loss of one batch without gradients. Return loss, sample size and logging output."""
+        """Compute the loss of one batch without gradients.
+
+        Returns: the loss, the sample size and the logging output
+        """
         self.layer_scalars.is_training = False
         shard = self.sequence_parallelism.cut_shard(sample, self.source_dictionary.pad())
         return super().valid_step(shard, model, criterion)
 
     def reduce_metrics(self, logging_outputs: list[dict[str, Any]], criterion: Any) -> None:
-        """Log the metrics of an update or a validation, summed over its batches and workers."""
+        """Log the metrics of an update or a validation.
+
+        Args:
+            logging_outputs: the logging outputs of all batches and workers
+            criterion: as in fairseq
+        """
         super().reduce_metrics(logging_outputs, criterion)
         self.layer_scalars.log(logging_outputs)
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
-        """Return the entries that fairseq adds to `extra_state` when it saves a checkpoint."""
+        """Return the entries that fairseq adds to `extra_state` when it saves a checkpoint.
+
+        These are the state of `ExactResume`, and the strings that `plugin_state` reads: the hash of the dictionary, the
+        labels of a classifier, and `run_origin`.
+        """
         identity = {
             "dictionary": dictionary_hash(self.source_dictionary),
             "labels": getattr(self, "labels", []),
@@ -132,12 +149,12 @@ class HookedTask(FairseqTask):
         return {type(self).__name__: self.resume.state_dict(), PLUGIN_STATE: identity}
 
     def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of the task. fairseq calls this when it resumes a run, but not when it fine-tunes."""
+        """Restore the state of the task. fairseq calls this if a run resumes, but not with --finetune-from-model."""
         self.resume.load_state_dict(state)
 
 
 def require_files(directory: str, *names: str) -> None:
-    """Raise InputError for the first of the named files that is missing in the directory."""
+    """Raise InputError if one of the named files is missing in the directory. The message has the first such file."""
     for name in names:
         path = Path(directory, name)
         if not path.is_file():

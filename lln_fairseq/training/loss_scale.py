@@ -3,14 +3,15 @@
 from collections import deque
 from typing import Any
 
-# Attributes of fairseq's DynamicLossScaler that determine its next changes of the loss scale.
+# Attributes of fairseq's DynamicLossScaler that determine when it changes the loss scale next.
 SCALER_STATE = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
 
 
 class LossScaleMonitor:
-    """Count the updates that fp16 skips because of an overflow, and keep the last 8 loss scales for error messages.
+    """Counts the updates that fp16 skips because of an overflow, and keeps the last 8 loss scales for error messages.
 
-    Without fp16 there is no scaler: `scaler` stays None and `overflows` stays 0.
+    A loss scale is kept once for all consecutive updates that use it. Without fp16 there is no scaler: `scaler` stays
+    None and `overflows` stays 0.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,7 @@ class LossScaleMonitor:
         self._last_overflow = -1  # the scaler's iteration
 
     def before_step(self, optimizer: Any) -> None:
-        """Count an overflow of the previous update, and record the loss scale if it has changed."""
+        """Count the previous update if it overflowed, and record the loss scale if it has changed."""
         self.scaler = find_scaler(optimizer)
         if self.scaler is None:
             return
@@ -31,13 +32,19 @@ class LossScaleMonitor:
             self.recent_scales.append(self.scaler.loss_scale)
 
     def scaler_state(self) -> dict[str, int]:
-        """Return the scaler's counters for a checkpoint; fairseq saves only the loss scale. Empty without a scaler."""
+        """Return the scaler's counters for a checkpoint, because fairseq saves only the loss scale.
+
+        Returns: one integer for every name in SCALER_STATE; an empty dictionary without a scaler
+        """
         if self.scaler is None:
             return {}
         return {name: getattr(self.scaler, name) for name in SCALER_STATE}
 
     def restore_scaler(self, optimizer: Any, saved: dict[str, int]) -> None:
-        """Restore the counters from `scaler_state`. Do nothing if the optimizer has no scaler or `saved` is empty."""
+        """Set the counters of the optimizer's scaler to `saved`, a result of `scaler_state`.
+
+        Do nothing if the optimizer has no scaler or `saved` is empty.
+        """
         scaler = find_scaler(optimizer)
         if scaler is None or not saved:
             return

@@ -14,9 +14,15 @@ from lln_fairseq.errors import InputError, TrainingError, first_line
 def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Call fairseq's Trainer.train_step, and explain a FloatingPointError that it raises.
 
-    fairseq's own message says neither where the NaN first appeared nor what to try. `original` is fairseq's function.
+    fairseq's own message says neither where the NaN first appeared nor what to try.
 
-    Raises: TrainingError with the module, the update and the last loss scales.
+    Args:
+        original: fairseq's Trainer.train_step
+        trainer: fairseq's trainer
+        args, kwargs: the remaining arguments of `original`
+    Returns: the result of `original`
+    Raises: TrainingError instead of a FloatingPointError. Its message names the update, the module or parameter with
+        the first NaN, and the last loss scales. Other exceptions are raised unchanged.
     """
     with _collect_warnings("fairseq.nan_detector") as warnings:
         try:
@@ -40,7 +46,10 @@ class _MessageCollector(logging.Handler):
 
 @contextmanager
 def _collect_warnings(logger_name: str) -> Iterator[list[str]]:
-    """Yield a list that receives the warnings of a logger until the block ends."""
+    """Collect the warnings and errors of a logger until the `with` block ends.
+
+    Yields: a list that is empty at first; the message of each warning or error is appended to it
+    """
     collector = _MessageCollector()
     logger = logging.getLogger(logger_name)
     logger.addHandler(collector)
@@ -51,7 +60,7 @@ def _collect_warnings(logger_name: str) -> Iterator[list[str]]:
 
 
 def _explain(trainer: Trainer, error: FloatingPointError, warnings: list[str]) -> str:
-    """Return the message of the TrainingError. `warnings` are those of fairseq's NanDetector."""
+    """Return the message of the TrainingError. `warnings` are the messages that fairseq's NanDetector has logged."""
     history = ""
     monitor = getattr(trainer.task, "loss_scale", None)  # only tasks of this package have one
     if monitor is not None and monitor.recent_scales:

@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class PaddingReport:
-    """Log the fraction of padding once per run, when its batches are first made."""
+    """Logs once per run how many of the computed tokens are text and not padding."""
 
     def __init__(self) -> None:
         self._logged = False
 
     def log(self, dataset: Any, batches: Sequence[Sequence[int]], advice: str) -> None:
-        """Log the fraction of text in the batches, with the advice if more than 5 % are padding.
+        """Log the fraction of the batches' tokens that are text. Add the advice if more than 5 % are padding.
 
         Only the first call in the first worker logs anything.
 
@@ -42,8 +42,8 @@ class PaddingReport:
 def row_lengths(dataset: Any) -> list[np.ndarray]:
     """Return the lengths of the rows as a list of arrays (rows,), one array per input of the model.
 
-    fairseq's data sets wrap each other. The lengths are the attribute `lengths` of the outermost one that has it, or
-    `dataset.sizes` if none has.
+    fairseq's data sets wrap each other. The lengths are the attribute `lengths` of the outermost data set that has this
+    attribute, or `dataset.sizes` if no data set has it.
     """
     innermost = dataset
     while not hasattr(innermost, "lengths") and hasattr(innermost, "dataset"):
@@ -62,8 +62,9 @@ def text_fraction(lengths: Sequence[np.ndarray], batches: Sequence[Sequence[int]
     Args:
         lengths: the lengths of the rows, one array (rows,) per input of the model
         batches: the row numbers of each batch, at least one per batch
-    Returns: text tokens / computed tokens, in (0, 1], and the number of computed tokens (text and padding) of all
-        batches and inputs; 1.0 and 0 if all rows are empty.
+    Returns: the number of text tokens divided by the number of computed tokens, and the number of computed tokens. The
+        computed tokens are the text and the padding of all batches and inputs. If all rows are empty, the result is 1.0
+        and 0.
     """
     text = 0
     computed = 0

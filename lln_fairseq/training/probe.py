@@ -17,9 +17,10 @@ TENSORBOARD_RUN = "probe"  # directory below --tensorboard-logdir, next to fairs
 
 
 class AttentionProbe:
-    """Run the probe every --probe-interval updates in the first worker; never with 0, the default.
+    """Measures the attention every --probe-interval updates. With an interval of 0, the default, it measures nothing.
 
-    The other workers wait for it at their next all-reduce. `cfg` is the configuration of the task.
+    Only the first worker measures. The other workers wait for it at their next all-reduce. `cfg` is the configuration
+    of the task.
     """
 
     def __init__(self, cfg: Any) -> None:
@@ -29,11 +30,11 @@ class AttentionProbe:
         self._start = 0.0  # when training began in this process, by time.perf_counter
 
     def before_step(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
-        """Measure the untrained model. Only the first call measures anything, and only if `updates` is 0.
+        """Measure the model before its first update. Every later call, and every call in a resumed run, does nothing.
 
         Args:
             model: the model, wrapped by fairseq if there are several workers
-            updates: number of completed updates, 0 unless the run is resumed
+            updates: the number of completed updates; at the first call it is 0 unless the run is resumed
             datasets: the loaded splits by name
         Raises: InputError if the model has no attention of this package.
         """
@@ -45,7 +46,9 @@ class AttentionProbe:
     def after_update(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
         """Measure the model if the number of completed updates is a multiple of the interval.
 
-        The arguments are those of `before_step`.
+        The arguments are as for `before_step`.
+
+        Raises: InputError if the model has no attention of this package.
         """
         self._run_probe(model, updates, datasets)
 
@@ -69,7 +72,7 @@ class AttentionProbe:
     def _build_probe(self, model: nn.Module, datasets: Mapping[str, Any]) -> Any:
         """Choose the fixed batch, and return the probe that measures it.
 
-        The batch comes from the first loaded split other than "train", or from "train" if there is no other one.
+        The batch comes from the first loaded split other than "train", or from "train" if no other split is loaded.
 
         Raises: InputError if the model has no attention of this package.
         """

@@ -26,10 +26,12 @@ ADVICE = (
 
 
 class ExactResume:
-    """Save and restore the state of a run that fairseq leaves out of its checkpoints. The entries in a checkpoint are:
+    """Saves and restores the state of a run that fairseq leaves out of its checkpoints.
+
+    The entries in a checkpoint are:
 
     overflows    number of updates that fp16 has skipped so far
-    patience     best score and number of validations since, for early stopping (--patience)
+    patience     best score, and number of validations since that score, for early stopping (--patience)
     scaler       counters of the loss scaler (fp16 only); fairseq saves only the loss scale
     masters      float32 parameters of --fp16 and --bf16 (absent with --no-save-optimizer-state); fairseq would restore
                  them from their 16-bit copies
@@ -45,7 +47,10 @@ class ExactResume:
         self._is_first_update = True  # in this process
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. Parameters on a GPU are copied to the CPU; those on the CPU are shared."""
+        """Return the state for a checkpoint.
+
+        Parameters on a GPU are copied to the CPU. Parameters on the CPU are not copied, so later updates change them.
+        """
         state: dict[str, Any] = {"overflows": self.loss_scale.overflows, "patience": patience_state()}
         scaler = self.loss_scale.scaler_state()
         if scaler:
@@ -55,16 +60,17 @@ class ExactResume:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`. The optimizer's part of it is restored by the next `before_step`."""
+        """Restore a result of `state_dict`. The next `before_step` restores the scaler and the float32 parameters."""
         self._pending = state
         self.loss_scale.overflows = state.get("overflows", 0)
         restore_patience(state.get("patience", {}))
 
     def before_step(self, optimizer: Any) -> None:
-        """Restore the scaler and the float32 parameters of the optimizer if a loaded state is pending.
+        """Restore the scaler and the float32 parameters of the optimizer from the state that was loaded.
 
-        Saved parameters of other shapes are ignored, because they were flattened for another number of devices; the
-        optimizer then keeps the parameters that fairseq restored from the 16-bit copies.
+        Do nothing if no state was loaded since the previous call. Saved parameters of other shapes are ignored, because
+        they were flattened for another number of devices. The optimizer then keeps the parameters that fairseq restored
+        from the 16-bit copies.
         """
         self._optimizer = optimizer
         if self._pending is None:
@@ -80,10 +86,11 @@ class ExactResume:
 
     @contextmanager
     def checked_first_update(self, optimizer: Any) -> Iterator[None]:
-        """Run an update of the parameters in the `with` block, and explain an error in a resumed run's first update.
+        """Explain an error in the first update of a resumed run. The `with` block runs one update.
 
-        Raises: InputError instead of an error that a damaged state of the optimizer can cause. Errors of later updates,
-            of new runs and of the machine, and InputErrors, are raised unchanged.
+        Raises: InputError instead of an exception that a damaged state of the optimizer can cause. In later updates and
+            in new runs, all exceptions are raised unchanged. Errors of the device or the connection, and errors about
+            memory, are always raised unchanged.
         """
         was_restored = self._is_first_update and bool(optimizer.optimizer.state)
         self._is_first_update = False
@@ -99,9 +106,10 @@ class ExactResume:
 
 
 def float32_parameters(optimizer: Any) -> list[Tensor]:
-    """Return the float32 parameters of --fp16 or --bf16: one flat tensor per device, or one tensor per parameter.
+    """Return the float32 parameters that an optimizer keeps for --fp16 or --bf16. They are not copies.
 
-    The list is empty in float32, with --memory-efficient-fp16 or --memory-efficient-bf16, and if `optimizer` is None.
+    Returns: one flat tensor per device, or one tensor per parameter. The list is empty in float32, with
+        --memory-efficient-fp16 or --memory-efficient-bf16, and if `optimizer` is None.
     """
     parameters = getattr(optimizer, "fp32_params", None)
     if parameters is None:
@@ -112,17 +120,20 @@ def float32_parameters(optimizer: Any) -> list[Tensor]:
 
 
 def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, state: dict[str, Any]) -> None:
-    """Check and adapt the state of the task and the position in the epoch, which fairseq restores after this call.
+    """Check and adapt the parts of a checkpoint that fairseq restores after this call.
 
-    With --store-ema, also restore the number of updates since the last average. Nothing else is done with
-    --reset-dataloader or for --finetune-from-model, because fairseq then restores neither of the two.
+    These are the state of the task and the position in the epoch. With --reset-dataloader, and for
+    --finetune-from-model, fairseq restores neither of them and this function leaves them unchanged. With --reset-meters
+    the state of early stopping is removed. If the run is already complete, the position becomes the start of an epoch.
+
+    With --store-ema, the number of updates since the last average is restored, too.
 
     Args:
         trainer: fairseq's trainer, with the parameters of the checkpoint
         filename: path of the checkpoint
         saved_config: the configuration in the checkpoint, or None
         state: the checkpoint's extra_state; its task state and `train_iterator` are changed in place
-    Raises: InputError if the state of the task is damaged, or if `batch_offset` raises it.
+    Raises: InputError if the state of the task is damaged, or under the conditions of `batch_offset`.
     """
     if trainer.cfg.ema.store_ema:  # fairseq would start at 0 again
         trainer.ema.update_freq_counter = trainer.get_num_updates() % max(trainer.cfg.ema.ema_update_freq, 1)
@@ -144,7 +155,7 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
 
 
 def _is_task_state(state: Any) -> bool:
-    """Return True if `state` is a dictionary whose overflows and patience, where present, have the right types."""
+    """Return True if `state` is a dictionary whose entries overflows and patience have the right types, if present."""
     if not isinstance(state, dict):
         return False
     return isinstance(state.get("overflows", 0), int) and isinstance(state.get("patience", {}), dict)
@@ -153,9 +164,9 @@ def _is_task_state(state: Any) -> bool:
 def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
     """Return the number of batches of the current epoch that each worker skips when it resumes a checkpoint.
 
-    fairseq saves only this number. After a change of the batch size, the same number of batches would contain other
-    sequences, so some would be repeated or left out. If only the number of workers changes, the total number of
-    processed batches is divided among the new workers.
+    fairseq saves only how many batches each worker has processed in the epoch. After a change of the batch size, the
+    same number of batches would contain other sequences, so some sequences would be repeated or left out. If only the
+    number of workers changes, the total number of processed batches is divided among the new workers.
 
     Args:
         path: path of the checkpoint, for messages
@@ -163,7 +174,8 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
         done: number of batches that each worker of the saved run had processed in the epoch
         cfg: the configuration of the current run
     Raises: InputError in the middle of an epoch (done > 0) if dataset.batch_size or dataset.max_tokens differs, or if
-        the number of workers differs and the processed batches cannot be divided among them.
+        the number of workers differs and the processed batches cannot be divided among them, which is always so with
+        dataset.grouped_shuffling.
     """
     if not done or not isinstance(saved_config, Mapping):
         return done
@@ -187,9 +199,12 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
 
 
 def count_data_shards(config: Mapping[str, Any]) -> int:
-    """Return the number of parts that an epoch is divided into, or 0 if the configuration lacks the number of workers.
+    """Return the number of parts that an epoch is divided into.
 
-    There is one part per worker, or per group of workers that share their sequences (--sequence-parallel-size).
+    There is one part per worker. With --sequence-parallel-size, there is one part per group of workers that share their
+    sequences.
+
+    Returns: the number of parts, or 0 if the configuration lacks the number of workers
     """
     workers = plain_options(config.get("distributed_training")).get("distributed_world_size")
     group_size = plain_options(config.get("task")).get("sequence_parallel_size") or 1
@@ -199,14 +214,15 @@ def count_data_shards(config: Mapping[str, Any]) -> int:
 
 
 def reason_for_completion(trainer: Trainer, seconds: float, next_epoch: int) -> str:
-    """Return why a restored run is complete, or "" if it has updates left to do.
+    """Return why a restored run is complete, such as "500 updates", or "" if it has updates left to do.
 
-    A run is complete if it has reached --max-update, --max-epoch or --stop-time-hours, or has stopped early.
+    A run is complete if it has reached --max-update, --max-epoch or --stop-time-hours, or has stopped early. That it
+    has stopped early is known only after `restore_patience`.
 
     Args:
         trainer: fairseq's trainer, with the state of the checkpoint
         seconds: training time of the run so far
-        next_epoch: the epoch in which the run would continue
+        next_epoch: the epoch in which the run would continue, counted from 1
     """
     cfg = trainer.cfg
     updates = trainer.get_num_updates()
@@ -226,7 +242,7 @@ def reason_for_completion(trainer: Trainer, seconds: float, next_epoch: int) -> 
 # second run in the same process, as in a sweep, would continue with the scores of the first one, and a run that had
 # stopped early would train on if it were started again in a new process.
 
-# Attributes of fairseq's should_stop_early: the best score, and the number of validations since.
+# Attributes of fairseq's should_stop_early: the best score, and the number of validations since that score.
 PATIENCE_ATTRIBUTES = ("best", "num_runs")
 
 _should_stop_early: Any = None  # fairseq's function, or None before the first run in this process
@@ -252,7 +268,11 @@ def forget_previous_run(main: Callable) -> None:
 
 
 def patience_state() -> dict[str, float]:
-    """Return the best score so far and the number of validations since, as a dictionary; {} before the first one."""
+    """Return the best score of early stopping, and the number of validations since that score.
+
+    Returns: a dictionary with the keys in PATIENCE_ATTRIBUTES; without --patience and before the first validation, the
+        keys are missing
+    """
     state = {}
     for name in PATIENCE_ATTRIBUTES:
         if hasattr(_should_stop_early, name):
@@ -261,7 +281,7 @@ def patience_state() -> dict[str, float]:
 
 
 def restore_patience(saved: dict[str, float]) -> None:
-    """Restore the values that `patience_state` returned; missing ones stay unset."""
+    """Restore a result of `patience_state`. A key that is missing leaves its value unchanged."""
     for name in PATIENCE_ATTRIBUTES:
         if _should_stop_early is not None and name in saved:
             setattr(_should_stop_early, name, saved[name])

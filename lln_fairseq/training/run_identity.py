@@ -76,10 +76,10 @@ CHUNKS = 64  # samples per file
 
 
 def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
-    """Load the checkpoint in save_dir that a run resumes, or return None for a new run.
+    """Load the checkpoint that a run resumes, or return None for a new run.
 
-    fairseq looks for the default file name in save_dir, and treats any other --restore-file as a full path. Any file
-    outside save_dir, and a missing file, mean a new run.
+    A run resumes the file --restore-file if this file exists and is in save_dir. As in fairseq, the default value is
+    the name of a file in save_dir, and any other value is a path.
 
     Args:
         cfg: fairseq's checkpoint options
@@ -124,14 +124,16 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
 
 
 def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the hashes that the checkpoints of a run record.
+    """Return the hashes that a run records in its checkpoints.
 
     Args:
         cfg: the whole configuration of the run
-        state: the checkpoint that it resumes, or None for a new run
-    Returns: "content", the hash of the training data as it is now, and "start", the hash of the model that the run
-        started from, which is absent if it is unknown. A resumed run keeps the "start" of its checkpoint, because the
-        file can have changed since.
+        state: the checkpoint that the run resumes, or None for a new run
+    Returns: a dictionary with two keys:
+        "content": the hash of the training data as it is now, or "" if the data has no files
+        "start": the hash of the model that the run started from, or "" for a run from scratch. The key is absent if
+            the hash is unknown. A resumed run copies the hash from its checkpoint, because the file of the model can
+            have changed since.
     """
     origin: dict[str, Any] = {"content": _hash_training_data(cfg)}
     start = _hash_initial_model(cfg.checkpoint) if state is None else plugin_state(state).get("start")
@@ -165,11 +167,11 @@ def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
 
     Args:
         cfg: the checkpoint options of the run
-        recorded: the hash of the initial model in the checkpoint, "" for a run from scratch
+        recorded: the hash of the initial model in the checkpoint, or "" for a run from scratch
         saved: the configuration in the checkpoint
-    Returns: whether they differ. If `cfg` has no --finetune-from-model, or `recorded` is "", only whether both
-        configurations have that option is compared. Otherwise the hash is compared, and the result is False if the
-        file no longer exists.
+    Returns: If `cfg` sets --finetune-from-model and `recorded` is a hash: True if the hash of the file differs, and
+        False if the file no longer exists. Otherwise: True if only one of the two configurations sets
+        --finetune-from-model.
     """
     path = cfg.finetune_from_model
     if not path or not recorded:
@@ -184,10 +186,17 @@ def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
 def data_hash(directories: list[str], subset: str = "train") -> str:
     """Return a sha256 of the content of the training data as a hexadecimal string, or "" if there are no files.
 
-    The files are those whose names start with `subset`, such as train.bin and train1.bin: .idx and .bin in each
-    directory and its immediate subdirectories, and .label in those subdirectories. They are hashed directory by
-    directory, then by kind in this order, then by sorted path; their names are not hashed. Of a .bin of more than
-    64 MiB, only the size and 64 evenly spaced chunks of 256 KiB are hashed, including its first and last bytes.
+    Only files whose names start with `subset` are hashed, such as train.bin and train1.bin. Their names are not part of
+    the hash. In each directory the order is:
+
+    1. .idx files in the directory
+    2. .bin files in the directory
+    3. .idx files in its immediate subdirectories
+    4. .bin files in these subdirectories
+    5. .label files in these subdirectories
+
+    Files of the same kind are sorted by path. If a .bin file has more than 64 MiB, only its size and 64 evenly spaced
+    chunks of 256 KiB are hashed. They include the first and the last bytes.
     """
     name = glob.escape(subset)
     patterns = (f"{name}*.idx", f"{name}*.bin", f"*/{name}*.idx", f"*/{name}*.bin", f"*/{name}*.label")
@@ -215,7 +224,7 @@ def _hash_file(path: Path) -> bytes:
 
 
 def _hash_samples(path: Path) -> bytes:
-    """Return the sha256 of a file's size and sampled chunks, or of the whole file up to WHOLE_FILE bytes."""
+    """Return the sha256 of a file's size and sampled chunks. A file of up to WHOLE_FILE bytes is hashed completely."""
     size = os.path.getsize(path)
     if size <= WHOLE_FILE:
         return _hash_file(path)
@@ -230,9 +239,10 @@ def _hash_samples(path: Path) -> bytes:
 def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
     """List the settings that change the result of a run and differ between its checkpoint and the new configuration.
 
-    A setting that only one of them has is not compared. Nor is one that is None in one of them, because a preset or a
-    default decides it, except for softmax_layers and the options of an attention: these have no presets, so alpha=None
-    (matched) and alpha=2.0 (fixed) differ. If the checkpoint's batches are limited by sequences, "tokens an update" and
+    A setting that only the checkpoint or only the new configuration has is not compared. A setting that is None in one
+    of them is not compared either, because a preset or a default decides its value. There are no presets for
+    softmax_layers and the options of an attention. These are always compared, so that alpha=None (matched) and
+    alpha=2.0 (fixed) differ. If the checkpoint's batches are limited by sequences, "tokens an update" and
     "dataset.max_tokens" are listed only if both differ.
 
     Args:
@@ -256,9 +266,9 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
 
 
 def _differ(before: Any, now: Any) -> bool:
-    """Return True if two values of a setting differ; a number and its text are the same.
+    """Return True if two values of a setting differ. The number 16 and the text "16" are the same.
 
-    Hydra reads model.lln_diag_global_tokens=16 as a number, but fairseq-train reads this option as a text.
+    Hydra reads model.lln_diag_global_tokens=16 as a number, but fairseq-train reads the value as text.
     """
     return before != now and str(before) != str(now)
 
@@ -266,13 +276,18 @@ def _differ(before: Any, now: Any) -> bool:
 def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the settings that change the result of a run, as pairs such as ("common.seed", 1).
 
-    These are all options of the groups in MAY_CHANGE except those listed there and those of mechanisms that the model
-    does not use; the options in COMPARED; the sizes of an update; and what tells models apart that have no option
-    `attention`: the name of a language model, and the attention of fairseq's own models.
+    The settings are, in this order:
+
+    - the options of each group in MAY_CHANGE, without the options listed there and without the options of mechanisms
+      that the model does not use
+    - "model._name" of a language model, or "model.attention" of fairseq's own RoBERTa. These models have no option
+      `attention`.
+    - the options in COMPARED
+    - the size of an update, see `_update_size`
 
     Args:
-        config: a whole configuration; each group is a dictionary, or a Namespace for a class without a dataclass. A
-            missing group yields nothing.
+        config: a whole configuration. Each group is a dictionary, or a Namespace if its class has no dataclass. A group
+            that is missing yields nothing.
     """
     for group, ignored in MAY_CHANGE.items():
         options = _declared_options(group, config.get(group))
@@ -284,7 +299,8 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if key not in ignored:
                 yield f"{group}.{key}", value
     name = plain_options(config.get("model")).get("_name")
-    # The attention of these models follows from their name, and other parameters cannot tell them apart.
+    # The attention of these models follows from their name, and models with different attentions can have the same
+    # parameters.
     if name in LANGUAGE_MODELS:
         yield "model._name", name
     elif str(name).startswith(STOCK):
@@ -298,11 +314,16 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _declared_options(group_name: str, group: Any) -> dict[str, Any]:
-    """Return the options of a group that belong to it. A dictionary is returned whole.
+    """Return the options that belong to a group of the configuration.
 
-    The group of a class without a dataclass, such as the optimizer sgd or fairseq's own RoBERTa, is a Namespace of all
-    command-line arguments, including those of other groups. The result then has only `_name` and the arguments that the
-    class adds to a parser.
+    The optimizer sgd, fairseq's own RoBERTa and other classes without a dataclass have a Namespace for a group. It
+    contains all command-line arguments, including the arguments of other groups.
+
+    Args:
+        group_name: a key of MAY_CHANGE
+        group: a dictionary or a Namespace of options
+    Returns: the plain options of a dictionary. For a Namespace, only `_name` and the arguments that the class itself
+        adds to a parser. For any other `group`, an empty dictionary.
     """
     options = plain_options(group)
     if not isinstance(group, argparse.Namespace):
@@ -333,12 +354,16 @@ def _options_of_other_mechanisms(options: Mapping[str, Any]) -> set[str]:
 
 
 def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the maximum number of sequences and of tokens per update, as pairs like those of `result_settings`.
+    """Yield the maximum number of sequences and the maximum number of tokens in an update.
 
-    Each maximum is NO_LIMIT, or a list with one value per entry of update_freq (one per epoch): the limit of a batch,
-    times update_freq, times the number of groups of workers that share sequences. If sequences are limited, the pair
-    ("dataset.max_tokens", limit of a batch or NO_LIMIT) follows. Nothing is yielded unless one of the limits, the
-    number of workers and all of update_freq are integers.
+    The maximum for an update is the limit of a batch, times update_freq, times the number of groups of workers that
+    share sequences. Without --sequence-parallel-size, every worker is such a group. update_freq has one entry per
+    epoch, so each maximum is a list with one number for each entry.
+
+    Yields: ("sequences an update", maximum) and ("tokens an update", maximum), with NO_LIMIT as the maximum if a batch
+        has no such limit. If batches are limited by sequences, ("dataset.max_tokens", limit of a batch or NO_LIMIT)
+        follows. Nothing is yielded if batches have neither limit, if update_freq is missing or empty, or if one of the
+        numbers is not an integer.
     """
     dataset = plain_options(config.get("dataset"))
     sequences = dataset.get("batch_size")

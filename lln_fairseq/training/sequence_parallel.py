@@ -18,23 +18,24 @@ SEED_FACTOR = 1_000_003  # keeps the seeds of different ranks and updates apart
 
 
 class SequenceParallelism:
-    """Give this worker its shard of every batch: consecutive tokens of each sequence.
+    """Gives this worker its shard of every batch: consecutive tokens of each sequence.
 
-    With --sequence-parallel-size 1, and in programs that only evaluate a checkpoint, there is no group of workers, and
-    every method leaves its input unchanged. `cfg` is the configuration of the task.
+    With --sequence-parallel-size 1, and in programs that only evaluate a checkpoint, there is no group of workers.
+    Every method then leaves its input unchanged. `cfg` is the configuration of the task.
     """
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
         self.group: Any = None  # a process group of torch.distributed
-        self.multiple = 1  # a shard's number of tokens is a multiple of this
+        self.multiple = 1  # the length of every shard but the last is a multiple of this
 
     def join_group(self, model: nn.Module) -> None:
-        """Join the group of this worker. All workers must call this.
+        """Create the groups of workers, and join the group of this worker. All workers must call this.
 
-        Nothing happens with --sequence-parallel-size 1 or without several workers.
+        Do nothing with --sequence-parallel-size 1 or with a single worker.
 
-        Raises: InputError if the model cannot split sequences, or the workers cannot be divided into groups.
+        Raises: InputError if the model cannot split its sequences across workers, or if the number of workers is not a
+            multiple of --sequence-parallel-size.
         """
         size = self.cfg.sequence_parallel_size
         if size > 1 and dist.is_initialized():
@@ -43,7 +44,7 @@ class SequenceParallelism:
                 self.group = create_neighbor_group(size)
 
     def merge_data_shards(self, options: dict[str, Any]) -> None:
-        """Give all workers of a group the batches of one worker.
+        """Make all workers of a group load the same batches.
 
         Args:
             options: keyword arguments of fairseq's get_batch_iterator; `num_shards` and `shard_id` are changed in place
@@ -64,14 +65,22 @@ class SequenceParallelism:
             torch.manual_seed((torch.initial_seed() * SEED_FACTOR + rank) % 2**63)
 
     def cut_shard(self, sample: Any, padding: int) -> Any:
-        """Return this worker's shard of a fairseq batch (see `cut_batch`). `padding` is the id of <pad>."""
+        """Return this worker's shard of a batch, as `token_shards.cut_batch` does.
+
+        Args:
+            sample: a batch in fairseq's form
+            padding: the id of the padding symbol
+        Returns: a new batch with this worker's tokens; `sample` itself if there is no group
+        """
         if self.group is None:
             return sample
         return cut_batch(sample, self.group, self.multiple, padding)
 
 
 def shard_multiple(model: Any) -> int:
-    """Return the number of which a shard's length must be a multiple: the largest that any attention requires.
+    """Return the largest `shard_multiple` of the model's attentions.
+
+    The length of every shard but the last must be a multiple of this number of tokens.
 
     Raises: InputError if the model cannot split its sequences across workers.
     """

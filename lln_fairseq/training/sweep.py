@@ -34,9 +34,10 @@ class Sweep(Callback):
         self.process = os.getpid()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Append the swept options to save_dir, except those that it contains already.
+        """Append the swept options to save_dir, by an override that is added to `config` in place.
 
-        save_dir stays as it is if the command line sets it.
+        An option is not appended if save_dir already contains its value, as in runs/pretrain_${model.attention}. If the
+        command line sets save_dir, nothing is changed.
         """
         overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         if any(override.key_or_group == SAVE_DIR for override in overrides):
@@ -55,10 +56,13 @@ class Sweep(Callback):
             config.hydra.overrides.task.append(f"{SAVE_DIR}='{save_dir}/{','.join(parts)}'")
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Print the error of a failed job, with a traceback if it is a bug, and let Hydra start the next job.
+        """Print the error of a failed job, and let Hydra start the next job.
 
-        A failed job returns infinity, as in fairseq, for a sweeper that minimizes the returned value. If the launcher
-        starts a process for each job, the process has a copy of this object, and Hydra reports the error instead.
+        A traceback is printed if the error is not an InputError. The status and the result of the job are changed in
+        place: as in fairseq, a failed job returns infinity, so that a sweeper that minimizes the result avoids it.
+
+        Do nothing outside a sweep, or if the launcher runs the job in a process of its own. Hydra then reports the
+        error.
         """
         if config.hydra.mode != RunMode.MULTIRUN or os.getpid() != self.process:
             return

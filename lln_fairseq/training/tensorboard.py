@@ -1,10 +1,10 @@
-"""Write to TensorBoard the scalars of every layer and the configuration, which fairseq does not write.
+"""Write to TensorBoard what fairseq leaves out: scalars of every layer, and the configuration.
 
     train_inner/inverse_loss_scale, train_inner/overflows          with fp16
     attention/{sigma_q, sigma_k, tau_sm, tau_lln, alpha, beta}/layer_NN
     the configuration as text, and the settings that change the result of a run for the HPARAMS tab
 
-The layer scalars are computed only in the updates that are logged, so the others are not slowed down.
+The layer scalars are computed only in the updates that are logged, so that other updates are not slowed down.
 """
 
 import argparse
@@ -55,10 +55,11 @@ BUDGET = (
 
 
 class LayerScalars:
-    """Log the scalars of every layer's attention at the log interval, and fp16's overflows and loss scale.
+    """Logs the scalars of every layer's attention every --log-interval updates, and fp16's overflows and loss scale.
 
-    fairseq's logging output carries the scalars as sums over batches, so their means are correct with gradient
-    accumulation and several workers. `cfg` is the configuration of the task, and `loss_scale` counts the overflows.
+    The scalars are added to fairseq's logging output of a batch. fairseq sums them over batches and workers, so their
+    means are correct with gradient accumulation and several workers. `cfg` is the configuration of the task, and
+    `loss_scale` counts the overflows.
     """
 
     def __init__(self, cfg: Any, loss_scale: LossScaleMonitor) -> None:
@@ -70,10 +71,14 @@ class LayerScalars:
 
     @contextmanager
     def observe(self, model: nn.Module, updates: int) -> Iterator[list[Tensor]]:
-        """Yield a list that receives the scalars (6,) of every attention of the model that runs in the `with` block.
+        """Compute the scalars of every attention that the model calls inside the `with` block.
 
-        The list stays empty without --tensorboard-logdir and in updates that are not logged. `updates` is the number of
-        completed updates.
+        Args:
+            model: the model
+            updates: the number of completed updates
+
+        Yields: a list that is empty at first. Each call of an attention appends one tensor (6,) to it, in the order of
+            `layer_scalars.NAMES`. Without --tensorboard-logdir, and in updates that are not logged, it stays empty.
         """
         self._updates = updates
         self.is_training = True
@@ -84,15 +89,25 @@ class LayerScalars:
             yield layers
 
     def add_to(self, log: dict[str, Any], layers: list[Tensor]) -> dict[str, Any]:
-        """Return a copy of the logging output of a batch with the scalars from `observe`; `log` itself without any."""
+        """Add the scalars of a batch to its logging output.
+
+        Args:
+            log: the logging output, which is not changed
+            layers: the list from `observe`
+
+        Returns: a copy of `log` with the scalars, or `log` itself if `layers` is empty
+        """
         if not layers:
             return log
         return {**log, SCALARS: torch.stack(layers).double(), COUNT: 1}
 
     def log(self, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log the overflows, and write the mean scalars over all batches and workers if they were observed.
+        """Log fp16's overflows and loss scale, and write the mean of the layer scalars over all batches and workers.
 
-        Only the first worker writes them. During a validation nothing is logged.
+        Only the first worker writes the layer scalars, and only if there are any. A validation logs nothing.
+
+        Args:
+            logging_outputs: the logging outputs of the update, summed or one per batch
         """
         if not self.is_training:
             return
@@ -133,8 +148,8 @@ def _inverse_loss_scale(meters: Any) -> float:
 def write_configuration(cfg: Any) -> None:
     """Write the whole configuration of a run to TensorBoard as text, and its settings for the HPARAMS tab.
 
-    Only the first worker writes them, and only with --tensorboard-logdir. The HPARAMS tab adds the metrics itself: the
-    last value of each scalar below the run's directory.
+    Only the first worker writes, and only with --tensorboard-logdir. The HPARAMS tab adds the metrics by itself: it
+    shows the last value of each scalar below the run's directory.
     """
     directory = cfg.common.tensorboard_logdir
     if not directory or not is_first_worker():
@@ -157,12 +172,12 @@ def write_configuration(cfg: Any) -> None:
 def hparams_columns(config: Mapping[str, Any]) -> dict[str, float | str]:
     """Return the value of each setting for the HPARAMS tab, as a number or as text.
 
-    The settings are those that change the result of a run, those of BUDGET, and the precision. A value that is None,
-    False or "" is left out: the tab shows an empty cell for it, or no column if no run has a value. A list of one
-    element is replaced by its element.
+    The settings are the settings that change the result of a run (see `result_settings`), the settings in BUDGET, and
+    the precision. A value that is None, False or "" is left out: the tab shows an empty cell for it, or no column if no
+    run has a value. A list of one element is replaced by its element.
 
     Args:
-        config: a whole configuration of dictionaries
+        config: a whole configuration; each group is a dictionary
     """
     settings = dict(result_settings(config))
     for key in BUDGET:

@@ -19,10 +19,15 @@ def check_wandb(cfg: Any) -> None:
 
 
 def init_wandb(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a wandb run, or continue the current one. fairseq would start another run in every epoch.
+    """Start a wandb run, or continue the active one. fairseq would start another run in every epoch.
 
-    `original` is fairseq's WandBProgressBarWrapper.__init__; if a run is active, it is not called, and only
-    bar.wrapped_bar is set.
+    If a run is active, `original` is not called and only bar.wrapped_bar is set.
+
+    Args:
+        original: fairseq's WandBProgressBarWrapper.__init__
+        bar: the progress bar to initialize
+        wrapped_bar: the progress bar that it wraps
+        args, kwargs: the remaining arguments of `original`
 
     Raises: InputError if wandb cannot start, for example without a login or in a version that fairseq does not support.
     """
@@ -39,9 +44,10 @@ def init_wandb(original: Callable, bar: Any, wrapped_bar: Any, *args: Any, **kwa
 
 @contextmanager
 def finish_wandb_run() -> Iterator[None]:
-    """Finish the wandb run that the `with` block started; a run that was active before it stays active.
+    """Finish the wandb run that was started inside the `with` block, also after an exception.
 
-    Otherwise the next training run in this process, as in a sweep, would continue it.
+    Otherwise the next training run in this process, as in a sweep, would continue it. A run that was active before the
+    block stays active.
     """
     wandb = progress_bar.wandb
     previous = getattr(wandb, "run", None)

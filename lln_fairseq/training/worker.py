@@ -27,8 +27,14 @@ LONGEST_BATCH = 10  # seconds to wait for a batch; torch notices an interrupted 
 def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     """Run fairseq's main(cfg, ...) in a worker, and return its result.
 
-    A spawned worker ends when its parent process ends, and turns an InputError into one line on stderr and exit code 1.
-    In a process that was not spawned, the InputError is raised.
+    A spawned worker ends when its parent process ends.
+
+    Args:
+        main: fairseq's `main`
+        cfg: the whole configuration of the run
+        kwargs: further arguments of `main`
+    Raises: InputError if `main` raises it, or TrainingError if another worker is lost. A spawned worker instead prints
+        the message as one line and exits with code 1.
     """
     parent: Any = multiprocessing.parent_process()
     if parent:
@@ -48,9 +54,9 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
 
 
 def _end_prefetching() -> None:
-    """End fairseq's threads that load batches ahead; wait up to LONGEST_BATCH seconds for each.
+    """End fairseq's threads that load batches ahead, and wait up to LONGEST_BATCH seconds for each thread.
 
-    If one were still running when Python ends, torch's C++ code would abort the process.
+    If such a thread were still running when Python ends, torch's C++ code would abort the process.
     """
     for thread in threading.enumerate():
         if isinstance(thread, BackgroundConsumer):
@@ -70,11 +76,11 @@ def is_first_worker() -> bool:
 def lock_save_dir(cfg: Any) -> Iterator[None]:
     """Lock the save_dir of a run during the `with` block: two runs would overwrite each other's checkpoints.
 
-    The directory is created if it is missing. Only the first of several workers locks it, for all of them. Nothing is
-    locked by programs that do not train or with --no-save.
+    The directory is created if it is missing. If there are several workers, the first one locks it for all of them.
+    Nothing is created or locked with --no-save, or in a program that does not train.
 
     Args:
-        cfg: the whole configuration of a fairseq program; its rank is set in place from the environment
+        cfg: the whole configuration of a fairseq program; the rank in it is set in place from the environment
     Raises: InputError if another run has locked the directory.
     """
     distributed_utils.infer_init_method(cfg.distributed_training)  # sets distributed_rank; call_main repeats it

@@ -4,12 +4,12 @@
     python -m scripts.benchmarks.attention --attentions lln_diag lln_diag:mix=joint_offset
     python -m scripts.benchmarks.attention --attentions lln causal_lln causal_sdpa
 
-SDPA is torch's scaled_dot_product_attention. All attentions of a length are timed in turn, repeat by repeat, so that a
-noisy machine slows all of them alike. Times are medians. Peak memory is reported by torch on a GPU; on a CPU it is the
-peak of the resident set of a child process.
+SDPA is torch's scaled_dot_product_attention. For each length, all attentions are timed in turn, repeat by repeat, so
+that a noisy machine slows all of them alike. The table shows the medians. Peak memory is reported by torch on a GPU; on
+a CPU it is the peak of the resident set of a child process.
 
-On a GPU, two columns divide the floors by the times. A floor is the least possible time: that of reading q, k, v and
-writing the output once, and for the backward pass also the gradients, at the bandwidth of a copy.
+On a GPU, two columns show the floor divided by the time. The floor is the least possible time: every input is read once
+and every output is written once, at the bandwidth of a copy. The backward pass also reads and writes gradients.
 """
 
 import argparse
@@ -57,9 +57,13 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class Row:
     """The results of one attention at one length.
 
-    `forward` and `both` are times in ms, `both` that of forward and backward together. `memory` is the peak in tensors
-    of the size of q, or None if it was not measured or memory ran out. `floors` are the least possible values of
-    `forward` and `both`, or None if the bandwidth was not measured.
+    Attributes:
+        attention: the name of the attention, with its options.
+        length: tokens per sequence.
+        forward: the time of the forward pass in ms.
+        both: the time of the forward and the backward pass together in ms.
+        memory: the peak memory divided by the size of q. None if it was not measured, or if memory ran out.
+        floors: the least possible values of `forward` and `both`. None if the bandwidth was not measured.
     """
 
     attention: str
@@ -71,7 +75,11 @@ class Row:
 
 
 def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function of q, k and v: torch's SDPA, a causal attention, or a registered one in evaluation mode.
+    """Return an attention as a function of q, k and v that returns the output.
+
+    Args:
+        name: "sdpa", a key of CAUSAL, or the spec of a registered attention, which is built in evaluation mode.
+        args: the command line.
 
     Raises:
         ValueError: for an unknown name or option.
@@ -87,9 +95,12 @@ def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor,
 
 
 def make_inputs(args: argparse.Namespace, length: int) -> tuple[list[Tensor], Tensor]:
-    """Return [q, k, v], which require gradients, and a gradient of the output, all (B, H, N, D) and always the same.
+    """Return random inputs of an attention, which are the same in every call.
 
-    The batch has as many sequences as fit in args.tokens, at least one.
+    The batch has as many sequences as fit in args.tokens, but at least one.
+
+    Returns:
+        A list of q, k and v, which require gradients, and a gradient of the output. Each of the four is (B, H, N, D).
     """
     batch = max(1, args.tokens // length)
     generator = torch.Generator().manual_seed(0)
@@ -100,33 +111,43 @@ def make_inputs(args: argparse.Namespace, length: int) -> tuple[list[Tensor], Te
 
 
 def run_forward(attention: Callable, tensors: list[Tensor]) -> None:
-    """Run the forward pass without gradients."""
+    """Run the forward pass without gradients. `tensors` are q, k and v."""
     with torch.no_grad():
         attention(*tensors)
 
 
 def run_both(attention: Callable, tensors: list[Tensor], grad: Tensor) -> None:
-    """Drop the gradients of an earlier call, then run forward and backward."""
+    """Run the forward and the backward pass. The gradients of an earlier call are dropped first.
+
+    Args:
+        attention: a function of q, k and v.
+        tensors: q, k and v, which get the gradients.
+        grad: the gradient of the output.
+    """
     for x in tensors:
         x.grad = None
     attention(*tensors).backward(grad)
 
 
 def floors(q: Tensor, bandwidth: float) -> tuple[float, float]:
-    """Return the least time in ms that an attention can take forward, and forward and backward together.
+    """Return the least time in ms of a forward pass, and of a forward and a backward pass together.
 
-    Forward it reads q, k, v and writes the output. Backward it reads q, k, v and a gradient and writes three gradients.
+    The forward pass reads q, k and v and writes the output. The backward pass reads q, k, v and the gradient of the
+    output, and writes the gradients of q, k and v.
 
     Args:
         q: the queries; keys, values, output and gradients have the same size.
-        bandwidth: in bytes per second.
+        bandwidth: bytes that are read or written per second.
     """
     one_tensor = 1e3 * q.numel() * q.element_size() / bandwidth
     return 4 * one_tensor, (4 + 7) * one_tensor
 
 
 def time_length(length: int, names: list[str], args: argparse.Namespace, bandwidth: float | None) -> list[Row]:
-    """Measure the attentions at one length and return a row for each, in the order of the names."""
+    """Measure the attentions at one length and return a row for each, in the order of the names.
+
+    `bandwidth` is in bytes per second. If it is None, the rows have no floors.
+    """
     tensors, grad = make_inputs(args, length)
     runs = {}
     for name in names:
@@ -149,9 +170,9 @@ def time_length(length: int, names: list[str], args: argparse.Namespace, bandwid
 
 
 def memory_in_tensors(name: str, length: int, args: argparse.Namespace) -> float | None:
-    """Return the peak memory of forward and backward in tensors of the size of q, or None if memory runs out.
+    """Return the peak memory of a forward and a backward pass divided by the size of q, or None if memory runs out.
 
-    The inputs are not counted; the output and the gradients are.
+    The output and the gradients are counted, the inputs are not.
     """
     try:
         peak = peak_memory(args.device, prepare_both, name, length, args)
@@ -162,9 +183,10 @@ def memory_in_tensors(name: str, length: int, args: argparse.Namespace) -> float
 
 
 def prepare_both(name: str, length: int, args: argparse.Namespace) -> Callable[[], None]:
-    """Return a call of forward and backward.
+    """Return a function without arguments that runs a forward and a backward pass, to measure its memory.
 
-    A short call runs first, so that libraries that are loaded on first use are not measured.
+    One pass over 64 tokens runs before this function returns. It loads the libraries that are loaded on first use, so
+    that they are not measured.
     """
     attention = attention_function(name, args)
     run_both(attention, *make_inputs(args, 64))
@@ -172,7 +194,10 @@ def prepare_both(name: str, length: int, args: argparse.Namespace) -> Callable[[
 
 
 def results_table(rows: list[Row], names: list[str]) -> str:
-    """Return the rows as a table with their ratios to SDPA, which must be among them, and the growth of the times."""
+    """Return the rows as a table with their speed compared with SDPA, followed by the growth of the times with length.
+
+    Every length must have a row of SDPA.
+    """
     baseline = {row.length: row for row in rows if row.attention == SDPA}
     cells = [["attention", "N", "forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory"]]
     if any(row.floors for row in rows):
@@ -226,13 +251,13 @@ def draw_results(rows: list[Row], names: list[str], path: Path, title: str) -> N
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Return matplotlib's style of line `number`: ten colors, then the same colors with other dashes and markers."""
+    """Return Matplotlib's style of line `number`: ten colors, then the same colors with other dashes and markers."""
     repetition = number // 10 % 3
     return {"color": f"C{number % 10}", "marker": "os^"[repetition], "linestyle": ("-", "--", ":")[repetition]}
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; an attention that cannot be built ends the program with a message."""
+    """Parse the command line. If an attention cannot be built, the program ends with a message."""
     parser = program_parser("python -m scripts.benchmarks.attention", __doc__)
     parser.add_argument(
         "--attentions",
@@ -265,12 +290,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     args = parse_arguments(argv)
     return run_main(lambda: benchmark(args))
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    """Measure all lengths, print the table, and write the JSON file and the drawing if they are requested."""
+    """Measure all lengths, print the table, and write the JSON file and the PNG if they are requested."""
     disable_malloc_trim()
     names = [SDPA, *args.attentions]
     rows = []

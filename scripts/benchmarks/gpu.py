@@ -1,4 +1,4 @@
-"""Check and time everything on a CUDA machine, step by step within a time limit, and write a report.
+"""Test the kernels and time attentions, models and training on a CUDA machine, within a time limit. Write a report.
 
     scripts/gpu_run.sh                                 # all steps, within half an hour
     scripts/gpu_run.sh kernels attention --minutes 10
@@ -7,11 +7,12 @@
 kernels    tests of the Triton kernels
 attention  time and memory by length, compared with SDPA and with the time to move the bytes
 model      time and memory of a training step of RoBERTa-base
-training   two minutes of pre-training for each of three attentions, then SST-2; needs data-bin/wikitext-103 and glue
+training   two minutes of pre-training for each of three attentions, then SST-2; needs data-bin/wikitext-103
+           and data-bin/glue
 
 A step that fails or takes too long does not stop the next one. If you run the same command again, it skips the steps
-that succeeded, starts the others again, and resumes training runs. The output of each step is in OUT/logs, and the last
-lines of each are in OUT/report.txt.
+that have succeeded, repeats the other steps, and resumes training runs. The output of each step is in OUT/logs, and the
+last lines of each output are in OUT/report.txt.
 """
 
 import argparse
@@ -72,7 +73,7 @@ REHEARSAL_VARIABLES = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module with this Python."""
+    """Return the command that runs a module with the current Python."""
     return [sys.executable, "-m", module, *arguments]
 
 
@@ -117,7 +118,7 @@ def rehearsal_commands(out: Path) -> dict[str, list[str]]:
 
 
 def run_steps(args: argparse.Namespace) -> int:
-    """Run the requested steps that have not succeeded yet, and write the report.
+    """Run the requested steps that have not succeeded yet, then write and print the report.
 
     Returns:
         The exit code: 1 if a requested step failed or had no time left, otherwise 0.
@@ -152,7 +153,10 @@ def run_steps(args: argparse.Namespace) -> int:
 
 
 def report_text(steps: Steps, names: list[str]) -> str:
-    """Return the device and the versions, and for each step its time and the last lines of its output."""
+    """Return the device and the versions, and for each step its time and the last REPORTED_LINES lines of its output.
+
+    A step that has not succeeded is marked "NOT COMPLETE".
+    """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}"
     parts = [f"{device}; CUDA {torch.version.cuda}; {versions}"]
@@ -169,6 +173,7 @@ def report_text(steps: Steps, names: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     parser = program_parser("scripts/gpu_run.sh", __doc__)
     parser.add_argument("steps", nargs="*", metavar="step", help=f"{', '.join(MINUTES)} (default: all)")
     parser.add_argument("--minutes", type=float, default=29.0, help="time limit of all steps (default: %(default)s)")

@@ -3,9 +3,9 @@
     python -m scripts.benchmarks.lra --json table4.json
     python -m scripts.lra_table runs/lra --benchmark table4.json
 
-The model is that of configs/model/lra.yaml. Lengths and batch sizes are those of configs/lra, with the batch sizes
-divided by --divide for all attentions. The symbols are random, without padding. The paper reports the seconds of a
-whole training run on a GPU that it does not name, so only the ratios to softmax can be compared.
+The model is the one in configs/model/lra.yaml. The lengths and batch sizes come from configs/lra, and all batch sizes
+are divided by --divide. The symbols are random, without padding. The paper reports the seconds of a whole training run
+on a GPU that it does not name, so only the ratios to softmax can be compared.
 """
 
 import argparse
@@ -47,7 +47,7 @@ VOCABULARY = 264  # bytes or pixels, and special symbols
 
 
 class LraTraining(Training):
-    """Training iterations of the model of configs/model/lra.yaml on a batch of args.task."""
+    """Training iterations of the model in configs/model/lra.yaml on one random batch of the task args.task."""
 
     def build_model(self) -> Any:
         """Return the classification model, with two towers if a sample has two sequences."""
@@ -67,7 +67,7 @@ class LraTraining(Training):
         return model
 
     def make_batch(self) -> None:
-        """Draw random symbols and labels."""
+        """Draw the random symbols and labels of one batch."""
         _, _, classes, sequences = TASKS[self.args.task]
         names = ("src_tokens", "other_tokens")[:sequences]
         self.inputs = {name: self.random_words().to(self.args.device) for name in names}
@@ -82,7 +82,7 @@ class LraTraining(Training):
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the arguments, fill in the defaults that depend on the device, and set torch's number of threads.
 
-    The result also has `training`, `preset` and `vocabulary`, which have no option.
+    The returned namespace also has `training`, `preset` and `vocabulary`, which no option sets.
     """
     parser = program_parser("python -m scripts.benchmarks.lra", __doc__)
     add_training_options(parser, ATTENTIONS)
@@ -103,6 +103,7 @@ def measure_task(args: argparse.Namespace, task: str) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     args = parse_arguments(argv)
     return run_main(lambda: benchmark(args))
 

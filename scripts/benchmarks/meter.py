@@ -33,7 +33,10 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def add_device_options(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
-    """Add --device, --dtype (None by default), --no-memory, which sets args.memory to False, and --json."""
+    """Add the options --device, --dtype, --no-memory and --json to a parser.
+
+    args.dtype is None by default. args.memory is True by default, and --no-memory sets it to False.
+    """
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=dtypes, help="default: %(default)s")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure the peak memory")
@@ -41,14 +44,14 @@ def add_device_options(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -
 
 
 def device_name(device: str) -> str:
-    """Return the name of the GPU for "cuda", and the number of threads for "cpu"."""
+    """Return the name of the GPU for "cuda", or "CPU, N threads" for "cpu"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
 
 
 class Spread(NamedTuple):
-    """The median, the smallest and the largest of several repeats."""
+    """The median, the smallest and the largest of several measured values."""
 
     median: float
     low: float
@@ -65,7 +68,10 @@ class Spread(NamedTuple):
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:
-    """Return the time of one call on "cpu" or "cuda". On a GPU, its cache is overwritten before the call."""
+    """Return the time of one call in ms on the device "cpu" or "cuda".
+
+    On a GPU, the cache of the GPU is overwritten before the call, and the call has ended when this function returns.
+    """
     if device == "cpu":
         start_seconds = time.perf_counter()
         run()
@@ -87,7 +93,10 @@ def cache_sized_buffer() -> Tensor:
 
 
 def copy_bandwidth(device: str, size: int = 2**30) -> float:
-    """Return the bytes per second that a copy of `size` bytes reads and writes in total, as a median of ten copies."""
+    """Return the bytes per second that a copy of `size` bytes reads and writes in total.
+
+    The result is the median of ten copies.
+    """
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = [milliseconds(lambda: target.copy_(source), device) for _ in range(10)]
@@ -95,11 +104,11 @@ def copy_bandwidth(device: str, size: int = 2**30) -> float:
 
 
 def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats: int) -> dict[_Key, list[float]]:
-    """Return the times in ms of every function in `runs`.
+    """Return the times in ms of every function in `runs`, by its key.
 
     The functions are called in turn, repeat by repeat, so that a noisy machine slows all of them alike. A first round
-    is not timed. A function whose calls took more than MAX_SECONDS in total is not called more than MIN_REPEATS times,
-    so its list can be shorter than `repeats`.
+    is not timed. After MIN_REPEATS repeats, a function is not called again if its calls have taken more than
+    MAX_SECONDS in total. So its list can have fewer than `repeats` times.
     """
     times: dict[_Key, list[float]] = {key: [] for key in runs}
     for repeat in range(repeats + 1):
@@ -117,13 +126,13 @@ class OutOfMemory(Exception):
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return function(*arguments), computed in a new process, whose memory nothing else has used.
+    """Compute function(*arguments) in a new process, whose memory nothing else has used, and return the result.
 
     The process is forked from a server that has imported torch and done nothing else. The function, its arguments and
     its result must be picklable.
 
     Raises:
-        OutOfMemory: if memory runs out, or if the process is killed, as Linux does when no memory is left.
+        OutOfMemory: if memory runs out, or if the process is killed. Linux kills a process when no memory is left.
         Exception: any other exception that the function raises.
     """
     context = multiprocessing.get_context("forkserver")
@@ -142,9 +151,9 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _with_limited_memory(function: Callable[..., Any], arguments: tuple) -> Any:
-    """Return function(*arguments) with a limit on the memory of this process, if the system is Linux.
+    """Return function(*arguments). On Linux, first limit the memory of this process for the rest of its life.
 
-    An allocation beyond the limit raises an exception. Without it, Linux would kill this process or another one.
+    An allocation beyond the limit raises an exception. Without the limit, Linux would kill this or another process.
     """
     if _MACHINE_MEMORY.exists():
         available = _read_kibibytes("MemAvailable", _MACHINE_MEMORY)
@@ -155,7 +164,7 @@ def _with_limited_memory(function: Callable[..., Any], arguments: tuple) -> Any:
 
 
 def resident_peak_of(run: Callable[[], object]) -> int:
-    """Call `run` and return the bytes by which the resident set of this process grew at its peak (Linux only)."""
+    """Call `run` and return how many bytes the resident set of this process grew at its peak. This needs Linux."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # the C library is not glibc
         # Pages that the allocator kept would be used again, and would not be counted.
@@ -167,12 +176,13 @@ def resident_peak_of(run: Callable[[], object]) -> int:
 
 
 def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
-    """Return the bytes by which memory grows at its peak during the call that `prepare` returns.
+    """Return by how many bytes the memory of a device grows at its peak during a call.
 
     Args:
-        device: "cuda", or "cpu", where the call runs in a child process.
-        prepare: returns the call that is measured. Memory that `prepare` itself allocates is not counted.
-        arguments: arguments of `prepare`.
+        device: "cuda" or "cpu". On "cpu", the call runs in a child process.
+        prepare: a function that returns the call to measure, which is a function without arguments. Memory that
+            `prepare` itself allocates is not counted.
+        arguments: the arguments of `prepare`. On "cpu" they must be picklable.
 
     Raises:
         OutOfMemory: if there is not enough memory.
@@ -192,17 +202,17 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
 
 
 def _prepared_resident_peak(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
-    """Return the growth of the resident set at its peak during the call that prepare(*arguments) returns."""
+    """Call prepare(*arguments), then measure the call that it returns with `resident_peak_of`."""
     return resident_peak_of(prepare(*arguments))
 
 
 def can_measure_resident_peak() -> bool:
-    """Return True if the peak of the resident set can be measured here, which needs Linux."""
+    """Return True if this system can measure the peak of the resident set. Only Linux can."""
     return _RESET_PEAK.exists()
 
 
 def _read_kibibytes(key: str, file: Path = _PROCESS_STATUS) -> int:
-    """Return the number in the line of a file of /proc that starts with `key`."""
+    """Return the number of KiB in a file of /proc, from the line that starts with `key`."""
     for line in file.read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1])
@@ -210,9 +220,9 @@ def _read_kibibytes(key: str, file: Path = _PROCESS_STATUS) -> int:
 
 
 def growth(points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the exponent p of time ~ length^p between the shortest and the longest of the points (length, time).
+    """Return the exponent p of time ~ length^p between the shortest and the longest length.
 
-    The result is None if there is only one length.
+    `points` are pairs of a length and a time, in any order. The result is None if there is only one length.
     """
     first, first_time = min(points)
     last, last_time = max(points)
@@ -222,7 +232,7 @@ def growth(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
-    """Return √(mean (actual - expected)² / mean expected²), computed in float64, for tensors of the same shape."""
+    """Return √(mean (actual - expected)² / mean expected²) of two tensors of the same shape, computed in float64."""
     actual = actual.double()
     expected = expected.double()
     return ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()

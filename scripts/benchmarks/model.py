@@ -2,11 +2,12 @@
 
     python -m scripts.benchmarks.model --preset tiny --json table2.json
 
-An iteration is a forward and a backward pass of the masked-LM loss on random tokens, 15% of them masked, and an
-optimizer step. All attentions take turns in the same model, repeat by repeat, and times are medians. `softmax` is
-torch's fused kernel, which fairseq's own RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as
-fairseq did when the paper was written. float16 works as in fairseq, with float32 master weights, but with a constant
-loss scale. Peak memory is reported by torch on a GPU; on a CPU it is the peak of the resident set of a child process.
+An iteration is a forward pass, a backward pass and an optimizer step of masked language modeling. The tokens are
+random, and 15% of them are masked. All attentions are timed in turn in the same model, repeat by repeat, and the tables
+show the medians. `softmax` is torch's fused kernel, which fairseq's own RoBERTa also calls with torch 2.
+`softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written. As in fairseq, float16 has float32
+master weights, but the loss scale is constant. Peak memory is reported by torch on a GPU; on a CPU it is the peak of
+the resident set of a child process.
 """
 
 import argparse
@@ -44,9 +45,10 @@ VOCABULARY = 50265
 
 
 def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callable[[], None]:
-    """Return a function that builds model and optimizer and runs two iterations.
+    """Return a function without arguments that runs two training iterations, to measure its memory.
 
-    The tiny preset is trained briefly first, so that libraries that are loaded on first use are not measured.
+    The returned function builds the model and the optimizer itself. Before it is returned, a tiny model is trained for
+    two iterations, which loads the libraries that are loaded on first use, so that they are not measured.
     """
     torch.set_num_threads(args.threads)
     tiny = argparse.Namespace(**vars(args) | {"preset": "tiny"})
@@ -55,9 +57,10 @@ def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callab
 
 
 def measure_length(rows: list[Row], length: int, args: argparse.Namespace) -> None:
-    """Measure the memory (if args.memory) and the times of the rows of one length, and set them in place.
+    """Measure the times of the rows of one length, and also the memory if args.memory is True.
 
-    Rows that run out of memory get oom = True and are not timed.
+    The results are written into `rows` in place. For a row that runs out of memory, `oom` is set to True, and its time
+    is not measured.
     """
     if args.memory:
         for row in rows:
@@ -77,7 +80,10 @@ def measure_length(rows: list[Row], length: int, args: argparse.Namespace) -> No
 
 
 def attention_argument(text: str) -> str:
-    """Return the argument unchanged if it names a mechanism that can be built; use it as `type` of argparse."""
+    """Return an argument unchanged if it is the spec of a mechanism that can be built, or "softmax_matrix".
+
+    Use this function as the `type` of an argparse argument. For any other text, it raises ArgumentTypeError.
+    """
     try:
         if text != MATRIX:
             check_attention_spec(text)
@@ -87,11 +93,11 @@ def attention_argument(text: str) -> str:
 
 
 def add_training_options(parser: argparse.ArgumentParser, attentions: list[str]) -> None:
-    """Add the options of a training benchmark. Call `set_device_defaults` on the parsed arguments.
+    """Add the options of a training benchmark to a parser. Then call `set_device_defaults` on the parsed arguments.
 
     Args:
-        parser: the parser to add them to.
-        attentions: default of --attentions.
+        parser: the parser, which is changed in place.
+        attentions: the default of --attentions.
     """
     parser.add_argument(
         "--attentions",
@@ -113,6 +119,10 @@ def add_training_options(parser: argparse.ArgumentParser, attentions: list[str])
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the arguments, fill in the defaults that depend on the device, and set torch's number of threads.
+
+    The returned namespace also has `training`, `batch` and `vocabulary`, which no option sets.
+    """
     parser = program_parser("python -m scripts.benchmarks.model", __doc__)
     has_gpu = torch.cuda.is_available()
     other_mechanisms = [name for name in sorted(MECHANISMS) if name != SOFTMAX]
@@ -135,7 +145,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def set_device_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Fill in the arguments whose defaults depend on the device, set torch's threads, and return the same namespace."""
+    """Fill in the arguments whose defaults depend on the device, in place, and return the same namespace.
+
+    This also sets torch's number of threads to args.threads.
+    """
     on_gpu = args.device == "cuda"
     if args.dtype is None:
         args.dtype = "float16" if on_gpu else "float32"
@@ -148,7 +161,7 @@ def set_device_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that are written to the JSON file and shown above the tables."""
+    """Return the settings of the benchmark by name, for the JSON file and the line above the tables."""
     values = {"device": device_name(args.device), "torch": torch.__version__, "model": "fairseq's RoBERTa"}
     for key in ("preset", "batch", "vocabulary", "dropout", "attention_dropout", "dtype"):
         values[key] = getattr(args, key)
@@ -156,6 +169,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     args = parse_arguments(argv)
     return run_main(lambda: benchmark(args))
 

@@ -26,9 +26,14 @@ PAPER_GIGABYTES = {
 
 @dataclass
 class Row:
-    """The results of one attention at one length: time of an iteration in ms and peak memory in bytes.
+    """The results of one attention at one length.
 
-    A value that was not measured is None. If memory ran out, `oom` is True, and both values are None.
+    Attributes:
+        attention: the name of the attention, with its options.
+        length: tokens per sequence.
+        time: the time of an iteration in ms; None if it was not measured.
+        memory: the peak memory in bytes; None if it was not measured.
+        oom: True if memory ran out. Then `time` and `memory` are None.
     """
 
     attention: str
@@ -39,7 +44,11 @@ class Row:
 
 
 def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Return the settings, the tables of the rows, and the paper's tables if any of its lengths was measured."""
+    """Return all results as text: a line with the settings, then tables of times, speedups over softmax and memory.
+
+    The tables have a row for each attention and a column for each length. If any of the paper's lengths was measured,
+    the paper's tables follow. If no memory was measured, its table is left out.
+    """
     lengths = sorted({row.length for row in rows})
     baseline = {row.length: row.time for row in rows if row.attention == SOFTMAX}
     times: dict[tuple[str, int], str] = {}
@@ -70,7 +79,13 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def _paper_table(title: str, values: Mapping[str, Sequence[float | None]], columns: Mapping[int, str]) -> str:
-    """Return the paper's values by attention as a table of the lengths in `columns`."""
+    """Return a table of the paper's values, with a row for each attention and the columns `columns`.
+
+    Args:
+        title: the line above the table.
+        values: the values of each attention at PAPER_LENGTHS; None where memory ran out.
+        columns: the title of each column by its length. Lengths that the paper lacks get empty cells.
+    """
     cells: dict[tuple[str, int], str] = {}
     for name, line in values.items():
         for length, value in zip(PAPER_LENGTHS, line, strict=True):

@@ -1,7 +1,8 @@
-"""Run the training iterations that scripts/benchmarks/model.py measures, on one RoBERTa with swapped attention modules.
+"""Run the training iterations that scripts/benchmarks/model.py measures.
 
-Mechanisms that replace whole layers are swapped in for RoBERTa's layers. Other differences between their models and
-RoBERTa, such as a norm after the last layer or missing position embeddings, have too little effect to be modeled.
+All mechanisms share one RoBERTa. An attention is put into RoBERTa's layers, and a mechanism that replaces whole layers
+takes the place of these layers. The models of such mechanisms also differ from RoBERTa in other ways, such as a norm
+after the last layer or missing position embeddings. These differences are ignored, because they have little effect.
 """
 
 import argparse
@@ -28,22 +29,26 @@ LOSS_SCALE = 128.0  # for float16
 
 
 class MatrixSoftmax(nn.Module):
-    """Wrap a softmax attention so that it builds the N x N matrix, with torch's own reference implementation."""
+    """Wraps a softmax attention so that it builds the N x N matrix with torch's reference implementation."""
 
     def __init__(self, softmax: nn.Module) -> None:
         super().__init__()
         self.softmax = softmax
 
     def forward(self, *args: Tensor | None) -> Tensor:
-        """Return the output of the softmax attention for its arguments."""
+        """Return the output of the softmax attention, which gets the same arguments."""
         with sdpa_kernel(SDPBackend.MATH):
             return self.softmax(*args)
 
 
 class Adam:
-    """Adam with the recipe's settings.
+    """AdamW with the settings of the recipes, for float32 or float16 parameters.
 
-    Half-precision parameters have one flat float32 copy, as with fairseq's --fp16. All parameters must have one dtype.
+    As with fairseq's --fp16, float16 parameters have one flat float32 copy. AdamW updates this copy, and the result is
+    copied to the parameters.
+
+    Args:
+        parameters: the parameters to train, at least one. All must have the same dtype.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -57,7 +62,7 @@ class Adam:
         )
 
     def step(self) -> None:
-        """Update the parameters. Half-precision gradients are divided by LOSS_SCALE; missing ones count as 0."""
+        """Update the parameters in place. float16 gradients are divided by LOSS_SCALE, and missing ones count as 0."""
         if self.half_parameters:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.half_parameters]
             self.masters[0].grad = torch.cat([g.flatten() for g in gradients]).float().div_(LOSS_SCALE)
@@ -74,14 +79,15 @@ class Adam:
 
 
 class Training:
-    """One model whose attention modules are swapped, its optimizers, and a batch of random tokens.
+    """Training iterations of one model with different mechanisms on one batch of random tokens.
 
-    `add` builds a mechanism by name, and `iteration` trains the model with it. There is one optimizer for each
-    mechanism's own parameters, one for RoBERTa's layers, which all attentions share, and one for the rest of the model.
+    `add` builds a mechanism by name, and `iteration` trains the model with it. The parameters of each mechanism have
+    their own optimizer. All attentions share an optimizer for RoBERTa's layers. One more optimizer, for the parameters
+    outside the layers, is used with every mechanism.
 
     Args:
-        args: the command line of a benchmark (see `add_training_options`)
-        length: tokens per sequence
+        args: the command line of a benchmark, see `add_training_options`.
+        length: tokens per sequence.
     """
 
     def __init__(self, args: argparse.Namespace, length: int) -> None:
@@ -98,11 +104,11 @@ class Training:
         self.make_batch()
 
     def build_model(self) -> Any:
-        """Return the RoBERTa, without attentions."""
+        """Return a RoBERTa without attentions, in float32 on the CPU. Subclasses can return another model."""
         return fairseq_model(self.args, self.length)
 
     def make_batch(self) -> None:
-        """Draw random words, and the positions that are masked. The first position of each sequence always is."""
+        """Draw random words and random masked positions. The first position of each sequence is always masked."""
         words = self.random_words()
         masked = (torch.rand(words.shape) < MASKED_FRACTION).index_fill_(1, torch.tensor([0]), True)
         self.masked = masked.to(self.args.device)
@@ -118,7 +124,7 @@ class Training:
         return F.cross_entropy(logits.float(), self.words[self.masked])
 
     def add(self, name: str) -> None:
-        """Build a mechanism and its optimizers; `iteration` puts it into the model."""
+        """Build a mechanism from its spec, and its optimizers, for later calls of `iteration` with the same name."""
         modules = nn.ModuleList(self.build_modules(name))
         modules.to(device=self.args.device, dtype=DTYPES[self.args.dtype]).train()
         optimizers = [self.adam]
@@ -131,7 +137,7 @@ class Training:
         self.mechanisms[name] = (modules, optimizers)
 
     def build_modules(self, name: str) -> Sequence[nn.Module]:
-        """Return one attention for each layer, or one whole layer if the mechanism replaces layers."""
+        """Return an attention for each layer of the model, or a new layer for each if the mechanism replaces layers."""
         args = self.args
         count = len(self.layers)
         _, dim, _, heads = PRESETS[args.preset]
@@ -154,7 +160,10 @@ class Training:
         return attentions
 
     def put_in_place(self, modules: nn.ModuleList) -> None:
-        """Put whole layers, or RoBERTa's layers with these attentions, into the model."""
+        """Put the modules of a mechanism into the model in place of the current ones.
+
+        New layers replace the layers of the model. Attentions are put into RoBERTa's layers, which return to the model.
+        """
         for number, module in enumerate(modules):
             if isinstance(module, EncoderLayer):
                 self.layers[number] = module
@@ -163,7 +172,7 @@ class Training:
                 self.layers[number].self_attn.attention = module
 
     def iteration(self, name: str) -> None:
-        """Run forward, backward and optimizer step with a mechanism that `add` has built.
+        """Run a forward pass, a backward pass and an optimizer step with a mechanism that `add` has built.
 
         The gradients are cleared first and stay until the next call. In float16 the loss is multiplied by LOSS_SCALE.
         """
@@ -178,13 +187,22 @@ class Training:
 
 
 def build_row_attention(name: str, **sizes: Any) -> Attention:
-    """Build the attention of a spec such as "lln_diag:dropout=0.1", whose options take precedence over `sizes`."""
+    """Build the attention of a spec such as "lln_diag:dropout=0.1".
+
+    `sizes` are further options of the attention. An option of the spec takes precedence over one of the same name.
+    """
     attention, options = parse_attention_spec(name)
     return build_attention(attention, **sizes | options)
 
 
 def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
-    """Build RoBERTa with an identity in place of each attention; `options` are further options of the model."""
+    """Build RoBERTa with an identity module in place of each attention.
+
+    Args:
+        args: the command line, which selects the preset, the vocabulary size and the dropout.
+        length: the largest number of tokens per sequence.
+        **options: further options of the model.
+    """
     lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     from fairseq.data import Dictionary
     from omegaconf import OmegaConf
@@ -203,7 +221,11 @@ def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
 
 
 def run_two_iterations(name: str, length: int, args: argparse.Namespace) -> None:
-    """Run two iterations with one mechanism, because the state of the optimizer only exists from the second one on."""
+    """Build a model with one mechanism and train it for two iterations.
+
+    The first optimizer step allocates the state of the optimizer. So the second iteration is the first one that needs
+    as much memory as later iterations.
+    """
     training = args.training(args, length)
     training.add(name)
     if training.layers_adam is None:

@@ -2,11 +2,11 @@
 
     python -m scripts.benchmarks.sequence_parallel --tokens 131072 262144 524288 1048576
 
-Every worker is a process (gloo) with its shard of the tokens. It runs forward and backward of an encoder layer with the
-attention of --attention, once to measure the memory and then three times to measure the time. The time is that of the
-slowest worker. The memory is the growth of the resident set at its peak, for the worker that needs most. Sent bytes are
-those that a worker passes to the collectives of one forward and backward pass. Unlike in training, freed memory is
-returned to the system.
+Every worker is a process (gloo) with its shard of the tokens. It runs the forward and the backward pass of an encoder
+layer with the attention of --attention, once to measure the memory and then three times to measure the time. The table
+shows the time of the slowest worker. The memory is the peak growth of the resident set, in the worker where it is
+largest. The sent bytes are the bytes that a worker passes to the collectives of one forward and backward pass. Unlike
+in training, freed memory is returned to the system.
 """
 
 import argparse
@@ -41,16 +41,16 @@ COLLECTIVES = {"all_gather": 1, "all_reduce": 0}  # the position of the argument
 
 @dataclass
 class Row:
-    """The results of one length: seconds of forward and backward, and bytes of memory and of sent messages."""
+    """The results of one length: seconds of a forward and backward pass, bytes of memory, and sent bytes."""
 
     tokens: int
     seconds: float
-    peak: int  # of the worker that needs most
+    peak: int  # in the worker where it is largest
     sent: int  # by each worker
 
 
 def build_layer(args: argparse.Namespace, tokens: int) -> LLNEncoderLayer:
-    """Return a layer of the preset's size without dropout, for sequences of up to `tokens` tokens.
+    """Return an encoder layer of the preset's size, without dropout, for sequences of up to `tokens` tokens.
 
     Raises:
         ValueError: for an unknown attention or option.
@@ -65,9 +65,9 @@ def build_layer(args: argparse.Namespace, tokens: int) -> LLNEncoderLayer:
 
 
 def count_sent_bytes() -> list[int]:
-    """Patch torch's collectives for the rest of the process, and return a list of bytes.
+    """Patch torch's collectives for the rest of the process so that they count bytes, and return an empty list.
 
-    Every later call of a collective appends the number of bytes that this worker passes to it.
+    Every later call of a collective appends to this list the number of bytes that this worker passes to it.
     """
     sent: list[int] = []
 
@@ -84,7 +84,16 @@ def count_sent_bytes() -> list[int]:
 
 
 def run_worker(rank: int, args: argparse.Namespace, tokens: int, directory: str) -> None:
-    """Measure in the process of one worker and write {rank}.json: seconds of each repeat, peak and sent bytes."""
+    """Measure in the process of one worker, and write the results to DIRECTORY/RANK.json.
+
+    The file has the seconds of each repeat, the peak memory in bytes, and the bytes sent in one repeat.
+
+    Args:
+        rank: the number of the worker.
+        args: the command line.
+        tokens: tokens of the whole sequence.
+        directory: the directory for the results and for the store of the process group.
+    """
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     store = dist.FileStore(f"{directory}/store", args.workers)
@@ -116,7 +125,7 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, directory: str)
 
 
 def measure_length(args: argparse.Namespace, tokens: int) -> Row:
-    """Run all workers on a sequence of `tokens` tokens, and return the results.
+    """Run all workers on a sequence of `tokens` tokens, and return the results of this length.
 
     Raises:
         UserError: if a worker ends early, for example because memory ran out.
@@ -135,7 +144,7 @@ def measure_length(args: argparse.Namespace, tokens: int) -> Row:
 
 
 def results_table(rows: list[Row]) -> str:
-    """Return the rows as a table, and the growth of the time if there are several lengths."""
+    """Return the rows as a table. If there are several lengths, a last line has the growth of the time with length."""
     cells = [["tokens", "seconds", "peak of a worker [GB]", "sent by a worker [kB]"]]
     for row in rows:
         cells.append([f"{row.tokens:,}", f"{row.seconds:.2f}", f"{row.peak / 1e9:.2f}", f"{row.sent / 1e3:.1f}"])
@@ -146,6 +155,7 @@ def results_table(rows: list[Row]) -> str:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the arguments. If the system cannot measure memory, the program ends with a message."""
     parser = program_parser("python -m scripts.benchmarks.sequence_parallel", __doc__)
     parser.add_argument("--tokens", nargs="+", type=at_least_one, default=[131072, 262144, 524288])
     parser.add_argument("--workers", type=at_least_one, default=2)
@@ -164,6 +174,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     args = parse_arguments(argv)
     return run_main(lambda: benchmark(args))
 

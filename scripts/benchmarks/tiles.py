@@ -3,10 +3,10 @@
     python -m scripts.benchmarks.tiles
     python -m scripts.benchmarks.tiles --kernels dkv diag_bwd --dim 128
 
-A tile is the number of rows, warps, stages and registers of a kernel, see lln_fairseq/ops/backends/triton/launch.py.
-Each candidate replaces the current tile, and the forward or backward pass that the kernel belongs to is timed. The
-fastest tile stays in place while the following kernels are timed. Candidates that fail or change the results are
-rejected.
+A tile is the number of rows, warps, stages and registers of a kernel (see lln_fairseq/ops/backends/triton/launch.py).
+Each candidate replaces the current tile, and the pass that runs the kernel is timed: a forward pass, or a forward and a
+backward pass. The fastest tile stays in place while the following kernels are timed. Candidates that fail or change the
+results are rejected.
 """
 
 import argparse
@@ -44,7 +44,17 @@ LARGEST_DIFFERENCE = 1e-2  # relative; half precision differs by less than this 
 
 
 def run_pass(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Run the pass that a kernel belongs to on q, k, v (B, H, N, D), and return its output and gradients, if any."""
+    """Run the pass in which a kernel is timed.
+
+    Args:
+        kernel: a key of PASSES.
+        q: the queries, (B, H, N, D).
+        k: the keys, (B, H, N, D).
+        v: the values, (B, H, N, D).
+
+    Returns:
+        A list of the output and, if the pass includes a backward pass, the gradients of q, k and v.
+    """
     mix, backward, block_size = PASSES[kernel]
     if mix is None:
         out = lln_attention(q, k, v, ALPHA, ALPHA, backend="triton")
@@ -56,7 +66,10 @@ def run_pass(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def candidate_tiles(current: Tile) -> list[Tile]:
-    """Return the tiles to try: half, the same or twice the rows, from 16 to 128, with several warps and stages."""
+    """Return the tiles to try, without the current one.
+
+    They have half, the same or twice the number of rows, between 16 and 128, and several numbers of warps and stages.
+    """
     tiles = []
     for rows in (current.rows // 2, current.rows, 2 * current.rows):
         for warps in (4, 8):
@@ -66,14 +79,14 @@ def candidate_tiles(current: Tile) -> list[Tile]:
 
 
 def find_best_tile(key: tuple[int, int, int], kernel: str, inputs: list[Tensor], repeats: int) -> Tile:
-    """Time the current tile of a kernel and the candidates, print the result, and return the fastest.
+    """Time the current tile of a kernel and the candidates, print the result, and return the fastest tile.
 
-    The fastest stays in launch.TILES of this process.
+    In this process, launch.TILES is changed in place to the fastest tile.
 
     Args:
         key: key of launch.TILES.
         kernel: a field of launch.Tiles.
-        inputs: q, k and v, (B, H, N, D).
+        inputs: q, k and v, each (B, H, N, D), which require gradients.
         repeats: number of timed passes; tiles are compared by their medians.
     """
     current = getattr(launch.TILES[key], kernel)
@@ -98,7 +111,7 @@ def find_best_tile(key: tuple[int, int, int], kernel: str, inputs: list[Tensor],
 
 
 def search(args: argparse.Namespace) -> None:
-    """Search the tiles of all requested kernels; raise UserError if the kernels do not run on the device."""
+    """Find the best tiles of all requested kernels. Raise UserError if the kernels do not run on the device."""
     batch = args.tokens // args.length
     q = torch.empty(batch, args.heads, args.length, args.dim, device=args.device, dtype=torch.float16)
     if reason := launch.is_supported(q):
@@ -109,6 +122,7 @@ def search(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     parser = program_parser("python -m scripts.benchmarks.tiles", __doc__)
     parser.add_argument("--kernels", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--length", type=int, default=4096)

@@ -1,1 +1,1 @@
-"""Run the experiments that scripts/*.sh start: series of training runs, with tables of their results."""
+"""Run experiments: series of training runs with tables of their results. scripts/*.sh start some of them."""

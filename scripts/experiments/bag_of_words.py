@@ -1,4 +1,4 @@
-"""Score a classifier without a neural network on the demo's sentences: TF-IDF with logistic regression."""
+"""Score a baseline without a neural network on the demo's sentences: TF-IDF with logistic regression."""
 
 import csv
 from pathlib import Path
@@ -7,13 +7,13 @@ SPLIT_FILES = {"valid": "dev", "test": "test"}
 
 
 def bag_of_words_accuracies(data: Path) -> dict[str, float]:
-    """Train scikit-learn's TF-IDF and logistic regression with their defaults, and score them.
+    """Train and score scikit-learn's TF-IDF and logistic regression with their default options.
 
     Args:
         data: directory that data_prep.demo has built.
 
     Returns:
-        The accuracies between 0 and 1 of `valid` and `test`, in this order.
+        The accuracy between 0 and 1 on each of the splits "valid" and "test", in this order.
     """
     # Imported here because scikit-learn takes a second. It is one of fairseq's requirements.
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -26,7 +26,7 @@ def bag_of_words_accuracies(data: Path) -> dict[str, float]:
 
 
 def _read_sentences(data: Path, name: str) -> tuple[list[str], list[str]]:
-    """Return the sentences and labels of one file of the demo's GLUE-like rows."""
+    """Return the sentences and the labels of DATA/raw/SST-2/NAME.tsv, in the order of the file."""
     with (data / f"raw/SST-2/{name}.tsv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     sentences = [row["sentence"] for row in rows]

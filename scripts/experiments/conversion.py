@@ -1,12 +1,17 @@
-"""Measure how much of a softmax encoder remains when a linear attention replaces it.
+"""Measure how close an encoder stays to its softmax teacher when linear attention replaces the softmax attention.
 
     python -m scripts.experiments.conversion TEACHER DATA OUT --steps 0 100 --lengths 64 128 512 --seeds 1 2
 
-TEACHER and DATA are those of lln-fairseq linearize. Each row of the table is one conversion: a variant of the attention
-that is trained for a number of steps with a seed. For held-out texts of each length it shows the cosine between the
-mean-pooled vectors and the teacher's, the fraction of texts that have the same nearest text, and with --masked the
-fraction of masked tokens that the language model predicts correctly. --whole treats each line of the data, such as a
-protein, as one text. Rows in OUT/conversion.json are not measured again.
+TEACHER is a checkpoint with softmax attention, and DATA is text binarized with its tokenizer, as for lln-fairseq
+linearize. A measurement takes one variant of linear attention, trains it for a number of steps with one seed, and
+compares the encoder with the teacher on held-out texts of each length:
+
+    cosine    the cosine between the encoder's and the teacher's mean-pooled vectors of a text
+    neighbor  the fraction of texts whose nearest other text is the same as with the teacher
+    masked    the fraction of masked tokens that the language model predicts correctly (with --masked)
+
+The table has the means over the seeds. --whole treats each line of the data, such as a protein, as one text.
+Measurements in OUT/conversion.json are not repeated.
 """
 
 import argparse
@@ -44,7 +49,12 @@ FIRST_WORD = 4  # fairseq's special symbols have the ids 0 to 3
 
 
 class LineStream(TokenStream):
-    """A token stream whose batches hold whole lines of `texts`, each with its </s>, padded to one length."""
+    """A token stream whose batches have whole lines instead of texts that are cut at random positions.
+
+    Args:
+        texts: the stream to divide into lines. Each line ends with </s>.
+        pad: the id of the padding token.
+    """
 
     def __init__(self, texts: TokenStream, pad: int) -> None:
         super().__init__(texts.tokens, texts.bos, texts.eos)
@@ -53,15 +63,15 @@ class LineStream(TokenStream):
         self.pad = pad
 
     def batch(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """Draw lines of fewer than `length` tokens.
+        """Draw random lines that fit into `length` tokens. A line can be drawn more than once.
 
         Args:
-            count: number of lines, drawn with replacement.
-            length: number of tokens per row of the batch, including <s> in front of the line.
+            count: number of lines.
+            length: number of tokens per row of the batch, including the <s> in front of the line and its </s>.
             generator: draws the lines.
 
         Returns:
-            Token ids, int64 (count, length).
+            Token ids, int64 (count, length). The ends of the rows are filled with padding.
 
         Raises:
             ValueError: if no line is short enough.
@@ -77,7 +87,14 @@ class LineStream(TokenStream):
         return batch
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
-        """Draw as many lines of fewer than `longest` tokens as fit into `tokens`, at least one."""
+        """Draw one batch of random lines that fit into `longest` tokens, with about `tokens` tokens in total.
+
+        Returns:
+            Token ids, int64 (lines, longest). There is at least one line.
+
+        Raises:
+            ValueError: if no line is short enough.
+        """
         return self.batch(max(1, tokens // longest), longest, generator)
 
 
@@ -87,7 +104,8 @@ def masked_accuracy(model: Any, batches: Sequence[Tensor], mask: int) -> float:
 
     Args:
         model: masked language model.
-        batches: token ids (B, N); 15 % of the words are masked, always the same ones.
+        batches: token ids, each (B, N). About 15 % of the tokens are masked, but never special symbols. The choice is
+            random, but the same in every call.
         mask: id of <mask>.
     """
     generator = torch.Generator().manual_seed(SEED)
@@ -100,10 +118,12 @@ def masked_accuracy(model: Any, batches: Sequence[Tensor], mask: int) -> float:
 
 
 class ConversionExperiment:
-    """Measure all rows of the table, and store them in OUT/conversion.json after each one.
+    """Makes all measurements of the command line. Each one is stored in OUT/conversion.json when it is finished.
+
+    The constructor loads the teacher and the texts.
 
     Raises:
-        UserError: if OUT/conversion.json has rows that were measured with other settings.
+        UserError: if OUT/conversion.json has measurements with other settings.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -135,7 +155,7 @@ class ConversionExperiment:
         self.held_out = [HeldOutSet(self.model, valid, HELD_OUT_COUNT, length) for length in args.lengths]
 
     def run_all(self) -> None:
-        """Measure the missing rows and print the table."""
+        """Make the missing measurements and print the table. With --masked, also print the accuracy of the teacher."""
         missing = []
         for seed in self.args.seeds:
             for variant in self.args.variants:
@@ -152,7 +172,11 @@ class ConversionExperiment:
             print("masked tokens that the teacher predicts:", *(f"{accuracy:.3f}" for accuracy in accuracies))
 
     def measure_row(self, variant: str, steps: int, seed: int) -> dict[str, Any]:
-        """Train the students of a variant and return their `quality`: a list of MEASURES for each length."""
+        """Train the linear attention of a variant and measure it.
+
+        Returns:
+            A dict with the entry "quality", the result of `measure_quality`.
+        """
         attention, options = VARIANTS[variant]
         if attention not in ATTENTIONS_WITHOUT_BLOCKS:
             options = {**options, "block_size": self.args.block_size}
@@ -162,7 +186,11 @@ class ConversionExperiment:
         return {"quality": self.measure_quality(students.students)}
 
     def measure_quality(self, attentions: Sequence[nn.Module]) -> list[list[float]]:
-        """Return the MEASURES of the model with these attentions for each length; the last one only with --masked."""
+        """Measure the model with these attentions, one for each layer, in place of its own.
+
+        Returns:
+            For each length, the list of the MEASURES in their order. Without --masked, the measure "masked" is missing.
+        """
         quality = [list(texts.similarity(attentions)) for texts in self.held_out]
         if self.args.masked:
             layers = list(self.model.encoder.sentence_encoder.layers)
@@ -172,7 +200,7 @@ class ConversionExperiment:
         return quality
 
     def format_table(self) -> str:
-        """Format the means over the seeds, one row for each variant and number of steps."""
+        """Return the table of the means over the seeds, with one row for each variant and number of steps."""
         measures = MEASURES if self.args.masked else MEASURES[:2]
         header = ["", "steps"]
         for length in self.args.lengths:
@@ -187,11 +215,12 @@ class ConversionExperiment:
 
 
 def row_key(variant: str, steps: int, seed: int) -> str:
-    """Return the key of a row in OUT/conversion.json."""
+    """Return the key of a measurement in OUT/conversion.json."""
     return f"{variant}; {steps} steps; seed {seed}"
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     parser = program_parser("python -m scripts.experiments.conversion", __doc__)
     parser.add_argument("teacher", type=Path, help="checkpoint with softmax attention")
     parser.add_argument("data", type=Path, help="text binarized with its tokenizer")

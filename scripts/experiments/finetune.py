@@ -5,7 +5,8 @@
 
 finetune_mnli.sh, finetune_qnli.sh and finetune_qqp.sh do the same for their tasks. glue_all.sh takes several tasks and
 seeds, skips finished runs, and prints the paper's Table 1. Results are written to glue/TASK/seedN next to the
-checkpoint, unless you give checkpoint.save_dir for a single task. To prepare the data: python -m data_prep.glue --help
+checkpoint. For a single task, checkpoint.save_dir selects another directory. To prepare the data, see
+python -m data_prep.glue --help
 """
 
 import argparse
@@ -25,16 +26,20 @@ START_MODEL = "checkpoint.finetune_from_model"
 
 
 def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> None:
-    """Fine-tune on a task and score the best checkpoint on every labeled split, unless that has been done.
+    """Fine-tune on a task and score the best checkpoint, unless this has been done with the same settings.
+
+    The checkpoint is scored on `valid`, and for MNLI also on `valid1`. Results are written to glue/TASK/seedN next to
+    the checkpoint.
 
     Args:
         task: name of a recipe in configs/glue.
         checkpoint: model to start from.
         seed: seed of the run.
-        overrides: further settings; `checkpoint.save_dir` replaces the default directory.
+        overrides: further Hydra overrides. checkpoint.save_dir selects another directory.
 
     Raises:
-        UserError: if the task is unknown, the directory holds results of other settings, or a program fails.
+        UserError: if the task is unknown, the directory contains results of other settings, or training or evaluation
+            fails.
     """
     check_task("glue", task)
     out = Path(last_value(SAVE_DIR, overrides) or checkpoint.parent / "glue" / task / f"seed{seed}")
@@ -47,10 +52,15 @@ def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> No
 
 
 def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Fine-tune on every task with every seed, print the paper's Table 1 and return its exit code.
+    """Fine-tune on every task with every seed, print the results with the paper's Table 1, and return the exit code.
+
+    Args:
+        args: the command line: checkpoint, tasks and seeds.
+        overrides: further Hydra overrides of all runs.
 
     Raises:
-        UserError: if the overrides name a directory, or if `finetune` raises it.
+        UserError: if the overrides include checkpoint.save_dir, there is no checkpoint, a task is unknown, a directory
+            contains results of other settings, or training or evaluation fails.
     """
     if last_value(SAVE_DIR, overrides):
         raise UserError("glue_all.sh does not accept checkpoint.save_dir: every task and seed has its own directory")
@@ -61,12 +71,12 @@ def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Parse an argument such as "1 2 3"."""
+    """Return the seeds in an argument such as "1 2 3"."""
     return [int(word) for word in text.split()]
 
 
 def require_checkpoint(path: str | None) -> Path:
-    """Return the path of an existing checkpoint; raise UserError if it is None or not a file."""
+    """Return the path of a checkpoint. Raise UserError if `path` is None or not an existing file."""
     if path is None:
         raise UserError("which checkpoint? for example runs/pretrain_lln_diag/checkpoint_best.pt (see --help)")
     if not Path(path).is_file():
@@ -75,7 +85,7 @@ def require_checkpoint(path: str | None) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script whose name is the first argument: glue_all or finetune_TASK."""
+    """Run the script whose name is the first argument, glue_all or finetune_TASK, and return the exit code."""
     script, *arguments = argv or sys.argv[1:] or ["finetune_TASK"]
     parser = program_parser(f"scripts/{script}.sh", __doc__)
     parser.add_argument("checkpoint", nargs="?", help="pre-trained checkpoint to start from")

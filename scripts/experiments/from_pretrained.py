@@ -27,14 +27,14 @@ TRANSFER_LENGTH = "128"  # tokens of the longest training text of linearize; the
 
 
 def seed_suffix(seed: int) -> str:
-    """Return the suffix that tells the fine-tuning runs of several seeds apart; empty for seed 1."""
+    """Return the suffix for the name of a fine-tuning run: "_seedN" for seed N, but "" for seed 1."""
     if seed == 1:
         return ""
     return f"_seed{seed}"
 
 
 class FromPretrained:
-    """Run the steps of the experiment. All of them write into OUT/from_minilm, and finished steps are skipped."""
+    """Runs the steps of the experiment. They write to OUT/from_minilm, and finished steps are skipped."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -72,18 +72,22 @@ class FromPretrained:
         print(f"\n{aligned(times)}")
 
     def convert(self, encoder: Path, teacher: Path) -> None:
+        """Convert the downloaded encoder to a fairseq model with softmax attention in the directory `teacher`."""
         command = [sys.executable, "-m", "lln_fairseq", "convert", str(encoder), str(teacher), "--attention", TEACHER]
         self.steps.run("convert", command)
 
     def prepare_data(self, teacher: Path) -> None:
-        """Build the demo data with the encoder's tokenizer; an existing directory is kept."""
+        """Build the demo data with the tokenizer of the encoder. A finished data directory is kept."""
         command = [sys.executable, "-m", "data_prep.demo", "--out", str(self.data), "--tokenizer", str(teacher)]
         if self.args.archive:
             command += ["--archive", self.args.archive]
         call(command)
 
     def linearize(self, teacher: Path, linear: Path) -> None:
-        """Train the linear attention on the demo's text and print the quality on held-out texts."""
+        """Linearize the model in `teacher`, write the result to `linear`, and print its quality on held-out texts.
+
+        The linear attention is trained on the demo's text.
+        """
         command = [sys.executable, "-m", "lln_fairseq", "linearize"]
         command += [str(teacher / "model.pt"), str(self.data / "lm"), str(linear), "--attention", ATTENTION]
         command += ["--option", *(f"{key}={value}" for key, value in OPTIONS.items())]
@@ -93,7 +97,16 @@ class FromPretrained:
         print(log.partition("held-out")[2].partition("held-out")[0])
 
     def finetune(self, name: str, start: Path, attention: list[str]) -> list[float]:
-        """Fine-tune the encoder in the directory `start` with an attention; return its accuracies on dev and test."""
+        """Fine-tune an encoder and evaluate it.
+
+        Args:
+            name: name of the run.
+            start: directory of the encoder.
+            attention: Hydra overrides that select the attention.
+
+        Returns:
+            The accuracies on dev and test, in this order, between 0 and 1.
+        """
         name += seed_suffix(self.args.seed)
         overrides = [
             "glue=demo_minilm",

@@ -1,12 +1,13 @@
-"""Measure what fine-tuned softmax classifiers keep when `lln-fairseq linearize` makes them linear.
+"""Measure how much accuracy fine-tuned softmax classifiers keep when `lln-fairseq linearize` makes them linear.
 
     python -m scripts.experiments.linear_classifiers data-bin/qnli runs/linear_qnli \\
         --teachers runs/qnli_seed1/checkpoint_best.pt runs/qnli_seed2/checkpoint_best.pt
 
-DATA is the teachers' data, with the labeled splits train and test (python -m data_prep.glue_held_out). Every variant
-of the linear attention is trained from every teacher, on the rows of `train`. The table has the accuracy on `test`: the
-mean over the teachers, the range, and the mean difference to the teachers. Nothing is chosen on `test`. Finished runs
-in OUT are skipped, so that an interrupted command can be run again.
+The first argument is the data on which the teachers were fine-tuned. Its splits `train` and `test` must have labels, as
+in the output of data_prep.glue_held_out. The second argument is the output directory OUT. Every teacher is linearized
+with every variant of linear attention, which is trained on the rows of `train`. The table shows the accuracy on `test`:
+the mean over the teachers, the range, and the difference between this mean and the teachers' own mean. Nothing is
+chosen on `test`. Finished runs in OUT are skipped, so you can run an interrupted command again.
 """
 
 import argparse
@@ -32,6 +33,14 @@ VARIANTS = {  # name: arguments of linearize
     "blocks of 32 only": "--attention block_diag --option block_size=32",
     "blocks of 32, first segment global": f"{JOINT}32 global_tokens=first_segment",
     "blocks of 64, first segment global": f"{JOINT}64 global_tokens=first_segment",
+    "blocks of 128, first segment global": f"{JOINT}128 global_tokens=first_segment",
+    "blocks of 256, first segment global": f"{JOINT}256 global_tokens=first_segment",
+    "blocks of 32, first segment global, 1 softmax layer": (
+        f"{JOINT}32 global_tokens=first_segment --softmax-layers best:1"
+    ),
+    "blocks of 32, first segment global, 2 softmax layers": (
+        f"{JOINT}32 global_tokens=first_segment --softmax-layers best:2"
+    ),
     "blocks of 32, 1 softmax layer": f"{JOINT}32 --softmax-layers best:1",
     "blocks of 32, 2 softmax layers": f"{JOINT}32 --softmax-layers best:2",
     "blocks of 64, 1 softmax layer": f"{JOINT}64 --softmax-layers best:1",
@@ -43,7 +52,15 @@ SPLIT = "test"
 
 
 def evaluate(steps: Steps, name: str, checkpoint: Path, data: Path, result: Path) -> float:
-    """Evaluate a classifier on the test split, as a step, and return its accuracy in percent."""
+    """Evaluate a classifier on the test split and return its accuracy in percent.
+
+    Args:
+        steps: runs the evaluation, unless it has been done.
+        name: name of the classifier, unique among the steps.
+        checkpoint: the classifier.
+        data: the data directory.
+        result: the file to which the scores are written.
+    """
     command = [sys.executable, "-m", "lln_fairseq", "evaluate", str(checkpoint), str(data)]
     command += [f"--split={SPLIT}", "--json", str(result)]
     steps.run(f"evaluate {name}", command)
@@ -51,7 +68,16 @@ def evaluate(steps: Steps, name: str, checkpoint: Path, data: Path, result: Path
 
 
 def linearize(steps: Steps, name: str, teacher: Path, data: Path, out: Path, arguments: Sequence[str]) -> Path:
-    """Linearize a teacher, as a step, and return the new checkpoint."""
+    """Linearize a teacher and return the path of the new checkpoint, OUT/model.pt.
+
+    Args:
+        steps: runs the linearization, unless it has been done.
+        name: name of the new model, unique among the steps.
+        teacher: the checkpoint of the teacher.
+        data: the data directory.
+        out: the directory of the new model.
+        arguments: further arguments of lln-fairseq linearize.
+    """
     command = [sys.executable, "-m", "lln_fairseq", "linearize", str(teacher), str(data), str(out)]
     command += ["--evaluate-rows", "1", *arguments]
     steps.run(f"linearize {name}", command)
@@ -59,14 +85,17 @@ def linearize(steps: Steps, name: str, teacher: Path, data: Path, out: Path, arg
 
 
 def format_row(name: str, accuracies: Sequence[float], teacher_accuracies: Sequence[float]) -> list[str]:
-    """Return the cells of a table row: the name, the mean and range of the accuracies, and the mean difference."""
+    """Return the cells of a table row: the name, "mean (lowest–highest)", and the difference between the means.
+
+    `accuracies` and `teacher_accuracies` are in percent and have one entry for each teacher.
+    """
     mean = sum(accuracies) / len(accuracies)
     difference = mean - sum(teacher_accuracies) / len(teacher_accuracies)
     return [name, f"{mean:.1f} ({min(accuracies):.1f}–{max(accuracies):.1f})", f"{difference:+.1f}"]
 
 
 def run_experiment(args: argparse.Namespace) -> None:
-    """Run all steps and print the table."""
+    """Evaluate the teachers, linearize and evaluate every variant, and print the table."""
     steps = Steps(args.out)
     teacher_accuracies = []
     for number, teacher in enumerate(args.teachers, start=1):
@@ -88,7 +117,7 @@ def run_experiment(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
+    """Run the command line and return the exit code."""
     parser = program_parser("python -m scripts.experiments.linear_classifiers", __doc__)
     parser.add_argument("data", type=Path, help="the data directory of the teachers' task")
     parser.add_argument("out", type=Path, help="directory of the linear models and results")

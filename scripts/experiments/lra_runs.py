@@ -1,11 +1,11 @@
-"""Train on tasks of the Long Range Arena and score valid and test. Run an interrupted command again to continue it.
+"""Train on tasks of the Long Range Arena, and score the splits valid and test. An interrupted command can be run again.
 
     scripts/lra.sh listops attention=lln_diag run=gpu1
     scripts/lra_all.sh --attentions "softmax lln_diag" --tasks "listops text" --seeds "1 2" run=gpu1
 
-Results are written to runs/lra/ATTENTION/TASK/seedN, unless you give checkpoint.save_dir for a single task. lra_all.sh
-prints the paper's Table 5. Tasks whose names end in _stand_in are not the paper's. To prepare the data:
-python -m data_prep.lra --help
+Results are written to runs/lra/ATTENTION/TASK/seedN. For a single task, checkpoint.save_dir selects another directory.
+lra_all.sh prints the paper's Table 5. Tasks whose names end in _stand_in are not tasks of the paper. To prepare the
+data, see python -m data_prep.lra --help
 """
 
 import argparse
@@ -26,15 +26,18 @@ PAPER_TASKS = "text listops retrieval pathfinder image"
 
 
 def train_task(task: str, seed: int, overrides: list[str]) -> None:
-    """Train on a task and score the best checkpoint, unless that has been done.
+    """Train on a task and score the best checkpoint, unless this has been done with the same settings.
+
+    The checkpoint is scored on `valid` and `test`. Results are written to runs/lra/ATTENTION/TASK/seedN.
 
     Args:
         task: name of a recipe in configs/lra.
         seed: seed of the run.
-        overrides: further settings; `checkpoint.save_dir` replaces the default directory.
+        overrides: further Hydra overrides. checkpoint.save_dir selects another directory.
 
     Raises:
-        UserError: if the task is unknown, the directory holds results of other settings, or a program fails.
+        UserError: if the task is unknown, the directory contains results of other settings, or training or evaluation
+            fails.
     """
     check_task("lra", task)
     attention = last_value("attention", overrides) or DEFAULT_ATTENTION
@@ -45,10 +48,15 @@ def train_task(task: str, seed: int, overrides: list[str]) -> None:
 
 
 def train_all_tasks(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Train every attention on every task with every seed, print the paper's Table 5 and return its exit code.
+    """Train every attention on every task with every seed, print the results with Table 5, and return the exit code.
+
+    Args:
+        args: the command line: attentions, tasks and seeds.
+        overrides: further Hydra overrides of all runs.
 
     Raises:
-        UserError: if the overrides name an attention or a directory, or if `train_task` raises it.
+        UserError: if the overrides include attention or checkpoint.save_dir, a task is unknown, a directory contains
+            results of other settings, or training or evaluation fails.
     """
     if last_value(SAVE_DIR, overrides) or last_value("attention", overrides):
         raise UserError("lra_all.sh accepts neither attention= nor checkpoint.save_dir=: use --attentions")
@@ -61,7 +69,7 @@ def train_all_tasks(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script whose name is the first argument: lra or lra_all."""
+    """Run the script whose name is the first argument, lra or lra_all, and return the exit code."""
     script, *arguments = argv or sys.argv[1:]
     parser = program_parser(f"scripts/{script}.sh", __doc__)
     if script == "lra":

@@ -8,18 +8,23 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 class ProgressLines:
-    """A replacement for standard error that prints each state of a tqdm bar on a line of its own."""
+    """A replacement for standard error in which each state of a tqdm bar becomes a line of its own."""
 
     def write(self, text: str) -> None:
+        """Write the text as one line to standard error, unless it is blank."""
         if text.strip():
             sys.stderr.write(text.strip() + "\n")
 
     def flush(self) -> None:
+        """Flush standard error."""
         sys.stderr.flush()
 
 
 def progress_bar(name: str, updates: int | None = None) -> tqdm:
-    """Return a progress bar labeled `name`; `updates` is the total number, or None for a step that does not train."""
+    """Return a progress bar labeled `name`. Without a terminal, it prints a line every half minute instead.
+
+    `updates` is the total number of updates. It is None for a step that does not train.
+    """
     if sys.stderr.isatty():
         return tqdm(total=updates, desc=name, unit="update", dynamic_ncols=True)
     return tqdm(
@@ -36,7 +41,7 @@ def progress_bar(name: str, updates: int | None = None) -> tqdm:
 
 
 def show_update(bar: tqdm, updates: int, loss: str) -> None:
-    """Move the bar to the number of completed updates, and show the current loss in bits."""
+    """Move the bar to `updates`, the number of completed updates, and show the current loss, which is in bits."""
     if not bar.n:
         bar.initial = updates  # the estimate of the remaining time leaves out updates of an earlier, interrupted run
     bar.set_postfix_str(f"loss {loss} bits", refresh=False)

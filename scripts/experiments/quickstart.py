@@ -32,7 +32,13 @@ a real pre-trained encoder, and how it is linearized: scripts/quickstart.sh --fr
 
 @dataclass
 class Variant:
-    """A model that is fine-tuned: one column of the table."""
+    """A model that is fine-tuned: one column of the table.
+
+    Attributes:
+        name: name of the model and of its fine-tuning run.
+        attention: name of the attention.
+        pretrained: False starts fine-tuning from random parameters.
+    """
 
     name: str
     attention: str
@@ -40,7 +46,7 @@ class Variant:
 
 
 class Quickstart:
-    """Run the steps of the experiment. All of them write into OUT, and finished steps are skipped."""
+    """Runs the steps of the experiment. They write to OUT, and finished steps are skipped."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -68,7 +74,10 @@ class Quickstart:
         print(f"\ncurves: {pictures}\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {self.out}")
 
     def variants(self) -> list[Variant]:
-        """Return the models to fine-tune: LLN+Diag; with --compare also softmax, and LLN+Diag not pre-trained."""
+        """Return the models to fine-tune.
+
+        This is LLN+Diag. With --compare, softmax and LLN+Diag without pre-training follow.
+        """
         suffix = seed_suffix(self.args.seed)
         variants = [Variant(ATTENTION + suffix, ATTENTION)]
         if self.args.compare:
@@ -77,11 +86,13 @@ class Quickstart:
         return variants
 
     def prepare_data(self) -> None:
+        """Build the demo data unless the data directory has it. The time is shown in the table."""
         start = time.monotonic()
         prepare_demo_data(self.args.data, self.args.archive)
         self.steps.times.setdefault("data", time.monotonic() - start)
 
     def pretrain(self, attention: str) -> None:
+        """Pre-train a model with an attention in OUT/pretrain_ATTENTION."""
         updates = self.args.updates or OmegaConf.load("configs/corpus/demo.yaml").optimization.max_update
         overrides = [
             *self.model_overrides(attention),
@@ -93,7 +104,7 @@ class Quickstart:
         self.steps.run(f"pre-train {attention}", command, updates)
 
     def finetune(self, variant: Variant) -> dict[str, dict]:
-        """Fine-tune a variant and return its scores by split."""
+        """Fine-tune a variant in OUT/finetune_NAME, evaluate it on valid and test, and return the scores by split."""
         overrides = [
             *self.model_overrides(variant.attention),
             "glue=demo",
@@ -110,18 +121,19 @@ class Quickstart:
         return finetune_and_score(self.steps, variant.name, self.out / f"finetune_{variant.name}", overrides, updates)
 
     def model_overrides(self, attention: str) -> list[str]:
+        """Return the Hydra overrides for the model size, an attention and the device."""
         return ["model=nano", f"attention={attention}", f"run={self.device}"]
 
 
 def format_table(
     out: Path, variants: list[Variant], scores: dict[str, dict[str, dict]], times: dict[str, float]
 ) -> str:
-    """Format the results with one column per variant, and the wall times below.
+    """Return a table of the results with one column per variant, followed by a table of the wall times.
 
     Args:
-        out: directory of the experiment, for the losses of pre-training.
-        variants: columns of the table.
-        scores: scores by variant and split.
+        out: directory of the experiment, from which the losses of pre-training are read.
+        variants: the columns of the table.
+        scores: the scores that `lln-fairseq evaluate` wrote, by name of the variant and split.
         times: wall times in seconds by step.
     """
     names = [variant.name for variant in variants]
@@ -142,7 +154,10 @@ def format_table(
 
 
 def draw_curves(out: Path, variants: list[Variant]) -> list[Path]:
-    """Draw the losses, and the inverse loss scales of fp16 runs, into OUT/pretraining.png and OUT/finetuning.png."""
+    """Draw the losses, and for fp16 runs also the inverse loss scales. Return the paths of the two PNGs.
+
+    They are OUT/pretraining.png and OUT/finetuning.png.
+    """
     pretraining = {}
     finetuning = {}
     for variant in variants:
@@ -158,11 +173,15 @@ def draw_curves(out: Path, variants: list[Variant]) -> list[Path]:
 
 
 def _pretraining_curves(out: Path, attention: str) -> dict[str, Curve]:
+    """Return the TensorBoard curves of pre-training with an attention, by their tags."""
     return read_curves(out / f"pretrain_{attention}" / "tensorboard")
 
 
 def _pretraining_loss(out: Path, variant: Variant, index: int) -> str:
-    """Return the first (0) or last (-1) valid loss of a variant's pre-training, or "-" if it has none."""
+    """Return the validation loss of a variant's pre-training in bits, as text: the first (index 0) or the last (-1).
+
+    The result is "-" if the variant was not pre-trained or has no validation loss.
+    """
     if not variant.pretrained:
         return "-"
     curve = _pretraining_curves(out, variant.attention).get("valid/loss")
@@ -172,6 +191,7 @@ def _pretraining_loss(out: Path, variant: Variant, index: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/quickstart.sh", description=__doc__)
     parser.add_argument("--compare", action="store_true", help="also train softmax, and fine-tune without pre-training")
     parser.add_argument(

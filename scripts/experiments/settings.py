@@ -1,4 +1,4 @@
-"""Write, read, store and compare the settings of a run, which are Hydra overrides such as `common.seed=1`."""
+"""Format, parse, store and compare the settings of a run. Settings are Hydra overrides such as `common.seed=1`."""
 
 import json
 import re
@@ -19,17 +19,17 @@ WITHOUT_EFFECT = ("run=", "checkpoint.save_dir=", "--split=")
 
 
 def format_override(option: str, value: str | Path) -> str:
-    """Return the override `option=value`, quoted for Hydra if the value has characters that Hydra would interpret."""
+    """Return the override `option=value`. The value is quoted if it has characters that Hydra would interpret."""
     if re.fullmatch(r"[\w./-]+", str(value)):
         return f"{option}={value}"
     return f"{option}={QuotedString(str(value), Quote.single).with_quotes()}"
 
 
 def last_value(option: str, overrides: list[str]) -> str:
-    """Return the value that the last override of an option gives it, or "" if no override names the option.
+    """Return the value of an option in the last override that sets it, as text, or "" if no override sets it.
 
     Raises:
-        UserError: if Hydra cannot parse that override.
+        UserError: if Hydra cannot parse this override.
     """
     matching = [override for override in overrides if override.startswith(f"{option}=")]
     if not matching:
@@ -41,22 +41,28 @@ def last_value(option: str, overrides: list[str]) -> str:
 
 
 def check_task(group: str, task: str) -> None:
-    """Raise UserError if configs/GROUP has no recipe for a task."""
+    """Raise UserError unless configs/GROUP has a recipe for the task."""
     known = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml") if path.stem != "recipe")
     if task not in known:
         raise UserError(f"no such task: {task} (known: {' '.join(known)})")
 
 
 def save_settings(directory: Path, settings: list[str]) -> None:
-    """Write the settings of a result into its directory, which must exist."""
+    """Write the settings of a result to DIRECTORY/settings.json. The directory must exist."""
     write_bytes(directory / SETTINGS_FILE, (json.dumps(settings, indent=1) + "\n").encode())
 
 
 def is_complete(result: Path, settings: list[str]) -> bool:
-    """Return True if a result file exists. A result without stored settings is accepted.
+    """Return True if a result file exists, and compare its settings with those of the present run.
+
+    The settings are read from settings.json next to the result. If there is no such file, they are not compared.
+
+    Args:
+        result: the result file.
+        settings: the settings of the present run.
 
     Raises:
-        UserError: if the stored settings of the result differ from `settings`.
+        UserError: if the result exists and was computed with other settings.
     """
     if not result.is_file():
         return False
@@ -70,13 +76,13 @@ def is_complete(result: Path, settings: list[str]) -> bool:
 def check_settings(subject: str, before: Iterable[str], now: Iterable[str], option: str) -> None:
     """Raise UserError if the settings of an earlier run differ from the present ones.
 
-    Settings without an effect on results, such as the device, are not compared.
+    Their order does not matter. Settings without an effect on results, such as the device, are not compared.
 
     Args:
-        subject: start of the error message, which names the earlier run or its result.
+        subject: the start of the error message, such as "runs/x holds a result".
         before: settings of the earlier run.
         now: settings of the present run.
-        option: option that chooses another directory, for the error message.
+        option: the option with which the user can choose another directory, for the error message.
     """
     settings_before = [word for word in before if not word.startswith(WITHOUT_EFFECT)]
     settings_now = [word for word in now if not word.startswith(WITHOUT_EFFECT)]
@@ -90,4 +96,5 @@ def check_settings(subject: str, before: Iterable[str], now: Iterable[str], opti
 
 
 def _describe(settings: list[str]) -> str:
+    """Return the settings in one line, for an error message."""
     return " ".join(settings) or "nothing in their place"

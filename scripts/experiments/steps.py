@@ -1,4 +1,4 @@
-"""Run long experiments as steps: commands that run once, are logged, and are skipped after they have succeeded."""
+"""Run long experiments as steps. A step is a command that is logged, timed, and skipped once it has succeeded."""
 
 import json
 import re
@@ -18,13 +18,16 @@ from scripts.experiments.settings import check_settings, format_override, is_com
 
 
 class StepFailed(UserError):
-    """A step ended with an error that its own output explains."""
+    """A step failed, or could not start because the experiment was stopped."""
 
 
 class Steps:
-    """Run the steps of an experiment in the directory `out`, also from several threads at once.
+    """Runs the steps of an experiment. Several threads can run steps at once.
 
-    Wall times and commands are stored in out/times.json, and the output of each step in out/logs.
+    Wall times and commands are stored in OUT/times.json, and the output of each step in OUT/logs.
+
+    Args:
+        out: the directory of the experiment, which is created.
     """
 
     def __init__(self, out: Path) -> None:
@@ -44,17 +47,17 @@ class Steps:
         environment: Mapping[str, str] | None = None,
         timeout: float = threading.TIMEOUT_MAX,
     ) -> None:
-        """Run a command unless the step of this name has already succeeded with it, and store its wall time.
+        """Run a command as a step, and store its wall time. If the step has already succeeded, only print a message.
 
         Args:
             name: name of the step, unique in the directory.
             command: program and arguments.
-            total_updates: number of updates for the progress bar, if the step trains a model.
-            environment: variables added to those of this process.
+            total_updates: number of updates for the progress bar; None if the step does not train a model.
+            environment: environment variables that are added to those of this process.
             timeout: seconds after which the command gets SIGTERM, so that the step fails.
 
         Raises:
-            StepFailed: if the command fails, with the last line that it printed, or if `stop` was called before.
+            StepFailed: if the command fails, or if `stop` has been called.
             UserError: if the step has already succeeded with another command.
         """
         # The stored command depends neither on the Python that runs it nor on the name of the output directory.
@@ -79,13 +82,14 @@ class Steps:
         self._store(name, time.monotonic() - start, words)
 
     def stop(self) -> None:
-        """Terminate the running commands, and prevent others from starting."""
+        """Terminate the running commands. Every later call of `run` that would start a command raises StepFailed."""
         with self._lock:
             self._stopped = True
             for process in self._running:
                 process.terminate()
 
     def _start(self, command: list[str], added_variables: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Start a command with its output in a pipe. Raise StepFailed if `stop` has been called."""
         environment = {**child_environment(), "PYTHONUNBUFFERED": "1", **added_variables}
         with self._lock:
             if self._stopped:
@@ -97,9 +101,15 @@ class Steps:
         return process
 
     def _follow(self, process: subprocess.Popen[str], log: Path, name: str, total_updates: int | None) -> int:
-        """Append the output of a process to a log, show its progress and return its exit code.
+        """Append the output of a process to a log, show its progress, and return its exit code.
 
-        The process is terminated if this thread is interrupted.
+        If this thread is interrupted, the process is terminated.
+
+        Args:
+            process: a process that `_start` has started.
+            log: the log file.
+            name: label of the progress bar.
+            total_updates: number of updates for the progress bar; None if the step does not train a model.
         """
         assert process.stdout is not None  # _start gave it a pipe
         try:
@@ -116,7 +126,7 @@ class Steps:
             self._running.discard(process)
 
     def _store(self, name: str, seconds: float, words: list[str]) -> None:
-        """Add a step that has succeeded to OUT/times.json."""
+        """Add a step that has succeeded to OUT/times.json. `words` is its command as it is stored."""
         with self._lock:
             self.times[name] = seconds
             self._commands[name] = words
@@ -127,10 +137,10 @@ class Steps:
 
 
 def call(command: list[str]) -> None:
-    """Run one of our programs with its output on this terminal.
+    """Run a program with its output on this terminal. If this thread is interrupted, the program is terminated.
 
     Raises:
-        UserError: if the program failed; it has printed the reason.
+        UserError: if the program fails. It has then printed the reason itself.
     """
     process = subprocess.Popen(command, env=child_environment())
     try:
@@ -142,7 +152,7 @@ def call(command: list[str]) -> None:
 
 
 def terminate(process: subprocess.Popen) -> None:
-    """Send SIGTERM to a child that is still running, and wait until it has ended."""
+    """Send SIGTERM to a child process and wait until it has ended. Do nothing if it has ended already."""
     if process.poll() is None:
         process.terminate()
         process.wait()
@@ -152,8 +162,8 @@ def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
     """Read OUT/times.json.
 
     Returns:
-        Wall times in seconds by step, and commands by step. Both are empty if the file does not exist. A step that did
-        not run as a command, such as the installation, has only a time.
+        A tuple of the wall times in seconds and the commands, both by the name of the step. Both are empty if the file
+        does not exist. A step that was not a command, such as the installation, has only a time.
     """
     if not file.exists():
         return {}, {}
@@ -164,7 +174,13 @@ def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
 
 
 def training_command(stage: str, save_dir: Path, *overrides: str) -> list[str]:
-    """Return the command of a run with configs/STAGE.yaml; run it again to resume an interrupted run."""
+    """Return the command that trains a model with the recipe configs/STAGE.yaml and resumes an interrupted run.
+
+    Args:
+        stage: name of the recipe, such as "pretrain".
+        save_dir: directory of the run.
+        *overrides: further Hydra overrides.
+    """
     return [
         sys.executable,
         "-m",
@@ -195,17 +211,17 @@ def evaluation_command(directory: Path, splits: Iterable[str]) -> list[str]:
 def finetune_and_score(
     steps: Steps, name: str, directory: Path, overrides: Sequence[str], updates: int
 ) -> dict[str, dict[str, float]]:
-    """Fine-tune a model and evaluate it, as two steps.
+    """Fine-tune a model and evaluate its best checkpoint, as two steps.
 
     Args:
-        steps: runs both.
+        steps: runs both steps.
         name: name of the model, unique among the steps.
         directory: directory of the checkpoints and scores.
-        overrides: settings of the fine-tuning.
+        overrides: Hydra overrides of the fine-tuning.
         updates: number of updates, for the progress bar.
 
     Returns:
-        The scores of the splits `valid` and `test`, in this order.
+        The scores that `lln-fairseq evaluate` wrote, for "valid" and "test", in this order.
     """
     splits = ("valid", "test")
     steps.run(f"fine-tune {name}", training_command("finetune", directory, *overrides), updates)
@@ -214,17 +230,17 @@ def finetune_and_score(
 
 
 def train_and_score(name: str, out: Path, command: list[str], settings: list[str], splits: Sequence[str]) -> None:
-    """Train a model and score its best checkpoint, unless its scores exist.
+    """Train a model and score its best checkpoint. If the scores exist already, only print a message.
 
     Args:
-        name: name of the run, for the message that it was done before.
+        name: name of the run, for this message.
         out: directory of the checkpoints and of the scores, SPLIT.json.
         command: command that trains the model.
-        settings: settings that the scores depend on, stored next to them.
+        settings: the settings on which the scores depend. They are stored next to the scores.
         splits: splits of the data to score.
 
     Raises:
-        UserError: if the directory holds scores of other settings, or if training or evaluation fails.
+        UserError: if the directory contains scores of other settings, or if training or evaluation fails.
     """
     last_written = out / f"{splits[-1]}.json"
     if is_complete(last_written, settings):
@@ -236,10 +252,12 @@ def train_and_score(name: str, out: Path, command: list[str], settings: list[str
 
 
 def prepare_demo_data(directory: str, archive: str | None) -> None:
-    """Build the demo data unless the directory has it. `archive` is a copy of its source; None downloads it.
+    """Build the demo data in a directory, unless the directory has it already.
+
+    `archive` is the path of a local copy of the source archive; None downloads the archive if necessary.
 
     Raises:
-        UserError: if the program failed; it has printed the reason.
+        UserError: if data_prep.demo fails. It has then printed the reason itself.
     """
     command = [sys.executable, "-m", "data_prep.demo", "--out", directory]
     if archive:

@@ -4,8 +4,9 @@
     python -m scripts.experiments.vit --out runs/cats --images cats-and-dogs --side 224 --patch 32
 
 The directory of --images has one folder of pictures per class. Of each class, 60 % are for training, 15 % for
-validation (dev) and 25 % for testing, the same in every run. With --images the model has the paper's size, 12 layers of
-width 128; the digits get a smaller one. Run an interrupted command again to continue it after the last finished epoch.
+validation (dev) and 25 % for testing. The split is the same in every run. With --images the model has the paper's size,
+12 layers of width 128. The model for the digits is smaller. Run an interrupted command again to continue it after the
+last finished epoch.
 
     OUT/NAME/seedN/result.json    losses, accuracies, α and β by epoch
     OUT/figure_9.png, .csv        α and β of every layer during training, a row for each run of LLN
@@ -34,7 +35,7 @@ DIGITS_SIZES = {"layers": 4, "width": 64, "heads": 4, "patch": 2}
 
 
 class ViTExperiment:
-    """Train every attention with every seed on one data set, and compare the results."""
+    """Trains every attention with every seed on one data set, and compares the results."""
 
     def __init__(self, args: argparse.Namespace, pictures: Pictures) -> None:
         self.args = args
@@ -83,10 +84,10 @@ class ViTExperiment:
 
 
 def accuracy_table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Format the accuracies on dev and test after the last epoch, one row per attention.
+    """Return a table of the accuracies on dev and test after the last epoch, one row per attention.
 
     Args:
-        results: results of `ViTRun.finish` by attention, one for each seed.
+        results: for each attention, the results that `ViTRun.finish` returned, one for each seed.
     """
     rows = [("attention", "dev", "test", "seeds")]
     for attention, results_of_attention in results.items():
@@ -97,11 +98,12 @@ def accuracy_table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def format_range(values: list[float]) -> str:
-    """Format the mean of values, then the lowest and the highest in parentheses."""
+    """Return "mean (lowest to highest)" of at least one value, each with one decimal."""
     return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line. Repeated seeds are dropped."""
     parser = program_parser("python -m scripts.experiments.vit", __doc__)
     parser.add_argument("--out", default="runs/vit", help="directory of all results (default: %(default)s)")
     parser.add_argument("--images", type=Path, metavar="DIR", help="one folder of pictures per class; default: digits")
@@ -132,6 +134,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     args = parse_arguments(argv)
 
     def program() -> None:

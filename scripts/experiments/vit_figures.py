@@ -9,14 +9,14 @@ from scripts.figures.sheet import Settings
 
 
 def draw_vit_figures(results: dict[str, list[dict[str, Any]]], out: Path) -> list[Path]:
-    """Draw both figures for the attentions that have α and β.
+    """Draw OUT/figure_9.png and OUT/figure_10.png with the runs of all attentions that have α and β.
 
     Args:
-        results: results of `ViTRun.finish` by attention, one for each seed.
-        out: directory of the figures.
+        results: for each attention, the results that `ViTRun.finish` returned, one for each seed.
+        out: directory of the figures, which must exist.
 
     Returns:
-        The paths of the two PNGs; none if no attention has α and β.
+        The paths of the two PNGs. The list is empty, and nothing is drawn, if no attention has α and β.
     """
     runs = {}
     for attention, results_of_attention in results.items():
@@ -32,7 +32,10 @@ def draw_vit_figures(results: dict[str, list[dict[str, Any]]], out: Path) -> lis
 
 
 def history_curves(history: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Return the history of a run as curves over epochs, under the TensorBoard tags of a fairseq training."""
+    """Return the history of a run as curves over epochs, by their tags.
+
+    The tags are those of the curves that fairseq writes for TensorBoard.
+    """
     epochs = list(range(len(history)))
     curves = {ACCURACY: Curve(epochs, [epoch["valid"] for epoch in history])}
     if history[0]["loss_scale"]:

@@ -1,7 +1,7 @@
-"""Define a vision transformer with any attention of the registry, in plain torch.
+"""A vision transformer in plain torch that can use any attention of the registry.
 
-It has pre-norm layers, a class token and learned positions (Dosovitskiy et al. 2021). The paper's has 12 layers of
-width 128 (arXiv 2311.13541, A.8.2).
+It has pre-norm layers, a class token and learned position embeddings (Dosovitskiy et al. 2021). The paper's model has
+12 layers of width 128 (arXiv 2311.13541, A.8.2).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lln_fairseq.attention import Attention, build_attention
 
 @dataclass
 class ViTShape:
-    """The sizes of a vision transformer; `side` and `patch` are in pixels."""
+    """The sizes of a vision transformer. Pictures have `side` x `side` pixels, and patches `patch` x `patch`."""
 
     classes: int
     channels: int
@@ -29,12 +29,12 @@ class ViTShape:
 
     @property
     def tokens(self) -> int:
-        """Number of patches, plus one for the class token."""
+        """The number of patches of a picture, plus one for the class token."""
         return (self.side // self.patch) ** 2 + 1
 
 
 class ViTLayer(nn.Module):
-    """A pre-norm transformer layer: attention, then an MLP, each with a residual connection."""
+    """A pre-norm transformer layer: attention and an MLP, each after a layer norm and with a residual connection."""
 
     def __init__(self, shape: ViTShape, attention: Attention) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ViTLayer(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states (B, N, C) to hidden states (B, N, C)."""
+        """Return the hidden states after this layer. `x`, the hidden states before it, and the result are (B, N, C)."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))  # (B, N, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (B, H, N, D) each
         attended = self.attention(q, k, v).transpose(1, 2).flatten(2)
@@ -96,7 +96,14 @@ class ViT(nn.Module):
         self.head = nn.Linear(shape.width, shape.classes)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Return the logits (B, classes) of pictures (B, channels, side, side) with values in [0, 1]."""
+        """Return the logits of the classes.
+
+        Args:
+            pictures: (B, channels, side, side), with values in [0, 1].
+
+        Returns:
+            Logits, (B, classes).
+        """
         patches = F.unfold(2 * pictures - 1, self.patch, stride=self.patch).mT  # (B, patches, channels * patch²)
         class_token = self.start.expand(len(pictures), -1, -1)
         x = torch.cat([class_token, self.embed(patches)], dim=1) + self.positions

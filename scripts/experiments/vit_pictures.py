@@ -1,4 +1,4 @@
-"""Load labeled images: a directory with one folder per class, or the digits that scikit-learn includes."""
+"""Load labeled pictures from a directory with one folder per class, or the digits that scikit-learn includes."""
 
 import hashlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SPLIT_SEED = 0  # the split does not depend on the seed of a run
 
 @dataclass
 class Pictures:
-    """A data set of labeled images, all square and of one size.
+    """A data set of labeled pictures, which are square and have the same size.
 
     Attributes:
         pixels: uint8 (N, channels, side, side).
@@ -32,9 +32,9 @@ class Pictures:
     classes: list[str]
 
     def split(self, name: str) -> "Pictures":
-        """Return the pictures of `train`, `valid` or `test`.
+        """Return the pictures of one split, "train", "valid" or "test", sorted by class.
 
-        Each class is divided in the same proportions, and always in the same way.
+        Every class is divided in the same proportions. The division is random, but the same in every call.
         """
         rows = []
         for label in range(len(self.classes)):
@@ -45,17 +45,20 @@ class Pictures:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the pictures, the labels and the class names, as a hexadecimal string."""
+        """The SHA-256 of the pictures, the labels and the class names, as a hexadecimal string."""
         sha256 = hashlib.sha256(repr((tuple(self.pixels.shape), self.classes, self.labels.tolist())).encode())
         sha256.update(self.pixels.numpy().tobytes())
         return sha256.hexdigest()
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pictures as float32 in [0, 1] with their labels.
+        """Yield batches of all pictures with their labels.
 
         Args:
             size: pictures per batch; the last batch can have fewer.
             generator: draws the order; None keeps the order of the pictures.
+
+        Yields:
+            The pictures as float32 in [0, 1], (B, channels, side, side), and their labels, int64 (B).
         """
         count = len(self.labels)
         if generator is None:
@@ -67,7 +70,7 @@ class Pictures:
 
 
 def _select_split(rows: Tensor, name: str) -> Tensor:
-    """Return those of the row numbers `rows` of one class that belong to the split `name`."""
+    """Return the rows that belong to the split `name`. `rows` are the row numbers of one class, int64 (rows)."""
     shuffled = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SPLIT_SEED))]
     valid_count = round(VALID_SHARE * len(rows))
     test_count = round(TEST_SHARE * len(rows))
@@ -76,7 +79,7 @@ def _select_split(rows: Tensor, name: str) -> Tensor:
 
 
 def load_digits_pictures() -> Pictures:
-    """Return UCI's 1,797 handwritten digits: gray pictures of 8 x 8 pixels in ten classes."""
+    """Return the 1,797 handwritten digits of UCI: gray pictures of 8 x 8 pixels in ten classes."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -85,15 +88,15 @@ def load_digits_pictures() -> Pictures:
 
 
 def load_folder_pictures(path: Path, side: int | None) -> Pictures:
-    """Load PATH/CLASS/*, in color, into memory.
+    """Load the pictures PATH/CLASS/* in color. Files whose suffix is not in SUFFIXES are ignored.
 
     Args:
-        path: directory with one folder for each class.
+        path: directory with one folder for each class. Classes are sorted by name.
         side: side length in pixels to which pictures are scaled and cropped; None keeps their size.
 
     Raises:
-        UserError: for fewer than two classes, a class with too few pictures, an unreadable file, or, if `side` is None,
-            pictures that are not square or of different sizes.
+        UserError: if there are fewer than two classes, a class has too few pictures for three splits, or a file cannot
+            be read. If `side` is None, also if the pictures are not square or have different sizes.
     """
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
     if len(classes) < 2:
@@ -117,7 +120,10 @@ def load_folder_pictures(path: Path, side: int | None) -> Pictures:
 
 
 def _read_picture(file: Path, side: int | None) -> np.ndarray:
-    """Return a picture as uint8 (height, width, 3), scaled and cropped to a square if `side` is not None."""
+    """Return a picture as uint8 (height, width, 3). If `side` is not None, it is scaled and cropped to a square.
+
+    Raises UserError if the file is not a readable picture.
+    """
     from PIL import Image, ImageOps
 
     try:

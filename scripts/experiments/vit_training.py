@@ -1,4 +1,4 @@
-"""Train one vision transformer on labeled images. An interrupted run resumes exactly from its last finished epoch."""
+"""Train one vision transformer on pictures. An interrupted run resumes exactly from its last finished epoch."""
 
 import json
 import math
@@ -29,9 +29,16 @@ ALPHA_BETA = [NAMES.index("alpha"), NAMES.index("beta")]
 
 @dataclass
 class ViTRecipe:
-    """The settings of a run that its result depends on, apart from the model and the pictures.
+    """The settings on which the result of a run depends, apart from the sizes of the model and the pictures.
 
-    `attention` is an attention spec, for example `lln:alpha=2,beta=2`.
+    Attributes:
+        attention: an attention spec, for example `lln:alpha=2,beta=2`.
+        seed: seed of the initial parameters, of dropout and of the order of the pictures.
+        epochs: number of epochs.
+        batch: pictures per update.
+        lr: highest learning rate.
+        weight_decay: weight decay of AdamW.
+        fp16: True trains in float16 with a loss scale.
     """
 
     attention: str
@@ -44,13 +51,15 @@ class ViTRecipe:
 
 
 class ViTRun:
-    """Train one model in a directory of its own: checkpoint.pt after every epoch, result.json at the end.
+    """Trains one model in a directory of its own.
+
+    checkpoint.pt is written after every epoch. At the end, result.json is written and checkpoint.pt is removed.
 
     Args:
-        directory: directory of the run, created when the first file is written.
+        directory: directory of the run, which is created when the first file is written.
         recipe: settings of the run.
         shape: sizes of the model.
-        pictures: all pictures, which the run splits itself.
+        pictures: the pictures of all splits.
         device: "cpu" or "cuda".
 
     Raises:
@@ -74,14 +83,14 @@ class ViTRun:
         self.history: list[dict[str, Any]] = []
 
     def finish(self) -> dict[str, Any]:
-        """Train the remaining epochs and return the result; the result of a finished run is read from its file.
+        """Train the remaining epochs and return the result. The result of a finished run is read from its file.
 
         Returns:
-            `history`: a list with one entry for the untrained model and one per epoch (see `_record_epoch`).
-            `test`: accuracy in percent on the test split after the last epoch.
+            A dict. Its entry "history" is a list with one entry for the untrained model and one for each epoch (see
+            `_record_epoch`). Its entry "test" is the accuracy in percent on the test split after the last epoch.
 
         Raises:
-            UserError: if the directory holds a run with other settings, or if the loss is not finite.
+            UserError: if the directory contains a run with other settings, or if the loss is not finite.
         """
         result_file = self.directory / RESULT
         checkpoint = self.directory / CHECKPOINT
@@ -104,7 +113,7 @@ class ViTRun:
 
     @torch.no_grad()
     def accuracy(self, split: str) -> float:
-        """Return the accuracy in percent on a split. Leaves the model in evaluation mode."""
+        """Return the accuracy on a split in percent, and leave the model in evaluation mode."""
         self.model.eval()
         part = self.splits[split]
         correct = 0
@@ -114,7 +123,7 @@ class ViTRun:
         return 100 * correct / len(part.labels)
 
     def _train_epoch(self, bar: tqdm) -> None:
-        """Train one epoch and add it to the history. Raise UserError if its loss is not finite."""
+        """Train for one epoch and add it to the history. Raise UserError if the loss is not finite."""
         self.model.train()
         train = self.splits["train"]
         total = 0.0
@@ -127,11 +136,16 @@ class ViTRun:
         self._record_epoch(total / len(train.labels))
 
     def _update(self, pictures: Tensor, labels: Tensor) -> float:
-        """Make one update with a batch on the run's device, and advance the learning-rate schedule.
+        """Make one update with a batch, and advance the learning-rate schedule.
 
         Gradients are clipped to norm 1. With recipe.fp16, the optimizer step is skipped if a gradient is not finite.
 
-        Returns: the cross-entropy of the batch before the update, in nats.
+        Args:
+            pictures: (B, channels, side, side), on the device of the run.
+            labels: int64 (B), on the device of the run.
+
+        Returns:
+            The cross-entropy of the batch before the update, in nats.
         """
         self.optimizer.zero_grad()
         with torch.autocast(self.device, torch.float16, enabled=self.recipe.fp16):
@@ -145,17 +159,21 @@ class ViTRun:
         return loss.item()
 
     def _lr_factor(self, update: int) -> float:
-        """Return the factor of the learning rate: a linear rise, then half a cosine."""
+        """Return the learning rate of an update, counted from 0, as a fraction of the highest learning rate.
+
+        The fraction rises linearly to 1 in the first WARMUP of all updates. Then it falls to 0 along half a cosine.
+        """
         warmup = WARMUP * self.updates
         if update < warmup:
             return (update + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (update - warmup) / (self.updates - warmup)))
 
     def _record_epoch(self, loss: float) -> None:
-        """Add an epoch to the history.
+        """Add an epoch with this mean training loss in nats to the history.
 
-        The entry has `loss` (mean training loss in nats), `valid` (accuracy in percent), `alpha_beta` (a pair for each
-        layer; empty for an attention without α and β) and `loss_scale` (None without fp16).
+        The entry has `loss`, `valid` (the accuracy in percent), `alpha_beta` (a list with a pair for each layer, or an
+        empty list for an attention without α and β) and `loss_scale` (None without fp16). For the untrained model,
+        `loss` is NaN.
         """
         valid = self.accuracy("valid")
         probe, _ = next(self.splits["valid"].batches(PROBE_PICTURES))
@@ -173,6 +191,7 @@ class ViTRun:
         )
 
     def _save_checkpoint(self) -> None:
+        """Write checkpoint.pt, from which `_restore` resumes the run exactly."""
         state = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule", "scaler")}
         random = {"order": self.order.get_state(), "cpu": torch.get_rng_state()}
         if self.device == "cuda":
@@ -181,6 +200,7 @@ class ViTRun:
             torch.save({**self.settings, "state": state, "random": random, "history": self.history}, path)
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the model, the training state and the history. Raise UserError if the settings differ."""
         self._check_settings(checkpoint)
         for name, state in checkpoint["state"].items():
             getattr(self, name).load_state_dict(state)

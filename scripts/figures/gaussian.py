@@ -1,4 +1,7 @@
-"""Simulate attention of Gaussian queries and keys, the model of the paper's section 3, for Figures 2, 5 and 7."""
+"""Simulate attention with Gaussian queries and keys, as in the paper's section 3, for Figures 2, 5 and 7.
+
+σ_q² and σ_k² are the variances of the entries of the queries and of the keys, and s = σ_q² σ_k².
+"""
 
 import math
 
@@ -12,10 +15,16 @@ HEAD_DIM = 64
 
 
 class GaussianInputs:
-    """Independent standard normal queries and keys, the same for every attention and every s = σ_q² σ_k².
+    """Random queries and keys, which are the same for every attention. The methods scale them to the requested s.
 
     Attributes:
-        q, k: shape (1, heads, tokens, HEAD_DIM), float64.
+        q: independent standard normal queries, float64 (1, heads, tokens, HEAD_DIM).
+        k: independent standard normal keys, float64 (1, heads, tokens, HEAD_DIM).
+
+    Args:
+        tokens: number of tokens.
+        heads: number of heads.
+        seed: seed of the queries and keys.
     """
 
     def __init__(self, tokens: int, heads: int, seed: int = 0) -> None:
@@ -26,17 +35,32 @@ class GaussianInputs:
         self.q, self.k = torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def scaled(self, s: float) -> tuple[Tensor, Tensor]:
-        """Return q and k, scaled equally so that σ_q² σ_k² = s, the variance of the logarithm of softmax attention."""
+        """Return q and k, each multiplied by the fourth root of s, so that σ_q² σ_k² = s.
+
+        The logarithm of softmax attention then has a variance of about s.
+        """
         return s**0.25 * self.q, s**0.25 * self.k
 
     def features(self, name: str, s: float, **options: float | str) -> tuple[Tensor, Tensor] | None:
-        """Return the features φ(q) and φ(k) of a registered linear attention, and None for other attentions."""
+        """Return the features φ(q) and φ(k) of a linear attention, or None if the attention is not linear.
+
+        Args:
+            name: name of a registered attention.
+            s: the value of σ_q² σ_k².
+            **options: options of the attention.
+        """
         return self._build(name, options).feature_maps(*self.scaled(s))
 
     def matrix(self, name: str, s: float, **options: float | str) -> Tensor:
-        """Return the attention matrix P, of shape (1, heads, tokens, tokens).
+        """Return the attention matrix P. For a linear attention, it is computed from the features, which is faster.
 
-        The matrix of a linear attention is computed from its features, which is faster.
+        Args:
+            name: name of a registered attention.
+            s: the value of σ_q² σ_k².
+            **options: options of the attention.
+
+        Returns:
+            P, (1, heads, tokens, tokens).
         """
         features = self.features(name, s, **options)
         if features is not None:
@@ -44,10 +68,11 @@ class GaussianInputs:
         return self._build(name, options).attention_matrix(*self.scaled(s))
 
     def _build(self, name: str, options: dict) -> Attention:
+        """Build a registered attention in float64 and in evaluation mode."""
         attention = build_attention(name, num_heads=self.heads, head_dim=HEAD_DIM, max_positions=self.tokens, **options)
         return attention.double().eval()
 
 
 def geometric_range(low: float, high: float, points: int) -> list[float]:
-    """Return numbers with equal ratios from `low` to `high`, both included."""
+    """Return `points` numbers from `low` to `high`, both included, with a constant ratio between neighbors."""
     return torch.linspace(math.log(low), math.log(high), points, dtype=torch.float64).exp().tolist()

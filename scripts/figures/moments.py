@@ -1,4 +1,7 @@
-"""Draw Figures 5, 6 and 7: moments and histogram of ln P (P: the attention matrix), and sums of log-normals."""
+"""Draw Figures 5, 6 and 7: moments and histograms of ln P, and sums of log-normal variables.
+
+P is the attention matrix. s = σ_q² σ_k² is the product of the variances of the queries and of the keys.
+"""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +31,7 @@ PAPER_MATCHED = LLNVariant("LLN, matched by the paper's line", {"constants": "pa
 
 
 def figure_5(settings: Settings) -> Sheet:
-    """Draw mean and variance of ln P over s = σ_q² σ_k², for softmax with the theory and for LLN."""
+    """Draw the mean and the variance of ln P against s: for softmax, compared with the theory, and for LLN."""
     tokens = 512 if settings.fast else 1024
     points = 4 if settings.fast else 13
     inputs = GaussianInputs(tokens, heads=4)
@@ -66,7 +69,7 @@ def figure_5(settings: Settings) -> Sheet:
 
 
 def figure_6(settings: Settings) -> Sheet:
-    """Draw the variance of the logarithm of a sum of log-normals, with Fenton's approximation and linear fits."""
+    """Draw the variance of the ln of a sum of log-normal variables, with Fenton's approximation and linear fits."""
     draws = 2_000 if settings.fast else 20_000
     points = 4 if settings.fast else 11
     x = "σ² of each term [nat²]"
@@ -102,12 +105,17 @@ def figure_6(settings: Settings) -> Sheet:
 
 
 def _log_sum_variances(normal: torch.Tensor, sigma2_values: np.ndarray) -> list[float]:
-    """Return the variance over the draws of ln Σ exp(σ z), for every σ²; z is `normal`, of shape (draws, terms)."""
+    """Return the variance of ln Σ exp(σ z) over the draws for every σ². The sum is over the terms of a draw.
+
+    Args:
+        normal: standard normal variables z, (draws, terms).
+        sigma2_values: the values of σ².
+    """
     return [(math.sqrt(sigma2) * normal).logsumexp(-1).var().item() for sigma2 in sigma2_values]
 
 
 def figure_7(settings: Settings) -> Sheet:
-    """Draw histograms of ln P at s = 1, and its quantiles against those of a normal distribution."""
+    """Draw histograms of ln P at s = 1, and the quantiles of ln P against those of a normal distribution."""
     tokens = 128 if settings.fast else 1024
     heads = 2 if settings.fast else 4
     s = 1.0
@@ -143,5 +151,5 @@ def figure_7(settings: Settings) -> Sheet:
 
 
 def max_relative_error(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference between a value and the expected one."""
+    """Return the largest of |value / expected value - 1| over pairs from two sequences of the same length."""
     return max(abs(value / truth - 1) for value, truth in zip(values, expected, strict=True))

@@ -1,4 +1,7 @@
-"""Draw Figures 1, 8, 9 and 10 from the curves that training runs wrote for TensorBoard."""
+"""Draw Figures 1, 8, 9 and 10 from the curves that training runs wrote for TensorBoard.
+
+Runs without the curves that a figure needs are left out. If no run is left, the figure raises FigureSkippedError.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,7 +18,13 @@ Curves = dict[str, Curve]  # the curves of one run by their tags
 
 
 class LayerScalar(NamedTuple):
-    """A scalar that runs log for every layer: its tag without the layer, and the label and scale of its y axis."""
+    """A scalar that is logged for every layer.
+
+    Attributes:
+        name: the TensorBoard tag without the layer, such as "attention/alpha".
+        y: the label of the y axis.
+        y_scale: the scale of the y axis.
+    """
 
     name: str
     y: str
@@ -23,7 +32,7 @@ class LayerScalar(NamedTuple):
 
 
 def figure_1(settings: Settings) -> Sheet:
-    """Draw temperature, entropy and spectral gap by update, with a row per run and a curve per layer."""
+    """Draw temperature, entropy and spectral gap by update, with a row of panels per run and a curve per layer."""
     scalars = (
         LayerScalar("probe/tau_sm", "temperature $τ = 1/(σ_q σ_k)$", "log"),
         LayerScalar("probe/entropy", "entropy of a row [bits]"),
@@ -33,13 +42,13 @@ def figure_1(settings: Settings) -> Sheet:
 
 
 def figure_9(settings: Settings) -> Sheet:
-    """Draw α and β by update, with a row per run and a curve per layer."""
+    """Draw α and β by update, with a row of panels per run and a curve per layer."""
     scalars = (LayerScalar("attention/alpha", "α"), LayerScalar("attention/beta", "β"))
     return _draw_layer_scalars(settings, scalars, "α and β (LLN attention)")
 
 
 def figure_8(settings: Settings) -> Sheet:
-    """Draw the training and validation loss, and the inverse of fp16's loss scale if a run has it."""
+    """Draw the training and validation losses and, if any run used fp16, the inverse of the loss scale."""
 
     def has_loss(curves: Curves) -> bool:
         return "train_inner/loss" in curves or "valid/loss" in curves
@@ -65,9 +74,9 @@ def figure_8(settings: Settings) -> Sheet:
 
 
 def figure_10(settings: Settings) -> Sheet:
-    """Draw the best accuracy by α and the inverse of fp16's loss scale; a panel without data is left out.
+    """Draw the best accuracy of each run against its α, and the inverse of the loss scale of fp16 runs.
 
-    α is fixed or comes from moment matching; the figure shows its mean over layers and updates.
+    A panel without data is left out. The α of a run is the mean over its layers and updates; a line shows the range.
     """
 
     def has_alpha_and_result(curves: Curves) -> bool:
@@ -102,17 +111,21 @@ def figure_10(settings: Settings) -> Sheet:
 
 
 def _draw_loss_scale(sheet: Sheet, panel: int, label: str, curve: Curve, color: str) -> None:
+    """Draw the inverse loss scale of one run into a panel, and note its largest value."""
     sheet.line(panel, label, curve.steps, curve.values, color=color, drawstyle="steps-post")
     sheet.note(f"{label}: largest inverse loss scale {max(curve.values):g}")
 
 
 def _draw_layer_scalars(settings: Settings, scalars: Sequence[LayerScalar], description: str) -> Sheet:
-    """Draw scalars by update, with a row per run, a column per scalar and a curve per layer.
+    """Draw scalars by update, with a row of panels per run, a column per scalar and a curve per layer.
 
     Args:
         settings: the runs.
-        scalars: the scalars; runs that lack one of them are left out.
-        description: the scalars in words, for the message that no run has them.
+        scalars: the scalars. Runs without one of them are left out.
+        description: the scalars in words, for the message if all runs are left out.
+
+    Raises:
+        FigureSkippedError: if no run has all scalars.
     """
 
     def has_scalars(curves: Curves) -> bool:
@@ -143,15 +156,18 @@ def _draw_layer_scalars(settings: Settings, scalars: Sequence[LayerScalar], desc
 
 
 def _layer_curves(curves: Curves, name: str) -> dict[int, Curve]:
-    """Return the curves with the tags NAME/layer_NN by layer number, in ascending order."""
+    """Return the curves whose tags are NAME/layer_NN, by the number of the layer, in ascending order."""
     prefix = f"{name}/layer_"
     return {int(tag.removeprefix(prefix)): curves[tag] for tag in sorted(curves) if tag.startswith(prefix)}
 
 
 def _select_runs(settings: Settings, condition: Callable[[Curves], bool], description: str) -> dict[str, Curves]:
-    """Return the runs whose curves satisfy the condition, by label.
+    """Return the runs whose curves satisfy a condition, by their labels.
 
-    Raises FigureSkippedError if no run does; the message says that none of the runs has `description`.
+    `description` says in words what the condition requires. It is part of the error message.
+
+    Raises:
+        FigureSkippedError: if no run satisfies the condition.
     """
     if not settings.runs:
         raise FigureSkippedError("no runs given (--run LABEL=DIR)")

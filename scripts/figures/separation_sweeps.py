@@ -1,4 +1,10 @@
-"""Draw the separation figures: how often networks with softmax, linear and LLN attention separate two data sets."""
+"""Draw the separation figures: how often networks with softmax, linear and LLN attention separate two inputs.
+
+The experiments are those of lln_fairseq/analysis/separation.py, and a sweep repeats one of them with several values of
+one parameter: the number of tokens n, of features d or of sign vectors m, the accepted probability of failure delta, or
+the entries a1 and c of the inputs. A draw of random sign vectors succeeds if the network is 0 on the first input and
+positive on the second.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,14 +41,15 @@ LOGARITHMIC_PARAMETERS = ("n", "delta", "d")
 
 @dataclass(frozen=True)
 class Sweeps:
-    """An experiment and the parameters to sweep, one at a time.
+    """An experiment and its sweeps. Each sweep varies one parameter and keeps the others at their defaults.
 
     Attributes:
         title: the title of the experiment.
-        experiment: the function that runs it.
-        extra_features: how many of the d features are outside the identity blocks of X; None if X has no blocks.
-        values: the values of each parameter.
-        fixed: further arguments of the experiment.
+        experiment: the function that runs the experiment.
+        extra_features: the number of features, out of d, that do not belong to the identity blocks of the input matrix
+            X. None if X has no such blocks.
+        values: the values of each swept parameter.
+        fixed: further arguments of the experiment, which are the same in all sweeps.
     """
 
     title: str
@@ -108,7 +115,16 @@ def separation_figure(name: str, settings: Settings) -> Sheet:
 
 
 def _draw_sweep(sheet: Sheet, panel: int, sweeps: Sweeps, parameter: str, values: Sequence[float], draws: int) -> None:
-    """Run the experiment for every value of a parameter and draw the percentages of successful draws."""
+    """Run the experiment for every value of one parameter, and draw the percentages of successful draws into a panel.
+
+    Args:
+        sheet: the figure.
+        panel: number of the panel.
+        sweeps: the experiment.
+        parameter: name of the swept parameter.
+        values: values of the swept parameter.
+        draws: number of draws of the sign vectors for each value.
+    """
     results = [sweeps.experiment(**experiment_arguments(sweeps, parameter, value), draws=draws) for value in values]
     for number, normalization in enumerate(NORMALIZATIONS):
         percentages = [100 * result.counts[normalization].separates / draws for result in results]
@@ -123,14 +139,20 @@ def _draw_sweep(sheet: Sheet, panel: int, sweeps: Sweeps, parameter: str, values
 
 
 def experiment_arguments(sweeps: Sweeps, parameter: str, value: float) -> dict[str, Any]:
-    """Return the arguments of an experiment with one parameter set to a value and n rounded to whole blocks."""
+    """Return the arguments of an experiment in which one parameter has a given value, and the others their defaults.
+
+    The number of tokens n is rounded to whole blocks, see `round_tokens`.
+    """
     arguments = {"n": DEFAULT_TOKENS, "d": DEFAULT_WIDTH, **sweeps.fixed, parameter: value}
     arguments["n"] = round_tokens(sweeps, arguments["n"], arguments["d"])
     return arguments
 
 
 def round_tokens(sweeps: Sweeps, n: int, d: int) -> int:
-    """Return the number of tokens nearest to n, but at least one block, that is a multiple of the block width."""
+    """Round n to a multiple of the width of the identity blocks, but to at least one block.
+
+    With d features, the width is d - sweeps.extra_features. If X has no blocks, n is returned unchanged.
+    """
     block_width = 1
     if sweeps.extra_features is not None:
         block_width = d - sweeps.extra_features

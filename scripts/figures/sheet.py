@@ -16,7 +16,7 @@ from lln_fairseq.analysis.events import Curve
 
 
 class FigureSkippedError(Exception):
-    """A figure cannot be drawn from the runs of the command line; the message says what is missing."""
+    """A figure cannot be drawn from the runs of the command line. The message says what is missing."""
 
 
 @dataclass
@@ -24,8 +24,8 @@ class Settings:
     """The input of every figure.
 
     Attributes:
-        fast: True for tiny sizes, to test the program.
-        runs: the curves of each run, by the label of the run and the tag of the curve.
+        fast: True draws figures of tiny simulations, to test the program.
+        runs: the curves of each run, by the label of the run and then by the tag of the curve.
     """
 
     fast: bool = False
@@ -43,16 +43,18 @@ class Panel(NamedTuple):
 
 
 class Sheet:
-    """A figure of panels, laid out row by row. `save` also writes what `line` and `steps` draw to a CSV file.
+    """A Matplotlib figure with several panels, which are numbered from 0, row by row.
+
+    `line` and `steps` draw data into a panel and also record the data for a CSV file. `save` writes both files.
 
     Attributes:
-        figure: the figure of matplotlib.
-        axes: the axes of the panels; unused axes follow at the end and are invisible.
-        notes: lines for the terminal.
+        figure: the Matplotlib figure.
+        axes: the Matplotlib axes of the panels. If the last row is not full, invisible axes follow.
+        notes: lines that the program prints after the figure is saved.
 
     Args:
-        panels: the panels.
-        columns: panels per row, by default all of them.
+        panels: titles, labels and scales of the panels.
+        columns: number of panels per row; None puts all panels into one row.
         size: width and height of a panel in inches.
     """
 
@@ -75,16 +77,21 @@ class Sheet:
     def line(
         self, panel: int, label: str, x: Iterable[float], y: Iterable[float], style: str = "-", **options: Any
     ) -> None:
-        """Draw and record a curve; `options` are those of matplotlib's plot."""
+        """Draw and record a curve. `style` and `options` are arguments of Matplotlib's `plot`."""
         x_values = [float(value) for value in x]
         y_values = [float(value) for value in y]
         self.axes[panel].plot(x_values, y_values, style, label=label, **{"markersize": 4, **options})
         self._record(panel, label, x_values, y_values)
 
     def steps(self, panel: int, label: str, edges: Iterable[float], heights: Iterable[float], **options: Any) -> None:
-        """Draw a histogram and record the centers of its bins; `options` are those of matplotlib's stairs.
+        """Draw a histogram, and record the centers and heights of its bins.
 
-        There is one edge more than heights.
+        Args:
+            panel: number of the panel.
+            label: label of the histogram in the legend.
+            edges: the edges of the bins, one more than `heights`.
+            heights: the heights of the bins.
+            **options: arguments of Matplotlib's `stairs`.
         """
         edge_values = [float(value) for value in edges]
         height_values = [float(value) for value in heights]
@@ -93,16 +100,19 @@ class Sheet:
         self._record(panel, label, centers, height_values)
 
     def legend(self, *panels: int, **options: Any) -> None:
-        """Add a legend to these panels, or to all of them; `options` are those of matplotlib's legend."""
+        """Add a legend to each of the panels with these numbers. Without numbers, add one to every panel.
+
+        `options` are arguments of Matplotlib's `legend`.
+        """
         for panel in panels or range(len(self.panels)):
             self.axes[panel].legend(**{"fontsize": 8, **options})
 
     def note(self, text: str) -> None:
-        """Add a line for the terminal, which states a claim of the figure in numbers."""
+        """Add a line to `notes`. It states in numbers what the figure shows."""
         self.notes.append(text)
 
     def save(self, path: Path) -> None:
-        """Replace the suffix of `path` by .png and .csv, write both files, and close the figure."""
+        """Write the figure and its data, and close the figure. The suffix of `path` is replaced by .png and by .csv."""
         self.figure.savefig(path.with_suffix(".png"), dpi=120)
         plt.close(self.figure)
         with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
@@ -111,7 +121,7 @@ class Sheet:
             writer.writerows(self.rows)
 
     def _record(self, panel: int, label: str, x_values: list[float], y_values: list[float]) -> None:
-        """Add the rows of a curve to the CSV; dollar signs of mathematical titles are removed."""
+        """Add the points of a curve to the rows of the CSV file. Dollar signs are removed from titles and labels."""
         title = self.panels[panel].title.replace("$", "")
         x_label = self.panels[panel].x.replace("$", "")
         y_label = self.panels[panel].y.replace("$", "")

@@ -36,8 +36,9 @@ OTHER_KERNELS = (
 def figure_2(settings: Settings) -> Sheet:
     """Draw entropy and spectral gap by temperature, and note how far each attention is from softmax.
 
-    Matched LLN follows softmax. At low temperature it concentrates more than softmax: with the same variance its ln P
-    has a heavier right tail than a Gaussian (Figure 7). The other kernels do not depend on the temperature.
+    LLN with moment matching follows softmax. At low temperatures it is more concentrated than softmax: its ln P has the
+    same variance, but a heavier right tail than a Gaussian (Figure 7). The other kernels do not depend on the
+    temperature.
     """
     tokens = 64 if settings.fast else 512
     points = 4 if settings.fast else 13
@@ -69,7 +70,7 @@ def figure_2(settings: Settings) -> Sheet:
 
 
 def _measure(inputs: GaussianInputs, kernel: Kernel, temperatures: list[float]) -> tuple[list[float], list[float]]:
-    """Return the entropies in bits and the spectral gaps by temperature, as means over the heads."""
+    """Return the entropy in bits and the spectral gap for each temperature, as two lists of means over the heads."""
     entropies = []
     gaps = []
     for tau in temperatures:
@@ -83,5 +84,6 @@ def _measure(inputs: GaussianInputs, kernel: Kernel, temperatures: list[float]) 
 
 
 def _mean_and_max_distance(values: list[float], softmax: list[float]) -> tuple[float, float]:
+    """Return the mean and the largest absolute difference from the values of softmax."""
     distances = [abs(a - b) for a, b in zip(values, softmax, strict=True)]
     return sum(distances) / len(distances), max(distances)

@@ -26,6 +26,8 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "lln_diag-joint-offset-48": ("lln_diag", dict(mix="joint_offset", block_size=48)),
     "lln_diag-joint-global-16": ("lln_diag", dict(mix="joint_offset", block_size=7, global_tokens="16")),
     "lln_diag-joint-global-100": ("lln_diag", dict(mix="joint", global_tokens=100)),
+    "hedgehog-diag-7": ("hedgehog", dict(block_size=7)),
+    "t2r-diag-7": ("t2r", dict(block_size=7, num_features=12)),
     "transnormer_t1-local": ("transnormer_t1", dict(local_layers=1)),
     "transnormer_t2-local-diag": ("transnormer_t2", dict(local_layers=1, block_size=7)),
     "nystrom-7": ("nystrom", dict(landmarks=7)),

@@ -385,7 +385,7 @@ def test_sentencepiece_gives_same_ids_for_nasty_texts(model_type, byte_fallback,
     generator = random.Random(0)
     texts = ["".join(generator.choices(NASTY, k=generator.randrange(10))) for _ in range(1000)]
     task = SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary)
-    expected = TextIds(task, vocabulary, 64).encode_lines(texts)
+    expected = TextIds(task, vocabulary).encode_lines(texts)
 
     for name, content in convert_tokenizer(tokenizer.files, dictionary.symbols, 64).items():
         (tmp_path / name).write_bytes(content)

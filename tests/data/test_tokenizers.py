@@ -1,9 +1,11 @@
 """Tokenizers encode text reversibly, reject damaged files, and make dictionaries that fairseq can read."""
 
+import random
 import sys
 
 import pytest
 from fairseq.data import Dictionary
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from data_prep.train_tokenizer import main
 from lln_fairseq.conversion import tokenizer_json
@@ -16,7 +18,7 @@ from lln_fairseq.data.tokenizers import (
     train_sentencepiece,
 )
 from lln_fairseq.data.vocabulary import load_vocabulary
-from tests.data_prep.conftest import decode, encode_line
+from tests.data_prep.conftest import decode, encode_line, small_gpt2
 
 LINES = [f"The {a} {b} isn't “{c}” – é½ {a}{c}." for a in ("film", "plot") for b in ("that", "we") for c in "xyz"] * 3
 
@@ -114,6 +116,96 @@ def test_tokenizer_json_on_which_the_library_panics_raises():
 
     with pytest.raises(DataError, match=r"not a tokenizer\.json: .*Cannot parse precompiled_charsmap"):
         make_tokenizer("huggingface", {"tokenizer.json": tokenizer_json.as_bytes(content)})
+
+
+def make_byte_level_bpe():
+    """Return a tokenizer.json without merges, whose post-processor cuts white space off the offsets, as RoBERTa's."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return tokenizer
+
+
+def make_word_piece():
+    """Return an uncased tokenizer.json, which also removes accents."""
+    words = ["[UNK]", "the", "film", "caf", "##e", "a", "##fe", "c", *"“”", "你", "好"]
+    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def make_unigram():
+    """Return a tokenizer.json with SentencePiece's pieces, of which one is a prefix."""
+    pieces = [("<unk>", 0.0), ("▁", -1.0), ("▁the", -1.0), ("▁film", -1.0), *((letter, -2.0) for letter in "acefé")]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def span_tokenizers(tmp_path_factory):
+    """Return tokenizers of all kinds by name."""
+    tokenizers = {
+        "sentencepiece": SentencePieceTokenizer(train_sentencepiece(LINES, 60)),
+        "folded": SentencePieceTokenizer(train_sentencepiece(LINES, 60, fold=True)),
+        "bytes": SentencePieceTokenizer(train_sentencepiece(LINES, 310, byte_fallback=True)),
+        "gpt2": load_vocabulary(
+            str(small_gpt2(tmp_path_factory.mktemp("spans") / "gpt2", " ".join(LINES), merges=20))
+        ).tokenizer,
+    }
+    for make in (make_byte_level_bpe, make_word_piece, make_unigram):
+        files = {"tokenizer.json": make().to_str().encode()}
+        tokenizers[make.__name__.removeprefix("make_")] = make_tokenizer("huggingface", files)
+    return tokenizers
+
+
+SPAN_TOKENIZERS = ("sentencepiece", "folded", "bytes", "gpt2", "byte_level_bpe", "word_piece", "unigram")
+NORMALIZING = ("folded", "word_piece", "unigram")
+
+
+@pytest.mark.parametrize("name", SPAN_TOKENIZERS)
+def test_spans_of_tokens_cover_the_line_in_order(name, span_tokenizers):
+    tokenizer = span_tokenizers[name]
+    generator = random.Random(0)
+    parts = [*"abctheilmf", " ", "  ", " film", "\t", "\u3000", "é", "É", "ﬁ", "½", "你好", "😀", "👩‍👧", "İ"]
+    for _ in range(300):
+        line = "".join(generator.choices(parts, k=generator.randrange(12))).strip()
+        (ids,) = tokenizer.encode_ids([line])
+        spans = tokenizer.token_spans(line)
+
+        assert len(spans) == len(ids)
+        assert spans == sorted(spans, key=lambda span: span[0])
+        covered = set()
+        for number, (start, end) in zip(ids, spans, strict=True):
+            assert 0 <= start <= end <= len(line)
+            covered.update(range(start, end))
+            symbol = tokenizer.symbols_by_id[number]
+            text = tokenizer.symbol_text(symbol) if symbol else "�"
+            if text.isascii() and name not in NORMALIZING:
+                assert line[start:end].strip() == text.strip()
+        lost = [character for position, character in enumerate(line) if position not in covered]
+        assert not "".join(lost).replace("\u200d", "").strip()  # normalizers delete the joiner
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "expected"),
+    [
+        ("sentencepiece", "the  film", ["th", "e", "film"]),
+        ("folded", "THE ﬁlm", ["THE", "ﬁlm"]),
+        ("bytes", "你 é", ["", "你", "你", "你", "é"]),
+        ("gpt2", "é你", ["é", "é", "你", "你", "你"]),
+        ("byte_level_bpe", "é 你", ["", "é", "é", "", "你", "你", "你"]),
+        ("word_piece", "“The  CAFÉ”你好", ["“", "The", "CAF", "É", "”", "你", "好"]),
+        ("word_piece", "café cafe\u0301", ["caf", "é", "caf", "e"]),
+        ("unigram", "你 ﬁlm", ["", "你", "ﬁlm"]),
+    ],
+)
+def test_span_is_the_text_of_the_token(name, line, expected, span_tokenizers):
+    spans = span_tokenizers[name].token_spans(line)
+    assert [line[start:end].strip() for start, end in spans] == expected
 
 
 def test_tokenizer_in_a_directory_precedes_a_manifest_above_it(tmp_path):

@@ -76,7 +76,7 @@ def files_without_manifest(out):
     return files
 
 
-@pytest.mark.parametrize("tokenizer", ["gpt2", "sentencepiece-bpe", "sentencepiece-unigram"])
+@pytest.mark.parametrize("tokenizer", ["gpt2", "sentencepiece-bpe", "sentencepiece-unigram", "sentencepiece-char"])
 def test_data_decode_to_lines_and_load_in_fairseq(tmp_path, build, gpt2, tokenizer):
     out = tmp_path / "out"
     options = {} if tokenizer == "gpt2" else {"tokenizer": tokenizer, "vocab_size": 310}

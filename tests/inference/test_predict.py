@@ -1,5 +1,6 @@
 """Prediction from text: the outputs that `evaluate` gives for the binarized rows, vectors, and fillings of <mask>."""
 
+import functools
 import io
 import itertools
 import re
@@ -8,12 +9,15 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
-from lln_fairseq.data.text_ids import CHUNK_TEXTS, TextIds, split_into_chunks
+from lln_fairseq.checkpoints.pooling import Pooling, pooling_entries
+from lln_fairseq.checkpoints.reading import PLUGIN_STATE
+from lln_fairseq.data.text_ids import CHUNK_TEXTS, LongTextError, TextIds, split_into_chunks
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
@@ -46,6 +50,12 @@ def runs(glue, tmp_path_factory):
         shutil.copy(glue / "spm.model", corpus)
         train(monkeypatch, folder / "log", corpus, folder / "lm", *MASKED_LM, *LLN, "--max-update", 40, "--lr", 0.003)
     return {name: folder / name / "checkpoint_last.pt" for name in [*OPTIONS, "lm"]}
+
+
+@pytest.fixture(scope="module")
+def loaded(runs):
+    """Return a function that loads a checkpoint of `runs` by its name, once. Do not change the model."""
+    return functools.cache(lambda name: load(runs[name]))
 
 
 @pytest.fixture
@@ -106,8 +116,8 @@ def test_model_of_stock_task_predicts(glue, sst2_texts, tmp_path, monkeypatch):
     assert labels_of(load(checkpoint).predict(sst2_texts)) == expected
 
 
-def test_prediction_does_not_depend_on_other_texts(runs, sst2_texts):
-    model = load(runs["SST-2"])
+def test_prediction_does_not_depend_on_other_texts(loaded, sst2_texts):
+    model = loaded("SST-2")
     separately = [model.predict([text])[0] for text in sst2_texts]
     together = model.predict(iter(sst2_texts * 80))
     assert len(together) == 80 * len(sst2_texts) > CHUNK_TEXTS
@@ -116,8 +126,8 @@ def test_prediction_does_not_depend_on_other_texts(runs, sst2_texts):
         assert actual.probability == pytest.approx(expected.probability, abs=1e-5)
 
 
-def test_predict_takes_unusual_texts(runs):
-    model = load(runs["SST-2"])
+def test_predict_takes_unusual_texts(loaded):
+    model = loaded("SST-2")
     assert model.predict([]) == []
     assert model.predict(["film\nstory "]) == model.predict(["film story"])
     empty, long = model.predict(["", "film " * 5000])
@@ -125,8 +135,88 @@ def test_predict_takes_unusual_texts(runs):
     assert isinstance(long, Prediction)
 
 
-def test_vector_is_mean_over_tokens(runs):
-    model = load(runs["lm"])
+LONG = "film " * 70  # the models take 64 tokens
+
+
+def warnings_about_cuts(caplog):
+    """Return the warnings that say how much was cut, and forget them."""
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    caplog.clear()
+    return [message for message in messages if "cut" in message]
+
+
+@pytest.mark.parametrize(
+    ("name", "act", "count", "dropped"),
+    [
+        ("SST-2", lambda model, long: model.predict(["film", long, long]), "2 of 3", 2 * (70 + 2 - 64)),
+        ("RTE", lambda model, long: model.predict([("a", "b"), ("film", long)]), "1 of 2", None),
+        ("lm", lambda model, long: model.encode([long]), "1 of 1", 70 + 2 - 64),
+        ("lm", lambda model, long: model.fill(f"a <mask> {long}"), "1 of 1", None),
+        ("SST-2", lambda model, long: list(model.predict_each([long])), "1 of 1", 70 + 2 - 64),
+    ],
+)
+def test_cut_texts_are_reported_once_per_call(name, act, count, dropped, loaded, caplog):
+    model = loaded(name)
+    caplog.clear()
+
+    act(model, LONG)
+
+    (message,) = warnings_about_cuts(caplog)
+    assert message.startswith(f"cut {count} texts to the 64 tokens that the model takes: ")
+    assert int(re.search(r"(\d+) tokens were dropped", message)[1]) == (dropped or pytest.approx(10, abs=4))
+    act(model, "film " * 50)
+    assert warnings_about_cuts(caplog) == []
+
+
+def test_stream_reports_cut_texts_when_it_is_left(loaded, caplog):
+    stream = loaded("SST-2").predict_each(itertools.cycle(["film", LONG]))
+    assert len(list(itertools.islice(stream, 5))) == 5
+    assert warnings_about_cuts(caplog) == []
+    stream.close()
+    (message,) = warnings_about_cuts(caplog)
+    assert f"cut {CHUNK_TEXTS // 2} of {CHUNK_TEXTS} texts" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        ("SST-2", lambda model, texts: model.predict(texts, on_long="error")),
+        ("lm", lambda model, texts: model.encode(texts, on_long="error")),
+    ],
+)
+def test_long_text_is_rejected_before_anything_is_computed(name, act, loaded, monkeypatch):
+    model = loaded(name)
+    act(model, ["film"])
+    monkeypatch.setattr("lln_fairseq.data.text_ids.CHUNK_TEXTS", 2)
+    monkeypatch.setattr(model, "_map_samples", lambda *arguments: pytest.fail("the model computes"))
+    with pytest.raises(LongTextError, match=r"texts\[4\] has 72 tokens, but the model takes at most 64") as caught:
+        act(model, iter(["film", "story", "film", "story", LONG, "film"]))
+    assert (caught.value.index, caught.value.length, caught.value.longest) == (4, 72, 64)
+
+
+def test_stream_rejects_long_text(loaded, monkeypatch):
+    monkeypatch.setattr("lln_fairseq.data.text_ids.CHUNK_TEXTS", 2)
+    stream = loaded("SST-2").predict_each(["film", "story", LONG], on_long="error")
+    assert isinstance(next(stream), Prediction)
+    next(stream)
+    with pytest.raises(LongTextError, match=r"texts\[2\] has 72 tokens"):
+        next(stream)
+
+
+def test_evaluation_reports_share_of_cut_rows(glue, runs, loaded, caplog):
+    model, task = load_finetuned_model(str(runs["RTE"]), str(glue / "RTE"))
+    caplog.clear()
+    compute_outputs(model, task, "valid")
+    (message,) = warnings_about_cuts(caplog)
+    count, rows = re.search(r"split 'valid' of .*: (\d+) of (\d+) rows .* are cut to 64 tokens", message).groups()
+    assert (int(count) > 0, rows) == (True, "30")
+    assert f"({int(count) / 30:.1%})" in message
+    loaded("RTE").predict(texts_of(glue, "RTE"))
+    assert warnings_about_cuts(caplog)[0].startswith(f"cut {count} of 30 texts")
+
+
+def test_vector_is_mean_over_tokens(loaded):
+    model = loaded("lm")
     texts = ["film story", "a wonderful script. " * 3, ""]
 
     vectors = model.encode(texts)
@@ -141,12 +231,106 @@ def test_vector_is_mean_over_tokens(runs):
     assert model.encode([]).shape == (0, 32)
 
 
-def test_fine_tuned_model_encodes(runs):
-    assert load(runs["SST-2"]).encode(["film"]).shape == (1, 32)
+@pytest.mark.parametrize(
+    ("pooling", "pool"),
+    [
+        (None, lambda features: features.mean(dim=0)),
+        ("cls", lambda features: features[0]),
+        ("max", lambda features: features.amax(dim=0)),
+    ],
+)
+def test_vectors_are_pooled_and_normalized(pooling, pool, loaded):
+    model = loaded("lm")
+    texts = ["film story", "a wonderful script. " * 3, ""]
+    tokens = model.encode(texts, pooling="tokens")
+    expected = torch.stack([pool(one.vectors) for one in tokens])
+
+    torch.testing.assert_close(model.encode(texts, pooling), expected, rtol=1e-4, atol=1e-5)
+    normalized = model.encode(texts, pooling, normalize=True)
+    torch.testing.assert_close(normalized, torch.nn.functional.normalize(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.stack(list(model.encode_each(texts, pooling))), expected, rtol=1e-4, atol=1e-5)
+    assert model.encode([], pooling).shape == (0, 32)
 
 
-def test_mask_is_filled_with_most_likely_tokens(runs):
-    fillings = load(runs["lm"]).fill("film <mask> story.", 4)
+def test_evaluation_rejects_rows_that_are_too_long_and_not_cut(glue, runs):
+    model, task = load_finetuned_model(str(runs["RTE"]), str(glue / "RTE"))
+    task.cfg.shorten_method = "none"
+    with pytest.raises(InputError, match=r"row \d+ of split 'valid' has \d+ tokens, but the model takes 64: fine-tune"):
+        compute_outputs(model, task, "valid")
+
+
+def test_model_encodes_with_stored_pooling(loaded, runs, tmp_path):
+    state = torch.load(runs["lm"])
+    state["extra_state"][PLUGIN_STATE] |= pooling_entries(Pooling("cls", normalize=True))
+    shutil.copytree(runs["lm"].parent / "tokenizer", tmp_path / "tokenizer")
+    torch.save(state, tmp_path / "checkpoint.pt")
+
+    model = load(tmp_path / "checkpoint.pt")
+
+    expected = loaded("lm").encode(["film"], "cls")
+    torch.testing.assert_close(model.encode(["film"]), expected / expected.norm())
+    torch.testing.assert_close(model.encode(["film"], normalize=False), expected)
+    tokens = model.encode(["film"], "tokens")[0].vectors
+    torch.testing.assert_close(tokens[:1], expected)
+
+
+def test_token_vectors_have_offsets_in_the_text(loaded):
+    model = loaded("lm")
+    texts = ["  film\nstory,  naïve 你 ", "film", "", LONG]
+
+    *outputs, long = model.encode(texts, pooling="tokens")
+
+    for text, (vectors, offsets) in zip(texts, outputs, strict=False):
+        ids = model.ids.encode_rows([[text]])[0]
+        features, _ = model.model(ids[None], features_only=True)
+        torch.testing.assert_close(vectors, features[0], rtol=1e-4, atol=1e-5)
+        assert (vectors.dtype, offsets.dtype) == (torch.float32, torch.int64)
+        assert offsets.shape == (len(ids), 2)
+        assert offsets[0].tolist() == offsets[-1].tolist() == [0, 0]
+        parts = [text[start:end] for start, end in offsets.tolist()]
+        assert "".join(parts) == "".join(text.split())
+    offsets = outputs[0].offsets
+    assert texts[0][offsets[1, 0] : offsets[1, 1]].startswith("f")
+    assert not vectors.requires_grad
+    assert long.vectors.shape == (64, 32)
+    assert [LONG[start:end] for start, end in long.offsets[1:].tolist()] == ["film"] * 63
+    assert model.encode([], pooling="tokens") == []
+    (normalized,) = model.encode(["film"], pooling="tokens", normalize=True)
+    torch.testing.assert_close(normalized.vectors.norm(dim=1), torch.ones(len(normalized.vectors)))
+
+
+def test_samples_without_special_tokens_are_encoded(loaded, monkeypatch):
+    model = loaded("lm")
+    monkeypatch.setattr(model.ids, "init_token", None)
+    monkeypatch.setattr(model.ids, "strip_eos", True)
+    ((vectors, offsets),) = model.encode(["film"], pooling="tokens")
+    assert (vectors.shape, offsets.tolist()) == ((1, 32), [[0, 4]])
+    with pytest.raises(InputError, match="the text '' has no tokens"):
+        model.encode(["film", ""])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "tokens"])
+def test_vectors_are_computed_while_texts_are_read(pooling, loaded, monkeypatch):
+    monkeypatch.setattr("lln_fairseq.data.text_ids.CHUNK_TEXTS", 4)
+    texts_read = itertools.count()
+    texts = ("film " * (next(texts_read) % 3) for _ in itertools.count())
+    vectors = loaded("lm").encode_each(texts, pooling)
+    assert len(list(itertools.islice(vectors, 6))) == 6
+    assert next(texts_read) == 8
+
+
+def test_text_of_100000_words_is_encoded(loaded):
+    short, long = loaded("lm").encode([LONG, "film " * 100_000], pooling="tokens")
+    torch.testing.assert_close(long.vectors, short.vectors, rtol=1e-4, atol=1e-5)
+    assert torch.equal(long.offsets, short.offsets)
+
+
+def test_fine_tuned_model_encodes(loaded):
+    assert loaded("SST-2").encode(["film"]).shape == (1, 32)
+
+
+def test_mask_is_filled_with_most_likely_tokens(loaded):
+    fillings = loaded("lm").fill("film <mask> story.", 4)
     probabilities = [filling.probability for filling in fillings]
     assert len(fillings) == 4
     assert probabilities == sorted(probabilities, reverse=True)
@@ -155,8 +339,8 @@ def test_mask_is_filled_with_most_likely_tokens(runs):
         assert re.fullmatch(rf"film ?{re.escape(token)} story\.", text)
 
 
-def test_mask_is_filled_with_every_token(runs):
-    fillings = load(runs["lm"]).fill("film <mask> story.", 113)
+def test_mask_is_filled_with_every_token(loaded):
+    fillings = loaded("lm").fill("film <mask> story.", 113)
     texts = {(filling.token, filling.text) for filling in fillings}
     assert len(texts) == 113
     assert sum(filling.probability for filling in fillings) < 1  # special symbols have the rest
@@ -164,8 +348,8 @@ def test_mask_is_filled_with_every_token(runs):
     assert ("ending", "film ending story.") in likely
 
 
-def test_masked_text_keeps_ids_of_its_parts(runs):
-    model = load(runs["lm"])
+def test_masked_text_keeps_ids_of_its_parts(loaded):
+    model = loaded("lm")
     dictionary = model.task.source_dictionary
     pieces = model.vocabulary.tokenizer.processor.encode("film story.", out_type=str)
     end_of_film = pieces.index("▁film") + 1
@@ -183,7 +367,7 @@ def test_masked_text_of_byte_level_bpe_keeps_its_parts(left, right, tmp_path):
     vocabulary = load_vocabulary(str(small_gpt2(tmp_path / "gpt2", text, merges=100)))
     mask = 999
     dictionary = SimpleNamespace(index=lambda symbol: mask, bos=lambda: 0)
-    text_ids = TextIds(SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary), vocabulary, 64)
+    text_ids = TextIds(SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary), vocabulary)
 
     ids = text_ids.encode_masked(f"{left} ", right).tolist()
 
@@ -201,17 +385,32 @@ def test_masked_text_of_byte_level_bpe_keeps_its_parts(left, right, tmp_path):
         ("SST-2", lambda model: model.fill("a <mask>"), "was fine-tuned and cannot fill"),
         ("lm", lambda model: model.fill("a film"), "one <mask>"),
         ("lm", lambda model: model.fill("film " * 100 + "<mask>"), "beyond the 64 tokens"),
+        ("lm", lambda model: model.fill("<mask> film" + " film" * 70, on_long="error"), "the text has 74 tokens"),
+        (
+            "lm",
+            lambda model: model.encode(["film"], on_long="cut"),
+            "on_long must be one of truncate, error, got 'cut'",
+        ),
+        ("SST-2", lambda model: model.predict(["film"], on_long="cut"), "on_long must be one of truncate, error"),
+        ("SST-2", lambda model: model.predict(["film", None]), r"texts\[1\] must be one text, a string, got None"),
+        ("SST-2", lambda model: model.predict(None), "expected a list of texts, got None"),
+        ("lm", lambda model: model.encode(["film"], pooling="sum"), "pooling must be one of mean, cls, .* got 'sum'"),
+        ("lm", lambda model: model.encode("film"), "put it in a list"),
+        ("lm", lambda model: model.encode(None), "expected a list of texts, got None"),
+        ("lm", lambda model: model.encode(["film", None]), r"texts\[1\] must be one text, a string, got None"),
+        ("lm", lambda model: model.fill(None), "one <mask>, got None"),
         ("lm", lambda model: model.fill("<mask>", 1000), "k must be between 1 and .* got 1000"),
         ("SST-2", lambda model: model.predict("a film"), "put it in a list"),
         ("SST-2", lambda model: model.predict([("a", "b")]), "one text"),
         ("SST-2", lambda model: model.predict(["\ud800"]), "half of a character|surrogate"),
         ("RTE", lambda model: model.predict(["a", "b"]), "pair of texts"),
         ("RTE", lambda model: model.encode([("a", "b")]), "one text"),
+        ("RTE", lambda model: model.encode([("a", "b")], pooling="tokens"), "one text"),
     ],
 )
-def test_wrong_use_is_reported_in_one_line(name, act, message, runs):
+def test_wrong_use_is_reported_in_one_line(name, act, message, loaded):
     with pytest.raises(InputError, match=message) as caught:
-        act(load(runs[name]))
+        act(loaded(name))
     assert "\n" not in str(caught.value)
 
 
@@ -220,6 +419,7 @@ def test_wrong_use_is_reported_in_one_line(name, act, message, runs):
     [
         ("SST-2", lambda model: model.predict(["a film"])),
         ("lm", lambda model: model.encode(["a film"])),
+        ("lm", lambda model: model.encode(["a film"], pooling="tokens")),
         ("lm", lambda model: model.fill("a <mask>")),
     ],
 )
@@ -246,6 +446,31 @@ def test_every_line_gives_one_line(runs, sst2_texts, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
+def test_long_lines_are_reported_or_rejected(runs, tmp_path, capsys, caplog):
+    (tmp_path / "in").write_text(f"\nfilm\n\n\n{LONG}\nfilm\n")
+    arguments = (runs["SST-2"], "--input", tmp_path / "in", "--output", tmp_path / "out")
+
+    assert predict(capsys, *arguments, "--on-long", "error") == (
+        1,
+        "",
+        "error: line 5 has 72 tokens, but the model takes at most 64\n",
+    )
+    assert not (tmp_path / "out").exists()
+    assert warnings_about_cuts(caplog) == []
+
+    assert predict(capsys, *arguments)[0] == 0
+    assert [bool(line) for line in (tmp_path / "out").read_text().splitlines()] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    (message,) = warnings_about_cuts(caplog)
+    assert message.startswith("cut 1 of 3 texts to the 64 tokens")
+
+
 def test_pairs_are_scored_through_pipes(runs, glue, monkeypatch, capsys):
     pairs = texts_of(glue, "STS-B", "test")
     text = "\n".join("\t".join(pair) for pair in pairs)
@@ -264,7 +489,7 @@ def test_lines_are_read_a_few_thousand_ahead():
     class Model:
         inputs = 1
 
-        def predict_each(self, texts):
+        def predict_each(self, texts, on_long):
             for part in split_into_chunks(texts):
                 yield from [Prediction("a", 0.5)] * len(part)
 
@@ -277,6 +502,65 @@ def test_lines_are_read_a_few_thousand_ahead():
 
     assert [bool(line) for line in output] == [number % 3 != 0 for number in range(1, 9001)]
     assert lines_read < 9000 + 2 * CHUNK_TEXTS
+
+
+def encode(capsys, *arguments):
+    """Run `lln-fairseq encode` and return its exit code, standard output and standard error."""
+    code = main(["encode", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.mark.parametrize("options", [{}, {"pooling": "max", "normalize": True}])
+def test_every_line_gives_one_row(options, runs, loaded, tmp_path, capsys, caplog):
+    texts = ["film\tstory", "", "naïve 你", LONG] * 30
+    (tmp_path / "in").write_text("\r\n".join(texts), encoding="utf-8-sig")
+    (tmp_path / "out.npy").write_text("old")
+    arguments = [f"--pooling={options['pooling']}", "--normalize"] if options else []
+
+    assert encode(capsys, runs["lm"], "--input", tmp_path / "in", "--output", tmp_path / "out.npy", *arguments) == (
+        0,
+        "",
+        "",
+    )
+    (message,) = warnings_about_cuts(caplog)
+    assert message.startswith("cut 30 of 120 texts")
+    vectors = np.load(tmp_path / "out.npy")
+    assert (vectors.shape, vectors.dtype) == ((120, 32), np.float32)
+    torch.testing.assert_close(torch.from_numpy(vectors), loaded("lm").encode(texts, **options))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.npy"]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (f"film\n\n{LONG}\n".encode(), ["--on-long", "error"], "line 3 has 72 tokens, but the model takes at most 64"),
+        (b"good\nb\xff\n", [], "line 2: not UTF-8"),
+    ],
+)
+def test_bad_line_is_reported_and_vectors_are_kept(content, arguments, message, runs, tmp_path, capsys):
+    (tmp_path / "in").write_bytes(content)
+    (tmp_path / "out.npy").write_text("old")
+
+    code, output, errors = encode(
+        capsys, runs["lm"], "--input", tmp_path / "in", "--output", tmp_path / "out.npy", *arguments
+    )
+
+    assert (code, output, errors.count("\n")) == (1, "", 1)
+    assert message in errors
+    assert (tmp_path / "out.npy").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.npy"]
+
+
+def test_empty_file_gives_no_vectors(runs, tmp_path, capsys):
+    (tmp_path / "in").write_text("")
+    assert encode(capsys, runs["lm"], "--input", tmp_path / "in", "--output", tmp_path / "out.npy")[0] == 0
+    assert np.load(tmp_path / "out.npy").shape == (0, 32)
+
+
+def test_vectors_are_not_written_to_a_device(tmp_path, capsys):
+    code, _, errors = encode(capsys, "unread.pt", "--input", tmp_path / "in", "--output", "/dev/null")
+    assert (code, errors) == (1, "error: --output must be a file, got /dev/null\n")
 
 
 @pytest.mark.parametrize(("stream", "option"), [("stdin", "--input FILE"), ("stdout", "--output FILE")])

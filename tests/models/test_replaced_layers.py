@@ -183,7 +183,7 @@ def test_programs_that_need_an_attention_reject_it_in_one_line(name, pretrained,
     own = str(pretrained(name))
     data = str(corpus)
     for program, arguments, message in [
-        ("analyze", [own, data], whole + "has no queries and keys to look at"),
+        ("analyze", [own, data], whole + "has no queries and keys to measure"),
         ("export", [own, out], f"the attention {name} cannot be exported"),
         ("export", [own, out, "--onnx"], f"the attention {name} cannot be exported"),
         ("convert", [softmax, out, "--attention", name], whole + "cannot use the weights of a converted encoder"),

@@ -31,7 +31,7 @@ class SmallDictionary:
         return 40
 
 
-def build_model(two_towers=False, linear_init="torch"):
+def build_model(two_towers=False, linear_init="torch", position_init="random"):
     config = OmegaConf.create(
         {
             "encoder_layers": 2,
@@ -43,6 +43,7 @@ def build_model(two_towers=False, linear_init="torch"):
             "pooler_dim": 128,
             "pooler_activation_fn": "relu",
             "linear_init": linear_init,
+            "position_init": position_init,
             "max_positions": 50,
             "attention": "softmax",
             "two_towers": two_towers,
@@ -137,6 +138,15 @@ def test_linear_init(linear_init, std):
 def test_positions_are_initialized_like_bert():
     table = build_model().state_dict()[f"{ENCODER}.embed_positions.weight"]
     assert table.std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_products_of_sinusoidal_positions_depend_on_the_distance_only():
+    table = build_model(position_init="sinusoidal").state_dict()[f"{ENCODER}.embed_positions.weight"][PAD + 1 :]
+    products = table @ table.T
+    for distance in (0, 1, 30):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert products[0, 0] == pytest.approx(64 * 0.02**2)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Hybrid attention on a worker that holds no tokens of the sequences that it shares with other workers.
 
-Its output and gradients are empty, but it must still take part in the exchanges, or the other workers would hang.
+The output and the gradients of such a worker are empty, but the worker must take part in the exchanges: otherwise the
+other workers would wait for it.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ def forward(
     """Exchange sums of zero and return an empty output; see `Backend.forward`.
 
     Args:
-        q, k, v: (B, H, 0, D)
-        alpha, beta: (B, H)
-        mask: not used
-        spec: a spec with an exchange
+        q, k, v: (B, H, 0, D).
+        alpha, beta: (B, H).
+        mask: not used.
+        spec: the settings of the call, with an exchange.
 
-    Returns: an empty tensor like q, the same α and β, and no tensors to save
+    Returns: an empty tensor like q, alpha, beta, and an empty sequence of tensors to save.
     """
     assert spec.exchange is not None
     dim = q.shape[-1]
@@ -45,8 +46,8 @@ def backward(
 ) -> Sequence[Tensor | None]:
     """Exchange gradients of zero; see `Backend.backward`.
 
-    Returns: empty gradients of q, k and v (B, H, 0, D), then for each of α, β and the offset zeros (B, H), or None
-        if that gradient is not needed
+    Returns: empty gradients of q, k and v (B, H, 0, D), then the gradients of α, β and the offset: zeros (B, H), or
+        None if the gradient is not needed.
     """
     assert spec.exchange is not None
     dim = q.shape[-1]
@@ -58,5 +59,5 @@ def backward(
 
 
 def _zeros(q: Tensor, *shape: int) -> Tensor:
-    """Return zeros (B·H, *shape) in the compute dtype of q: a sum over no tokens."""
+    """Return zeros (B·H, *shape) in the compute dtype of q, the value of every sum over no tokens."""
     return torch.zeros(q.shape[0] * q.shape[1], *shape, dtype=compute_dtype(q.dtype), device=q.device)

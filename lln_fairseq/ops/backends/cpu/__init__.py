@@ -1,8 +1,8 @@
 """Hybrid attention and moment matching on a CPU: the Python side of the C kernels in csrc/.
 
-The kernels pass over the tokens two or three times; PyTorch needs a dozen passes. They read tensors of any layout whose
-features are contiguous, and need a C compiler when they are first used. `choose_backend` selects the backend "torch"
-if they cannot run.
+The kernels pass over the tokens two or three times, whereas PyTorch needs a dozen passes. They read tensors of any
+layout with contiguous features. The first use needs a C compiler. If the kernels cannot run, `choose_backend` selects
+the backend "torch" instead.
 """
 
 import ctypes
@@ -36,8 +36,8 @@ __all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "
 
 VIEWS = ("q", "k", "v", "out", "grad_q", "grad_k", "grad_v")
 POINTERS = ("padding", "alpha", "beta", "states", "grad_alpha", "grad_beta", "offset", "grad_offset", "exchanged")
-# The fields of the struct `problem` in csrc/problem.h in their order, with their formats in Python's module struct. All
-# are packed at once because Python's share of a call is a tenth of the time for 512 tokens.
+# The fields of the struct `problem` in csrc/problem.h, in the same order: (format in Python's module struct, name). All
+# fields are packed at once, because Python takes a tenth of the time of a call for 512 tokens.
 FIELDS = [
     *(("q", name) for name in ("batches", "heads", "tokens", "tile_size", "threads")),
     *(("q", name) for name in ("state_rows", "keep_threshold", "joint", "max_global")),
@@ -57,9 +57,9 @@ _PROBLEM = struct.Struct("".join(kind for kind, _ in FIELDS))
 
 
 def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: int = 0) -> str | None:
-    """Return None if the kernels can run on tensors like q, (B, H, N, D), otherwise one sentence that says why not.
+    """Return None if the kernels can run on tensors like q, otherwise a sentence; see `Backend.is_supported`.
 
-    The first call for a head dimension compiles the kernels, or loads them from the cache.
+    The first call for a head dimension compiles the kernels, or loads them from the cache directory.
     """
     if q.device.type != "cpu" or q.dtype != torch.float32:
         return f"The CPU kernels support float32 on a CPU, not {q.dtype} on {q.device.type}."
@@ -73,9 +73,9 @@ def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: in
 
 @functools.cache
 def _load_kernels(dim: int) -> ctypes.CDLL | str:
-    """Return the kernels for a head dimension, or a sentence that says why they cannot be compiled.
+    """Return the library of the kernels for a head dimension, or a sentence that says why it cannot be compiled.
 
-    A failure is logged as a warning once, because the result is cached.
+    The result is cached, so that a failure is logged only once, as a warning.
     """
     try:
         library = load_library(SOURCE, D=dim)
@@ -89,7 +89,13 @@ def _load_kernels(dim: int) -> ctypes.CDLL | str:
 
 @functools.cache
 def _scratch_floats(dim: int, tile_size: int, max_global: int) -> int:
-    """Return how many floats of scratch memory one thread needs."""
+    """Return the number of floats of scratch memory that one thread needs.
+
+    Args:
+        dim: D.
+        tile_size: tokens per tile.
+        max_global: an upper bound of the number of global tokens of a sequence.
+    """
     library = _load_kernels(dim)
     assert isinstance(library, ctypes.CDLL)  # the caller has checked is_supported
     return library.scratch_floats(tile_size, max_global)
@@ -99,7 +105,7 @@ _threads_started = False  # True once a kernel has used several threads, in this
 
 
 def _num_threads() -> int:
-    """Return torch's number of threads, and note that kernels have started threads if there are several."""
+    """Return torch's number of threads, which the next kernel uses. If it is above 1, set `_threads_started`."""
     global _threads_started
     threads = torch.get_num_threads()
     _threads_started |= threads > 1
@@ -107,9 +113,9 @@ def _num_threads() -> int:
 
 
 def _use_one_thread_after_fork() -> None:
-    """Set torch's number of threads to 1 in a forked child if the parent's kernels have started threads.
+    """Set torch's number of threads to 1 in a forked child process if kernels of the parent have started threads.
 
-    OpenMP's threads do not survive a fork, and a child that waited for them, here or in torch, would hang.
+    The threads of OpenMP do not survive a fork. A kernel or an operation of torch that waited for them would hang.
     """
     if _threads_started:
         torch.set_num_threads(1)
@@ -119,7 +125,10 @@ os.register_at_fork(after_in_child=_use_one_thread_after_fork)
 
 
 def _scratch(floats: int) -> Tensor:
-    """Return this thread's scratch memory with at least this many floats; it is reused from call to call."""
+    """Return a float32 vector with at least this number of elements and undefined contents.
+
+    All calls from the same Python thread get the same memory.
+    """
     buffers = reused_buffers(torch.float32)
     if "cpu kernels" not in buffers or buffers["cpu kernels"].numel() < floats:
         buffers["cpu kernels"] = torch.empty(floats, dtype=torch.float32, device="cpu")
@@ -133,13 +142,14 @@ def _call_kernel(
     pointers: Sequence[Tensor | None],
     table: Sequence[Tensor] | None = None,
 ) -> None:
-    """Call a function of csrc/attention.c.
+    """Call a function of csrc/attention.c. It writes its results into tensors among `views` and `pointers`.
 
     Args:
-        views: the first tensors of VIEWS, (B, H, N, D) with contiguous features
-        pointers: the first tensors of POINTERS, contiguous; those left out are None
-        spec: the settings of the call
-        table: the calibration table with which the kernel first matches α and β; None if α and β are inputs
+        function: the name of the function, such as "forward".
+        spec: the settings of the call.
+        views: tensors (B, H, N, D) with contiguous features, in the order of VIEWS. Trailing tensors may be missing.
+        pointers: contiguous tensors or None, in the order of POINTERS. Trailing tensors may be missing.
+        table: the calibration table with which the kernel computes α and β, or None if α and β are inputs.
     """
     batch, heads, tokens, dim = views[0].shape
     tile_size = TILE_SIZE
@@ -165,7 +175,11 @@ def _call_kernel(
 
 
 def _state_rows(dim: int, spec: HybridSpec) -> int:
-    """Return the rows of a head's state: S, L and, for the joint form or an exchange, the maximum and sum of L."""
+    """Return the number of rows of D numbers that `forward` saves for each head.
+
+    These are S (D rows) and L (1 row). For the joint form or with an exchange, two more rows follow: the maximum and
+    the sum from which L is computed.
+    """
     if spec.joint or spec.exchange:
         return dim + 3
     return dim + 1
@@ -185,7 +199,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """Compute hybrid attention; see `Backend.forward`.
 
-    If alpha or beta is None, the kernel matches both head by head, right before it uses them.
+    If alpha or beta is None, the kernel computes both by moment matching, for each head right before its attention.
     """
     q, k, v = (_with_contiguous_features(x) for x in (q, k, v))
     batch, heads, _, dim = q.shape
@@ -209,12 +223,17 @@ def forward(
 
 
 def _merge_states(states: Tensor, exchange: Exchange) -> None:
-    """Replace S and L over this worker's keys by those over all workers' keys; states is (B, H, D + 3, D)."""
+    """Replace S and L in `states` by their values for the keys of all workers, in place.
+
+    Args:
+        states: the state of this worker's keys, (B, H, D + 3, D), with rows as in `_state_rows`. The last two rows, the
+            maximum and the sum, keep the values of this worker.
+    """
     dim = states.shape[-1]
     state, log_sum, key_max, key_sum = states.split((dim, 1, 1, 1), dim=2)
     merged_max, merged_sum, merged_state = exchange.merge_states(key_max[:, :, 0], key_sum[:, :, 0], state)
     state.copy_(merged_state)
-    # With a real key, the sum is at least 1: the clamp only affects sequences without one.
+    # The sum is at least its largest term, 1. Only a sequence that is all padding needs the clamp.
     log_sum[:, :, 0] = merged_max + merged_sum.clamp_min(1.0).log()
 
 
@@ -252,12 +271,12 @@ def backward(
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Return uninitialized tensors for the gradients of q, k and v, in the layouts in which the kernels write them."""
+    """Return uninitialized tensors for the gradients of q, k and v; see `Backend.empty_results`."""
     return [fresh_result(_with_contiguous_features(x)) for x in (q, k, v)]
 
 
 def empty_saved(q: Tensor, spec: HybridSpec) -> Sequence[Tensor]:
-    """Return one uninitialized tensor: the states (B, H, state_rows, D) of csrc/problem.h."""
+    """Return one uninitialized tensor for the states of all heads, (B, H, rows, D), with rows as in `_state_rows`."""
     batch, heads, _, dim = q.shape
     return (q.new_empty(batch, heads, _state_rows(dim, spec), dim),)
 

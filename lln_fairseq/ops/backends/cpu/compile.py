@@ -22,20 +22,21 @@ logger = logging.getLogger(__name__)
 
 
 class CannotCompile(Exception):
-    """The library cannot be compiled or loaded. The message names the cause, such as a missing compiler."""
+    """Raised if the library cannot be compiled or loaded. The message names the cause, such as a missing compiler."""
 
 
 def load_library(main: Path, **macros: int) -> ctypes.CDLL:
-    """Load the library of a C file and the files next to it, and compile it if it is not in the cache.
+    """Load the shared library of a C file. Compile it first if it is not in the cache directory.
 
-    Processes that compile at the same time do not disturb each other: each renames its own finished file. If the cache
-    cannot be used, the library is compiled in a temporary directory; if the cache is not safe, a warning is logged too.
+    Several processes may compile the library at the same time: each renames its own finished file. If the cache
+    directory cannot be used, the library is compiled in a temporary directory instead. A cache directory that is not
+    safe (see `_reason_to_distrust`) is not used either, and a warning is logged.
 
     Args:
-        main: the C file; all .c and .h files of its directory count as its sources
-        macros: preprocessor macros to define
+        main: the C file. The library is compiled again if any .c or .h file of its directory changes.
+        macros: the preprocessor macros to define, with their values.
 
-    Raises: CannotCompile.
+    Raises: CannotCompile if no compiler is found, the compiler fails, or the library cannot be loaded.
     """
     definitions = [f"-D{name}={value}" for name, value in macros.items()]
     command = [*_find_compiler(), *FLAGS, *definitions, str(main)]
@@ -45,7 +46,7 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
         logger.warning("%s. Until then, compiled kernels are not cached there", reason)
         folder = None
     if folder:
-        with contextlib.suppress(OSError):  # it is not there yet, or may not be executed
+        with contextlib.suppress(OSError):  # the library does not exist yet, or must not be executed there
             return ctypes.CDLL(str(folder / name))
     logger.info("compiling %s for this CPU, once: %s", main.name, shlex.join(command))
     if folder:
@@ -55,9 +56,9 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
 
 
 def _reason_to_distrust(folder: Path) -> str | None:
-    """Return why code from this directory must not be run: another user owns it or can write to it.
+    """Return a message if code from this directory must not be run, because another user owns it or can write to it.
 
-    Returns: None if the directory can be trusted or does not exist
+    Returns: the message, or None if the directory can be trusted or does not exist.
     """
     try:
         status = folder.lstat()
@@ -71,9 +72,15 @@ def _reason_to_distrust(folder: Path) -> str | None:
 
 
 def _build_library(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
-    """Compile and load a library, and store it in `folder`, or nowhere if that is None.
+    """Compile a library and load it.
 
-    The folder is created with mode 0700 if it does not exist. Raises: CannotCompile.
+    Args:
+        command: the command of the compiler, without the output file.
+        name: the file name of the library.
+        folder: the directory in which to store the library. It is created with mode 0700 if it does not exist. None
+            means that the library is not stored.
+
+    Raises: CannotCompile if the library cannot be compiled, stored or loaded.
     """
     try:
         if folder:
@@ -92,12 +99,14 @@ def _build_library(command: list[str], name: str, folder: Path | None) -> ctypes
 
 
 def cache_directory() -> Path | None:
-    """Return the directory of compiled libraries, which need not exist.
+    """Return the directory of the compiled libraries. It need not exist.
 
-    It is $LLN_KERNEL_CACHE if that is set, otherwise lln_fairseq/kernels in $XDG_CACHE_HOME or ~/.cache. An empty
-    variable counts as not set. The path is absolute, with symbolic links resolved.
+    It is $LLN_KERNEL_CACHE if that variable is set, otherwise $XDG_CACHE_HOME/lln_fairseq/kernels, otherwise
+    ~/.cache/lln_fairseq/kernels. An empty variable counts as not set. The path is absolute, with symbolic links
+    resolved.
 
-    Returns: None if neither variable is set and the user has no home, or if $XDG_CACHE_HOME begins with ~
+    Returns: the path. None if LLN_KERNEL_CACHE is not set and either XDG_CACHE_HOME begins with ~ or the user has no
+        home directory to use in its place.
     """
     configured = os.environ.get("LLN_KERNEL_CACHE")
     if configured:
@@ -109,9 +118,12 @@ def cache_directory() -> Path | None:
 
 
 def _find_compiler() -> list[str]:
-    """Return the words of $CC if it is set, otherwise the path of the first of COMPILERS that is installed.
+    """Return the command of the C compiler as a list of arguments.
 
-    Raises: CannotCompile if there is none, or if CC cannot be parsed.
+    It is $CC, split like a shell command, if that variable is set. Otherwise it is the path of the first compiler of
+    COMPILERS that is installed.
+
+    Raises: CannotCompile if $CC cannot be split, or if it is not set and no compiler is installed.
     """
     configured = os.environ.get("CC")
     if configured:
@@ -127,7 +139,11 @@ def _find_compiler() -> list[str]:
 
 
 def _compile(command: list[str]) -> None:
-    """Run the compiler. Raises: CannotCompile with its first error if it fails, or if it cannot be run."""
+    """Run the compiler.
+
+    Raises: CannotCompile if the compiler cannot be run, takes longer than TIMEOUT seconds, or fails. The message has
+        the first error that the compiler prints.
+    """
     try:
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -138,13 +154,16 @@ def _compile(command: list[str]) -> None:
 
 
 def _digest(folder: Path, command: list[str]) -> str:
-    """Hash the C sources of the folder, the command and the CPU: machines with different CPUs may share a cache."""
+    """Return a hash of the C sources in the folder, the command and the CPU.
+
+    The CPU is included because machines with different CPUs may share a cache directory.
+    """
     sources = b"".join(path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".c", ".h"))
     return hashlib.sha256(sources + repr((command, _cpu_description())).encode()).hexdigest()[:16]
 
 
 def _cpu_description() -> str:
-    """Return the model and the features of the CPU."""
+    """Return the model and the features of the CPU as text, or the result of platform.processor() if not on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

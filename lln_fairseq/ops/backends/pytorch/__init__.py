@@ -1,8 +1,9 @@
-"""Hybrid attention in PyTorch, forward and closed-form backward, one group of heads after another.
+"""Hybrid attention in PyTorch, with a backward pass in closed form, one group of heads after another.
 
-This backend runs on every device and dtype. Within a group, tensors are contiguous (G, N, D) in the compute dtype, and
-padding is bool (G, N) or None. The backward pass needs q, k, v and, per head, L (D) and the state S (D × D) of lln.py;
-it recomputes everything else. The joint form (ops/joint.py) also needs the maximum and the sum that make up L.
+This backend runs on every device and dtype. For a group of G heads, tensors are contiguous, (G, N, D), in the compute
+dtype, and the padding is bool (G, N) or None. The backward pass needs q, k, v and, for each head, L (D) and the state
+S (D × D), which lln.py defines. It recomputes everything else. The joint form (ops/joint.py) also needs the maximum and
+the sum from which L is computed.
 """
 
 from collections.abc import Sequence
@@ -27,9 +28,9 @@ def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: in
 
 
 def draw_seed(device: torch.device) -> int:
-    """Draw a seed from torch's global CPU generator for every device.
+    """Draw a seed from torch's global CPU generator, whatever the device is.
 
-    torch.manual_seed and activation checkpointing therefore reproduce it.
+    So torch.manual_seed and activation checkpointing reproduce the seed.
     """
     return int(torch.randint(2**31 - 1, (), device="cpu"))
 
@@ -37,9 +38,9 @@ def draw_seed(device: torch.device) -> int:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, spec: HybridSpec
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """Compute hybrid attention; see `Backend.forward`. If alpha or beta is None, both are matched.
+    """Compute hybrid attention; see `Backend.forward`.
 
-    Returns: the output like q, α and β (B, H), and the tensors of `empty_saved` with their values
+    Returns: the output, α, β, and the tensors that `empty_saved` describes.
     """
     if alpha is None or beta is None:
         alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
@@ -58,9 +59,14 @@ def forward(
 
 
 def _forward_group(call: CallContext, group: slice, inputs: Sequence[Tensor], heads: HeadTensors, out: Tensor) -> None:
-    """Compute the output of one group of heads, and the tensors of `heads` that the backward pass needs.
+    """Compute the output of one group of heads, and the tensors that the backward pass needs.
 
-    inputs are q, k, v (B·H, N, D). The group's part of `out` (B·H, N, D) and of the tensors of `heads` is filled.
+    Args:
+        group: the slice of the heads.
+        inputs: q, k and v of all heads, (B·H, N, D).
+        heads: the tensors of all heads. For the heads of the group, all of them except alpha, beta and offset are
+            overwritten, unless lln_weight is 0.
+        out: (B·H, N, D). The rows of the group are overwritten.
     """
     loaded = call.load_inputs(group, inputs)
     outputs = call.select(group, [out])
@@ -117,7 +123,15 @@ def _backward_group(
     grads: Sequence[Tensor],
     scalar_grads: HeadGradients,
 ) -> None:
-    """Compute one group's part of the gradients `grads` (B·H, N, D) and `scalar_grads`."""
+    """Compute the gradients of one group of heads.
+
+    Args:
+        group: the slice of the heads.
+        inputs: q, k, v and the gradient of the output of all heads, (B·H, N, D).
+        heads: the tensors of all heads, as the forward pass left them.
+        grads: three tensors for the gradients of q, k and v, (B·H, N, D). The rows of the group are overwritten.
+        scalar_grads: the gradients of the scalars of all heads. The entries of the group are overwritten.
+    """
     loaded = call.load_inputs(group, inputs)
     outputs = call.select(group, grads)
     buffers = call.output_buffers(outputs)
@@ -135,14 +149,15 @@ def _backward_group(
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Return uninitialized tensors for the gradients of q, k and v, in their own memory layouts where possible."""
+    """Return uninitialized tensors for the gradients of q, k and v, with the layouts of q, k and v where possible."""
     return [fresh_result(x) for x in (q, k, v)]
 
 
 def empty_saved(q: Tensor, spec: HybridSpec) -> Sequence[Tensor]:
-    """Return uninitialized tensors for L (B·H, 1, D) and S (B·H, D, D) in the compute dtype of q.
+    """Return uninitialized tensors for L (B·H, 1, D) and S (B·H, D, D), in the compute dtype of q.
 
-    For the joint form, max_j β k_j and Σ_j exp(β k_j - max), both (B·H, 1, D), follow. L is max + log Σ.
+    For the joint form, two more tensors (B·H, 1, D) follow: the maximum max_j β k_j and the sum Σ_j exp(β k_j -
+    maximum), for which L = maximum + log sum.
     """
     batch, heads, _, dim = q.shape
     shapes = [(1, dim), (dim, dim)]
@@ -157,10 +172,10 @@ def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Ten
 
 
 def _zeros_per_head(call: CallContext) -> Tensor:
-    """Return zeros (B·H, 1, 1) in the compute dtype."""
+    """Return zeros (B·H, 1, 1) in the compute dtype, on the device of the call."""
     return torch.zeros(call.heads, 1, 1, dtype=call.scratch.dtype, device=call.scratch.device)
 
 
 def _flatten_heads(*tensors: Tensor) -> list[Tensor]:
-    """Merge batch and heads of each tensor: (B, H, N, D) becomes (B·H, N, D), a view if the strides allow it."""
+    """Reshape each tensor (B, H, N, D) to (B·H, N, D). The result is a view if the strides allow it."""
     return [x.flatten(0, 1) for x in tensors]

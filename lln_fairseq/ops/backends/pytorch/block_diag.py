@@ -1,6 +1,7 @@
-"""Block-diagonal softmax attention of one group of heads in PyTorch, forward and backward.
+"""Block-diagonal softmax attention of one group of heads in PyTorch, with the forward and the backward pass.
 
-Tensors of a group are (G, N, D) with N a multiple of the block size; "as blocks" they are (G · blocks, block size, D).
+Tensors of a group of G heads are (G, N, D), where N is a multiple of the block size. A tensor "as blocks" is the view
+(G · blocks, block size, D) of such a tensor.
 """
 
 import math
@@ -13,11 +14,11 @@ from lln_fairseq.ops.backends.pytorch.call_context import CallContext
 
 
 def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
-    """Compute P (dP - Σ P dP), the gradient through a softmax over the last dimension, in one pass.
+    """Return the gradient of the input of a softmax over the last dimension: P (dP - Σ P dP).
 
     Args:
-        grad: dP, the gradient of the softmax's output; it is overwritten by the result
-        p: P, the softmax's output, of the same shape
+        grad: dP, the gradient of the output of the softmax. It is overwritten with the result.
+        p: P, the output of the softmax, in the same shape.
     """
     return torch.ops.aten._softmax_backward_data.out(grad, p, -1, p.dtype, grad_input=grad)
 
@@ -25,7 +26,8 @@ def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
 class BlockDiagAttention:
     """Computes diag_weight · softmax(q kᵀ / √D) v inside the blocks of one group of heads.
 
-    With dropout, forward and backward passes of the same call and group drop the same probabilities.
+    With dropout, the seed of the call and the group decide which probabilities are dropped. So the forward pass and the
+    backward pass drop the same probabilities, although each has its own object of this class.
     """
 
     def __init__(self, call: CallContext, group: slice) -> None:
@@ -43,7 +45,12 @@ class BlockDiagAttention:
             self.weight *= 2**16 / self.keep_threshold
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:
-        """Add the attention's output to `out` (G, N, D); inputs are q, k and v (G, N, D)."""
+        """Add the output of the attention to `out`.
+
+        Args:
+            inputs: q, k and v, (G, N, D).
+            out: (G, N, D).
+        """
         q, k, v = (self.as_blocks(x) for x in inputs)
         p = self.probabilities(q, k)
         if self.generator is not None:
@@ -51,7 +58,12 @@ class BlockDiagAttention:
         self.as_blocks(out).baddbmm_(p, v, alpha=self.weight)
 
     def backward(self, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Add the gradients of q, k and v to `grads`; inputs are q, k, v and the gradient of the output."""
+        """Add the gradients of q, k and v to `grads`.
+
+        Args:
+            inputs: q, k, v and the gradient of the output, (G, N, D).
+            grads: three tensors (G, N, D).
+        """
         q, k, v, grad_out = (self.as_blocks(x) for x in inputs)
         grad_q, grad_k, grad_v = (self.as_blocks(x) for x in grads)
         p = self.probabilities(q, k)
@@ -69,21 +81,24 @@ class BlockDiagAttention:
         grad_k.baddbmm_(grad_scores.mT, q, alpha=scale)
 
     def as_blocks(self, x: Tensor) -> Tensor:
-        """View (G, N, D) as (G · blocks, block size, D)."""
+        """Return a view of x (G, N, D) as (G · blocks, block size, D)."""
         return x.view(-1, self.block_size, x.shape[-1])
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
-        """Compute softmax(q kᵀ / √D) over the real keys of each block, without dropout or weight.
+        """Compute softmax(q kᵀ / √D) over the keys of each block that are not padding.
+
+        Neither dropout nor diag_weight is applied.
 
         Args:
-            q, k: as blocks
+            q, k: (G · blocks, block size, D).
 
-        Returns: (G · blocks, block size, block size) in scratch memory; 0 for padded keys, even if all are padded
+        Returns: (G · blocks, block size, block size) in scratch memory. It is 0 for padding keys, also in blocks whose
+            keys are all padding.
         """
         scores = self.scratch("scores", q.shape[0], self.block_size, self.block_size)
         torch.baddbmm(scores, q, k.mT, beta=0, alpha=1 / math.sqrt(q.shape[-1]), out=scores)
         if self.padding is not None:
-            # The lowest finite number instead of -inf: a block without a real key would become NaN.
+            # The lowest finite number instead of -inf: a block whose keys are all padding would become NaN.
             scores.masked_fill_(self.padding, torch.finfo(scores.dtype).min)
         p = torch.softmax(scores, dim=-1, out=self.scratch("p", *scores.shape))
         if self.padding is not None:
@@ -91,18 +106,21 @@ class BlockDiagAttention:
         return p
 
     def dropout_factors(self, p: Tensor) -> Tensor | None:
-        """Draw the dropout factors of the probabilities p: 0 if dropped, else diag_weight / (probability of keeping).
+        """Draw the factors by which dropout multiplies the probabilities p.
 
-        Returns: a tensor like p in scratch memory; None without dropout
+        Returns: None if the call has no dropout. Otherwise a tensor in the shape and dtype of p, in scratch memory: 0
+            for a dropped probability, and diag_weight / (probability of keeping) for a kept one.
         """
         if self.generator is None:
             return None
         return self._draw_dropout_mask(p).mul_(self.weight)
 
     def _draw_dropout_mask(self, p: Tensor) -> Tensor:
-        """Draw 0 for each dropped probability and 1 for each kept one, in scratch memory of p's shape and dtype.
+        """Draw 0 for each dropped probability and 1 for each kept one. The call must have dropout.
 
-        Each takes 16 random bits, which is several times faster than bernoulli_.
+        Each probability uses 16 random bits, which is several times faster than bernoulli_.
+
+        Returns: a tensor in the shape and dtype of p, in scratch memory.
         """
         words = -(-p.numel() // 4)
         bits = self.scratch("bits", words * 8 // p.itemsize).view(torch.int64)

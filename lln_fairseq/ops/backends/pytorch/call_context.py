@@ -1,7 +1,7 @@
 """The context of one forward or backward call of the PyTorch backend.
 
-Heads are computed in groups that fit the cache. `CallContext` holds the groups, the scratch memory that they reuse, and
-the padding of every head. `HeadTensors` holds α, β and the other tensors that have one entry per head.
+Heads are computed in groups that fit in the cache. `CallContext` holds the groups, the scratch memory that all groups
+use, and the padding of every head. `HeadTensors` holds α, β and the other tensors that have one entry per head.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from lln_fairseq.ops.scratch import Scratch, head_groups
 
 
 class HeadTensors(NamedTuple):
-    """Tensors with one entry per head, for G heads: all B·H heads of a call, or one group of them."""
+    """Tensors with one entry for each of G heads: either all B·H heads of a call, or one group of heads."""
 
     alpha: Tensor  # (G, 1, 1)
     beta: Tensor  # (G, 1, 1)
@@ -28,13 +28,13 @@ class HeadTensors(NamedTuple):
     offset: Tensor | None = None  # the offset o of the joint form, (G, 1, 1)
 
     def select(self, group: slice) -> "HeadTensors":
-        """Return views of the heads of one group."""
+        """Return the tensors of one group of heads, as views of these tensors."""
         parts: list[Any] = [None if x is None else x[group] for x in self]
         return HeadTensors(*parts)
 
 
 class HeadGradients(NamedTuple):
-    """Gradients (B·H, 1, 1) of the scalars of every head; None where no gradient is needed."""
+    """The gradients of the scalars of all heads, each (B·H, 1, 1), or None if the gradient is not needed."""
 
     alpha: Tensor | None
     beta: Tensor | None
@@ -45,14 +45,16 @@ class CallContext:
     """The groups of heads of one call, their scratch memory, and the padding of every head.
 
     Attributes:
-        heads: B·H
-        block_size: tokens per block, at most N; 1 if the call has no blocks
-        groups: slices of range(heads)
-        length: N, the number of tokens
-        scratch: buffers for one group, with N rounded up to a multiple of block_size
-        padding: bool (B·H, rounded-up N), True = padded, also beyond N; None if the call has no mask and N is a
-            multiple of block_size
-        global_padding: bool (B·H, blocks, E), the result of `global_key_padding`; None if no block has global keys
+        heads: B·H.
+        block_size: tokens per block, at most N; 1 if the call has no blocks.
+        groups: the groups of heads, as slices of range(heads).
+        length: N, the number of tokens.
+        scratch: the buffers for one group. Their length is the rounded-up N: N rounded up to a multiple of block_size.
+        padding: bool (B·H, rounded-up N), True for padding tokens and beyond N. None if the call has no mask and N is a
+            multiple of block_size.
+        has_mask: True if the call has a mask.
+        global_padding: the result of `global_key_padding` for every head, bool (B·H, blocks, E). None if no block has
+            global keys.
     """
 
     def __init__(self, q: Tensor, mask: Tensor | None, spec: HybridSpec) -> None:
@@ -80,15 +82,16 @@ class CallContext:
             self.global_padding = global_padding.repeat_interleave(heads, dim=0)
 
     def head_scalars(self, x: Tensor) -> Tensor:
-        """Reshape one number per head, (B, H), to (B·H, 1, 1) in the compute dtype."""
+        """Return x (B, H) as a tensor (B·H, 1, 1) in the compute dtype."""
         return x.reshape(-1, 1, 1).to(self.scratch.dtype)
 
     def head_tensors(self, alpha: Tensor, beta: Tensor, saved: Sequence[Tensor]) -> HeadTensors:
-        """Collect the tensors of all heads.
+        """Return the tensors of all heads as `HeadTensors`.
 
         Args:
-            alpha, beta: (B, H)
-            saved: the tensors of `empty_saved`, which are not copied, so that filling them fills the result
+            alpha, beta: (B, H).
+            saved: the tensors that `empty_saved` returned. They are not copied: the forward pass fills them through the
+                result of this method.
         """
         heads = HeadTensors(self.head_scalars(alpha), self.head_scalars(beta), saved[0], saved[1])
         if not self.spec.joint:
@@ -97,7 +100,7 @@ class CallContext:
         return heads._replace(key_max=saved[2], key_sum=saved[3], offset=self.head_scalars(self.spec.offset))
 
     def select(self, group: slice, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the part of each tensor (B·H, ...) that belongs to the group, as views."""
+        """Return the part of each tensor (B·H, ...) that belongs to the group, as a view (G, ...)."""
         if len(self.groups) == 1:
             return tensors
         return [x[group] for x in tensors]
@@ -106,11 +109,12 @@ class CallContext:
         """Prepare the inputs of one group for the computation.
 
         Args:
-            tensors: q, k, v and, in a backward pass, the gradient of the output, each (B·H, N, D)
+            group: the slice of the heads.
+            tensors: q, k, v and, in a backward pass, the gradient of the output, each (B·H, N, D).
 
-        Returns: contiguous tensors (G, rounded-up N, D) in the compute dtype, zero beyond N. Padded keys and values are
-            0, and so are values of padded queries that are not finite or too large. A result can be an input itself
-            or scratch memory; do not write to it.
+        Returns: contiguous tensors (G, rounded-up N, D) in the compute dtype, in the order of the arguments, with 0
+            beyond N. At padding positions, k and v are 0, and q is treated by `clear_queries`. Do not write to the
+            results: a result is an input itself if nothing had to be changed, otherwise it is in scratch memory.
         """
         inputs = list(self.select(group, tensors))
         if self.padding is not None and self.has_mask:
@@ -121,10 +125,13 @@ class CallContext:
         return [self.scratch.load(f"input{i}", x) for i, x in enumerate(inputs)]
 
     def output_buffers(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return where to compute each output of a group: the output itself if its layout allows it, else scratch."""
+        """Return, for each output (G, N, D) of a group, the tensor (G, rounded-up N, D) in which to compute it.
+
+        This is the output itself if its layout and dtype allow it, otherwise scratch memory, see `Scratch.target`.
+        """
         return [self.scratch.target(f"result{i}", x) for i, x in enumerate(outputs)]
 
     def store_outputs(self, buffers: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Copy the buffers that `output_buffers` returned to the outputs, unless they are the outputs themselves."""
+        """Copy each buffer that `output_buffers` returned to its output, unless the buffer is the output itself."""
         for buffer, output in zip(buffers, outputs, strict=True):
             self.scratch.store(buffer, output)

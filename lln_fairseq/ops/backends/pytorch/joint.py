@@ -1,20 +1,24 @@
-"""The joint form of LLN+Diag for one group of heads in PyTorch, forward and backward: the formulas of ops/joint.py.
+"""The joint form of LLN+Diag for one group of heads in PyTorch, with the forward and the backward pass.
 
-In addition to the symbols there (P = A Wᵀ, D, u, c, o), let M = A W_bᵀ be the block's part of P, with W_b the rows of
-W that belong to the block. The part of the output from outside the block is then O = A S - M v_b, so that the block
-needs only one product, (a D - c M) v_b with a = 1 - c u. In the backward pass, with E = do v_bᵀ, de_i = Σ_j D_ij E_ij
-and oe_i = do_i O_i:
+ops/joint.py defines the joint form, with the LLN matrix P = A Wᵀ, the softmax inside the blocks Diag, the mass u, the
+weight c and the offset o. The state is S = Wᵀ v. The index b selects the rows of a block: W_b, v_b.
 
-    du = c' oe - (c + c' u) de        dD = a E        dP = c E, in the block -du instead: c E + X, X = -(c E + du)
-    dA = c do Sᵀ + X W_b              dS = Aᵀ (c do)              dv = W dS + (a D - c M)ᵀ do
+Forward pass: let M = A W_bᵀ be the part of P inside the block. The part of the output from outside the block is then
+O = A S - M v_b. So the output is c A S + (inner Diag - c M) v_b, with inner = 1 - c u.
+
+Backward pass: let do be the gradient of the output, E = do v_bᵀ, de_i = Σ_j Diag_ij E_ij, oe_i = do_i O_i, c' = dc/du,
+x = α q and y = β k. Then
+
+    du = c' oe - (c + c' u) de        dDiag = inner E             X = -(c E + du)
+    dA = c do Sᵀ + X W_b              dS = Aᵀ (c do)              dv = W dS + (inner Diag - c M)ᵀ do
     dx = A (dA - δ), δ = Σ_d A dA     g = Σ_i A δ                 dy = W (v dSᵀ + Xᵀ A_b - g)
 
-Since the rows of P sum to 1, du may be added to any entries of a row of dP: it is added inside the block, where the
-products are computed anyway.
+The gradient of P is c E outside the block and, because u = 1 - Σ_j M_ij, -du inside the block. It is computed as the
+sum of c E for all keys, which needs only the state, and X inside the block.
 
-With global tokens, a block also has the first n keys of the sequence: the matrices D, M, E and X get n more columns,
-which are 0 where `global_key_padding` is True. These keys are the same rows for all blocks of a head, so that their
-products need no copy of them.
+With global tokens, a block also has the first n keys of the sequence: the matrices Diag, M, E and X get n more columns,
+which are 0 where `global_key_padding` is True. These n keys are the same for all blocks of a head, so the products need
+no copies of them.
 """
 
 import math
@@ -38,12 +42,18 @@ from lln_fairseq.ops.joint import (
 class JointAttention:
     """Computes the joint form for one group of G heads.
 
-    Numbers of a block are (G · blocks, 1, 1), numbers of a query (G · blocks, block size, 1), and matrices of a block
-    (G · blocks, block size, block size + n), where n is 0 without global tokens.
+    A tensor with one number for each block is (G · blocks, 1, 1), and a tensor with one number for each query is
+    (G · blocks, block size, 1). The matrices of the blocks are (G · blocks, block size, block size + n), where n is 0
+    without global tokens.
+
+    Args:
+        call: the context of the call.
+        group: the slice of the heads.
+        heads: the tensors of the group, with key_max, key_sum and offset. `forward` fills all of them except alpha,
+            beta and offset.
     """
 
     def __init__(self, call: CallContext, group: slice, heads: HeadTensors) -> None:
-        """heads: the tensors of the group, with key_max, key_sum and offset."""
         assert heads.key_max is not None
         assert heads.key_sum is not None
         assert heads.offset is not None
@@ -63,7 +73,8 @@ class JointAttention:
         if call.padding is not None:
             padding = call.padding[group].unflatten(1, (num_blocks, call.block_size))
         self.num_global = 0  # n
-        self.key_padding: Tensor | None = None  # of the columns of a block's matrices, with global tokens
+        # With global tokens, the padding of the columns of the matrices, bool (G · blocks, 1, block size + n).
+        self.key_padding: Tensor | None = None
         global_padding = None
         if call.global_padding is not None:
             global_padding = call.global_padding[group]
@@ -74,10 +85,11 @@ class JointAttention:
         self.blocks = BlockKinds(*(x.expand(self.num_heads, num_blocks).reshape(-1, 1, 1) for x in flags))
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:
-        """Compute the output into `out` (G, N, D), and fill log_sum, state, key_max and key_sum of the heads.
+        """Compute the output, and log_sum, state, key_max and key_sum of the heads.
 
         Args:
-            inputs: q, k and v (G, N, D)
+            inputs: q, k and v, (G, N, D).
+            out: (G, N, D), is overwritten with the output.
         """
         q, k, v = inputs
         a, key_max, key_sum = self.lln.forward(inputs, out)
@@ -94,12 +106,13 @@ class JointAttention:
         self._add_product(out, p.mul_(1 - c * u).addcmul_(m, c, value=-1), v)
 
     def backward(self, inputs: Sequence[Tensor], grads: Sequence[Tensor], scalar_grads: HeadGradients) -> None:
-        """Compute the gradients of q, k and v into `grads`, and those of α, β and the offset into `scalar_grads`.
+        """Compute the gradients of q, k, v, α, β and the offset.
 
         Args:
-            inputs: q, k, v and the gradient of the output, each (G, N, D)
-            grads: three tensors (G, N, D)
-            scalar_grads: tensors of all heads, of which the group's part is filled
+            inputs: q, k, v and the gradient of the output, each (G, N, D).
+            grads: three tensors (G, N, D), which are overwritten with the gradients of q, k and v.
+            scalar_grads: the gradients of the scalars of all heads. In those that are not None, the entries of the
+                group are overwritten.
         """
         q, k, v, grad_out = inputs
         grad_q, grad_k, grad_v = grads
@@ -136,14 +149,15 @@ class JointAttention:
         self._add_transposed_product(grad_y, grad_scores, q, scale)
 
     def _block_backward(self, tensors: Sequence[Tensor], grad_offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of the blocks' matrices.
+        """Compute the gradients of the matrices of the blocks.
 
         Args:
-            tensors: q, k, v, do, A, W, do Sᵀ and the gradient of v, each (G, N, D); the last is overwritten by the
-                part from inside the block, (a D - c M)ᵀ do
-            grad_offset: (B·H, 1, 1), of which the group's part is filled; None if it is not needed
+            tensors: q, k, v, do, A, W, do Sᵀ and the gradient of v, each (G, N, D). Only the gradient of v is an
+                output: it is overwritten with the part (inner Diag - c M)ᵀ do, which comes from inside the block.
+            grad_offset: (B·H, 1, 1), or None if it is not needed. The entries of the group are overwritten.
 
-        Returns: the gradient of the softmax's scores and X, both matrices of the blocks, and c for each query
+        Returns: three tensors: the gradient of the softmax's input q kᵀ / √D and X, which are matrices of the blocks in
+            scratch memory, and c, one number for each query.
         """
         q, k, v, grad_out, a, w, grad_a, grad_v = tensors
         m = self._lln_inside(a, w)
@@ -174,21 +188,21 @@ class JointAttention:
         return softmax_backward(grad_p, p), x, c
 
     def _key_features(self, k: Tensor) -> Tensor:
-        """Compute W in scratch memory, with the same bits that S was computed from.
+        """Compute W in scratch memory, bit for bit the W that S was computed from.
 
-        exp(β k - L) would differ from them by the rounding of a large L.
+        exp(β k - L) would differ from that W by the rounding of a large L.
         """
         return self.lln.key_features(k, self.key_max).div_(self.key_sum)
 
     def _lln_inside(self, a: Tensor, w: Tensor) -> Tensor:
-        """Compute M from A and W (G, N, D) in scratch memory."""
+        """Compute M in scratch memory from A and W, both (G, N, D)."""
         m = self._products(a, w, "inside")
         if self.key_padding is not None:
             m.masked_fill_(self.key_padding, 0.0)
         return m
 
     def _probabilities(self, q: Tensor, k: Tensor) -> Tensor:
-        """Compute D from q and k (G, N, D) in scratch memory, without dropout."""
+        """Compute the softmax Diag in scratch memory from q and k, both (G, N, D), without dropout."""
         if self.key_padding is None:
             return self.block_diag.probabilities(self.as_blocks(q), self.as_blocks(k))
         scores = self._products(q, k, "scores").mul_(1 / math.sqrt(q.shape[-1]))
@@ -197,13 +211,13 @@ class JointAttention:
         return p.masked_fill_(self.key_padding, 0.0)
 
     def _products(self, x: Tensor, y: Tensor, buffer: str) -> Tensor:
-        """Multiply the rows of x by those of y that are keys of the same block.
+        """Compute x_iᵀ y_j for every query i and every key j of its block, including the n global keys.
 
         Args:
-            x, y: (G, N, D)
-            buffer: name of the scratch memory of the result
+            x, y: the vectors of the queries and of the keys, both (G, N, D).
+            buffer: the name of the scratch memory for the result.
 
-        Returns: matrices of the blocks; entries of padded keys are not cleared
+        Returns: matrices of the blocks. The entries of padding keys are not set to 0.
         """
         blocks = self.as_blocks(x)
         products = self.scratch(buffer, blocks.shape[0], self.block_size, self.block_size + self.num_global)
@@ -215,11 +229,12 @@ class JointAttention:
         return products
 
     def _add_product(self, out: Tensor, weights: Tensor, y: Tensor, scale: float = 1.0) -> None:
-        """Add scale · weights y to out: the keys' rows of y, weighted for each query.
+        """Add scale · Σ_j weights_ij y_j to row i of `out`, for every query i, over the keys j of its block.
 
         Args:
-            out, y: (G, N, D)
-            weights: matrices of the blocks
+            out: (G, N, D).
+            weights: matrices of the blocks.
+            y: (G, N, D).
         """
         local, global_part = self._split(weights)
         self.as_blocks(out).baddbmm_(local, self.as_blocks(y), alpha=scale)
@@ -227,11 +242,14 @@ class JointAttention:
             out.baddbmm_(global_part, y[:, : self.num_global], alpha=scale)
 
     def _add_transposed_product(self, out: Tensor, weights: Tensor, x: Tensor, scale: float = 1.0) -> None:
-        """Add scale · weightsᵀ x to out: the queries' rows of x, weighted for each key.
+        """Add scale · Σ_i weights_ij x_i to row j of `out`, for every key j, over the queries i of its block.
+
+        A global key is a key of several blocks and gets the sum over all of them.
 
         Args:
-            out, x: (G, N, D)
-            weights: matrices of the blocks
+            out: (G, N, D).
+            weights: matrices of the blocks.
+            x: (G, N, D).
         """
         local, global_part = self._split(weights)
         self.as_blocks(out).baddbmm_(local.mT, self.as_blocks(x), alpha=scale)
@@ -239,8 +257,10 @@ class JointAttention:
             out[:, : self.num_global].baddbmm_(global_part.mT, x, alpha=scale)
 
     def _split(self, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of the columns of the blocks' own keys, (G · blocks, block size, block size), and of the global
-        keys, (G, N, n).
+        """Split the columns of the matrices of the blocks, as views.
+
+        Returns: the columns of the block's own keys, (G · blocks, block size, block size), and the columns of the n
+            global keys, (G, N, n).
         """
         global_part = matrices.view(self.num_heads, -1, matrices.shape[-1])[..., self.block_size :]
         return matrices[..., : self.block_size], global_part

@@ -1,7 +1,7 @@
 """Hybrid attention in PyTorch for a sequence whose tokens are on several workers.
 
-The forward and the backward pass each loop twice over the groups of heads, before and after the workers exchange their
-sums (see ops/exchange.py). The forward pass starts with the keys, the backward pass with the queries.
+Each pass loops twice over the groups of heads: before and after the workers exchange their sums (ops/exchange.py). The
+first loop of the forward pass reads the keys and values, and the first loop of the backward pass the queries.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,13 @@ from lln_fairseq.ops.exchange import Exchange
 def sharded_forward(
     call: CallContext, inputs: Sequence[Tensor], heads: HeadTensors, out: Tensor, exchange: Exchange
 ) -> None:
-    """Compute the output of this worker's tokens, and log_sum and state of `heads` over the keys of all workers.
+    """Compute the output of this worker's tokens.
 
     Args:
-        inputs: q, k and v of this worker's tokens, (B·H, N, D)
-        heads: the tensors of all heads; log_sum and state are filled
-        out: (B·H, N, D), which is filled
+        inputs: q, k and v of this worker's tokens, (B·H, N, D).
+        heads: the tensors of all heads. log_sum and state are overwritten with their values over the keys of all
+            workers.
+        out: (B·H, N, D), is overwritten.
     """
     key_max = torch.empty_like(heads.log_sum)
     key_sum = torch.empty_like(heads.log_sum)
@@ -51,12 +52,13 @@ def sharded_backward(
     scalar_grads: HeadGradients,
     exchange: Exchange,
 ) -> None:
-    """Compute the gradients of this worker's tokens: q, k and v into `grads`, α and β into `scalar_grads`.
+    """Compute the gradients of this worker's tokens, and this worker's terms of the gradients of α and β.
 
     Args:
-        inputs: q, k, v and the gradient of the output, (B·H, N, D)
-        heads: the tensors of all heads, as the forward pass left them
-        grads: three tensors (B·H, N, D)
+        inputs: q, k, v and the gradient of the output, (B·H, N, D).
+        heads: the tensors of all heads, as the forward pass left them.
+        grads: three tensors (B·H, N, D), which are overwritten with the gradients of q, k and v.
+        scalar_grads: the gradients of the scalars. Those of α and β are overwritten if they are not None.
     """
     grad_state = torch.empty_like(heads.state)
     g = torch.empty_like(heads.log_sum)

@@ -1,7 +1,8 @@
-"""The Triton backend: LLN and LLN+Diag attention and moment matching on a GPU. This is the host side of its kernels.
+"""The Triton backend: LLN and LLN+Diag attention and moment matching on a GPU. This module launches the kernels.
 
-The functions never wait for the device, and every launch depends on shapes only, so CUDA graphs can capture them. The
-number of splits of a sequence depends on N and D only, so the rest of the batch does not change a sequence's results.
+The functions never wait for the device, and the launches depend only on shapes, so CUDA graphs can capture them. A long
+sequence is divided into splits, one program for each. Their number depends only on N and D, so that the result for a
+sequence does not depend on the rest of the batch.
 """
 
 import math
@@ -39,22 +40,22 @@ __all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Return a seed (1,) int64 for the dropout of one call.
+    """Draw a seed for the dropout of one call, as an int64 tensor (1,).
 
-    It is drawn on the device, so that a CUDA graph draws a new one at each replay.
+    The seed is drawn on the device, so that a CUDA graph draws a new seed at each replay.
     """
     return torch.randint(2**62, (1,), device=device)
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Return uninitialized tensors with the memory layouts that `backward` gives to dq, dk and dv, all (B, H, N, D)."""
+    """Return uninitialized tensors for the gradients of q, k and v, all (B, H, N, D); see `Backend.empty_results`."""
     return [torch.empty_like(x) for x in aligned(q, k, v)]
 
 
 def empty_saved(q: Tensor, spec: HybridSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized tensors for the state that `forward` saves: m, log s and S of forward_kernels.py.
+    """Return uninitialized tensors for m, log s and S, which `forward` saves and forward_kernels.py defines.
 
-    m and log s are (B H, D) float32 in base 2, S is (B H, D, D) in the dtype of q.
+    m and log s are (B H, D) in float32, with logarithms in base 2. S is (B H, D, D) in the dtype of q.
     """
     bh = q.shape[0] * q.shape[1]
     dim = q.shape[3]
@@ -70,17 +71,19 @@ def forward(
     mask: Tensor | None,
     spec: HybridSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """Compute LLN, ½ (LLN + block-diagonal softmax) or the joint form in 4 or, with blocks, 6 passes over N x D.
+    """Compute LLN, ½ (LLN + block-diagonal softmax) or the joint form; see `Backend.forward`.
+
+    The kernels read or write tensors of N x D numbers per head 4 times, or 6 times with blocks.
 
     Args:
-        q, k, v: (B, H, N, D) with any strides; copied only if their strides differ or the features are not dense.
-        alpha, beta: (B, H) float32. If either is None, both are matched to the moments of q and k.
+        q, k, v: (B, H, N, D) with any strides. They are copied if their strides differ or their features are not dense.
+        alpha, beta: (B, H) float32. If either is None, both are computed by moment matching. With an exchange, they
+            must not be None.
         mask: bool (B, N), True = padded, or None.
-        spec: selects the form: its (lln_weight, diag_weight) are (1, 0), (½, ½) or, with joint=True, (1, 1). With
-            spec.exchange (tokens on several workers; not for the joint form), α and β must be given.
+        spec: the settings of the call. Its lln_weight and diag_weight must be (1, 0), (½, ½) or, for the joint form,
+            (1, 1).
 
-    Returns:
-        The output (B, H, N, D), α and β as they were used, and the tensors of `empty_saved` for `backward`.
+    Returns: the output (B, H, N, D), α and β (B, H), and the tensors m, log s and S that `empty_saved` describes.
     """
     if alpha is None or beta is None:
         alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
@@ -102,7 +105,14 @@ def forward(
 def _compute_state(
     k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Fill in the state of the keys: m, log s and S as `empty_saved` makes them."""
+    """Compute the state of the keys, m, log s and S.
+
+    Args:
+        k, v: (B, H, N, D), as `aligned` returns them.
+        pad: bytes (B, N), 1 = padded, or None.
+        beta: (B, H) float32, contiguous.
+        state: the tensors of `empty_saved`, which are overwritten with m, log s and S. S may also be float32.
+    """
     batch, heads, length, dim = k.shape
     bh = batch * heads
     splits, tokens = split_tokens(length, dim)
@@ -131,9 +141,9 @@ def _compute_state(
 def _exchanged_state(
     k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, exchange: Exchange
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the state of the keys of all workers: m, log s and S as `empty_saved` makes them.
+    """Return the state over the keys of all workers: m, log s and S, in the shapes and dtypes of `empty_saved`.
 
-    The workers exchange m in base e, s in place of log s, and S, all in float32.
+    The workers exchange three float32 tensors: m in base e, s, and S. The arguments are those of `_compute_state`.
     """
     bh = k.shape[0] * k.shape[1]
     dim = k.shape[3]
@@ -143,7 +153,7 @@ def _exchanged_state(
     _compute_state(k, v, pad, beta, (m, log_s, state))
     total = log_s.exp2()
     if pad is not None:
-        # A sequence without a real key has s = 0, but the kernel stores log s = 0.
+        # s must be 0 for a sequence that is all padding, but the kernel stores log s = 0.
         total *= pad.eq(0).any(dim=1).repeat_interleave(k.shape[1])[:, None]
     m, total, state = exchange.merge_states(m * math.log(2), total, state)
     return m / math.log(2), total.log2().nan_to_num(neginf=0.0), state.to(k.dtype)
@@ -158,7 +168,7 @@ def _hybrid_out(
     spec: HybridSpec,
     state: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Return LLN or ½ (LLN + block-diagonal softmax), (B, H, N, D), from the state of the keys."""
+    """Return LLN or ½ (LLN + block-diagonal softmax), (B, H, N, D), from the state m, log s and S of the keys."""
     batch, heads, length, dim = q.shape
     if spec.diag_weight:
         tile = tiles_for(q).diag_out
@@ -203,17 +213,20 @@ def backward(
     grad: Tensor,
     needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """Compute the gradients of `forward` in 7 passes over N x D, 9 with blocks, and 13 for the joint form.
+    """Compute the gradients of the inputs of `forward`; see `Backend.backward`.
+
+    The kernels read or write tensors of N x D numbers per head 7 times for LLN, 9 times for
+    ½ (LLN + block-diagonal softmax), and 13 times for the joint form.
 
     Args:
-        q, k, v, mask, spec: as `forward` got them.
-        alpha, beta, saved: as `forward` returned them.
-        grad: gradient of the output, (B, H, N, D) with any strides.
-        needed: whether the gradients of α, of β and of the joint form's offset are needed.
+        q, k, v, mask, spec: the same as in `forward`.
+        alpha, beta, saved: the tensors that `forward` returned.
+        grad: the gradient of the output, (B, H, N, D) with any strides.
+        needed: three values, which say whether the gradients of α, β and the offset are needed.
 
-    Returns:
-        dq, dk, dv (B, H, N, D), then the gradients of α, β and the joint form's offset, (B, H) float32. A gradient that
-        is not needed is None, except that ½ (LLN + block-diagonal softmax) returns both dα and dβ if either is needed.
+    Returns: the gradients of q, k and v, (B, H, N, D), then those of α, β and the offset of the joint form, (B, H) in
+        float32. A gradient that is not needed is None, with one exception: for ½ (LLN + block-diagonal softmax), the
+        gradients of α and β are both computed if either of them is needed.
     """
     q, k, v = aligned(q, k, v)
     if grad.stride(-1) != 1:  # an expanded gradient, such as that of .sum()
@@ -232,7 +245,7 @@ def backward(
 
 
 class _BackwardInputs(NamedTuple):
-    """The inputs of a backward pass: those of the forward pass, what it saved, and the gradient of its output."""
+    """The inputs of the forward pass, the tensors m, log_s and state that it saved, and `do`, the output's gradient."""
 
     q: Tensor
     k: Tensor
@@ -250,7 +263,10 @@ class _BackwardInputs(NamedTuple):
 
 
 def _lln_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
-    """Return dq, dk, dv, and dα and dβ (B, H) or None if they are not needed, of LLN without blocks."""
+    """Return the gradients of q, k, v, α and β for LLN without blocks.
+
+    The first three are (B, H, N, D). The last two are (B, H), or None if they are not needed.
+    """
     k = inputs.k
     batch, heads, length, _ = k.shape
     dq, dk, dv = empty_results(inputs.q, k, inputs.v)
@@ -288,7 +304,10 @@ def _lln_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
 
 
 def _lln_diag_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
-    """Return dq, dk, dv, dα and dβ of ½ (LLN + block-diagonal softmax); the last two are None if neither is needed."""
+    """Return the gradients of q, k, v, α and β for ½ (LLN + block-diagonal softmax).
+
+    The first three are (B, H, N, D). The last two are (B, H), or both None if neither of them is needed.
+    """
     q = inputs.q
     batch, heads, length, dim = q.shape
     block_size = inputs.spec.block_size
@@ -344,12 +363,15 @@ def _lln_diag_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
 def _compute_grad_state(
     inputs: _BackwardInputs, dq: Tensor | None = None, partial_dalpha: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return g (B H, D) float32 and c dS / s (B H, D, D) in the dtype of q, see backward_kernels.py.
+    """Compute the sums over the queries that backward_kernels.py defines.
 
     Args:
         inputs: the inputs of the backward pass. With an exchange, the sums run over the queries of all workers.
-        dq: if not None (only for LLN without blocks), filled in with the gradient of q.
-        partial_dalpha: if not None, filled in with dα of each split, (B H, splits) float32; it requires dq.
+        dq: None, or (B, H, N, D) to be overwritten with the gradient of q; only for LLN without blocks.
+        partial_dalpha: None, or (B H, splits) float32 to be overwritten with the part of dα of each split. It
+            requires dq.
+
+    Returns: g (B H, D) in float32, and state_scale · dS / s (B H, D, D) in the dtype of q.
     """
     q = inputs.q
     batch, heads, length, dim = q.shape
@@ -408,23 +430,28 @@ def _compute_grad_state(
 
 
 def _sum_programs(partial: Tensor | None, like: Tensor) -> Tensor | None:
-    """Sum (B H, programs) over the programs, always in the same order, in the shape (B, H) of `like`; None for None."""
+    """Sum the parts (B H, programs) of the programs, always in the same order.
+
+    Returns: the sums in the shape (B, H) of `like`, or None if `partial` is None.
+    """
     if partial is None:
         return None
     return partial.sum(-1).view_as(like)
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return α = σ̃ / (√2 σ_q) and β = σ̃ / (√2 σ_k), (B, H) float32 without gradient (arXiv 2311.13541, section 4.1).
+    """Compute α = σ̃ / (√2 σ_q) and β = σ̃ / (√2 σ_k) by moment matching; see `Backend.match_moments`.
 
-    σ_q and σ_k are population standard deviations about the mean over the real tokens and the features of a (batch,
-    head), at least 1e-6. log σ̃² is linearly interpolated at log s, s = σ_q²σ_k²; outside the table its end slopes
-    continue, up to log σ̃² = 24. Does not wait for the device.
+    σ_q and σ_k are the population standard deviations over the features and the tokens of a sequence and head, without
+    padding tokens; at least 1e-6. log σ̃² is interpolated linearly at log s with s = σ_q² σ_k². Outside the table, the
+    nearest segment continues, up to log σ̃² = 24.
 
     Args:
         q, k: (B, H, N, D) with any strides.
         mask: bool (B, N), True = padded, or None.
-        table: increasing log s and log σ̃², both (T,) with T >= 2; copied to the device of q if they are elsewhere.
+        table: ascending log s and log σ̃², both (T,) with T >= 2. They are copied to the device of q if necessary.
+
+    Returns: α and β, both (B, H) in float32, without gradient.
     """
     q, k = aligned(q, k)
     pad = mask_bytes(mask)

@@ -1,21 +1,23 @@
-"""Triton kernels of the backward pass of LLN attention, and of the first backward pass of LLN+Diag.
+"""Triton kernels of the backward pass of LLN attention, and of the first half of the backward pass of LLN+Diag.
 
-Notation of forward_kernels.py. With do the gradient of the output (times ½ for LLN+Diag) and x = αq + L, y = βk:
+forward_kernels.py explains the names. Let do be the gradient of the output (½ of it for LLN+Diag), x = αq + L, y = βk:
 
-    dA = do Sᵀ      δ_i = Σ_d A dA     dx = A (dA - δ)              dq = α dx     dα = Σ q dx
-    dS = Aᵀ do / s  g = Σ_i A δ / s    dy = W (v dSᵀ - g)   dv = W dS   dk = β dy     dβ = Σ k dy
+    dA = do Sᵀ      δ_i = Σ_d A dA     dx = A (dA - δ)                  dq = α dx     dα = Σ q dx
+    dS = Aᵀ do      g = Σ_i A δ / s    dy = W (v (dS / s)ᵀ - g)         dk = β dy     dβ = Σ k dy
+                                       dv = W dS / s
 
 The kernels, in the order of their launches:
 
-    _lln_dstate_kernel     reads q and do, writes dS and g of each split; for LLN without blocks also dq and dα, which
-                           need nothing else
+    _lln_dstate_kernel     reads q and do, writes dS and g of each split; for LLN without blocks it also writes dq and
+                           dα
     _lln_dcombine_kernel   adds up the splits; launched only if there are several
     _lln_dkv_kernel        reads k and v, writes dk, dv and dβ; for LLN without blocks
 
-The second pass of LLN+Diag is in diag_backward_kernels.py.
+The second half of the backward pass of LLN+Diag is in diag_backward_kernels.py.
 
-dS is stored multiplied by c, a power of two close to min_d s_d / √N. c dS / s neither overflows nor underflows in half
-precision at any N, whereas dS without 1 / s grows like √N to N, and 1 / s shrinks like 1 / N.
+The argument dS of the kernels points to state_scale · dS / s, where state_scale is a power of two close to
+min_d s_d / √N. This product neither overflows nor underflows in half precision at any N. dS alone grows like √N to N,
+and 1 / s shrinks like 1 / N.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -36,40 +38,44 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
 
 
 @triton.jit
-def _state_scale(b_log_s, N):
-    """Return c = 2^⌊log2(min_d s_d / √N)⌋ from log s (D,) in base 2."""
-    return tl.exp2(tl.floor(tl.min(b_log_s, 0) - 0.5 * tl.log2(N.to(tl.float32))))
+def _state_scale(b_log_key_sum, N):
+    """Return state_scale = 2^⌊log2(min_d s_d / √N)⌋ from log s, (D,), in base 2."""
+    return tl.exp2(tl.floor(tl.min(b_log_key_sum, 0) - 0.5 * tl.log2(N.to(tl.float32))))
 
 
 @triton.jit
 def _rounding_error(b_x, p):
-    """Return x' - x in float32, where x' is x rounded to the dtype that p points to.
+    """Return x' - x in float32, where x' is x rounded to the dtype that the pointer p points to.
 
-    Σ_j W (v dSᵀ - g) = S · dS - g must equal Σ_i A (dA - δ), otherwise dk and dβ get an error along the mean key. dS is
-    rounded twice: A before the product, and the result when it is stored. Both errors of S · dS are added to g.
+    The caller corrects g with this error. Σ_j dy_j = S · dS - g must equal Σ_i dx_i, otherwise dk and dβ get an error
+    along the mean key. dS is rounded twice: A is rounded before the product Aᵀ do, and dS is rounded when it is stored.
+    The errors that both roundings cause in S · dS are added to g.
     """
     return b_x.to(p.dtype.element_ty).to(tl.float32) - b_x
 
 
 @triton.jit
 def _exp2_at_most_1(b_x):
-    """Return 2^min(x, 0), and NaN for NaN.
+    """Return 2^min(x, 0), or NaN if x is NaN.
 
-    In exact arithmetic x is never above 0, but rounding can lift it above 0 if it is a difference of large numbers.
+    In exact arithmetic x is at most 0. As a difference of large numbers, it can be above 0 because of rounding.
     """
     return tl.exp2(tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def _key_features(b_k, real, b_beta, b_m):
-    """Return W = exp(βk - m) of keys (ROWS, D) in float32, 0 in rows that are not real keys."""
+    """Return W = exp(βk - m) of the keys b_k, (ROWS, D) float32, with 0 where `real` is False.
+
+    b_beta is β, and b_m is m in base 2, (D,).
+    """
     b_y = (b_beta * LOG2E) * b_k.to(tl.float32) - b_m[None, :]
     return tl.where(real[:, None], _exp2_at_most_1(b_y), 0.0)
 
 
 @triton.jit
 def _load_key_features(p_k, o_f, real, b_beta, p_m, stride_n, ROWS: tl.constexpr):
-    """Load the features o_f of the ROWS keys from p_k on and return their W, (ROWS, features) float32."""
+    """Load the features o_f of the ROWS keys that begin at p_k, and return their W, (ROWS, features) float32."""
     p_k = p_k + tl.arange(0, ROWS)[:, None] * stride_n + o_f[None, :]
     return _key_features(tl.load(p_k, mask=real[:, None], other=0.0), real, b_beta, tl.load(p_m + o_f))
 
@@ -78,9 +84,9 @@ def _load_key_features(p_k, o_f, real, b_beta, p_m, stride_n, ROWS: tl.constexpr
 def _add_key_features_times_state(
     b_o, p_k, real, b_beta, p_m, p_S, stride_n, D: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr
 ):
-    """Return b_o + W S, (ROWS, D) float32, for the ROWS keys from p_k on.
+    """Return b_o + W X, (ROWS, D) float32, for the ROWS keys that begin at p_k and the matrix X (D, D) at p_S.
 
-    W and S are loaded 64 features at a time, so that only a part of a wide state is in registers.
+    The keys and X are loaded 64 features at a time, so that only a part of a wide X is in registers.
     """
     SLICE: tl.constexpr = D if D < 64 else 64
     for i_f in range(0, D, SLICE):
@@ -88,16 +94,16 @@ def _add_key_features_times_state(
         # (ROWS, SLICE)
         b_w = _load_key_features(p_k, o_f, real, b_beta, p_m, stride_n, ROWS)
         # (SLICE, D)
-        b_S = tl.load(p_S + o_f[:, None] * D + tl.arange(0, D)[None, :]).to(DOT)
-        b_o = _dot(b_w.to(DOT), b_S, acc=b_o)
+        b_state = tl.load(p_S + o_f[:, None] * D + tl.arange(0, D)[None, :]).to(DOT)
+        b_o = _dot(b_w.to(DOT), b_state, acc=b_o)
     return b_o
 
 
 @triton.jit
 def _add_times_state_T(b_o, p_x, mask, p_S, stride_n, D: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr):
-    """Return b_o + x Sᵀ, (ROWS, D) float32, for the ROWS tokens x from p_x on, 64 of their features at a time.
+    """Return b_o + x Xᵀ, (ROWS, D) float32, for the ROWS tokens x that begin at p_x and the matrix X (D, D) at p_S.
 
-    Tokens whose mask (ROWS,) is False count as 0.
+    Tokens whose mask (ROWS,) is False count as 0. x and X are loaded 64 features at a time.
     """
     SLICE: tl.constexpr = D if D < 64 else 64
     for i_f in range(0, D, SLICE):
@@ -105,8 +111,8 @@ def _add_times_state_T(b_o, p_x, mask, p_S, stride_n, D: tl.constexpr, ROWS: tl.
         # (ROWS, SLICE)
         b_x = tl.load(p_x + tl.arange(0, ROWS)[:, None] * stride_n + o_f[None, :], mask=mask[:, None], other=0.0)
         # (D, SLICE)
-        b_S = tl.load(p_S + tl.arange(0, D)[:, None] * D + o_f[None, :]).to(DOT)
-        b_o = _dot(b_x.to(DOT), tl.trans(b_S), acc=b_o)
+        b_state = tl.load(p_S + tl.arange(0, D)[:, None] * D + o_f[None, :]).to(DOT)
+        b_o = _dot(b_x.to(DOT), tl.trans(b_state), acc=b_o)
     return b_o
 
 
@@ -141,11 +147,16 @@ def _lln_dstate_kernel(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute Σ_i A_id do_i and Σ_i A_id δ_i over the tokens [i_s T, (i_s + 1) T), and dq and dα if they are not None.
+    """Compute Aᵀ do and Σ_i A δ_i over the tokens [i_s T, (i_s + 1) T), and dq and dα if they are not None.
 
-    The grid is (B H, splits). g is (B H, splits, D) float32, dS is (B H, splits, D, D), dalpha is (B H, splits) float32
-    and gets Σ q dx of each split; it requires dq. With FINAL, which requires a single split, dS is multiplied by
-    WEIGHT c / s and g by WEIGHT / s, as _lln_dcombine_kernel does for several. dq and dα are not multiplied by WEIGHT.
+    The grid is (B H, splits).
+
+    Args:
+        g: output, (B H, splits, D) float32: Σ_i A δ_i; with FINAL it is multiplied by WEIGHT / s.
+        dS: output, (B H, splits, D, D): Aᵀ do; with FINAL it is multiplied by WEIGHT · state_scale / s.
+        dq: output, (B H, N, D), or None. It is not multiplied by WEIGHT.
+        dalpha: output, (B H, splits) float32: Σ q dx of each split, not multiplied by WEIGHT; or None. It requires dq.
+        FINAL: True if there is a single split. Otherwise _lln_dcombine_kernel does these multiplications.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_s = tl.program_id(1)
@@ -198,12 +209,12 @@ def _lln_dstate_kernel(
             tl.store(p_dq, (b_alpha * b_dx).to(dq.dtype.element_ty), mask=in_range)
 
     if FINAL:
-        b_log_s = tl.load(log_s + i_bh * D + o_d)
-        scale = _state_scale(b_log_s, N)
-        b_inverse_s = tl.exp2(-b_log_s)
-        b_dS *= (b_inverse_s * (WEIGHT * scale))[:, None]
-        b_S = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
-        b_g = b_g * (b_inverse_s * WEIGHT) + tl.sum(b_S * _rounding_error(b_dS, dS), 1) / scale
+        b_log_key_sum = tl.load(log_s + i_bh * D + o_d)
+        scale = _state_scale(b_log_key_sum, N)
+        b_inverse_key_sum = tl.exp2(-b_log_key_sum)
+        b_dS *= (b_inverse_key_sum * (WEIGHT * scale))[:, None]
+        b_state = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
+        b_g = b_g * (b_inverse_key_sum * WEIGHT) + tl.sum(b_state * _rounding_error(b_dS, dS), 1) / scale
     tl.store(g + i_out * D + o_d, b_g)
     tl.store(dS + i_out * D * D + o_dd, b_dS.to(dS.dtype.element_ty))
     if dalpha is not None:
@@ -225,9 +236,10 @@ def _lln_dcombine_kernel(
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write dS = WEIGHT c / s Σ_i dS_i and g = WEIGHT / s Σ_i g_i over the splits i.
+    """Add up the splits of _lln_dstate_kernel.
 
-    The grid and the tiles are those of _lln_combine_kernel; COLS must be a multiple of D.
+    The outputs are dS = WEIGHT · state_scale / s · Σ part_dS and g = WEIGHT / s · Σ part_g over the splits. The grid
+    and the tiles are those of _lln_combine_kernel. COLS must be a multiple of D.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)
@@ -244,14 +256,14 @@ def _lln_dcombine_kernel(
         b_dS += tl.sum(tl.load(p_dS + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
 
     scale = _state_scale(tl.load(log_s + i_bh * D + tl.arange(0, D)), N)
-    b_inverse_s = tl.exp2(-tl.load(log_s + i_bh * D + o_c // D))
-    b_dS *= b_inverse_s * (WEIGHT * scale)
+    b_inverse_key_sum = tl.exp2(-tl.load(log_s + i_bh * D + o_c // D))
+    b_dS *= b_inverse_key_sum * (WEIGHT * scale)
     tl.store(dS + i_bh * D * D + o_c, b_dS.to(dS.dtype.element_ty))
     # All D elements of a row of b_g hold the row's g. Each takes 1 / D of it and the correction for its element of dS,
     # so that their sum is g with the corrections of the whole row.
-    b_g *= b_inverse_s * (WEIGHT / D)
-    b_S = tl.load(S + i_bh * D * D + o_c).to(tl.float32)
-    b_g += b_S * _rounding_error(b_dS, dS) / scale
+    b_g *= b_inverse_key_sum * (WEIGHT / D)
+    b_state = tl.load(S + i_bh * D * D + o_c).to(tl.float32)
+    b_g += b_state * _rounding_error(b_dS, dS) / scale
     o_row = i_c * (COLS // D) + tl.arange(0, COLS // D)
     tl.store(g + i_bh * D + o_row, tl.sum(tl.reshape(b_g, (COLS // D, D)), 1))
 
@@ -282,9 +294,10 @@ def _lln_dkv_kernel(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Write dk = β W (v dSᵀ - g) and dv = W dS, and Σ k dy of each program if dbeta is not None.
+    """Write dk and dv, and Σ k dy of each program to dbeta if dbeta is not None.
 
-    The grid is (B H, ⌈N / CHUNK⌉), dbeta is (B H, ⌈N / CHUNK⌉) float32.
+    The grid is (B H, ⌈N / CHUNK⌉). dk and dv are (B H, N, D) with any strides of batch, heads and tokens. dbeta is
+    (B H, ⌈N / CHUNK⌉) float32.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)

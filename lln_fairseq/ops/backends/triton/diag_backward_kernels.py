@@ -1,14 +1,17 @@
-"""Triton kernel of the second backward pass of LLN+Diag: it reads q, k, v and do and writes dq, dk, dv, dα and dβ.
+"""Triton kernel of the second half of the backward pass of LLN+Diag.
 
-The LLN part follows backward_kernels.py, whose first pass computed dS and g. The block-diagonal part, with p the
-softmax of q_i k_j · SCALE over the keys j in the block of query i, is
+It reads q, k, v and the gradient do of the output, and writes dq, dk, dv, dα and dβ. The formulas of the LLN part are
+those of backward_kernels.py, whose kernels have already computed dS and g. For the block-diagonal part, let p be the
+softmax of q_i k_j · SCALE over the keys j in the block of query i. Then
 
     dp = do vᵀ     δ_i = Σ_j p dp     dx = p (dp - δ)     dq = dx k · SCALE     dk = dxᵀ q · SCALE     dv = pᵀ do
 
-A, dA, W and p are recomputed: of all tensors as long as the sequence, the forward pass saves only q, k and v.
+A, dA, W and p are computed again: q, k and v are the only tensors as long as the sequence that the forward pass saves.
 
-One program walks over its blocks twice, first with its rows as queries, then as keys. Both passes load their tiles
-anew, so that no tile stays in registers in between, which would spill them.
+One program walks over the rows of its chunk twice: first it computes their gradients as queries, then as keys. Both
+passes load their tiles themselves. Tiles that stayed in registers from one pass to the next would spill them.
+
+The statistics of a query are lse, the log-normalizer of its softmax in base 2, and delta, its δ.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -25,6 +28,7 @@ from lln_fairseq.ops.backends.triton.backward_kernels import (
 )
 from lln_fairseq.ops.backends.triton.forward_kernels import (
     LOG2E,
+    LOWEST,
     _block_scores,
     _dot,
     _dropout_scale,
@@ -63,12 +67,16 @@ def _block_dq(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute the block-diagonal part of dq of the queries o_q, b_q and b_do (ROWS, D) in the dtype DOT.
+    """Compute the block-diagonal part of dq for a tile of queries.
 
-    Returns Σ_j p (dp - δ) k_j (ROWS, D), not yet multiplied by SCALE, then the log-normalizer in base 2 of each query's
-    softmax and δ = Σ_j p dp, both (ROWS,) float32.
+    Args:
+        b_q, b_do: (ROWS, D) queries and gradient of their output, in the dtype DOT.
+        o_q: (ROWS,) indices of the queries.
+
+    Returns:
+        dx k, (ROWS, D) float32, not yet multiplied by SCALE, then lse and δ of the queries, both (ROWS,) float32.
     """
-    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_delta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
@@ -126,11 +134,16 @@ def _block_dkv(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute the block-diagonal parts of dk and dv of the keys o_k, b_k and b_v (ROWS, D).
+    """Compute the block-diagonal parts of dk and dv for a tile of keys.
 
-    Returns dxᵀ q, not yet multiplied by SCALE, and pᵀ do, both (ROWS, D) float32. The statistics of the queries are
-    b_lse and b_delta (ROWS,) if a single tile holds the chunk [start, end), otherwise lse and delta point to those of
-    all queries (B H, N). With PADDED, an infinite log-normalizer marks a query that is not usable.
+    Args:
+        b_k, b_v: (ROWS, D) keys and values.
+        o_k: (ROWS,) indices of the keys.
+        b_lse, b_delta: (ROWS,) statistics of the queries if the chunk has a single tile; otherwise not used.
+        lse, delta: pointers to the statistics of all queries, (B H, N), if the chunk has several tiles.
+        PADDED: True if the call has a mask. An infinite lse then marks a query that is not usable.
+
+    Returns: dxᵀ q, not yet multiplied by SCALE, and pᵀ do, both (ROWS, D) float32.
     """
     b_dk = tl.zeros([ROWS, D], tl.float32)
     b_dv = tl.zeros([ROWS, D], tl.float32)
@@ -198,9 +211,10 @@ def _query_pass(
 ):
     """Store dq of the chunk [start, end), and Σ q dx in dalpha if dalpha is not None.
 
-    q, k, v, do and dq point to the (batch, head). Returns log-normalizer and δ of the last tile of queries, (ROWS,). If
-    the chunk has several tiles, those of all queries are stored in lse and delta. Where padding is not usable, the
-    log-normalizer is infinite.
+    q, k, v, do and dq point to the head. If the chunk has several tiles, the statistics of all queries are stored in
+    lse and delta. The lse of a query that is not usable is infinite.
+
+    Returns: the statistics lse and δ of the last tile of queries, both (ROWS,).
     """
     b_alpha = tl.load(alpha + i_bh)
     b_lse = tl.zeros([ROWS], tl.float32)
@@ -243,7 +257,7 @@ def _query_pass(
             tl.zeros([ROWS, D], tl.float32), p_do, in_range, S + i_bh * D * D, stride_do_n, D, ROWS, DOT
         )
         if pad is not None:
-            b_lse = tl.where(usable, b_lse, float("inf"))  # its weights in the key pass become 0
+            b_lse = tl.where(usable, b_lse, float("inf"))  # weights of unusable queries become 0 in the key pass
         b_q = tl.load(_row_pointers(q, i_t, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
         b_a = _query_features(b_q, b_alpha, _load_log_normalizer(m, log_s, i_bh, D))
         b_dx = 0.5 * b_a * (b_da - tl.sum(b_a * b_da, 1)[:, None])
@@ -299,7 +313,8 @@ def _key_pass(
 ):
     """Store dk and dv of the chunk [start, end), and Σ k dy in dbeta if dbeta is not None.
 
-    q, k, v, do, dk and dv point to the (batch, head). The statistics of the queries are as _query_pass left them.
+    q, k, v, do, dk and dv point to the head. lse, delta, b_lse and b_delta are the statistics of the queries, as
+    _query_pass has stored and returned them.
     """
     o_d = tl.arange(0, D)
     b_beta = tl.load(beta + i_bh)
@@ -400,11 +415,13 @@ def _lln_diag_bwd_kernel(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Write dq, dk and dv of ½ (LLN + Diag), and each program's Σ q dx and Σ k dy if dalpha and dbeta are not None.
+    """Write dq, dk, dv, and the terms of dα and dβ, for ½ (LLN + block-diagonal softmax).
 
     The grid is (B H, ⌈N / CHUNK⌉). A program computes whole blocks, so it needs nothing that another program writes.
-    lse and delta are (B H, N) float32 buffers for the statistics of the queries, needed only if CHUNK > ROWS. dalpha
-    and dbeta are (B H, ⌈N / CHUNK⌉) float32.
+
+    Args:
+        lse, delta: (B H, N) float32 buffers for the statistics of the queries, or None if CHUNK <= ROWS.
+        dalpha, dbeta: outputs, (B H, ⌈N / CHUNK⌉) float32: Σ q dx and Σ k dy of each program; or None.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)

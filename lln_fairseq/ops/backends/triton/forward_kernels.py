@@ -1,29 +1,44 @@
 """Triton kernels of the forward pass of LLN and LLN+Diag attention, and device functions that the other kernels share.
 
-For each (batch, head), over the keys that are not padded, with features d and tokens j:
+For each (batch, head), with features d, and maxima and sums over the tokens j whose keys are not padding:
 
     m_d = max_j βk_jd      W_jd = exp(βk_jd - m_d)      s_d = Σ_j W_jd      L = m + log s
     S = Wᵀv / s            A = softmax_d(αq + L)        LLN output = A S
+
+The state of the keys is m, log s and S.
 
 The kernels, in the order of their launches:
 
     _lln_state_kernel     reads k and v, writes m, log s and S; one program per split of the tokens
     _lln_combine_kernel   merges the splits; launched only if there are several
-    _lln_out_kernel       reads q, and k and v of the block; writes A S or ½ (A S + block-diagonal softmax)
+    _lln_out_kernel       reads q and, with blocks, k and v; writes A S or ½ (A S + block-diagonal softmax)
 
-k and v are read once or twice, q is read once, and the output is written once. W is not normalized, so that it lies in
-[0, 1]: a normalized W would be about 1/N, which half precision represents badly. Sums and the arguments of exponentials
-are float32. Only the operands of `tl.dot` are rounded, to the dtype DOT. Reductions have a fixed order and there are no
-atomics, so repeated runs give identical results, bit for bit.
+k and v are read once or twice, q is read once, and the output is written once. W is not divided by s, so that it lies
+in [0, 1]: after the division it would be about 1/N, which half precision represents badly. Sums and the arguments of
+exponentials are float32. Only the operands of `tl.dot` are rounded, to the dtype DOT. Reductions have a fixed order and
+there are no atomics, so repeated runs give identical results, bit for bit.
 
-All logarithms and exponentials have base 2, and m and log s are stored in base 2 too: 2^x takes one instruction, but
+All logarithms and exponentials have base 2, and m and log s are stored in base 2 too. 2^x takes one instruction, but
 `tl.exp` takes five, and the factor log2 e is folded into a multiplication that is needed anyway. m and log s are 0 for
-a sequence without a real key.
+a sequence that is all padding.
 
-Names: prefix b_ for a block in registers, p_ for pointers, o_ for offsets along an axis, i_ for an index; bh counts
-batch x head, and T is the number of tokens of a split. q, k and v share one set of strides. Row indices are int64
-before they are multiplied by a stride, so that sequences of 2**20 tokens are addressed correctly in every layout. `pad`
-points to bytes (B, N) that are 1 for padded keys, or is None.
+Names and arguments of all kernels and device functions:
+
+    b_, p_, o_, i_    prefixes: values in registers, a pointer, offsets along an axis, an index
+    i_b, i_bh         the index of the sequence, and the index of the sequence and head, batch · H + head
+    i_t               the index of the first token of a tile
+    i_s, i_c          the index of a split, the index of a chunk
+    T                 the number of tokens of a split: one program sums over one split of a sequence
+    CHUNK             the number of tokens of a chunk: one program computes the rows of one chunk, ROWS at a time
+    start, end        the first token of a program, and the token after its last one
+    BLOCK             the block size; a chunk contains whole blocks
+    real              bool (ROWS,), True for the tokens of a tile that exist and are not padding
+    pad               a pointer to bytes (B, N) that are 1 for padding tokens, or None
+    seed              a pointer to the seed of the dropout; it may be None if DROPOUT, the probability, is 0
+    stride_           strides in elements; q, k and v have the same strides
+
+Row indices are converted to int64 before they are multiplied by a stride, so that sequences of 2**20 tokens are
+addressed correctly in every layout.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -32,34 +47,39 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# The start of a running maximum. With -inf, a tile whose keys are all padding would give 2^(-inf + inf) = NaN.
+LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _head_offset(i_bh, stride_b, stride_h, H):
-    """Return the offset in elements of the first element of (batch, head) number i_bh, which must be int64."""
+    """Return the offset, in elements, of the first element of the (batch, head) with index i_bh, an int64."""
     return i_bh // H * stride_b + i_bh % H * stride_h
 
 
 @triton.jit
 def _row_pointers(p, i_t, stride_n, ROWS: tl.constexpr, D: tl.constexpr):
-    """Return pointers (ROWS, D) to the tokens i_t, i_t + 1, ...; only the offset of the first row needs 64 bits."""
+    """Return pointers (ROWS, D) to the features of the tokens i_t, i_t + 1, ... of a head that begins at p.
+
+    Only the offset of the first row is computed with 64 bits.
+    """
     p_row = p + i_t.to(tl.int64) * stride_n
     return p_row + tl.arange(0, ROWS)[:, None] * stride_n + tl.arange(0, D)[None, :]
 
 
 @triton.jit
 def _dot(b_x, b_y, acc=None):
-    """Return x y + acc in float32; acc is optional.
+    """Return the matrix product x y in float32, plus acc if it is not None.
 
-    float32 operands are multiplied as three tf32 products (error 1e-6): a single one has an error of 4e-4, and `ieee`
-    uses no tensor cores and spills registers.
+    Operands in float32 are multiplied as three tf32 products, with an error of 1e-6. A single tf32 product has an error
+    of 4e-4, and `ieee` uses no tensor cores and spills registers.
     """
     return tl.dot(b_x, b_y, acc=acc, input_precision="tf32x3" if b_x.dtype == tl.float32 else "tf32")
 
 
 @triton.jit
 def _is_real_key(pad, i_b, o_k, end, N):
-    """Return which of the tokens o_k lie before `end` and are not padded."""
+    """Return True for each of the tokens o_k that lies before `end` and is not padding."""
     real = o_k < end
     if pad is not None:
         real = real & (tl.load(pad + i_b * N + o_k, mask=real, other=1) == 0)
@@ -68,10 +88,11 @@ def _is_real_key(pad, i_b, o_k, end, N):
 
 @triton.jit
 def _load_keys(k, v, pad, i_b, i_t, end, stride_n, N, D: tl.constexpr, ROWS: tl.constexpr):
-    """Load keys and values of the tokens i_t, i_t + 1, ...
+    """Load the keys and values of the ROWS tokens i_t, i_t + 1, ... of a head; k and v point to that head.
 
-    Returns their token numbers and which are real keys, both (ROWS,), then keys and values, both (ROWS, D) in the dtype
-    of k and v, with 0 where there is no real key.
+    Returns:
+        The indices of the tokens and `real`, both (ROWS,), then the keys and the values, both (ROWS, D) in the dtype of
+        k and v. Keys and values are 0 where `real` is False.
     """
     o_k = i_t + tl.arange(0, ROWS)
     real = _is_real_key(pad, i_b, o_k, end, N)
@@ -83,10 +104,14 @@ def _load_keys(k, v, pad, i_b, i_t, end, stride_n, N, D: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _is_usable_query(b_q, pad, i_b, o_q, end, N):
-    """Return which of the queries o_q, with values b_q (ROWS, D), lie before `end` and can be used, as bool (ROWS,).
+    """Return True for each query of a tile that lies before `end` and is usable, (ROWS,).
 
-    A padded query is not usable if one of its numbers is not finite or has a magnitude of 3e4 or more, see
-    ops/padding.py. Callers replace unusable queries by 0, which keeps them out of all sums.
+    A padding query is not usable if one of its numbers is NaN or has a magnitude of at least 3e4, the limit of
+    ops/padding.py. Callers replace queries that are not usable by 0, which keeps them out of all sums.
+
+    Args:
+        b_q: (ROWS, D) queries.
+        o_q: (ROWS,) indices of the queries.
     """
     usable = o_q < end
     if pad is not None:
@@ -97,14 +122,20 @@ def _is_usable_query(b_q, pad, i_b, o_q, end, N):
 
 @triton.jit
 def _load_log_normalizer(m, log_s, i_bh, D: tl.constexpr):
-    """Return L = m + log s, (D,)."""
+    """Load m and log s of a head and return L = m + log s, (D,), in base 2."""
     o_d = i_bh * D + tl.arange(0, D)
     return tl.load(m + o_d) + tl.load(log_s + o_d)
 
 
 @triton.jit
 def _query_features(b_q, alpha, b_l):
-    """Return A, the softmax over the features of αq + L, (ROWS, D) float32."""
+    """Return A, the softmax of αq + L over the features, (ROWS, D) float32.
+
+    Args:
+        b_q: (ROWS, D) queries.
+        alpha: α of the head.
+        b_l: (D,) L in base 2.
+    """
     b_x = (alpha * LOG2E) * b_q.to(tl.float32) + b_l[None, :]
     b_e = tl.exp2(b_x - tl.max(b_x, 1)[:, None])
     return b_e * (1.0 / tl.sum(b_e, 1))[:, None]
@@ -112,9 +143,12 @@ def _query_features(b_q, alpha, b_l):
 
 @triton.jit
 def _dropout_scale(seed, i_bh, o_q, o_k, P: tl.constexpr):
-    """Return 0 with probability P and 1 / (1 - P) otherwise, for each pair of a query and a key.
+    """Return, for each pair of a query and a key, 0 with probability P and 1 / (1 - P) otherwise.
 
-    The random numbers are Philox's at the counter (query, key, bh), so every pass over the tokens can recompute them.
+    The random numbers are those of Philox at the counter (query, key, i_bh), so every pass can compute them again.
+
+    Args:
+        o_q, o_k: indices of the queries and keys; they broadcast to the shape of the result.
     """
     c_q = (o_q + 0 * o_k).to(tl.uint32)
     c_k = (o_k + 0 * o_q).to(tl.uint32)
@@ -129,12 +163,12 @@ def _softmax_step(b_scores, b_row_max, b_row_sum, SCALE: tl.constexpr):
 
     Args:
         b_scores: (queries, keys) of the tile, not yet multiplied by SCALE; -inf leaves a key out.
-        b_row_max: (queries,) maximum of the earlier tiles in base 2, -1e30 before the first one.
+        b_row_max: (queries,) maximum of the earlier tiles in base 2, LOWEST before the first one.
         b_row_sum: (queries,) sum of 2^(score - maximum) over the earlier tiles, 0 before the first one.
 
     Returns:
-        The tile's 2^(score - new maximum), the factor (queries,) by which sums over earlier tiles must be multiplied,
-        the new maximum and the new sum.
+        2^(score - new maximum) for the keys of the tile, (queries, keys), the factor by which sums over earlier tiles
+        must be multiplied, the new maximum and the new sum, all three (queries,).
     """
     b_new_max = tl.maximum(b_row_max, tl.max(b_scores, 1) * (SCALE * LOG2E))
     b_rescale = tl.exp2(b_row_max - b_new_max)
@@ -144,29 +178,32 @@ def _softmax_step(b_scores, b_row_max, b_row_sum, SCALE: tl.constexpr):
 
 @triton.jit
 def _reciprocal_or_zero(b_sum):
-    """Return 1 / sum, and 0 where the sum is 0 because there was nothing to add."""
+    """Return 1 / b_sum, or 0 where b_sum is 0 because there was nothing to add."""
     return tl.where(b_sum > 0, 1.0 / tl.where(b_sum > 0, b_sum, 1.0), 0.0)
 
 
 @triton.jit
 def _log_sum_exp(b_row_max, b_row_sum):
-    """Return the log-normalizer in base 2 of a finished running softmax, 0 for a row without a key."""
+    """Return the log-normalizer, in base 2, of a running softmax after the last tile.
+
+    It is 0 for a row whose keys are all padding. The arguments are the last maximum and sum of `_softmax_step`.
+    """
     return tl.where(b_row_sum > 0, b_row_max + tl.log2(tl.where(b_row_sum > 0, b_row_sum, 1.0)), 0.0)
 
 
 @triton.jit
-def _finish_key_sums(b_m, b_s):
-    """Return m, log s and 1 / s. Without a real key (s = 0) they are 0, 0 and 1."""
-    has_keys = b_s > 0
-    b_s = tl.where(has_keys, b_s, 1.0)
-    return tl.where(has_keys, b_m, 0.0), tl.log2(b_s), 1.0 / b_s
+def _finish_key_sums(b_m, b_key_sum):
+    """Return m, log s and 1 / s from m and s. If all keys are padding, s = 0, and the result is 0, 0 and 1."""
+    has_keys = b_key_sum > 0
+    b_key_sum = tl.where(has_keys, b_key_sum, 1.0)
+    return tl.where(has_keys, b_m, 0.0), tl.log2(b_key_sum), 1.0 / b_key_sum
 
 
 @triton.jit
 def _block_scores(b_q, b_k, o_q, o_k, real, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Return q kᵀ, (queries, keys), without the scale 1 / √D.
+    """Return the scores q kᵀ of a tile, (queries, keys), without the factor 1 / √D.
 
-    The score is -inf where the key is not real or, if a chunk holds several blocks, lies in another block.
+    The score is -inf where `real` is False, or where the query and the key lie in different blocks.
     """
     b_scores = _dot(b_q, tl.trans(b_k))
     visible = real[None, :]
@@ -195,11 +232,14 @@ def _lln_state_kernel(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute m, s and Wᵀv of the tokens [i_s T, (i_s + 1) T) in one pass.
+    """Compute m, s and Wᵀv over the tokens [i_s T, (i_s + 1) T) in one pass.
 
-    The sums are rescaled whenever the running maximum grows. The grid is (B H, splits); m and log_s are (B H, splits,
-    D) float32, S is (B H, splits, D, D). With FINAL, which requires a single split, log s and S / s are written.
-    Otherwise log_s and S get s itself and the sum Wᵀv.
+    The sums are rescaled whenever the running maximum grows. The grid is (B H, splits).
+
+    Args:
+        m, log_s: outputs, (B H, splits, D) float32. With FINAL, log_s gets log s, otherwise s.
+        S: output, (B H, splits, D, D). With FINAL it gets Wᵀv / s, otherwise Wᵀv.
+        FINAL: True if there is a single split.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_s = tl.program_id(1)
@@ -209,10 +249,9 @@ def _lln_state_kernel(
     start = i_s * T
     end = tl.minimum(start + T, N)
 
-    # -1e30 instead of -inf: a tile without a real key must give 2^(-inf - m) = 0, not 2^(-inf + inf).
-    b_m = tl.full([D], -1e30, tl.float32)
-    b_s = tl.zeros([D], tl.float32)
-    b_S = tl.zeros([D, D], tl.float32)
+    b_m = tl.full([D], LOWEST, tl.float32)
+    b_key_sum = tl.zeros([D], tl.float32)
+    b_state = tl.zeros([D, D], tl.float32)
     for i_r in range(0, end - start, ROWS):
         _, real, b_k, b_v = _load_keys(k + offset, v + offset, pad, i_bh // H, start + i_r, end, stride_n, N, D, ROWS)
         # (ROWS, D)
@@ -224,28 +263,33 @@ def _lln_state_kernel(
         # (ROWS, D)
         b_w = tl.exp2(b_y - b_m[None, :])
         # (D,)
-        b_s = b_s * b_rescale + tl.sum(b_w, 0)
+        b_key_sum = b_key_sum * b_rescale + tl.sum(b_w, 0)
         # (D, D)
-        b_S = _dot(tl.trans(b_w.to(DOT)), b_v.to(DOT), acc=b_S * b_rescale[:, None])
+        b_state = _dot(tl.trans(b_w.to(DOT)), b_v.to(DOT), acc=b_state * b_rescale[:, None])
 
     o_d = tl.arange(0, D)
     if FINAL:
-        b_m, b_s, b_inverse_s = _finish_key_sums(b_m, b_s)
-        b_S = b_S * b_inverse_s[:, None]
+        b_m, b_key_sum, b_inverse_key_sum = _finish_key_sums(b_m, b_key_sum)
+        b_state = b_state * b_inverse_key_sum[:, None]
     tl.store(m + i_out * D + o_d, b_m)
-    tl.store(log_s + i_out * D + o_d, b_s)
-    tl.store(S + i_out * D * D + o_d[:, None] * D + o_d[None, :], b_S.to(S.dtype.element_ty))
+    tl.store(log_s + i_out * D + o_d, b_key_sum)
+    tl.store(S + i_out * D * D + o_d[:, None] * D + o_d[None, :], b_state.to(S.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["SPLITS"])
 def _lln_combine_kernel(
     part_m, part_s, part_S, m, log_s, S, SPLITS, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Merge the splits of _lln_state_kernel, ROWS of them at a time, and write m, log s and S / s.
+    """Merge the splits of _lln_state_kernel, ROWS splits at a time, and write m, log s and S.
 
-    m = max m_i, s = Σ s_i 2^(m_i - m) and S = Σ S_i 2^(m_i - m) over the splits i. The grid is (B H, D² / COLS): a
-    program computes COLS consecutive elements of the flattened S, with the m and s of their rows. m and log_s are
-    written by the program that holds the first element of a row.
+    With m_i, s_i and (Wᵀv)_i of the splits i, the results are m = max_i m_i, s = Σ_i s_i 2^(m_i - m) and
+    S = Σ_i (Wᵀv)_i 2^(m_i - m) / s. The grid is (B H, D² / COLS): a program computes COLS consecutive elements of the
+    flattened S. The m and log s of a row of S are written by the program that has the first element of the row.
+
+    Args:
+        part_m, part_s, part_S: the outputs m, log_s and S of _lln_state_kernel.
+        m, log_s, S: outputs, without the dimension of the splits.
+        SPLITS: the number of splits.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)
@@ -253,25 +297,25 @@ def _lln_combine_kernel(
     p_vector = i_bh * SPLITS * D + (o_c // D)[None, :]
     p_matrix = part_S + i_bh * SPLITS * D * D + o_c[None, :]
 
-    b_m = tl.full([COLS], -1e30, tl.float32)
+    b_m = tl.full([COLS], LOWEST, tl.float32)
     for i_s in range(0, SPLITS, ROWS):
         o_s = (i_s + tl.arange(0, ROWS))[:, None]
-        b_m = tl.maximum(b_m, tl.max(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=-1e30), 0))
-    b_s = tl.zeros([COLS], tl.float32)
-    b_S = tl.zeros([COLS], tl.float32)
+        b_m = tl.maximum(b_m, tl.max(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=LOWEST), 0))
+    b_key_sum = tl.zeros([COLS], tl.float32)
+    b_state = tl.zeros([COLS], tl.float32)
     for i_s in range(0, SPLITS, ROWS):
         o_s = (i_s + tl.arange(0, ROWS))[:, None]
         # (ROWS, COLS)
-        b_rescale = tl.exp2(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=-1e30) - b_m[None, :])
+        b_rescale = tl.exp2(tl.load(part_m + p_vector + o_s * D, mask=o_s < SPLITS, other=LOWEST) - b_m[None, :])
         # (COLS,)
-        b_s += tl.sum(b_rescale * tl.load(part_s + p_vector + o_s * D, mask=o_s < SPLITS, other=0.0), 0)
-        b_S += tl.sum(b_rescale * tl.load(p_matrix + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
+        b_key_sum += tl.sum(b_rescale * tl.load(part_s + p_vector + o_s * D, mask=o_s < SPLITS, other=0.0), 0)
+        b_state += tl.sum(b_rescale * tl.load(p_matrix + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
 
-    b_m, b_log_s, b_inverse_s = _finish_key_sums(b_m, b_s)
-    tl.store(S + i_bh * D * D + o_c, (b_S * b_inverse_s).to(S.dtype.element_ty))
+    b_m, b_log_key_sum, b_inverse_key_sum = _finish_key_sums(b_m, b_key_sum)
+    tl.store(S + i_bh * D * D + o_c, (b_state * b_inverse_key_sum).to(S.dtype.element_ty))
     is_first = o_c % D == 0
     tl.store(m + i_bh * D + o_c // D, b_m, mask=is_first)
-    tl.store(log_s + i_bh * D + o_c // D, b_log_s, mask=is_first)
+    tl.store(log_s + i_bh * D + o_c // D, b_log_key_sum, mask=is_first)
 
 
 @triton.jit
@@ -296,11 +340,16 @@ def _block_attention(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Return softmax(q kᵀ · SCALE) v of the queries o_q over the real keys of their own block, (ROWS, D) float32.
+    """Return softmax(q kᵀ · SCALE) v over the keys in the block of each query, (ROWS, D) float32.
 
-    The keys come in tiles of ROWS from the chunk [start, end). A row without a real key gives 0.
+    Padding keys are left out. A row is 0 if all keys of its block are padding. k and v point to the head of the
+    queries. The keys of the chunk [start, end) are loaded ROWS at a time.
+
+    Args:
+        b_q: (ROWS, D) queries.
+        o_q: (ROWS,) indices of the queries.
     """
-    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
@@ -347,8 +396,7 @@ def _lln_out_kernel(
 ):
     """Write A S if BLOCK = 0, otherwise ½ (A S + block-diagonal softmax).
 
-    The grid is (B H, ⌈N / CHUNK⌉): a program computes the CHUNK rows of one or more whole blocks, ROWS at a time. seed
-    may be None if DROPOUT is 0.
+    The grid is (B H, ⌈N / CHUNK⌉). m, log_s and S are the state of the keys. `out` is (B, H, N, D), the output.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)
@@ -362,7 +410,7 @@ def _lln_out_kernel(
     b_alpha = tl.load(alpha + i_bh)
     b_l = _load_log_normalizer(m, log_s, i_bh, D)
     # (D, D)
-    b_S = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
+    b_state = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
     for i_r in range(0, CHUNK, ROWS):
         i_t = start + i_r
         o_q = i_t + tl.arange(0, ROWS)
@@ -371,7 +419,7 @@ def _lln_out_kernel(
         b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=in_range, other=0.0)
         if pad is not None:
             b_q = tl.where(_is_usable_query(b_q, pad, i_b, o_q, end, N)[:, None], b_q, 0.0)
-        b_o = _dot(_query_features(b_q, b_alpha, b_l).to(DOT), b_S)
+        b_o = _dot(_query_features(b_q, b_alpha, b_l).to(DOT), b_state)
         if BLOCK > 0:
             b_o += _block_attention(
                 b_q,

@@ -1,8 +1,10 @@
 """Launch the Triton kernels of the joint form of LLN+Diag, which ops/joint.py defines together with its offset o.
 
-The forward pass makes 6 passes over N x D, the backward pass 13. `state` is the state of the keys that
-forward_kernels.py defines: m and log s, (B H, D) float32, and S, (B H, D, D) in the dtype of q. `pad` is bytes (B, N),
-1 = padded, or None.
+The forward pass reads or writes tensors of N x D numbers per head 6 times, the backward pass 13 times.
+
+The functions share some arguments. `state` has the tensors m, log s and S that forward_kernels.py defines: m and log s
+are (B H, D) in float32, and S is (B H, D, D) in the dtype of q. `pad` is bytes (B, N), 1 = padded, or None. "Programs"
+are the programs of a kernel that work on one sequence and head.
 """
 
 from collections.abc import Sequence
@@ -83,12 +85,14 @@ def joint_backward(
     do: Tensor,
     needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """Return dq, dk, dv (B, H, N, D), and the gradients of α, β and the offset, (B, H) or None if not needed.
+    """Return the gradients of q, k, v, α, β and the offset for the joint form.
 
     Args:
-        q, k, v, pad, alpha, beta, spec: as in `joint_out`.
-        do: gradient of the output, (B, H, N, D) with dense features.
-        needed: whether the gradients of α, β and the offset are needed.
+        q, k, v, pad, alpha, beta, spec: the same as in `joint_out`.
+        do: the gradient of the output, (B, H, N, D) with dense features.
+        needed: three values, which say whether the gradients of α, β and the offset are needed.
+
+    Returns: three gradients (B, H, N, D), then three gradients (B, H), each None if it is not needed.
     """
     batch, heads, length, dim = q.shape
     bh = batch * heads
@@ -147,9 +151,13 @@ def _compute_dq(
     do: Tensor,
     query_stats: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq (B, H, N, D), and each program's part of dα and of the offset's gradient, (B H, programs) float32.
+    """Compute the gradient of q, and the numbers of each query that the later kernels need.
 
-    Fills in query_stats, (6, B H, N) float32.
+    The arguments are those of `joint_backward`, and query_stats, (6, B H, N) float32, which is overwritten with these
+    numbers. joint_query_kernels.py lists them.
+
+    Returns: the gradient of q (B, H, N, D), the part of dα of each program, and the part of the gradient of the offset
+        of each program, both (B H, programs) in float32.
     """
     batch, heads, length, dim = q.shape
     dq = torch.empty_like(q)
@@ -192,7 +200,10 @@ def _compute_dq(
 def _compute_grad_state(
     q: Tensor, pad: Tensor | None, alpha: Tensor, state: Sequence[Tensor], do: Tensor, query_stats: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return g (B H, D) float32 and c dS / s (B H, D, D) in the dtype of q, see backward_kernels.py."""
+    """Compute the sums over the queries that backward_kernels.py defines.
+
+    Returns: g (B H, D) in float32, and state_scale · dS / s (B H, D, D) in the dtype of q.
+    """
     batch, heads, length, dim = q.shape
     bh = batch * heads
     _, log_s, S = state
@@ -227,7 +238,7 @@ def _compute_grad_state(
 
 
 def _count_padding(pad: Tensor | None) -> Tensor | None:
-    """Return the number of padded keys of each sequence, (B,) int32; None for None."""
+    """Return the number of padding keys of each sequence, int32 (B,), or None if `pad` is None."""
     if pad is None:
         return None
     return pad.sum(dim=-1, dtype=torch.int32)

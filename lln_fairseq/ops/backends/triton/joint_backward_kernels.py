@@ -1,4 +1,6 @@
-"""Triton kernels that finish the backward pass of the joint form; backends/pytorch/joint.py has formulas and notation.
+"""Triton kernels that finish the backward pass of the joint form.
+
+The formulas and symbols are those of backends/pytorch/joint.py; forward_kernels.py explains the names.
 
 All kernels of the backward pass, in the order of their launches:
 
@@ -7,7 +9,7 @@ All kernels of the backward pass, in the order of their launches:
     _lln_dcombine_kernel   of backward_kernels.py: adds up the splits; launched only if there are several
     _joint_dkv_kernel      reads q, k, v and do, writes dk, dv and dβ
 
-dS and g are scaled as in backward_kernels.py.
+The arguments dS and g of the kernels are scaled as in backward_kernels.py: dS by state_scale / s, and g by 1 / s.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -63,10 +65,10 @@ def _joint_dstate_kernel(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute Σ_i A_id c_i do_i and Σ_i A_id δ_i over the tokens [i_s T, (i_s + 1) T).
+    """Compute Aᵀ (c do) and Σ_i A δ_i over the tokens [i_s T, (i_s + 1) T), and write them to dS and g.
 
-    Grid, shapes and FINAL are those of _lln_dstate_kernel with WEIGHT = 1. PADDED says that sequences are padded; the
-    queries that are not usable are then marked in query_stats.
+    The grid, the shapes and FINAL are those of _lln_dstate_kernel, and WEIGHT is 1. PADDED is True if the call has a
+    mask. query_stats then marks the queries that are not usable.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_s = tl.program_id(1)
@@ -103,12 +105,12 @@ def _joint_dstate_kernel(
         b_dS = _dot(tl.trans(b_a), b_do.to(DOT), acc=b_dS)
 
     if FINAL:
-        b_log_s = tl.load(log_s + i_bh * D + o_d)
-        scale = _state_scale(b_log_s, N)
-        b_inverse_s = tl.exp2(-b_log_s)
-        b_dS *= (b_inverse_s * scale)[:, None]
-        b_S = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
-        b_g = b_g * b_inverse_s + tl.sum(b_S * _rounding_error(b_dS, dS), 1) / scale
+        b_log_key_sum = tl.load(log_s + i_bh * D + o_d)
+        scale = _state_scale(b_log_key_sum, N)
+        b_inverse_key_sum = tl.exp2(-b_log_key_sum)
+        b_dS *= (b_inverse_key_sum * scale)[:, None]
+        b_state = tl.load(S + i_bh * D * D + o_dd).to(tl.float32)
+        b_g = b_g * b_inverse_key_sum + tl.sum(b_state * _rounding_error(b_dS, dS), 1) / scale
     tl.store(g + i_out * D + o_d, b_g)
     tl.store(dS + i_out * D * D + o_dd, b_dS.to(dS.dtype.element_ty))
 
@@ -141,11 +143,18 @@ def _joint_block_dkv(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute the parts of dk and dv of the keys o_k that come from the queries of their block.
+    """Compute the parts of dk and dv that come from the queries of the same block, for a tile of keys.
 
-    b_k, b_v and b_w are (ROWS, D) in the dtype DOT. Returns ((1 - c u) D - c M)ᵀ do, the softmax's part of dk, not yet
-    multiplied by SCALE, and Xᵀ A; each (ROWS, D) float32. The rows of keys that are not real hold arbitrary finite
-    numbers.
+    Args:
+        b_k, b_v, b_w: (ROWS, D) keys, values and W, in the dtype DOT.
+        p_do, p_stats: pointers to the gradient of the output and to query_stats of the head.
+        o_k: (ROWS,) indices of the keys.
+        PADDED: True if the call has a mask.
+
+    Returns:
+        The part of dv, (inner Diag - c M)ᵀ do with inner = 1 - c u; the part of dk that comes from the softmax, not yet
+        multiplied by SCALE; and Xᵀ A. Each is (ROWS, D) float32. The rows of padding keys hold arbitrary finite
+        numbers.
     """
     b_dv = tl.zeros([ROWS, D], tl.float32)
     b_dk = tl.zeros([ROWS, D], tl.float32)
@@ -232,9 +241,9 @@ def _joint_dkv_kernel(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Write dk, dv and each program's Σ k dy, from dS, g and the query_stats of _joint_dq_kernel.
+    """Write dk and dv, and Σ k dy of each program to dbeta, from dS, g and the query_stats of _joint_dq_kernel.
 
-    The grid is that of _joint_out_kernel, (B H, ⌈N / CHUNK⌉); dbeta has this shape, float32. Rows of padded keys get 0.
+    The grid is (B H, ⌈N / CHUNK⌉), and dbeta is (B H, ⌈N / CHUNK⌉) float32. The rows of padding keys are 0.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)

@@ -1,11 +1,11 @@
 """Triton kernel of the forward pass of the joint form of LLN+Diag, and device functions that its backward pass shares.
 
-The formulas are those of ops/joint.py and backends/pytorch/joint.py, the notation is that of forward_kernels.py, whose
-first two kernels compute m, s and S.
+The formulas are those of ops/joint.py and backends/pytorch/joint.py, with the softmax matrix Diag, the mass u, the
+weight c and the offset o. forward_kernels.py explains the other names, and its first two kernels compute m, s and S.
 
-M, the part of the LLN matrix inside the blocks, is A W_bᵀ / s with W_b the block's rows of W. The factor min s / s is
-multiplied into A, where it is at most 1, and 1 / min s into the product. This way half precision represents both
-operands at any N.
+M, the part of the LLN matrix inside the blocks, is (A / s) W_bᵀ, where W_b has the rows of W that belong to the block.
+A is multiplied by min s / s, which is at most 1, and the product is multiplied by 1 / min s, where min s is the minimum
+over the features. So half precision can represent both operands at any N.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -16,6 +16,7 @@ import triton.language as tl
 from lln_fairseq.ops.backends.triton.backward_kernels import _key_features
 from lln_fairseq.ops.backends.triton.forward_kernels import (
     LOG2E,
+    LOWEST,
     _block_scores,
     _dot,
     _dropout_scale,
@@ -36,15 +37,15 @@ FLOOR = tl.constexpr(_FLOOR)
 
 @triton.jit
 def _load_inverse_s(log_s, i_bh, D: tl.constexpr):
-    """Return the two factors of 1 / s: the number 1 / min_d s_d, and min_d s_d / s (D,), which is at most 1."""
-    b_log_s = tl.load(log_s + i_bh * D + tl.arange(0, D))
-    min_log_s = tl.min(b_log_s, 0)
-    return tl.exp2(-min_log_s), tl.exp2(min_log_s - b_log_s)
+    """Return two factors whose product is 1 / s: the number 1 / min s, and min s / s, (D,), which is at most 1."""
+    b_log_key_sum = tl.load(log_s + i_bh * D + tl.arange(0, D))
+    min_log_s = tl.min(b_log_key_sum, 0)
+    return tl.exp2(-min_log_s), tl.exp2(min_log_s - b_log_key_sum)
 
 
 @triton.jit
 def _mask_other_blocks(b_x, o_q, o_k, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Return x with 0 where query and key are in different blocks; a chunk holds several blocks if CHUNK > BLOCK."""
+    """Return b_x (queries, keys) with 0 where the query and the key lie in different blocks of the chunk."""
     if CHUNK > BLOCK:
         b_x = tl.where(o_q // BLOCK == o_k // BLOCK, b_x, 0.0)
     return b_x
@@ -52,7 +53,7 @@ def _mask_other_blocks(b_x, o_q, o_k, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _count_block_keys(pad, i_b, o_q, start, end, N, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the number of real keys in the block of each query; the blocks lie in the chunk [start, end)."""
+    """Return the number of keys that are not padding in the block of each query of the chunk [start, end), (ROWS,)."""
     o_block = o_q // BLOCK * BLOCK
     if pad is None:
         return tl.minimum(o_block + BLOCK, N) - o_block
@@ -66,7 +67,10 @@ def _count_block_keys(pad, i_b, o_q, start, end, N, BLOCK: tl.constexpr, CHUNK: 
 
 @triton.jit
 def _count_sequence_keys(padded, i_b, N):
-    """Return the number of real keys of a sequence; `padded` points to the number of padded keys, or is None."""
+    """Return the number of keys of a sequence that are not padding.
+
+    `padded` points to the number of padding keys of every sequence, or is None if there are no padding keys.
+    """
     if padded is None:
         return N
     else:
@@ -75,16 +79,16 @@ def _count_sequence_keys(padded, i_b, N):
 
 @triton.jit
 def _outside_weight(b_u, b_offset, b_block_keys, sequence_keys):
-    """Return the weight c of the keys outside the block, dc/du and dc/d(offset), each (queries,).
+    """Return the weight c of the keys outside the block and its derivatives by u and by the offset, each (queries,).
 
-    c is 1 for a block without a real key and 0 for a block with all real keys of its sequence. Both derivatives are 0
-    for these two kinds of blocks, and where the floor applies. See ops/joint.py.
+    c is 1 for a block whose keys are all padding, and 0 for a block with all keys of its sequence that are not padding.
+    Both derivatives are 0 for these two kinds of blocks, and where the divisor of c is limited to FLOOR.
 
     Args:
-        b_u: (queries,) mass that LLN gives to the keys outside the block.
-        b_offset: the head's offset o.
-        b_block_keys: (queries,) number of real keys in the query's block.
-        sequence_keys: number of real keys of the sequence.
+        b_u: (queries,) mass u that LLN gives to the keys outside the block.
+        b_offset: offset o of the head.
+        b_block_keys: (queries,) number of keys in the block of the query that are not padding.
+        sequence_keys: number of keys of the sequence that are not padding.
     """
     b_e = tl.exp2(b_offset * -LOG2E)
     b_divisor = b_u + (1.0 - b_u) * b_e
@@ -99,7 +103,10 @@ def _outside_weight(b_u, b_offset, b_block_keys, sequence_keys):
 
 @triton.jit
 def _outside_mass(b_inside):
-    """Return u = 1 - the mass inside the block, clamped to [0, 1], which rounding could exceed."""
+    """Return u = 1 - b_inside, clamped to [0, 1], which u can leave by rounding.
+
+    b_inside is Σ_j M, the mass that LLN gives to the keys inside the block.
+    """
     return tl.minimum(tl.maximum(1.0 - b_inside, 0.0), 1.0)
 
 
@@ -130,21 +137,23 @@ def _block_and_outside(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute the softmax inside the block and the LLN output from outside it, for the queries o_q.
+    """Compute the softmax output from inside the block and the LLN output from outside it, for a tile of queries.
 
-    The keys come in tiles of ROWS from the chunk [start, end).
+    The keys of the chunk [start, end) are loaded ROWS at a time. k and v point to the head.
 
     Args:
         b_q: (ROWS, D) queries.
         b_scaled_a: (ROWS, D) A min s / s in the dtype DOT.
-        b_outside: (ROWS, D) float32, A S.
+        b_outside: (ROWS, D) A S in float32.
         inverse_min_s: 1 / min s.
+        b_beta, b_m: β, and m in base 2, (D,).
+        o_q: (ROWS,) indices of the queries.
 
     Returns:
-        Σ_j 2^(score - maximum) v_j (ROWS, D) of the block's softmax, its sum of weights (ROWS,), A S - M v (ROWS, D),
-        and Σ_j M (ROWS,), all float32.
+        For the softmax, Σ_j 2^(score - maximum) v_j, (ROWS, D), after dropout, and Σ_j 2^(score - maximum), (ROWS,).
+        For LLN, A S - M v, (ROWS, D), and Σ_j M, (ROWS,). All are float32.
     """
-    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_inside = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, D], tl.float32)
@@ -203,10 +212,13 @@ def _joint_out_kernel(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Write (1 - c u) Diag + c (A S - M v) with u = 1 - Σ_j M.
+    """Write the output (1 - c u) Diag v + c (A S - M v) with u = 1 - Σ_j M.
 
-    The grid is (B H, ⌈N / CHUNK⌉): a program computes the CHUNK rows of one or more whole blocks, ROWS at a time.
-    padded is (B,) int32, the number of padded keys of each sequence, or None together with pad. joint_offset is (B H,).
+    The grid is (B H, ⌈N / CHUNK⌉).
+
+    Args:
+        padded: int32 (B,), the number of padding keys of each sequence. It is None if pad is None.
+        joint_offset: (B H,), the offset o of each head.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)
@@ -233,9 +245,9 @@ def _joint_out_kernel(
             b_q = tl.where(_is_usable_query(b_q, pad, i_b, o_q, end, N)[:, None], b_q, 0.0)
         b_a = _query_features(b_q, b_alpha, b_l)
         # (D, D)
-        b_S = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
+        b_state = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
         # (ROWS, D)
-        b_lln = _dot(b_a.to(DOT), b_S)
+        b_lln = _dot(b_a.to(DOT), b_state)
         b_o, b_row_sum, b_outside, b_inside = _block_and_outside(
             b_q,
             (b_a * b_min_s_over_s[None, :]).to(DOT),

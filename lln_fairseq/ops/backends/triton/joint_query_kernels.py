@@ -1,17 +1,18 @@
-"""Triton kernel that starts the backward pass of the joint form: it reads q, k, v and do and writes dq, dα, the
-gradient of the offset o, and six numbers of each query that the later kernels need.
+"""Triton kernel that starts the backward pass of the joint form.
 
-The formulas are those of backends/pytorch/joint.py: E = do v_bᵀ, de_i = Σ_j D_ij E_ij and oe_i = do_i O_i. The numbers
-are the rows of `query_stats`, (6, B H, N) float32:
+It reads q, k, v and do, and writes dq, dα, the gradient of the offset o, and six numbers of each query that the later
+kernels need. The formulas and symbols are those of backends/pytorch/joint.py, with the softmax matrix Diag,
+E = do v_bᵀ, de_i = Σ_j Diag_ij E_ij and oe_i = do_i O_i. forward_kernels.py explains the names. The six numbers are the
+rows of `query_stats`, (6, B H, N) float32:
 
-    0   log-normalizer of the block's softmax in base 2, infinite for a query that is not usable
+    0   lse, the log-normalizer of the softmax in the block in base 2; infinite for a query that is not usable
     1   de
     2   c
     3   1 - c u
     4   du
     5   δ = Σ_d A dA
 
-Since rows of P sum to 1, δ = c oe - du Σ_j M, which does not need dA.
+Since the rows of P sum to 1, δ = c oe - du Σ_j M. This formula does not need dA.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -22,6 +23,7 @@ import triton.language as tl
 from lln_fairseq.ops.backends.triton.backward_kernels import _add_times_state_T, _exp2_at_most_1, _key_features
 from lln_fairseq.ops.backends.triton.forward_kernels import (
     LOG2E,
+    LOWEST,
     _block_scores,
     _dot,
     _dropout_scale,
@@ -71,12 +73,16 @@ def _block_row_sums(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute sums over the keys of the block of the queries o_q; b_q, b_do, b_scaled_a are (ROWS, D) in dtype DOT.
+    """Compute, for a tile of queries, sums over the keys of the block of each query.
 
-    Returns the log-normalizer of the block's softmax in base 2, de = Σ_j D E, and Σ_j M and Σ_j M E, both divided by
-    1 / min s; each (ROWS,) float32. b_scaled_a is A min s / s.
+    Args:
+        b_q, b_do: (ROWS, D) queries and gradient of their output, in the dtype DOT.
+        b_scaled_a: (ROWS, D) A min s / s in the dtype DOT.
+        o_q: (ROWS,) indices of the queries.
+
+    Returns: lse, de, min s · Σ_j M and min s · Σ_j M E, each (ROWS,) float32.
     """
-    b_row_max = tl.full([ROWS], -1e30, tl.float32)
+    b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_de = tl.zeros([ROWS], tl.float32)
     b_inside = tl.zeros([ROWS], tl.float32)
@@ -135,10 +141,16 @@ def _block_dq_and_da(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute the parts of dq and dA of the queries o_q that come from the keys of their block.
+    """Compute the parts of dq and dA that come from the keys of the same block, for a tile of queries.
 
-    b_q, b_do and b_da are (ROWS, D), the statistics of the queries (ROWS,). Returns the softmax's part of dq, not yet
-    multiplied by SCALE, and b_da + X W with X = -(c E + du); both (ROWS, D) float32.
+    Args:
+        b_q, b_do: (ROWS, D) queries and gradient of their output.
+        b_da: (ROWS, D) the other part of dA.
+        b_lse, b_de, b_c, b_block_weight, b_du: (ROWS,) the first five rows of query_stats for these queries.
+        o_q: (ROWS,) indices of the queries.
+
+    Returns:
+        The part of dq that comes from the softmax, not yet multiplied by SCALE, and b_da + X W, both (ROWS, D) float32.
     """
     b_dq = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
@@ -203,10 +215,10 @@ def _joint_dq_kernel(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Write dq, query_stats, and each program's sums for dα and the gradient of the offset.
+    """Write dq, query_stats, and the part of dα and of the gradient of the offset of each program.
 
-    The grid is that of _joint_out_kernel, (B H, ⌈N / CHUNK⌉): a program computes whole blocks, so it recomputes the
-    numbers of its queries itself. dalpha and djoint_offset are (B H, ⌈N / CHUNK⌉) float32.
+    The grid is (B H, ⌈N / CHUNK⌉). dalpha and djoint_offset are (B H, ⌈N / CHUNK⌉) float32. `padded` and joint_offset
+    are the same as in _joint_out_kernel.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)
@@ -285,7 +297,7 @@ def _joint_dq_kernel(
         b_delta = b_c * b_oe - b_du * b_inside
         b_djoint_offset += b_dc_doffset * (b_oe - b_u * b_de)
         if pad is not None:
-            b_lse = tl.where(usable, b_lse, float("inf"))  # later launches count the query as 0
+            b_lse = tl.where(usable, b_lse, float("inf"))  # weights of unusable queries become 0 in the later kernels
 
         # (ROWS, D): s dA = c s do Sᵀ + X W
         p_log_s = log_s + i_bh * D + o_d

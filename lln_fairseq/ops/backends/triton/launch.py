@@ -1,4 +1,4 @@
-"""Choose the launch settings of the Triton kernels: supported tensors, tile sizes, splits of the tokens, layouts."""
+"""The launch settings of the Triton kernels: supported tensors, tile sizes, splits of the tokens, and layouts."""
 
 import os
 from contextlib import nullcontext
@@ -14,20 +14,20 @@ HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = range(16, 257)
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 MAX_SPLITS = 128
-LONG_BLOCK = 64  # tokens; kernels that walk over blocks have another tile for longer ones
+LONG_BLOCK = 64  # tokens; for blocks longer than this, the kernels that walk over blocks have another tile
 
 
 class Tile(NamedTuple):
-    """Rows of a tile, warps of a program, stages of the load pipeline, and a limit of registers per thread or None."""
+    """The size of a kernel's tiles, and the settings of Triton with which that kernel is launched."""
 
-    rows: int
-    warps: int
-    stages: int
-    registers: int | None = None
+    rows: int  # tokens in a tile
+    warps: int  # warps of a program
+    stages: int  # stages of the pipeline that loads tiles
+    registers: int | None = None  # the maximum number of registers of a thread; None = no limit
 
     @property
     def options(self) -> dict[str, int | None]:
-        """Return the launch options of Triton: num_warps, num_stages and, if registers are limited, maxnreg."""
+        """Return the launch options num_warps, num_stages and, if the registers are limited, maxnreg."""
         options: dict[str, int | None] = {"num_warps": self.warps, "num_stages": self.stages}
         if self.registers is not None:
             options["maxnreg"] = self.registers
@@ -35,7 +35,10 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of the kernels that walk over tokens, one field for each kernel."""
+    """The tiles of the kernels that walk over tokens, one field for each kernel.
+
+    The suffix _long marks the tile of a kernel for blocks longer than LONG_BLOCK.
+    """
 
     state: Tile
     out: Tile
@@ -52,18 +55,23 @@ class Tiles(NamedTuple):
     joint_dkv_long: Tile
 
     def for_block_size(self, kernel: str, block_size: int) -> Tile:
-        """Return the tile of a kernel that also has one for long blocks, which `block_size` selects."""
+        """Return the tile of a kernel that has two: one for blocks of at most LONG_BLOCK tokens, one for longer blocks.
+
+        Args:
+            kernel: the name of the field for short blocks, such as "joint_out".
+            block_size: tokens in a block.
+        """
         if block_size > LONG_BLOCK:
             return getattr(self, f"{kernel}_long")
         return getattr(self, kernel)
 
 
-# Architecture, bytes of an element, and the largest head dim. Compute capability 8.x and 12.x use the tiles of
-# architecture 80, capability 9.x and 10.x those of 90. float32 has small tiles because tf32x3 needs three operands in
-# place of one; it has the same ones on both architectures.
+# Architecture, bytes of an element, and the largest head dimension. GPUs of compute capability 8.x and 12.x use the
+# tiles of architecture 80, GPUs of 9.x and 10.x the tiles of architecture 90. float32 has small tiles because tf32x3
+# needs three operands in place of one. Its tiles are the same on both architectures.
 _COLUMNS = ((80, 2, 64), (80, 2, 128), (80, 4, 64), (80, 4, 128), (90, 2, 64), (90, 2, 128))
-# Rows, warps, stages and registers of each kernel, in the order of _COLUMNS. They were chosen by the compiled code, so
-# that half precision spills few registers: tests/ops/backends/test_triton_aot.py lists the spills, and
+# The fields of the `Tile` of each kernel, in the order of _COLUMNS. They were chosen from the compiled code, so that
+# half precision spills few registers. tests/ops/backends/test_triton_aot.py lists the spills, and
 # scripts/benchmarks/tiles.py times other tiles.
 _TABLE = {
     "state": ((32, 4, 2), (64, 8, 2), (32, 4, 1), (16, 8, 1), (64, 4, 2), (64, 8, 2)),
@@ -88,18 +96,18 @@ for _dim in (64, 128):
 
 
 def capability(device: torch.device) -> int:
-    """Return the compute capability of a GPU as one number, such as 90 for 9.0."""
+    """Return the compute capability of a GPU as one number, for example 90 for capability 9.0."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may use on a GPU."""
+    """Return the largest number of bytes of shared memory that a program may use on a GPU."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009 - no stub
 
 
 def tiles_for(q: Tensor) -> Tiles:
-    """Return the tiles for tensors with the device, dtype and head dim of q (B, H, N, D)."""
+    """Return the tiles for tensors with the device, dtype and head dimension of q (B, H, N, D)."""
     if INTERPRETED:
         # The interpreter's time depends on the number of operations, not on their size.
         return Tiles(*[Tile(64, 4, 1)] * len(Tiles._fields))
@@ -107,20 +115,17 @@ def tiles_for(q: Tensor) -> Tiles:
 
 
 def tiles_key(q: Tensor) -> tuple[int, int, int]:
-    """Return the key in TILES for a CUDA tensor q (B, H, N, D): architecture, bytes of an element, largest head dim."""
+    """Return the key of TILES for a CUDA tensor q (B, H, N, D).
+
+    Returns: the architecture, the bytes of an element, and the largest head dimension that the tiles are meant for.
+    """
     architecture = 90 if 90 <= capability(q.device) < 120 else 80
     largest_dim = 64 if q.shape[-1] <= 64 else 128
     return architecture, q.element_size(), largest_dim
 
 
 def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: int = 0) -> str | None:
-    """Return None if the kernels run on tensors with q's device, dtype and head dim, otherwise the reason they do not.
-
-    Args:
-        q: (B, H, N, D); its size does not matter, so an empty tensor will do.
-        block_size: tokens of a block, or None for attention without blocks.
-        max_global_tokens: an upper bound of the global tokens of a sequence.
-    """
+    """Return None if the kernels can run on tensors like q, otherwise a sentence; see `Backend.is_supported`."""
     if q.dtype not in _DTYPES:
         return f"The Triton kernels support float16, bfloat16 and float32, not {q.dtype}."
     if q.shape[-1] not in HEAD_DIMS:
@@ -139,10 +144,17 @@ def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: in
 
 
 def split_tokens(length: int, dim: int) -> tuple[int, int]:
-    """Return the number of splits of a sequence and the tokens of each; the last split may be shorter.
+    """Divide a sequence into splits, each of which one program sums over.
 
-    There are enough splits to occupy a GPU and few enough that their states (D, D) cause little memory traffic. They
-    depend on N and D only, so that the rest of the batch does not change a sequence's results.
+    There are enough splits to occupy a GPU, and few enough that writing a state (D, D) for each causes little memory
+    traffic. The result depends only on N and D, so that the results for a sequence do not depend on the rest of the
+    batch.
+
+    Args:
+        length: N.
+        dim: D.
+
+    Returns: the number of splits, and the number of tokens in each. The last split may be shorter.
     """
     splits = min(max(length // max(1024, 16 * dim), 1), MAX_SPLITS)
     tokens = triton.cdiv(triton.cdiv(length, splits), 128) * 128
@@ -150,10 +162,12 @@ def split_tokens(length: int, dim: int) -> tuple[int, int]:
 
 
 def chunk_size(block_size: int | None, rows: int) -> int:
-    """Return the number of tokens that one program processes with tiles of `rows` tokens.
+    """Return the number of tokens that one program processes: its chunk.
 
-    With blocks it is as many whole blocks as fit in one tile, or one block that takes several tiles. Without blocks
-    (None) it is four tiles.
+    Args:
+        block_size: tokens in a block. A chunk is as many whole blocks as fit in one tile, but at least one block, which
+            may take several tiles. With None, for a call without blocks, a chunk is four tiles.
+        rows: tokens in a tile.
     """
     if block_size is None:
         return 4 * rows
@@ -161,10 +175,10 @@ def chunk_size(block_size: int | None, rows: int) -> int:
 
 
 def kernel_options(q: Tensor, tile: Tile) -> dict[str, Any]:
-    """Return the arguments D, ROWS and DOT that most kernels have in common, and the launch options of a tile.
+    """Return the keyword arguments D, ROWS and DOT, which most kernels have, together with the options of the tile.
 
-    DOT is the dtype of the operands of tl.dot: that of q, except for bfloat16 in the interpreter, which multiplies
-    bfloat16 wrongly and gets float32.
+    DOT is the dtype of the operands of tl.dot. It is the dtype of q, but the interpreter gets float32 in place of
+    bfloat16, which it multiplies wrongly.
     """
     dot_dtype = _DTYPES[q.dtype]
     if INTERPRETED and q.dtype == torch.bfloat16:
@@ -173,21 +187,22 @@ def kernel_options(q: Tensor, tile: Tile) -> dict[str, Any]:
 
 
 def device_of(x: Tensor) -> torch.cuda.device | nullcontext:
-    """Return a context in which kernels are launched on the device of x."""
+    """Return a context manager under which kernels are launched on the device of x."""
     if x.is_cuda:
         return torch.cuda.device(x.device)
     return nullcontext()
 
 
 def same_layout(x: Tensor, y: Tensor) -> bool:
-    """Return True if the strides of x address y too. Strides of dimensions of size 1 do not matter."""
+    """Return True if x and y have the same strides. Strides of dimensions of size 1 are not compared."""
     return all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), y.stride(), strict=True))
 
 
 def aligned(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with common strides and dense features (last dimension).
+    """Return tensors with these values that all have the same strides and dense features (the last dimension).
 
-    They are returned as they are if they already have both; otherwise all of them are made contiguous.
+    If the tensors already fulfill both conditions, they are returned themselves. Otherwise all of them are made
+    contiguous.
     """
     if all(x.stride(-1) == 1 and same_layout(x, tensors[0]) for x in tensors):
         return list(tensors)
@@ -195,17 +210,20 @@ def aligned(*tensors: Tensor) -> list[Tensor]:
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides of batch, heads and tokens of x (B, H, N, D)."""
+    """Return the strides of the batch, head and token dimensions of x (B, H, N, D)."""
     return x.stride(0), x.stride(1), x.stride(2)
 
 
 def mask_bytes(key_padding_mask: Tensor | None) -> Tensor | None:
-    """Return a bool mask (B, N) as contiguous bytes, without a copy if it is contiguous; None for None."""
+    """Return a bool mask (B, N) as contiguous bytes, or None if the mask is None.
+
+    The result shares memory with the mask if the mask is contiguous.
+    """
     if key_padding_mask is None:
         return None
     return key_padding_mask.contiguous().view(torch.uint8)
 
 
 def workspace(like: Tensor, *shape: int) -> Tensor:
-    """Return uninitialized float32 memory on the device of `like`."""
+    """Return an uninitialized float32 tensor of this shape on the device of `like`."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)

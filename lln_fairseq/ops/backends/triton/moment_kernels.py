@@ -1,7 +1,7 @@
 """Triton kernels of moment matching: σ_q and σ_k in one pass over q and k, then α and β from a table.
 
 For each (batch, head), s = σ_q²σ_k², log σ̃² is piecewise linear in log s, α = σ̃ / (√2 σ_q) and β = σ̃ / (√2 σ_k).
-The device computes everything, so the host never waits for it. Notation of forward_kernels.py.
+The device computes everything, so the host never waits for it. forward_kernels.py explains the names.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -14,9 +14,12 @@ from lln_fairseq.ops.backends.triton.forward_kernels import _head_offset, _is_re
 
 @triton.jit
 def _tile_moments(b_x, b_weight, count):
-    """Return the mean and Σ (x - mean)² of the `count` elements of the rows (ROWS, D) whose weight (ROWS, 1) is 1.
+    """Return the mean and Σ (x - mean)² of the numbers x of a tile, without the rows of weight 0.
 
-    The other rows, with weight 0, must hold finite numbers. A tile without an element gives 0 and 0.
+    Args:
+        b_x: (ROWS, D) numbers. Rows of weight 0 must hold finite numbers.
+        b_weight: (ROWS, 1), 1 or 0.
+        count: how many numbers the rows of weight 1 have. If it is 0, the result is 0 and 0.
     """
     mean = tl.sum(tl.sum(b_x * b_weight, 1), 0) / tl.maximum(count, 1.0)
     b_centered = (b_x - mean) * b_weight
@@ -25,7 +28,10 @@ def _tile_moments(b_x, b_weight, count):
 
 @triton.jit
 def _merge_moments(count, mean, square, count_2, mean_2, square_2):
-    """Return the mean and Σ (x - mean)² of the union of two sets, without cancellation for any mean (Chan et al.)."""
+    """Return the mean and Σ (x - mean)² of the union of two sets of numbers (Chan et al.).
+
+    The arguments are the count, the mean and Σ (x - mean)² of each set. A large mean causes no cancellation.
+    """
     fraction = count_2 / tl.maximum(count + count_2, 1.0)
     step = mean_2 - mean
     return mean + fraction * step, square + square_2 + step * step * count * fraction
@@ -33,9 +39,12 @@ def _merge_moments(count, mean, square, count_2, mean_2, square_2):
 
 @triton.jit
 def _interpolate_table(log_s_table, log_sigma2_table, log_s, SIZE: tl.constexpr, SIZE_2: tl.constexpr):
-    """Interpolate an increasing table of SIZE >= 2 knots linearly at log_s; its first and last slopes continue outside.
+    """Interpolate a table of SIZE >= 2 ascending points linearly at log_s. Outside, the nearest segment continues.
 
-    SIZE_2 is the smallest power of 2 that is at least SIZE.
+    Args:
+        log_s_table, log_sigma2_table: pointers to the points, (SIZE,).
+        log_s: a number.
+        SIZE_2: the smallest power of 2 that is at least SIZE.
     """
     o_t = tl.arange(0, SIZE_2)
     b_t = tl.load(log_s_table + o_t, mask=o_t < SIZE, other=float("inf"))
@@ -61,9 +70,11 @@ def _store_matched(
     SIZE: tl.constexpr,
     SIZE_2: tl.constexpr,
 ):
-    """Store α and β of one (batch, head) from the number of elements and their sums of squares about the means.
+    """Compute and store α and β of one (batch, head). Standard deviations below 1e-6 count as 1e-6.
 
-    Standard deviations below 1e-6 count as 1e-6. A NaN in the sums gives NaN.
+    Args:
+        count: the number of elements of q, and also of k.
+        square_q, square_k: Σ (x - mean)² of q and of k. If one of them is NaN, so are α and β.
     """
     sigma_q = tl.maximum(tl.sqrt(square_q / tl.maximum(count, 1.0)), 1e-6)
     sigma_k = tl.maximum(tl.sqrt(square_k / tl.maximum(count, 1.0)), 1e-6)
@@ -97,10 +108,15 @@ def _moments_kernel(
     ROWS: tl.constexpr,
     FINAL: tl.constexpr,
 ):
-    """Compute count, mean and Σ (x - mean)² of q and of k over the real tokens of [i_s T, (i_s + 1) T).
+    """Compute the mean and Σ (x - mean)² of q and of k over the tokens [i_s T, (i_s + 1) T) that are not padding.
 
-    The grid is (B H, splits). With FINAL, which requires a single split, α and β are stored and `part` may be None.
-    Otherwise part, (5, B H, splits) float32, gets the count, the means of q and k, and their sums of squares.
+    The grid is (B H, splits).
+
+    Args:
+        part: output, (5, B H, splits) float32: the number of elements, the means of q and k, and Σ (x - mean)² of q and
+            k. It is not used with FINAL.
+        alpha, beta: outputs, (B H,) float32, which are written only with FINAL.
+        FINAL: True if there is a single split.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_s = tl.program_id(1)
@@ -139,7 +155,12 @@ def _moments_kernel(
 
 @triton.jit
 def _merge_squares(b_count, count, b_mean, b_square):
-    """Return Σ (x - mean)² of the union of all splits from the count, mean and sum of squares of each (splits,)."""
+    """Return Σ (x - mean)² over the union of all splits.
+
+    Args:
+        b_count, b_mean, b_square: (splits,) count, mean and Σ (x - mean)² of each split.
+        count: the sum of b_count.
+    """
     mean = tl.sum(b_count * b_mean, 0) / tl.maximum(count, 1.0)
     b_step = b_mean - mean
     return tl.sum(b_square + b_count * b_step * b_step, 0)
@@ -157,9 +178,9 @@ def _moments_combine_kernel(
     SIZE: tl.constexpr,
     SIZE_2: tl.constexpr,
 ):
-    """Store α and β of one (batch, head) from the splits of _moments_kernel.
+    """Compute and store α and β of one (batch, head) from the output `part` of _moments_kernel.
 
-    The grid is (B H,). SPLITS_2 is the smallest power of 2 that is at least SPLITS.
+    The grid is (B H,). SPLITS is the number of splits, and SPLITS_2 the smallest power of 2 that is at least SPLITS.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, SPLITS_2)

@@ -1,8 +1,8 @@
 /* LLN, block-diagonal and hybrid attention and moment matching on a CPU in float32.
 
-   Each thread computes whole heads, tile by tile. What belongs to a tile of tokens stays in the cache of the thread's
-   core: q, k, v, the gradient and the results are read and written once or twice, and nothing else is as large as they
-   are. compile.py compiles this file for one head dimension (-DD=64) and for the CPU of the machine. */
+   Each thread computes whole heads, tile by tile. The data of a tile stay in the cache of the thread's core. Only q, k,
+   v, the gradient of the output and the results are as long as the sequence, and they are read or written once or
+   twice. compile.py compiles this file for one head dimension D, for example -DD=64, and for the CPU of the machine. */
 
 #include <omp.h>
 
@@ -12,7 +12,7 @@
 #include "joint.h"
 #include "moments.h"
 
-/* Compute the output of a head from its state. */
+/* Compute the output of all queries of a head, from the state that sum_keys has stored. */
 static void head_answer_queries(const problem *p, int64_t head, scratch c) {
     const int64_t real_keys = p->joint ? count_real_keys(p, head, 0, p->tokens) : 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
@@ -38,8 +38,9 @@ static void head_forward(const problem *p, int64_t head, scratch c) {
     head_answer_queries(p, head, c);
 }
 
-/* Compute the gradients of the keys of a head from c.grad_state and c.g. Add the block-diagonal part to all gradients;
-   without an LLN part, that of q begins at 0 here, otherwise it has been computed before. */
+/* Compute the gradients of k, v and beta of a head from dS in c.grad_state and g in c.g. Then add the block-diagonal
+   part to the gradients of q, k and v. Without an LLN part, all three gradients start from 0; with one,
+   queries_backward has already stored the LLN part of the gradient of q. */
 static void head_keys_backward(const problem *p, int64_t head, scratch c) {
     if (p->lln_weight) transpose(D, D, c.grad_state, c.state_T);
     double grad_beta = 0;
@@ -75,7 +76,8 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
     head_keys_backward(p, head, c);
 }
 
-/* The two halves of a backward pass whose sequence is on several workers: between them, the workers sum dS and g. */
+/* The two halves of the backward pass of a sequence whose tokens are on several workers. Between the halves, the
+   workers add up dS and g, which are stored in p->exchanged. */
 static void head_backward_queries(const problem *p, int64_t head, scratch c) {
     float *exchanged = p->exchanged + head * (D + 1) * D;
     queries_backward(p, head, c);

@@ -1,7 +1,7 @@
 /* Softmax attention inside a block of tokens. In a call with blocks, each tile is a block. */
 
-/* Draw 1 (keep) or 0 (drop) for every probability of a block with `keys` keys, from 16 bits each of the generator Philox4x32-10
-   (Salmon et al., SC 2011). The numbers depend on the seed, the head and the block only. */
+/* Draw 1 (keep) or 0 (drop) for every probability (s.rows, keys) of a block. Each takes 16 bits from the generator
+   Philox4x32-10 (Salmon et al., SC 2011). The numbers depend only on the seed, the head and the block. */
 static void draw_dropout(const problem *p, span s, int64_t keys, float *dropout) {
     const int64_t words = s.rows * keys / 8;
     const int64_t head = s.batch * p->heads + s.head;
@@ -26,8 +26,8 @@ static void draw_dropout(const problem *p, span s, int64_t keys, float *dropout)
     }
 }
 
-/* Compute probs = softmax(q k' / sqrt(D)) of n queries and `keys` keys, without dropout. `transposed` (D, keys) receives
-   k'. */
+/* Write softmax(q k' / sqrt(D)) of n queries and `keys` keys to `probs` (n, keys), without dropout, and the transposed
+   keys k' to `transposed` (D, keys). */
 static void block_softmax(int64_t n, int64_t keys, const float *q, const float *k, const float *valid,
                           float *transposed, float *probs) {
     transpose(keys, D, k, transposed);
@@ -35,12 +35,12 @@ static void block_softmax(int64_t n, int64_t keys, const float *q, const float *
     for (int64_t i = 0; i < n; i++) softmax(keys, valid, probs + i * keys);
 }
 
-/* Return the weight of the block-diagonal part, divided by the probability of keeping if there is dropout. */
+/* Return diag_weight, divided by the probability of keeping if there is dropout. */
 static float scaled_diag_weight(const problem *p) {
     return p->keep_threshold ? p->diag_weight * 65536 / p->keep_threshold : p->diag_weight;
 }
 
-/* Add weight * P v to `out`, with P after dropout. */
+/* Add the block-diagonal part of the output of a tile to `out`: diag_weight * P v, with P the softmax after dropout. */
 static void block_forward(const problem *p, span s, scratch c, const float *q, float *out) {
     const float *valid = valid_tokens(p, s, c);
     const float *k = load_keys(&p->k, s, valid, c.k);
@@ -55,8 +55,10 @@ static void block_forward(const problem *p, span s, scratch c, const float *q, f
     multiply(1, s.rows, D, s.rows, probs, s.rows, 1, v, scaled_diag_weight(p), out, PREFETCH(s, &p->k, &p->v));
 }
 
-/* Add the block's part to the gradients: to grad_k and grad_v in the tiles, to that of q in the tensor:
-   dv += P' do, dq += dscores k, dk += dscores' q. */
+/* Add the block-diagonal part to the gradients of a block. The gradients of k and v are in the tiles grad_k and grad_v,
+   the gradient of q is in the tensor. With the probabilities P and the gradient dscores of q k':
+
+     dv += P' do        dq += dscores k        dk += dscores' q */
 static void block_backward(const problem *p, span s, scratch c, const float *k, const float *v, float *grad_k,
                            float *grad_v) {
     const float *valid = valid_tokens(p, s, c);

@@ -1,13 +1,13 @@
-/* The joint form of LLN+Diag: the formulas of ops/joint.py and backends/pytorch/joint.py, with their symbols. Each tile
-   is a block. Its keys are its own tokens and, after them, the global tokens before it. */
+/* The joint form of LLN+Diag. The formulas and symbols are those of ops/joint.py and backends/pytorch/joint.py. Each
+   tile is a block. The keys of a block are its own tokens, followed by the global tokens that lie before the block. */
 
-static const float FLOOR = 0.0625f; /* the floor of ops/joint.py */
+static const float FLOOR = 0.0625f; /* FLOOR of ops/joint.py: the minimum of the divisor of c */
 
-/* Pointers to the two parts of L of a head: the maximum over the keys, and Σ_j e^(beta k_j - maximum). */
+/* Return a pointer to a part of L of a head: the maximum of beta k_j, or the sum of e^(beta k_j - maximum). */
 static float *key_max_of_head(const problem *p, int64_t head) { return log_sum_of_head(p, head) + D; }
 static float *key_sum_of_head(const problem *p, int64_t head) { return log_sum_of_head(p, head) + 2 * D; }
 
-/* Return how many of `count` tokens, from `start` on, are not padded. */
+/* Return how many of the `count` tokens that begin at token `start` are not padding. */
 static int64_t count_real_keys(const problem *p, int64_t head, int64_t start, int64_t count) {
     if (p->padding == NULL) return count;
     const uint8_t *padding = p->padding + head / p->heads * p->tokens + start;
@@ -19,11 +19,11 @@ static int64_t count_real_keys(const problem *p, int64_t head, int64_t start, in
 /* The keys of a block: its own tokens, and the global tokens before it. */
 typedef struct {
     span own, global;
-    int64_t rows;       /* rows of both tiles */
-    const float *valid; /* 1 for each real key, 0 for all other rows; NULL if every row is a real key */
+    int64_t rows;       /* rows of both tiles together */
+    const float *valid; /* 1 for each key, 0 for padding and for rows beyond a tile's last token; NULL = all 1 */
 } key_span;
 
-/* Return the keys of the block `s`. The marks of valid keys are stored in c.valid or c.valid_keys. */
+/* Return the keys of the block `s`. Their marks `valid` are stored in c.valid or c.valid_keys. */
 static key_span keys_of_block(const problem *p, span s, scratch c) {
     const int64_t global_tokens = p->global_tokens ? p->global_tokens[s.batch] : 0;
     const int64_t count = global_tokens < s.start ? global_tokens : s.start;
@@ -34,8 +34,8 @@ static key_span keys_of_block(const problem *p, span s, scratch c) {
     return (key_span){s, global, s.rows + global.rows, c.valid_keys};
 }
 
-/* Return the rows of the block's keys in `x`, the global ones last: a copy, unless there are none and the tile can be
-   used in the tensor itself. */
+/* Return the rows of `x` that belong to the keys of the block, the global keys last. They are copied to `copy`, unless
+   there are no global keys and the tile can be used in the tensor itself. */
 static const float *load_block_keys(const view *x, key_span keys, float *copy) {
     const float *own = load_keys(x, keys.own, keys.valid, copy);
     if (keys.global.count == 0) return own;
@@ -44,12 +44,14 @@ static const float *load_block_keys(const view *x, key_span keys, float *copy) {
     return copy;
 }
 
-/* Return where to compute the gradients of the block's keys: in the tensor itself only if there are no global keys. */
+/* Return where to compute the gradients of the keys of the block: in `copy` if there are global keys, otherwise where
+   output_tile says. */
 static float *output_block_keys(const view *x, key_span keys, float *copy) {
     return keys.global.count == 0 ? output_tile(x, keys.own, copy) : copy;
 }
 
-/* Write the gradients of the block's own keys to the tensor, and add those of the global keys to `global_grad`. */
+/* Store the gradients of the keys of a block that were computed where output_block_keys says. The gradients of the own
+   keys are written to the tensor, and the gradients of the global keys are added to `global_grad`. */
 static void store_block_keys(const view *x, key_span keys, const float *from, float *global_grad) {
     if (keys.global.count == 0) {
         store_tile(x, keys.own, from);
@@ -62,7 +64,8 @@ static void store_block_keys(const view *x, key_span keys, const float *from, fl
     for (int64_t i = 0; i < keys.global.count * D; i++) global_grad[i] += from[i];
 }
 
-/* Add the sums of all blocks to the gradients of the global keys of a head, whose tiles have been computed before. */
+/* Add `global_grad`, which is summed over all blocks of a head, to the gradients of the global tokens in the tensor.
+   `all` is a span that begins at token 0. */
 static void add_global_gradients(const problem *p, const view *x, span all, const float *global_grad) {
     for (int64_t i = 0; i < p->global_tokens[all.batch]; i++) {
         float *to = first_token(x, all) + i * x->token;
@@ -71,24 +74,27 @@ static void add_global_gradients(const problem *p, const view *x, span all, cons
     }
 }
 
-/* What decides the weight of the keys outside a block. */
+/* The quantities that decide the weight c of the keys outside a block, apart from u. */
 typedef struct {
-    int has_all_keys, has_no_key; /* whether the block has all real keys of the sequence, or none of them */
-    float exp_minus_offset;       /* e^-o */
+    int has_all_keys;       /* 1 if all keys of the sequence that are not padding lie in the block, and there are any */
+    int has_no_key;         /* 1 if all keys of the block are padding */
+    float exp_minus_offset; /* e^-o */
 } block_rule;
 
+/* Return the rule of a block. real_keys is the number of keys of the sequence that are not padding. */
 static block_rule rule_of_block(const problem *p, int64_t head, key_span keys, int64_t real_keys) {
     const int64_t inside = count_real_keys(p, head, keys.own.start, keys.own.count)
                            + count_real_keys(p, head, keys.global.start, keys.global.count);
     return (block_rule){inside == real_keys && inside, !inside, expf(-p->offset[head])};
 }
 
-/* The weight c of the keys outside the block, with its derivatives. */
+/* The weight c of the keys outside the block, and its derivatives by u and by the offset. */
 typedef struct {
     float weight, by_u, by_offset;
 } outside;
 
-/* Compute c and its derivatives, which are 0 at the floor and in blocks with all keys or none. */
+/* Return c and its derivatives by u and by the offset. The derivatives are 0 where c is constant: in blocks with all
+   keys or no key, and where the divisor of c is at most FLOOR. */
 static inline outside outside_weight(block_rule rule, float u) {
     if (rule.has_all_keys) return (outside){0, 0, 0};
     if (rule.has_no_key) return (outside){1, 0, 0};
@@ -100,7 +106,7 @@ static inline outside outside_weight(block_rule rule, float u) {
     return (outside){weight, by_u, by_offset};
 }
 
-/* Return u = 1 - the mass inside the block, clamped to [0, 1] because of rounding. */
+/* Return u = 1 - inside_mass, clamped to [0, 1], which it can leave by rounding. */
 static inline float outside_mass(float inside_mass) {
     if (inside_mass < 0) return 1;
     if (inside_mass > 1) return 0;
@@ -114,8 +120,8 @@ static inline float sum(int64_t n, const float *x) {
     return total;
 }
 
-/* Replace the transposed keys in w_T (D, n) by W', with the same bits that S was computed from: e^(beta k - L) would
-   differ from them by the rounding of a large L. */
+/* Replace the transposed keys k' in w_T (D, n) by W', bit for bit the W that S was computed from: e^(beta k - L) would
+   differ from that W by the rounding of a large L. */
 static void key_features_T(const problem *p, int64_t head, int64_t n, const float *valid, float *w_T) {
     const float beta = p->beta[head];
     const float *key_max = key_max_of_head(p, head);
@@ -137,7 +143,8 @@ static inline void scale_row(int64_t n, float factor, float *x) {
     for (int64_t i = 0; i < n; i++) x[i] *= factor;
 }
 
-/* Compute the output of a block: c A S + (a D - c M) v. `real_keys` is the number of real keys of the sequence. */
+/* Write the output of a block to `out`: c A S + (inner Diag - c M) v. real_keys is the number of keys of the sequence
+   that are not padding. */
 static void joint_forward(const problem *p, int64_t head, span s, scratch c, const float *q, int64_t real_keys,
                           float *out) {
     const key_span keys = keys_of_block(p, s, c);
@@ -172,15 +179,15 @@ static void joint_forward(const problem *p, int64_t head, span s, scratch c, con
     multiply(1, n, D, m, probs, m, 1, v, 1, out, PREFETCH(s, &p->k, &p->v));
 }
 
-/* Compute the backward pass of one query's row of a block, in place:
+/* Compute the backward pass of one row of a block, which belongs to one query. The row has n keys. In place:
 
-     p_row   in: the softmax D              out: the gradient of the scores
-     e_row   in: E = do v'                  out: X
-     m_row   in: M                          out: a D - c M, which multiplies do in the gradient of v
-     grad_a  in: do S'                      out: c do S'
+     p_row   in: the softmax, before dropout    out: the gradient of the scores
+     e_row   in: E = do v'                      out: X
+     m_row   in: M                              out: inner Diag - c M, which multiplies do in the gradient of v
+     grad_a  in: do S'                          out: c do S'
 
-   dropout_row is used only if has_dropout is true. Store c in `weight`, and return the query's part of the gradient of
-   the offset. */
+   dropout_row is read only if has_dropout is true. Store c in `weight`. Return the query's part of the gradient of the
+   offset. */
 static inline __attribute__((always_inline)) float joint_row_backward(
     block_rule rule, int64_t n, const int has_dropout, const float *dropout_row, float rescale, const float *a,
     float *grad_a, float *p_row, float *e_row, float *m_row, float *weight) {
@@ -212,8 +219,8 @@ static inline __attribute__((always_inline)) float joint_row_backward(
     return o.by_offset * (outside_e - u * diag_e);
 }
 
-/* Compute dx = A (dA - δ) and dq = alpha dx of a tile from grad_a = dA. Replace A by c A, with c in `weight`, and add
-   Σ_i A δ to g. Return the tile's part of dalpha, Σ q dx. */
+/* Write dq = alpha dx of a tile to grad_q, where dx = A (dA - δ), dA is grad_a and A is `a`. Add Σ_i A δ to g. Then
+   replace A in `a` by c A, with c from `weight`. Return the tile's part of dalpha = Σ q dx. */
 static float joint_queries_backward(span s, const float *q, float alpha, const float *weight, float *a,
                                     const float *grad_a, float *grad_q, float *g) {
     float grad_alpha[D] = {0};
@@ -235,7 +242,7 @@ static float joint_queries_backward(span s, const float *q, float alpha, const f
     return sum(D, grad_alpha);
 }
 
-/* Replace dW in grad_k by beta W dW, over n numbers. Return Σ k W dW, a part of dbeta. */
+/* Replace dW, the n numbers in grad_k, by dk = beta dy with dy = W dW. Return Σ k dy, a part of dbeta. */
 static float joint_keys_backward(int64_t n, const float *k, const float *w, float beta, float *grad_k) {
     float grad_beta = 0;
 #pragma omp simd reduction(+ : grad_beta)
@@ -251,8 +258,10 @@ typedef struct {
     double alpha, beta, offset;
 } scalar_gradients;
 
-/* Compute the first half of a block's backward pass: its dq, and its own parts of dk and dv, into the tensors. Add its
-   parts to c.grad_state (dS), c.g, c.global_grad_k, c.global_grad_v and `sums`. */
+/* Compute the first half of the backward pass of a block. Write the gradient of q to the tensor, and the parts of the
+   gradients of k and v that come from the block's own queries. Add the block's parts of dS to c.grad_state, of g to
+   c.g, of the gradients of the global keys to c.global_grad_k and c.global_grad_v, and of dalpha, dbeta and the
+   gradient of the offset to `sums`. */
 static void joint_block_backward(const problem *p, int64_t head, span s, scratch c, int64_t real_keys,
                                  scalar_gradients *sums) {
     const key_span keys = keys_of_block(p, s, c);
@@ -309,7 +318,7 @@ static void joint_block_backward(const problem *p, int64_t head, span s, scratch
     store_block_keys(&p->grad_v, keys, grad_v, c.global_grad_v);
 }
 
-/* Compute all gradients of a head. */
+/* Store all gradients of a head. */
 static void joint_backward(const problem *p, int64_t head, scratch c) {
     const int64_t real_keys = count_real_keys(p, head, 0, p->tokens);
     scalar_gradients sums = {0};

@@ -1,6 +1,6 @@
-/* LLN attention: the formulas of backends/pytorch/lln.py, with A, W, L, S and g as there. */
+/* LLN attention. The formulas and symbols are those of backends/pytorch/lln.py; x' is the transpose of x. */
 
-/* Compute a = A = softmax_d(alpha q + L) of a tile. */
+/* Write A = softmax_d(alpha q + L) of a tile of queries to `a`. */
 static void query_features(span s, const float *q, float alpha, const float *log_sum, float *a) {
     for (int64_t i = 0; i < s.rows; i++, a += D) {
         const float *x = q + i * D;
@@ -10,7 +10,7 @@ static void query_features(span s, const float *q, float alpha, const float *log
     }
 }
 
-/* Compute w = exp(beta k - shift) of a tile, 0 for padded keys. With shift = L, this is W. */
+/* Write exp(beta k - shift) of a tile of keys to `w`, with 0 for padding keys. If shift is L, this is W. */
 static void key_features(span s, const float *k, float beta, const float *shift, const float *valid, float *w) {
     for (int64_t j = 0; j < s.rows; j++, w += D) {
         const float *x = k + j * D;
@@ -23,7 +23,8 @@ static void key_features(span s, const float *k, float beta, const float *shift,
     }
 }
 
-/* Add the sum of the rows of w to key_sum. The tile is summed first: adding 10^5 tokens one by one loses a digit. */
+/* Add the sum of the rows of w to key_sum. The rows are summed separately first, because adding 10^5 tokens one by one
+   would lose a digit. */
 static void add_key_features(span s, const float *w, float *key_sum) {
     float sum[D] = {0};
     for (int64_t j = 0; j < s.rows; j++)
@@ -32,8 +33,8 @@ static void add_key_features(span s, const float *w, float *key_sum) {
     for (int d = 0; d < D; d++) key_sum[d] += sum[d];
 }
 
-/* Raise key_max to the largest beta k of the tile where that is larger, and rescale key_sum and `state`, which were
-   summed with the old maximum. `factor` is overwritten. */
+/* Raise the running maximum key_max to the largest beta k of the tile if that is larger. Then rescale key_sum and
+   `state`, which are relative to the old maximum. `factor` (D) is scratch memory. */
 static void raise_key_max(span s, const float *k, float beta, const float *valid, float *key_max, float *key_sum,
                           float *state, float *factor) {
     memcpy(factor, key_max, D * sizeof(float));
@@ -53,9 +54,9 @@ static void raise_key_max(span s, const float *k, float beta, const float *valid
         for (int e = 0; e < D; e++) state[d * D + e] *= factor[d];
 }
 
-/* Compute L = logsumexp_j(beta k_j) and S = lln_weight * W' v of a head; both are 0 for a sequence without a real key.
-   If the state has rows for them, store the two parts of L too: the maximum, which is then 0, and the sum, which is then
-   0, or 1 in the joint form, which divides by it. */
+/* Store L = logsumexp_j(beta k_j) and S = lln_weight * W' v of a head. If the state has rows for the two parts of L,
+   store the maximum of beta k_j and the sum of e^(beta k_j - maximum) too. For a sequence that is all padding, all of
+   these are 0, except that the sum is 1 in the joint form, which divides by it. */
 static void sum_keys(const problem *p, int64_t head, scratch c) {
     float *log_sum = log_sum_of_head(p, head);
     float *state = state_of_head(p, head);
@@ -89,8 +90,9 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
     }
 }
 
-/* Compute the gradients of the queries of a head: dA = do S', dx = A (dA - Σ_d A dA), dq = alpha dx, and dalpha if it
-   is needed. Leave dS = A' do in c.grad_state, g = diag(S dS') - Σ_i dx_i in c.g, and S' in c.state_T. */
+/* Store the gradients of q and alpha of a head: dA = do S', dx = A (dA - Σ_d A dA), dq = alpha dx, dalpha = Σ q dx. The
+   gradient of alpha is stored only if p->grad_alpha is not NULL. On return, c.grad_state is dS = A' do, c.g is
+   g = diag(S dS') - Σ_i dx_i, and c.state_T is S'. */
 static void queries_backward(const problem *p, int64_t head, scratch c) {
     float *state = state_of_head(p, head);
     float *g = c.g;
@@ -127,9 +129,12 @@ static void queries_backward(const problem *p, int64_t head, scratch c) {
     if (p->grad_alpha) p->grad_alpha[head] = grad_alpha;
 }
 
-/* Compute, or add to the tiles if `add` is true, the gradients of a tile of keys, with W = e^(beta k - shift):
-   dv = W dS, dy = W (v dS' - g), dk = beta dy. dS is c.grad_state, its transpose c.state_T, and g is c.g.
-   Return the tile's part of dbeta, Σ k dy; 0 if dbeta is not needed. */
+/* Compute the gradients of a tile of keys and values, with W = e^(beta k - shift) and λ = lln_weight:
+
+     dv = λ W dS        dy = W (λ v dS' - g)        dk = beta dy
+
+   dS is in c.grad_state, dS' in c.state_T and g in c.g. The results overwrite grad_k and grad_v, or are added to them
+   if `add` is true. Return the tile's part of dbeta = Σ k dy, or 0 if p->grad_beta is NULL. */
 static inline float keys_backward(const problem *p, int64_t head, span s, scratch c, const int add, const float *shift,
                                   const float *k, const float *v, float *grad_k, float *grad_v) {
     float *w = c.features;

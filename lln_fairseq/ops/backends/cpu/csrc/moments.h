@@ -1,7 +1,8 @@
-/* Moment matching: the formulas of moment_matching.py. */
+/* Moment matching. The formulas are those of ops/moment_matching.py. */
 
-/* Return the population standard deviation over the real tokens and the features of a head, at least 1e-6. The sums are
-   relative to the mean of the first real token, so that a large mean does not cost digits. */
+/* Return the population standard deviation over the features and the tokens of a head, without padding tokens; at least
+   1e-6. The sums are relative to the mean of the first token that is not padding, so that a large mean does not cost
+   digits. */
 static double standard_deviation(const problem *p, const view *x, int64_t head, scratch c) {
     double total = 0;
     double total_square = 0;
@@ -35,7 +36,8 @@ static double standard_deviation(const problem *p, const view *x, int64_t head, 
     return sqrt(variance < 1e-12 ? 1e-12 : variance);
 }
 
-/* Interpolate linearly between the points of a table; beyond its ends, the first and the last segment continue. */
+/* Return the value at x of a table whose points are joined by straight lines. Beyond the first and the last point, the
+   nearest line continues. */
 static double interpolate(table t, double x) {
     int64_t right = 1;
     while (right < t.points - 1 && t.x[right] < x) right++;
@@ -45,7 +47,7 @@ static double interpolate(table t, double x) {
 
 enum { LOG_SIGMA2_LIMIT = 24 }; /* the limit of moment_matching.py */
 
-/* Compute alpha = σ̃ / (√2 σ_q) and beta = σ̃ / (√2 σ_k) of a head; see moment_matching.py. */
+/* Store alpha = σ̃ / (√2 σ_q) and beta = σ̃ / (√2 σ_k) of a head. */
 static void head_match_moments(const problem *p, int64_t head, scratch c) {
     const double sigma_q = standard_deviation(p, &p->q, head, c);
     const double sigma_k = standard_deviation(p, &p->k, head, c);

@@ -7,32 +7,39 @@ typedef struct {
     int64_t points;
 } table;
 
-/* The arguments of a call. backends/cpu/__init__.py packs them field by field. */
+/* The arguments of a call. FIELDS in backends/cpu/__init__.py lists them in the same order. */
 typedef struct {
     int64_t batches, heads, tokens, tile_size, threads;
-    int64_t state_rows;     /* rows of the state of a head, see `states` */
-    int64_t keep_threshold; /* how many values of 16 random bits keep a probability; 0 = no dropout */
+    int64_t state_rows;     /* rows of D numbers that `states` has for each head: D + 1 or D + 3 */
+    int64_t keep_threshold; /* a probability is kept if its 16 random bits are less than this; 0 = no dropout */
     int64_t joint;          /* 1 for the joint form, see joint.h; otherwise 0 */
     int64_t max_global;     /* the largest number in `global_tokens`, 0 without it */
     uint64_t seed;
     double lln_weight, diag_weight; /* weights of the two parts; a part of weight 0 is not computed */
     const uint8_t *padding;         /* (B, N), 1 = padded, or NULL */
     float *alpha, *beta;            /* (B H) */
-    float *states;                  /* (B H, state_rows, D): S, L and, of D + 3 rows, the two parts of L */
+    float *states;                  /* (B H, state_rows, D): S, L and, if there are D + 3 rows, the two parts of L */
     float *grad_alpha, *grad_beta;  /* (B H) or NULL */
     float *offset, *grad_offset;    /* (B H) or NULL, the offset of the joint form */
-    float *exchanged;               /* (B H, D + 1, D): dS and g, between the two halves of backward; or NULL */
+    float *exchanged;               /* (B H, D + 1, D): dS and g, for the exchange between the workers; or NULL */
     const int64_t *global_tokens;   /* (B), the number of global tokens of every sequence, or NULL; see joint.h */
     float *scratch;                 /* threads x scratch_floats(tile_size, max_global) */
-    table calibration;              /* if it has points, alpha and beta are computed from it */
+    table calibration;              /* the table of moment matching; without points, alpha and beta are inputs */
     view q, k, v;
     view out; /* in a backward pass, the gradient of the output */
     view grad_q, grad_k, grad_v;
 } problem;
 
-/* The scratch memory of a thread: tiles of tokens (n, D), tiles of the keys of a block (keys, D), gradients of the global
-   keys (g, D), matrices of a block (n, keys), states (D, D), vectors (D), one of tokens (n) and one of keys. A block has
-   n tokens of its own and up to g global ones, so that keys = n + g. The suffix _T marks a transposed matrix. */
+/* The scratch memory of a thread. A block has n tokens of its own and up to g global tokens, so that it has up to
+   keys = n + g keys. The suffix _T marks a transposed matrix. The shapes are
+
+     TILES           (n, D)       a tile of tokens
+     KEY_TILES       (keys, D)    the keys of a block
+     GLOBAL_TILES    (g, D)       the gradients of the global keys
+     MATRICES        (n, keys)    a matrix of a block
+     STATES          (D, D)
+     VECTORS         (D)
+     valid, outside_weight (n), valid_keys (keys) */
 #define TILES(_) _(q) _(grad_out) _(features) _(grad_logits) _(grad_q)
 #define KEY_TILES(_) _(k) _(v) _(out) _(transposed) _(grad_k) _(grad_v)
 #define GLOBAL_TILES(_) _(global_grad_k) _(global_grad_v)
@@ -46,7 +53,7 @@ typedef struct {
     float *valid, *outside_weight, *valid_keys;
 } scratch;
 
-/* Return the floats of scratch memory that a thread needs. */
+/* Return the number of floats of scratch memory that one thread needs. */
 int64_t scratch_floats(int64_t tile_size, int64_t max_global) {
     const int64_t n = round_up(tile_size);
     const int64_t g = round_up(max_global);
@@ -82,13 +89,13 @@ static span tile_at(const problem *p, int64_t head, int64_t start) {
     return (span){head / p->heads, head % p->heads, start, count, round_up(count)};
 }
 
-/* Store 1 for each real token of a tile and 0 for padded tokens and for rows beyond the last token. */
+/* Write s.rows marks to `valid`: 1 for each token of a tile, 0 for padding and for rows beyond the last token. */
 static void mark_valid_tokens(const problem *p, span s, float *valid) {
     const uint8_t *padding = p->padding ? p->padding + s.batch * p->tokens + s.start : NULL;
     for (int64_t j = 0; j < s.rows; j++) valid[j] = j < s.count && !(padding && padding[j]);
 }
 
-/* Return the marks of a tile's tokens in c.valid, or NULL if every row is a real token. */
+/* Return the marks of the rows of a tile, stored in c.valid, or NULL if all marks would be 1. */
 static const float *valid_tokens(const problem *p, span s, scratch c) {
     const uint8_t *padding = p->padding ? p->padding + s.batch * p->tokens + s.start : NULL;
     if (s.count == s.rows && !(padding && memchr(padding, 1, s.count))) return NULL;
@@ -96,17 +103,18 @@ static const float *valid_tokens(const problem *p, span s, scratch c) {
     return c.valid;
 }
 
-/* Padded queries are computed like real ones, except for numbers that no computation would survive; padded keys and
-   values are 0. */
+/* Return a tile of queries, in which numbers of padding queries are 0 if they are NaN or at least 3e4 in magnitude. The
+   result is in the tensor itself if possible, otherwise in `copy`. */
 static const float *load_queries(const view *x, span s, const float *valid, float *copy) {
     return load_tile(x, s, valid, 3e4f, copy); /* the limit of ops/padding.py */
 }
 
+/* Return a tile of keys or values, in which padding tokens are 0. */
 static const float *load_keys(const view *x, span s, const float *valid, float *copy) {
     return load_tile(x, s, valid, 0, copy);
 }
 
-/* Pointers into the state of a head: S (D, D) and L (D). */
+/* Return a pointer to S (D, D) or to L (D) of a head. */
 static float *state_of_head(const problem *p, int64_t head) { return p->states + head * p->state_rows * D; }
 
 static float *log_sum_of_head(const problem *p, int64_t head) { return state_of_head(p, head) + D * D; }

@@ -11,7 +11,8 @@ enum { LANES = 8, PANEL = 2 };
 #else
 enum { LANES = 4, PANEL = 4 };
 #endif
-/* A panel of a product has ROWS x PANEL vectors; the rows of a tile are rounded up to a multiple of MULTIPLE. */
+/* LANES is the number of floats in a vector. A matrix product is computed in panels of ROWS x PANEL vectors. The rows
+   of a tile are rounded up to a multiple of MULTIPLE. */
 enum { ROWS = 4, MULTIPLE = 16 };
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -21,7 +22,7 @@ typedef struct {
     int64_t batch, head, token; /* strides in elements */
 } view;
 
-/* `count` tokens of one head, from token `start` on. Their tile has `rows` rows: count rounded up. */
+/* The `count` tokens of one head that begin at token `start`. Their tile has `rows` rows: count rounded up. */
 typedef struct {
     int64_t batch, head, start, count, rows;
 } span;
@@ -32,9 +33,9 @@ static inline float *first_token(const view *x, span s) {
 
 /* ---- arithmetic ---- */
 
-/* Compute e^x with a relative error of 1e-7 for x <= 0. x is clamped to at least -87, the range of float32, and NaN
-   stays NaN. Above 0, x counts as 0: x is a difference of large numbers, and rounding may have left it slightly above.
-   The polynomial is that of expf in the Cephes library. */
+/* Return e^x for x <= 0, with a relative error of 1e-7. x is clamped to [-87, 0]: e^-87 is close to the smallest number
+   of float32, and x is a difference of large numbers, which rounding may have left slightly above 0. NaN stays NaN. The
+   polynomial is taken from expf in the Cephes library. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 0.0f ? 0.0f : x;
@@ -50,14 +51,15 @@ static inline float exponential(float x) {
     return (p * r * r + r + 1.0f) * power.f;
 }
 
-/* Views, up to the first NULL, of which the tile after `s` is prefetched while a product on `s` leaves memory idle. */
+/* What to prefetch while a product on the tile `s` leaves the memory idle: the tile after `s` of every view. The list
+   of views ends with NULL. */
 typedef struct {
     span s;
     const view *views[4];
 } prefetch;
 #define PREFETCH(span, ...) &(prefetch){span, {__VA_ARGS__}}
 
-/* Prefetch ROWS tokens, from row i on, of the tile after next->s. Does nothing if `next` is NULL. */
+/* Prefetch the ROWS tokens from row i of the tile after next->s. Do nothing if `next` is NULL. */
 static inline __attribute__((always_inline)) void prefetch_rows(const prefetch *next, int64_t i) {
     if (next == NULL || i >= next->s.count) return;
     for (const view *const *x = next->views; *x; x++)
@@ -158,20 +160,21 @@ static inline int64_t round_up(int64_t n) { return (n + MULTIPLE - 1) / MULTIPLE
    cache. */
 static inline int is_in_place(const view *x, span s) { return s.count == s.rows && x->token == D; }
 
-/* Return where to compute a tile: in the tensor itself if it can be used, else in `copy`. Then call store_tile. */
+/* Return where to write the values of a tile: the tensor itself if it can be used, otherwise `copy`. After writing
+   them, call store_tile. */
 static inline float *output_tile(const view *x, span s, float *copy) {
     return is_in_place(x, s) ? first_token(x, s) : copy;
 }
 
-/* Write a tile that was computed in output_tile to the tensor, unless it is there already. */
+/* Copy the values of a tile from the memory that output_tile returned to the tensor, unless that is the tensor. */
 static inline void store_tile(const view *x, span s, const float *from) {
     if (is_in_place(x, s)) return;
     for (int64_t i = 0; i < s.count; i++) memcpy(first_token(x, s) + i * x->token, from + i * D, D * sizeof(float));
 }
 
-/* Return a tile: in the tensor itself if it can be used and `valid` is NULL, else a copy, with zeros in the rows beyond
-   the last token. Rows whose `valid` is 0 are padding, which may hold NaN and inf: there, only numbers with an absolute
-   value below `limit` are copied, and the others become 0. */
+/* Return the rows of a tile: in the tensor itself if it can be used and `valid` is NULL, otherwise copied to `copy`,
+   with zeros in the rows beyond the last token. Rows whose `valid` is 0 are padding, which may hold NaN and infinity.
+   Of these rows, only numbers with a magnitude below `limit` are copied, and the others become 0. */
 static inline float *load_tile(const view *x, span s, const float *valid, float limit, float *copy) {
     if (is_in_place(x, s) && valid == NULL) return first_token(x, s);
     for (int64_t i = 0; i < s.count; i++) {

@@ -1,0 +1,61 @@
+"""Base class of linear attentions with a learned feature map, which can be averaged with block-diagonal softmax."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lln_fairseq.attention.block_diag import BlockDiagAttention, BlockDiagConfig
+from lln_fairseq.attention.kernel_features import KernelFeatureAttention
+from lln_fairseq.attention.registry import Attention, option
+from lln_fairseq.ops import reference
+from lln_fairseq.ops.block_diag import block_diag_attention
+
+LINEAR_ONLY = 0  # the value of block_size for linear attention without blocks
+
+
+@dataclass
+class LearnedFeatureConfig:
+    """The option that all these mechanisms have."""
+
+    block_size: int = option(
+        LINEAR_ONLY,
+        "tokens in a block of softmax, which is averaged with the linear attention; 0: no blocks",
+        at_least=0,
+    )
+
+
+class LearnedFeatureAttention(KernelFeatureAttention):
+    """Linear attention with a learned feature map, or with blocks ½ (linear attention + block-diagonal softmax).
+
+    A subclass creates its parameters in __init__ and defines `features`. Attention dropout applies to the blocks only.
+    """
+
+    config: LearnedFeatureConfig
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        linear = super().forward(q, k, v, key_padding_mask)
+        block_size = self.config.block_size
+        if block_size == LINEAR_ONLY:
+            return linear
+        return (linear + block_diag_attention(q, k, v, key_padding_mask, block_size, self.active_dropout)) / 2
+
+    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        linear = super().attention_matrix(q, k, key_padding_mask)
+        if self.config.block_size == LINEAR_ONLY:
+            return linear
+        return (linear + reference.block_diag_matrix(q, k, self.config.block_size, key_padding_mask)) / 2
+
+    def branches(self) -> dict[str, Attention]:
+        """Return the two parts, each as an attention that can be called by itself, or nothing if there are no blocks.
+
+        "Linear only" shares the parameters of this attention. "Diag only" is block-diagonal softmax.
+        """
+        if self.config.block_size == LINEAR_ONLY:
+            return {}
+        sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
+        linear = type(self)(type(self.config)(), *sizes)
+        linear.load_state_dict(self.state_dict())
+        return {
+            "Linear only": linear,
+            "Diag only": BlockDiagAttention(BlockDiagConfig(self.config.block_size), *sizes),
+        }

@@ -1,0 +1,70 @@
+"""Write a vector for every line of text to a NumPy file.
+
+    lln-fairseq encode encoders/minilm/model.pt --input texts.txt --output vectors.npy
+
+Row i of the output, a float32 array, is the vector of line i, also of an empty line. The vectors are those of `encode`
+in Python. They are written while the input is read, so the input may be of any size.
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from torch import Tensor
+
+from lln_fairseq.checkpoints.pooling import POOLINGS
+from lln_fairseq.data.files import atomic_path
+from lln_fairseq.data.text_ids import LongTextError
+from lln_fairseq.errors import InputError
+from lln_fairseq.inference.predict import add_text_options, open_lines
+from lln_fairseq.inference.text_model import load_text_model
+
+
+def main(argv: list[str]) -> None:
+    """Run `lln-fairseq encode` with the arguments that follow the program's name."""
+    parser = argparse.ArgumentParser(
+        prog="lln-fairseq encode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="an encoder of `lln-fairseq convert`, or any other checkpoint for text")
+    add_text_options(parser)
+    parser.add_argument("--output", type=Path, required=True, help="a .npy file, written completely or not at all")
+    parser.add_argument(
+        "--pooling",
+        choices=POOLINGS,
+        help="mean over the tokens, the first token, or the maximum over the tokens (default: the model's own)",
+    )
+    parser.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="divide each vector by its Euclidean norm (default: the model's own)",
+    )
+    args = parser.parse_args(argv)
+    if args.output.exists() and not args.output.is_file():
+        raise InputError(f"--output must be a file, got {args.output}")
+    with open_lines(args.input) as lines:
+        model = load_text_model(args.checkpoint, args.data, args.tokenizer)
+        vectors = model.encode_each(lines, args.pooling, args.normalize, args.on_long)
+        with atomic_path(args.output) as part, part.open("wb") as file:
+            try:
+                write_vectors(file, vectors, model.width)
+            except LongTextError as error:
+                line = f"line {error.index + 1}"
+                raise LongTextError(line, error.index, error.length, error.longest) from error
+
+
+def write_vectors(file: BinaryIO, vectors: Iterable[Tensor], width: int) -> None:
+    """Write the vectors (width,), as many as there are, to an empty file, as a float32 array in NumPy's format."""
+    _write_header(file, 0, width)
+    count = 0
+    for vector in vectors:
+        file.write(vector.numpy().astype("<f4").tobytes())
+        count += 1
+    file.seek(0)
+    _write_header(file, count, width)  # of the same size: NumPy leaves room for a growing number of rows
+
+
+def _write_header(file: BinaryIO, rows: int, width: int) -> None:
+    header = {"descr": "<f4", "fortran_order": False, "shape": (rows, width)}
+    np.lib.format.write_array_header_1_0(file, header)
