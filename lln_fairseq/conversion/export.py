@@ -1,16 +1,17 @@
 """Export a checkpoint as a Hugging Face directory with the model, its tokenizer and a model card.
 
-    lln-fairseq export CHECKPOINT OUT [--onnx]
+    lln-fairseq export CHECKPOINT OUT [--onnx] [--int8]
 
 A pre-trained model becomes a masked language model, a fine-tuned model a sequence classifier, and a converted encoder
 without a language-model head an encoder for `SentenceTransformer(OUT)`. With softmax attention the result is a stock
 RoBERTa. The attentions lln and lln_diag, also with softmax in some layers, come with their own code, which you load
-with `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx.
+with `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx, and --int8 also
+model_quantized.onnx with 8-bit weights.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,27 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.compatibility import label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
-from lln_fairseq.checkpoints.pooling import stored_pooling
+from lln_fairseq.checkpoints.pooling import Pooling, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER
 from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
 from lln_fairseq.conversion.model_card import model_card
+from lln_fairseq.conversion.onnx_int8 import QUANTIZED_FILE, TEXTS, compare_with_float, read_texts, write_int8
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
 from lln_fairseq.conversion.sentence_pooling import pooling_files
 from lln_fairseq.conversion.to_hugging_face import MODELING, convert_to_hugging_face, longest_exported_sequence
-from lln_fairseq.conversion.to_onnx import check_packages, write_onnx
+from lln_fairseq.conversion.to_onnx import (
+    LAST_HIDDEN_STATE,
+    LOGITS,
+    SENTENCE_EMBEDDING,
+    TOKEN_EMBEDDINGS,
+    Outputs,
+    check_packages,
+    pool,
+    write_onnx,
+)
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, find_tokenizer, is_approximate
+from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
@@ -37,7 +49,13 @@ STOCK_OPTIONS = {"attention": STOCK_ATTENTION, "softmax_layers": None, "layer_no
 
 
 def export(
-    checkpoint: Path, out: Path, data: Path | None = None, tokenizer: Path | None = None, onnx: bool = False
+    checkpoint: Path,
+    out: Path,
+    data: Path | None = None,
+    tokenizer: Path | None = None,
+    onnx: bool = False,
+    int8: bool = False,
+    texts: Sequence[str] | None = None,
 ) -> list[str]:
     """Export a checkpoint to a new Hugging Face directory, which is written completely or not at all.
 
@@ -48,17 +66,20 @@ def export(
         tokenizer: the directory of the tokenizer; None looks for it near the checkpoint and the data, and exports
             no tokenizer if there is none.
         onnx: also write model.onnx.
+        int8: also write model.onnx and model_quantized.onnx.
+        texts: with int8, the texts on which both are compared; None compares them on TEXTS if there is a tokenizer.
 
     Returns:
-        Lines for the user: a hint if there is no tokenizer, and last the name of the exported class, with the pooling
-        of an encoder.
+        Lines for the user: a hint if there is no tokenizer, with int8 how well both models agree, and last the name of
+        the exported class, with the pooling of an encoder.
 
     Raises:
         InputError: if a file cannot be read, `tokenizer` has no tokenizer, the model or its tokenizer cannot be
             exported, or `out` exists.
     """
-    if onnx:
+    if onnx or int8:
         check_packages()
+    lines = []
     with new_directory(out) as directory:
         model, task = load_model(str(checkpoint), str(data) if data else None)
         head, labels = _classification_head(model, task)
@@ -68,8 +89,6 @@ def export(
         if not head:
             pooling = stored_pooling(load_checkpoint_lazily(str(checkpoint)))
         is_encoder = pooling is not None
-        if onnx and is_encoder:
-            raise InputError("--onnx is for masked language models and classifiers, and this is an encoder")
         exported = convert_to_hugging_face(model.cpu().state_dict(), args, options, head, labels, is_encoder)
         directories = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
         source_files = _tokenizer_files(tokenizer, directories)
@@ -92,13 +111,18 @@ def export(
             (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)
         _write_tensors(exported.tensors, directory / "model.safetensors")
-        if onnx:
-            write_onnx(directory, exported.config, _logits_function(model, head))
-    lines = [f"{out}: {exported.config['architectures'][0]}"]
+        if not has_tokenizer:
+            if texts is not None:
+                raise InputError("--text needs a tokenizer: give --tokenizer DIRECTORY")
+            lines.append("without a tokenizer: give --tokenizer DIRECTORY")
+        if onnx or int8:
+            write_onnx(directory, exported.config, _output_function(model, head, pooling), pooling)
+        if int8:
+            write_int8(directory)
+            lines.append(_compare_int8(directory, exported.config, task, texts))
+    lines.append(f"{out}: {exported.config['architectures'][0]}")
     if pooling is not None:
-        lines[0] += f", sentence vectors (pooling: {pooling})"
-    if not has_tokenizer:
-        lines.insert(0, "without a tokenizer: give --tokenizer DIRECTORY")
+        lines[-1] += f", sentence vectors (pooling: {pooling})"
     return lines
 
 
@@ -134,20 +158,35 @@ def _tokenizer_files(tokenizer: Path | None, directories: list[Path]) -> dict[st
     return files
 
 
-def _logits_function(model: Any, head: str) -> Callable[[Tensor], Tensor]:
-    """Return a function from tokens (B, N) to the logits of the classification head `head`, or of the LM head.
+def _output_function(model: Any, head: str, pooling: Pooling | None) -> Callable[[Tensor], Outputs]:
+    """Return a function from tokens (B, N), padded at the right, to the outputs that model.onnx must have.
 
-    The model is converted to float32 in place.
+    These are the hidden states and vectors of an encoder, which has a pooling, or the logits of the classification head
+    `head`, or of the LM head. The model is converted to float32 in place.
     """
     options: dict[str, Any] = {}
     if head:
         options = {"features_only": True, "classification_head_name": head}
+    elif pooling is not None:
+        options = {"features_only": True}
     model = model.float()
 
-    def logits(tokens: Tensor) -> Tensor:
-        return model(tokens, **options)[0]
+    def outputs(tokens: Tensor) -> Outputs:
+        result = model(tokens, **options)[0]
+        if pooling is None:
+            return {LOGITS: result}
+        vectors = pool(result, tokens.ne(PAD), pooling)
+        return {TOKEN_EMBEDDINGS: result, SENTENCE_EMBEDDING: vectors, LAST_HIDDEN_STATE: result}
 
-    return logits
+    return outputs
+
+
+def _compare_int8(directory: Path, config: Mapping[str, Any], task: Any, texts: Sequence[str] | None) -> str:
+    """Return a line about how well model_quantized.onnx agrees with model.onnx on texts, TEXTS if they are None."""
+    if not (directory / TOKENIZER).exists():
+        return f"{QUANTIZED_FILE}: not compared with model.onnx, because there is no tokenizer"
+    takes_pairs = (Path(task.cfg.data) / "input1").is_dir()
+    return compare_with_float(directory, longest_exported_sequence(config), texts or TEXTS, takes_pairs)
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -171,6 +210,17 @@ def main(argv: list[str]) -> None:
         help="the tokenizer's directory (default: near the checkpoint or the data)",
     )
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx, checked with onnxruntime")
+    parser.add_argument(
+        "--int8", action="store_true", help="also write model.onnx and model_quantized.onnx, and compare their outputs"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="a UTF-8 file with texts to compare, one per line (default: 20 English sentences)"
+    )
     args = parser.parse_args(argv)
-    for line in export(args.checkpoint, args.out, args.data, args.tokenizer, args.onnx):
+    texts = None
+    if args.text is not None:
+        if not args.int8:
+            raise InputError("--text has the texts for the comparison of --int8: add --int8")
+        texts = read_texts(args.text)
+    for line in export(args.checkpoint, args.out, args.data, args.tokenizer, args.onnx, args.int8, texts):
         print(line)

@@ -1,13 +1,16 @@
 """Write model.onnx for an exported model, in standard ONNX operations, for any number of sequences of any length.
 
-    inputs: input_ids (B, N) int64, attention_mask (B, N) int64, 0 = padding
-    output: logits (B, N, V), or (B, classes) of a classifier
+    inputs:  input_ids (B, N) int64, attention_mask (B, N) int64, 0 = padding
+    outputs of a classifier: logits (B, classes)
+    outputs of a masked language model: logits (B, N, V)
+    outputs of an encoder: token_embeddings (B, N, C), sentence_embedding (B, C), last_hidden_state (B, N, C)
 
-The model is traced through transformers. The file is kept only if onnxruntime reproduces the model's logits with it.
+The model is traced through transformers. The file is kept only if onnxruntime reproduces the model's outputs with it.
 """
 
 import importlib.util
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
 from lln_fairseq.data.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
@@ -24,14 +29,23 @@ from lln_fairseq.errors import InputError, first_line
 
 FILE = "model.onnx"
 INPUT_NAMES = ("input_ids", "attention_mask")
+LOGITS = "logits"
+# The first two outputs of an encoder are those of optimum's export of a sentence-transformers model. The third is the
+# first again, under the name that sentence-transformers needs with backend="onnx".
+TOKEN_EMBEDDINGS = "token_embeddings"
+SENTENCE_EMBEDDING = "sentence_embedding"
+LAST_HIDDEN_STATE = "last_hidden_state"
 PACKAGES = ("transformers", "onnxscript", "onnxruntime")
 LONG = 200  # more tokens than the first segment of a pair can have global tokens
-TOLERANCE = 1e-4  # the largest error of a logit, relative to the largest logit
+TOLERANCE = 1e-4  # the largest error of an output, relative to its largest number
 ONE_FILE_BYTES = 1.9e9  # weights above this size go into model.onnx.data: a protobuf holds at most 2 GiB
 
 
+Outputs = dict[str, Tensor]  # the outputs of a model by their names in model.onnx
+
+
 class LogitsModule(nn.Module):
-    """A model of transformers wrapped to have the inputs and the output of model.onnx."""
+    """A model of transformers with a head, wrapped to have the inputs and the output of model.onnx."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -40,6 +54,37 @@ class LogitsModule(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Compute the logits of tokens (B, N) with a mask (B, N) that is 0 at padding."""
         return self.model(input_ids, attention_mask=attention_mask).logits
+
+
+class EncoderModule(nn.Module):
+    """An encoder of transformers, wrapped to have the inputs and the outputs of model.onnx."""
+
+    def __init__(self, model: nn.Module, pooling: Pooling) -> None:
+        super().__init__()
+        self.model = model
+        self.pooling = pooling
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the hidden states (B, N, C), the vectors (B, C) and a copy of the hidden states.
+
+        The tokens are (B, N), with a mask (B, N) that is 0 at padding.
+        """
+        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        return hidden_states, pool(hidden_states, attention_mask, self.pooling), hidden_states.clone()
+
+
+def pool(hidden_states: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
+    """Compute the vectors (B, C) of hidden_states (B, N, C) with a mask (B, N) that is 0 at padding."""
+    real = attention_mask[..., None].bool()
+    if pooling.mode == "cls":
+        vectors = hidden_states[:, 0]
+    elif pooling.mode == "max":
+        vectors = hidden_states.masked_fill(~real, -math.inf).amax(dim=1)
+    else:
+        vectors = hidden_states.masked_fill(~real, 0.0).sum(dim=1) / real.sum(dim=1).clamp_min(1)
+    if pooling.normalize:
+        vectors = F.normalize(vectors, dim=-1)
+    return vectors
 
 
 def check_packages() -> None:
@@ -56,40 +101,52 @@ def check_packages() -> None:
         raise InputError(f"transformers cannot be imported: {first_line(error)}{advice}") from error
 
 
-def write_onnx(directory: Path, config: Mapping[str, Any], logits: Callable[[Tensor], Tensor]) -> None:
+def write_onnx(
+    directory: Path,
+    config: Mapping[str, Any],
+    reference: Callable[[Tensor], Outputs],
+    pooling: Pooling | None = None,
+) -> None:
     """Add model.onnx, and model.onnx.data for large weights, to a directory with config.json and model.safetensors.
 
     Args:
         directory: the directory of the exported model.
         config: the content of config.json.
-        logits: the model that was exported, a function from tokens (B, N), padded at the right, to its logits.
+        reference: the model that was exported, a function from tokens (B, N), padded at the right, to its outputs.
+        pooling: how an encoder computes the vector of a text; None for a model with a head.
 
     Raises:
-        InputError: if the model cannot be traced, or onnxruntime fails or its logits differ.
+        InputError: if the model cannot be traced, or onnxruntime fails or its outputs differ.
     """
     longest = longest_exported_sequence(config)
     block_size = config.get("block_size") or config["hidden_size"] // config["num_attention_heads"]
-    with _silence(), _modeling_without_kernels() as modeling, torch.no_grad():
+    with silence(), _modeling_without_kernels() as modeling, torch.no_grad():
         model = _load_exported_model(modeling, directory, config["architectures"][0])
+        module: nn.Module = LogitsModule(model)
+        output_names = [LOGITS]
+        if pooling is not None:
+            module = EncoderModule(model, pooling)
+            output_names = [TOKEN_EMBEDDINGS, SENTENCE_EMBEDDING, LAST_HIDDEN_STATE]
         length = min(longest, block_size + 3)  # more than one block, if the model takes so many tokens
         tokens = _random_tokens(2, length, config["vocab_size"])
         try:
             program = torch.onnx.export(
-                LogitsModule(model),
+                module,
                 (tokens, tokens.ne(PAD).long()),
                 dynamo=True,
                 verbose=False,
                 input_names=INPUT_NAMES,
-                output_names=["logits"],
+                output_names=output_names,
                 dynamic_shapes=({0: "batch", 1: "length"},) * len(INPUT_NAMES),
             )
         except Exception as error:  # the exporter has dozens of exception classes
             raise InputError(f"{FILE} cannot be made: {first_line(error)}") from error
         assert program is not None  # it is None only if the exporter writes a file itself
         _remove_source_locations(program.model.graph)
+        _remove_shapes_of_weights(program.model.graph)
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         write_large(directory / FILE, lambda path: program.save(path, external_data=size > ONE_FILE_BYTES))
-        _check_onnx_logits(directory / FILE, _test_batches(config["vocab_size"], longest, block_size), logits)
+        _check_onnx_outputs(directory / FILE, _test_batches(config["vocab_size"], longest, block_size), reference)
 
 
 @contextmanager
@@ -136,34 +193,47 @@ def _random_tokens(sequences: int, length: int, vocabulary: int, padded: bool = 
     return tokens
 
 
-def _check_onnx_logits(path: Path, batches: Iterator[Tensor], logits: Callable[[Tensor], Tensor]) -> None:
-    """Raise InputError if onnxruntime fails on a batch, or a logit of a real token is off by more than TOLERANCE."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # fatal only: its exceptions carry the same messages
-    options.intra_op_num_threads = torch.get_num_threads()
+def _check_onnx_outputs(path: Path, batches: Iterator[Tensor], reference: Callable[[Tensor], Outputs]) -> None:
+    """Raise InputError if onnxruntime fails on a batch, or an output of a real token is off by more than TOLERANCE."""
     session = None
     for tokens in batches:
         real = tokens.ne(PAD)
         padding = "not padded" if real.all() else "padded"
         batch_name = f"{len(tokens)} x {tokens.shape[1]} tokens, {padding}"
-        inputs = {"input_ids": tokens.numpy(), "attention_mask": real.long().numpy()}
         try:
             if session is None:
-                session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-            actual = torch.from_numpy(session.run(["logits"], inputs)[0])
+                session = open_session(path)
+            outputs = run_session(session, tokens)
         except Exception as error:  # onnxruntime's exceptions have no common base class
             raise InputError(f"onnxruntime fails with {path.name}, {batch_name}: {first_line(error)}") from error
-        expected = logits(tokens)
-        if expected.dim() == 3:  # the logits of a masked language model at padding have no meaning
-            actual = actual[real]
-            expected = expected[real]
-        error_size = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
-        if not error_size <= TOLERANCE:
-            raise InputError(
-                f"{path.name} gives other logits than the model: relative error {error_size:.0e}, {batch_name}"
-            )
+        for name, expected in reference(tokens).items():
+            actual = outputs[name]
+            if expected.dim() == 3:  # the outputs at padding have no meaning
+                actual = actual[real]
+                expected = expected[real]
+            error_size = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+            if not error_size <= TOLERANCE:
+                raise InputError(
+                    f"{path.name} gives other {name} than the model: relative error {error_size:.0e}, {batch_name}"
+                )
+
+
+def open_session(path: Path) -> Any:
+    """Return an onnxruntime session on the CPU, with torch's number of threads."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # fatal only: its exceptions carry the same messages
+    options.intra_op_num_threads = torch.get_num_threads()
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def run_session(session: Any, tokens: Tensor) -> Outputs:
+    """Return all outputs of a session for tokens (B, N) that are padded at the right."""
+    inputs = {"input_ids": tokens.numpy(), "attention_mask": tokens.ne(PAD).long().numpy()}
+    names = [output.name for output in session.get_outputs()]
+    values = [torch.from_numpy(value) for value in session.run(names, inputs)]
+    return dict(zip(names, values, strict=True))
 
 
 def _test_batches(vocabulary: int, longest: int, block_size: int) -> Iterator[Tensor]:
@@ -179,8 +249,19 @@ def _remove_source_locations(graph: Any) -> None:
         part.metadata_props.clear()
 
 
+def _remove_shapes_of_weights(graph: Any) -> None:
+    """Remove the types and shapes of the weights from the graph's list of shapes (value_info).
+
+    The tensors state them already. onnxruntime's quantization transposes the weights of a Gemm without changing the
+    list, and then finds that both contradict each other.
+    """
+    for weight in graph.initializers.values():
+        weight.type = None
+        weight.shape = None
+
+
 @contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Suppress warnings and log messages up to WARNING: the exporter reports packages that it does not need."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -1,23 +1,31 @@
-"""model.onnx in onnxruntime: the model's logits for any batch, length and padding, and models that are rejected."""
+"""model.onnx in onnxruntime: the model's outputs for any batch, length and padding, 8-bit weights, and bad input."""
 
+import contextlib
+import io
 import re
 import sys
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.conversion import export as export_program
 from lln_fairseq.conversion import modeling_lln_roberta as modeling
-from lln_fairseq.conversion import to_onnx
+from lln_fairseq.conversion import onnx_int8, to_onnx
+from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
 from lln_fairseq.errors import InputError
-from tests.conversion.sources import add_noise, compute_logits, padded_batch
+from lln_fairseq.inference.loading import load_model
+from tests.conversion.sources import add_noise, compute_logits, make_model, padded_batch
 from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
 from tests.helpers import with_representatives
 
+ENCODER_OUTPUTS = ("token_embeddings", "sentence_embedding", "last_hidden_state")
 ONE_LAYER = ("--encoder-layers", 1)  # the exporter takes seconds for each layer
 BLOCKS = ("--lln-diag-block-size", 8)
 JOINT = (*BLOCKS, "--lln-diag-mix", "joint_offset")
@@ -33,16 +41,31 @@ MODELS = {
 }
 
 
-def run_onnx(folder, tokens):
-    """Check the inputs of model.onnx and return its logits for the tokens (B, N)."""
-    session = onnxruntime.InferenceSession(folder / "model.onnx")
+def run_onnx(folder, tokens, file="model.onnx", outputs=("logits",)):
+    """Check the inputs and outputs of an ONNX file and return its outputs for the tokens (B, N), a single one alone."""
+    session = onnxruntime.InferenceSession(folder / file)
     inputs = [(item.name, item.shape, item.type) for item in session.get_inputs()]
     assert inputs == [
         ("input_ids", ["batch", "length"], "tensor(int64)"),
         ("attention_mask", ["batch", "length"], "tensor(int64)"),
     ]
+    assert [item.name for item in session.get_outputs()] == list(outputs)
     values = {"input_ids": tokens.numpy(), "attention_mask": (tokens != 1).numpy().astype(np.int64)}
-    return torch.from_numpy(session.run(["logits"], values)[0])
+    results = [torch.from_numpy(value) for value in session.run(list(outputs), values)]
+    if len(results) == 1:
+        return results[0]
+    return results
+
+
+def count_products(path):
+    """Return the numbers of 8-bit products with weights, of float products with weights, and of products without."""
+    graph = onnx.load(path).graph
+    types = {weight.name: weight.data_type for weight in graph.initializer}
+    quantized = [node for node in graph.node if node.op_type == "MatMulInteger"]
+    assert all(types[node.input[1]] == onnx.TensorProto.INT8 for node in quantized)
+    products = [node for node in graph.node if node.op_type == "MatMul"]
+    with_weights = [node for node in products if node.input[1] in types]
+    return len(quantized), len(with_weights), len(products) - len(with_weights)
 
 
 @pytest.mark.parametrize("name", with_representatives(MODELS, "lln_diag joint_offset"))
@@ -81,26 +104,38 @@ def test_onnx_classifier_gives_same_logits(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     capsys.readouterr()
 
-    assert main(["export", str(checkpoint), str(out), "--onnx"]) == 0
+    assert main(["export", str(checkpoint), str(out), "--int8"]) == 0
 
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert printed.out.splitlines()[-1] == f"{out}: LLNRobertaForSequenceClassification"
-    assert b".py" not in (out / "model.onnx").read_bytes()  # no names of this machine's source files
+    assert printed.out.splitlines() == [
+        "without a tokenizer: give --tokenizer DIRECTORY",
+        "model_quantized.onnx: not compared with model.onnx, because there is no tokenizer",
+        f"{out}: LLNRobertaForSequenceClassification",
+    ]
+    for file in ("model.onnx", "model_quantized.onnx"):
+        content = (out / file).read_bytes()
+        assert b".py" not in content  # no names of this machine's source files
+        assert str(tmp_path).encode() not in content
+    assert not list(out.glob("*inferred*"))
     expected = compute_logits(checkpoint, padded_batch(), "sentence_classification_head")
-    torch.testing.assert_close(run_onnx(out, padded_batch()), expected, rtol=1e-4, atol=1e-4)
+    actual = run_onnx(out, padded_batch())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    quantized = run_onnx(out, padded_batch(), "model_quantized.onnx")
+    assert 0 < (quantized - actual).abs().max() < 0.05 * actual.abs().max()
+    assert count_products(out / "model_quantized.onnx") == (6, 2, 4)  # the classifier has two float products
 
 
 @pytest.mark.exhaustive
 def test_onnx_with_wrong_logits_is_not_written(pretrain, tmp_path, monkeypatch, capsys):
     checkpoint = pretrain("--attention", "softmax", *ONE_LAYER)
-    logits_function = export_program._logits_function
+    output_function = export_program._output_function
 
-    def wrong_logits_function(model, head):
-        logits = logits_function(model, head)
-        return lambda tokens: 1.01 * logits(tokens)
+    def wrong_output_function(model, head, pooling):
+        outputs = output_function(model, head, pooling)
+        return lambda tokens: {"logits": 1.01 * outputs(tokens)["logits"]}
 
-    monkeypatch.setattr(export_program, "_logits_function", wrong_logits_function)
+    monkeypatch.setattr(export_program, "_output_function", wrong_output_function)
     capsys.readouterr()
 
     assert main(["export", str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 1
@@ -111,7 +146,117 @@ def test_onnx_with_wrong_logits_is_not_written(pretrain, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """Return the directory of a converted encoder, exported with --int8, and what the program printed."""
+    folder = tmp_path_factory.mktemp("encoder")
+    make_model("bert", folder / "bert", headless=True, num_hidden_layers=1)
+    convert(folder / "bert", folder / "converted", "lln_diag")
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        assert main(["export", str(folder / "converted" / "model.pt"), str(folder / "out"), "--int8"]) == 0
+    return folder, stdout.getvalue()
+
+
+def test_onnx_encoder_gives_hidden_states_and_sentence_vectors(encoder):
+    folder, _ = encoder
+    model, _ = load_model(str(folder / "converted" / "model.pt"))
+    for tokens in (padded_batch(), padded_batch()[2:3, :5]):
+        hidden, vectors, copy = run_onnx(folder / "out", tokens, outputs=ENCODER_OUTPUTS)
+
+        with torch.no_grad():
+            expected, _ = model(tokens, features_only=True)
+        real = tokens != 1
+        torch.testing.assert_close(hidden[real], expected[real], rtol=1e-4, atol=1e-4)
+        assert torch.equal(copy, hidden)
+        means = torch.stack([row[mask].mean(dim=0) for row, mask in zip(expected, real, strict=True)])
+        torch.testing.assert_close(vectors, means, rtol=1e-4, atol=1e-4)
+
+
+def test_int8_encoder_agrees_with_float(encoder):
+    folder, printed = encoder
+    batch = padded_batch()
+    _, vectors, _ = run_onnx(folder / "out", batch, outputs=ENCODER_OUTPUTS)
+    _, quantized, _ = run_onnx(folder / "out", batch, "model_quantized.onnx", ENCODER_OUTPUTS)
+
+    cosines = torch.cosine_similarity(vectors, quantized)
+    assert 0.99 < cosines.min() < 0.999999
+    assert count_products(folder / "out" / "model_quantized.onnx") == (6, 0, 4)  # q, k, v, out, fc1, fc2; attention
+    lines = printed.splitlines()
+    match = re.fullmatch(
+        r"model_quantized.onnx: cosine with the float vectors of 20 texts: mean (0.99\d\d), lowest (0.9\d\d\d)",
+        lines[0],
+    )
+    assert float(match[1]) >= float(match[2])
+    assert lines[1] == f"{folder / 'out'}: LLNRobertaModel, sentence vectors (pooling: mean)"
+
+
+@pytest.mark.parametrize("pooling", [Pooling("mean", normalize=True), Pooling("cls"), Pooling("max")])
+def test_pooling_ignores_padding(pooling):
+    hidden = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    hidden[1, 2:] = 7.0
+    expected = {"mean": hidden[1, :2].mean(dim=0), "cls": hidden[1, 0], "max": hidden[1, :2].amax(dim=0)}[pooling.mode]
+    if pooling.normalize:
+        expected = expected / expected.norm()
+    torch.testing.assert_close(to_onnx.pool(hidden, mask, pooling)[1], expected)
+
+
 def test_missing_package_is_reported_first(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(InputError, match=r"--onnx needs onnxruntime: pip install 'lln-fairseq\[onnx\]'"):
-        export(tmp_path / "nowhere.pt", tmp_path / "out", onnx=True)
+    for options in ({"onnx": True}, {"int8": True}):
+        with pytest.raises(InputError, match=r"--onnx needs onnxruntime: pip install 'lln-fairseq\[onnx\]'"):
+            export(tmp_path / "nowhere.pt", tmp_path / "out", **options)
+
+
+def test_bad_texts_are_reported_first(tmp_path, capsys):
+    arguments = ["export", str(tmp_path / "nowhere.pt"), str(tmp_path / "out")]
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n  \n")
+    assert main([*arguments, "--text", str(empty)]) == 1
+    assert main([*arguments, "--int8", "--text", str(empty)]) == 1
+    assert main([*arguments, "--int8", "--text", str(tmp_path / "missing.txt")]) == 1
+
+    messages = capsys.readouterr().err.splitlines()
+    assert messages[0] == "error: --text has the texts for the comparison of --int8: add --int8"
+    assert messages[1] == f"error: {empty} has no text"
+    assert "missing.txt" in messages[2]
+    assert len(messages) == 3
+
+
+def test_texts_need_tokenizer(pretrain, tmp_path):
+    checkpoint = pretrain("--attention", "softmax", *ONE_LAYER)
+    with pytest.raises(InputError, match="--text needs a tokenizer: give --tokenizer DIRECTORY"):
+        export(checkpoint, tmp_path / "out", int8=True, texts=["a text"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_read_texts_drops_empty_lines_and_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_int8, "MAX_TEXTS", 2)
+    path = tmp_path / "texts.txt"
+    path.write_text("one\n\n a\tb \nlast\n", encoding="utf-8")
+    assert onnx_int8.read_texts(path) == ["one", "a\tb"]
+
+
+COMPARISONS = {
+    "same label as in float for 1 of 2 texts": [([[1.0, 2.0]], [[1.0, 3.0]]), ([[1.0, 2.0]], [[2.0, 1.0]])],
+    "same most likely token as in float at 3 of 4 positions": [
+        ([[[1.0, 2.0], [2.0, 1.0]]], [[[1.0, 2.0], [2.0, 1.0]]]),
+        ([[[1.0, 2.0], [2.0, 1.0]]], [[[1.0, 2.0], [1.0, 2.0]]]),
+    ],
+    "difference from the float scores of 2 texts: mean 0.2000, largest 0.3000": [
+        ([[1.0]], [[1.1]]),
+        ([[2.0]], [[1.7]]),
+    ],
+}
+
+
+@pytest.mark.parametrize("expected", COMPARISONS)
+def test_comparison_by_kind_of_model(expected, monkeypatch, tmp_path):
+    outputs = iter(torch.tensor(output) for pair in COMPARISONS[expected] for output in pair)
+    monkeypatch.setattr(to_onnx, "open_session", lambda path: path)
+    monkeypatch.setattr(to_onnx, "run_session", lambda session, tokens: {"logits": next(outputs)})
+    make_model("bert", tmp_path, headless=True)
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    line = onnx_int8.compare_with_float(tmp_path, 10, ["a plot", "films"])
+    assert line == f"model_quantized.onnx: {expected}"
