@@ -290,6 +290,7 @@ def test_option_unknown_to_modeling_file_is_rejected(pretrain):
         convert_to_hugging_face(model.state_dict(), model.args, options)
 
 
+@pytest.mark.exhaustive
 def test_exported_model_runs_without_lln_fairseq(pretrain, tmp_path):
     checkpoint = pretrain("--attention", "lln_diag")
     export(checkpoint, tmp_path / "out")

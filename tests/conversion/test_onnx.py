@@ -23,7 +23,6 @@ from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from tests.conversion.sources import add_noise, compute_logits, make_model, padded_batch
 from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
-from tests.helpers import with_representatives
 
 ENCODER_OUTPUTS = ("token_embeddings", "sentence_embedding", "last_hidden_state")
 ONE_LAYER = ("--encoder-layers", 1)  # the exporter takes seconds for each layer
@@ -68,7 +67,8 @@ def count_products(path):
     return len(quantized), len(with_weights), len(products) - len(with_weights)
 
 
-@pytest.mark.parametrize("name", with_representatives(MODELS, "lln_diag joint_offset"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
 def test_onnxruntime_gives_same_logits(name, pretrain, tmp_path, monkeypatch):
     checkpoint = pretrain("--attention", name.split()[0], *ONE_LAYER, *MODELS[name])
     if name == "softmax":  # writes the weights to a file of their own
