@@ -8,7 +8,6 @@ To encode text for it, give `--tokenizer OUT` to the programs of data_prep.
 """
 
 import argparse
-import dataclasses
 import shlex
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,13 @@ from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, resize_positions
-from lln_fairseq.models.lln_roberta import LLNRobertaConfig, LLNRobertaModel, RobertaConfig
+from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 
 CHECKPOINT = "model.pt"
 EXTENSIONS = ("repeat", "interpolate")  # of the learned positions; the first one is the default
 SEED = 1  # for the parameters that the source does not have
 MAX_POSITIONS = 1 << 20  # a positional table of 4 GB for 1,024 features
-# Options that a fine-tuning recipe sets itself, or that have a key of their own (task.max_positions).
-NOT_OVERRIDDEN = ("max_positions", "dropout", "attention_dropout", "activation_dropout")
 
 
 def convert(
@@ -219,22 +216,13 @@ def load_encoder_parameters(model: nn.Module, encoder: ImportedEncoder) -> None:
     nn.Module.load_state_dict(model, model_state | encoder.parameters)
 
 
-def hydra_overrides(encoder: ImportedEncoder, attention: str) -> list[str]:
-    """Return the Hydra overrides that make a training recipe build this model.
+def finetuning_command(checkpoint: Path, positions: int) -> str:
+    """Return a command that fine-tunes a converted encoder on texts of up to `positions` tokens.
 
-    Options at their defaults, those in NOT_OVERRIDDEN and those that LLNRobertaConfig does not have are left out.
+    The run takes the sizes and the attention from the checkpoint.
     """
-    overrides = [f"attention={attention}", f"task.max_positions={encoder.options['max_positions']}"]
-    defaults = {field.name: field.default for field in dataclasses.fields(LLNRobertaConfig)}
-    for option, value in encoder.options.items():
-        if option in NOT_OVERRIDDEN or option not in defaults or value == defaults[option]:
-            continue
-        if option == "layernorm_embedding" and value is not encoder.options.get("encoder_normalize_before"):
-            continue  # the model's own default is the opposite of encoder_normalize_before
-        if "," in str(value):
-            value = f'"{value}"'  # without quotes, Hydra takes a comma for a sweep
-        overrides.append(f"model.{option}={value}")
-    return overrides
+    options = [f"task.max_positions={positions}", f"checkpoint.finetune_from_model={checkpoint}"]
+    return shlex.join(["lln-fairseq", "train", "--config-name", "finetune", "glue=TASK", *options])
 
 
 def main(argv: list[str]) -> None:
@@ -264,5 +252,5 @@ def main(argv: list[str]) -> None:
     for note in encoder.notes:
         print(note)
     checkpoint = args.out / CHECKPOINT
-    print(f"wrote {checkpoint}; to fine-tune it, give these overrides to lln-fairseq train:")
-    print(shlex.join([f"checkpoint.finetune_from_model={checkpoint}", *hydra_overrides(encoder, args.attention)]))
+    print(f"wrote {checkpoint}; to fine-tune it, with TASK one of configs/glue:")
+    print(finetuning_command(checkpoint, encoder.options["max_positions"]))

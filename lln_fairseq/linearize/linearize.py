@@ -24,7 +24,6 @@ See lln_fairseq/linearize/attention_transfer.py, softmax_layers.py, distillation
 import argparse
 import copy
 import math
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.attention.registry import checked_config, parse_options
 from lln_fairseq.checkpoints.compatibility import is_finetuned
-from lln_fairseq.conversion.convert import CHECKPOINT, write_converted_encoder
+from lln_fairseq.conversion.convert import CHECKPOINT, finetuning_command, write_converted_encoder
 from lln_fairseq.conversion.encoder import ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.data.checks import check_lines
@@ -249,10 +248,8 @@ class Linearization:
         _write_encoder(self.encoder, args.attention, args.out)
         for note in self.encoder.notes:
             print(note)
-        limit = f"task.max_positions={self.encoder.options['max_positions']}"
-        start = f"checkpoint.finetune_from_model={args.out / CHECKPOINT}"
         print("to fine-tune it, with TASK one of configs/glue:")
-        print(shlex.join(["lln-fairseq", "train", "--config-name", "finetune", "glue=TASK", limit, start]))
+        print(finetuning_command(args.out / CHECKPOINT, self.encoder.options["max_positions"]))
 
 
 def _write_encoder(encoder: ImportedEncoder, attention: str, out: Path) -> None:
