@@ -112,7 +112,7 @@ def _gap(matrices: Tensor, device: torch.device, tokens: Tensor) -> Tensor:
 
     Returns: (...) in float64.
     """
-    flat = matrices.cpu().reshape(-1, *matrices.shape[-2:]).numpy()
+    flat = matrices.detach().cpu().reshape(-1, *matrices.shape[-2:]).numpy()
     # One thread for each matrix. At this size the threads of a BLAS gain nothing, and cost a lot where cores are few.
     with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(torch.get_num_threads()) as pool:
         moduli = list(pool.map(_second_modulus, flat))
