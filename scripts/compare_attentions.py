@@ -218,7 +218,7 @@ class Comparison:
 def compose_config(recipe: str, overrides: list[str]) -> Any:
     """Return the configuration of a recipe of configs/, such as "pretrain", with Hydra overrides applied to it.
 
-    The result is the same as on the command line of fairseq.
+    The result is the configuration that fairseq's command line builds.
 
     Raises:
         InputError: if Hydra rejects an override.

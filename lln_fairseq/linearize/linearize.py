@@ -98,7 +98,7 @@ class Linearization:
     def __init__(self, args: argparse.Namespace, progress: Progress) -> None:
         """Load the teacher and the data, and build the students.
 
-        Raises: InputError if they do not fit each other or the options.
+        Raises: InputError if the files are incompatible with each other or with the options.
         """
         self.args = args
         self.progress = progress

@@ -45,7 +45,7 @@ def balanced_features(
         W_jf = exp(y_jf - L_f)          every column is a distribution over the tokens, 0 for padding keys
 
     Then P = A Wᵀ, as in LLN attention: for each feature, the factors e^L and e^-L cancel, and the normalizer of the
-    softmax cancels when the rows of P are normalized. So nothing overflows, and no row of P loses all its digits. No
+    softmax cancels when the rows of P are normalized. So nothing overflows, and no row of P loses all its precision. No
     gradient flows through L, because the normalized rows do not depend on it.
 
     Args:

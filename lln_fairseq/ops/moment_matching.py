@@ -110,7 +110,7 @@ def match_moments_pytorch(
     """Compute α and β as `match_moments` does, in PyTorch and without checking the inputs.
 
     Args:
-        q, k: (B, H, N, D). If there is no mask, k may have another N than q.
+        q, k: (B, H, N, D). If there is no mask, k may have a different N from q.
         key_padding_mask, scope, constants: the same as in `match_moments`.
         table: the vectors log s and log σ̃² to interpolate. None means the table that belongs to `constants`. It is
             ignored if constants is "paper".

@@ -162,8 +162,8 @@ def read_times(file: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
     """Read OUT/times.json.
 
     Returns:
-        A tuple of the wall times in seconds and the commands, both by the name of the step. Both are empty if the file
-        does not exist. A step that was not a command, such as the installation, has only a time.
+        A tuple of the wall times in seconds and the commands, both keyed by the name of the step. Both are empty if the
+        file does not exist. A step that was not a command, such as the installation, has only a time.
     """
     if not file.exists():
         return {}, {}
