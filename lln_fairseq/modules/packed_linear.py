@@ -25,7 +25,11 @@ class PackedLinear(nn.Linear):
     def forward(self, x: Tensor, gelu: bool = False) -> Tensor:
         """Apply the layer to x (..., in_features), and then GELU if `gelu` is true."""
         if self._can_use_packed_weight(x):
-            activation, algorithm = ("gelu", "none") if gelu else ("none", "")
+            activation = "none"
+            algorithm = ""
+            if gelu:
+                activation = "gelu"
+                algorithm = "none"  # exact, not the approximation by tanh
             return torch.ops.mkldnn._linear_pointwise(x, self._packed_weight(), self.bias, activation, [], algorithm)
         out = super().forward(x)
         if gelu:
