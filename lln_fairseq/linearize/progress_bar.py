@@ -12,10 +12,12 @@ class LinePerState:
     """A replacement for standard error that prints each state of a tqdm bar on a line of its own."""
 
     def write(self, text: str) -> None:
+        """Write the text as one line to standard error, unless it is blank."""
         if text.strip():
             sys.stderr.write(text.strip() + "\n")
 
     def flush(self) -> None:
+        """Flush standard error."""
         sys.stderr.flush()
 
 

@@ -4,20 +4,9 @@ import sys
 
 from tqdm import tqdm
 
+from lln_fairseq.linearize.progress_bar import LinePerState
+
 SECONDS_BETWEEN_LINES = 30.0
-
-
-class ProgressLines:
-    """A replacement for standard error in which each state of a tqdm bar becomes a line of its own."""
-
-    def write(self, text: str) -> None:
-        """Write the text as one line to standard error, unless it is blank."""
-        if text.strip():
-            sys.stderr.write(text.strip() + "\n")
-
-    def flush(self) -> None:
-        """Flush standard error."""
-        sys.stderr.flush()
 
 
 def progress_bar(name: str, updates: int | None = None) -> tqdm:
@@ -31,7 +20,7 @@ def progress_bar(name: str, updates: int | None = None) -> tqdm:
         total=updates,
         desc=name,
         unit="update",
-        file=ProgressLines(),
+        file=LinePerState(),
         ncols=100,
         position=0,
         mininterval=SECONDS_BETWEEN_LINES,
