@@ -1,8 +1,9 @@
 """Write model_quantized.onnx next to model.onnx, with 8-bit weights, and compare the outputs of both on texts.
 
-Only the products with weight matrices are quantized: a matrix once, with a scale for every output feature, and its
-input while the model runs. Everything else stays in float32: the embeddings, the attention, whose products have no
-weights and sum over the whole text, softmax, layer norms, the classifier, and the output matrix of a language model.
+Only products with weight matrices are quantized. Weights are quantized ahead of time, with one scale per output
+feature, and activations at run time. Everything else stays in float32: embeddings, attention, layer norms, the
+classifier, and the output matrix of a language model. Attention stays in float32 because its long sums would lose
+precision.
 """
 
 from collections.abc import Iterator, Sequence

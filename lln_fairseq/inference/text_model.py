@@ -81,14 +81,15 @@ class TextModel(nn.Module):
     which is a ValueError. All outputs are on the CPU and have no gradient.
 
     Texts that are longer than the model takes are cut (`on_long="truncate"`), and a warning, logged once per call, says
-    how many. With `on_long="error"` they raise a LongTextError, which is an InputError: a method that returns a list
-    tokenizes all texts first, and one that yields raises it when it has read the text.
+    how many. With `on_long="error"`, the first such text raises a LongTextError, which is an InputError. `predict` and
+    `encode` raise it before the model computes anything. `predict_each` and `encode_each` raise it when they read the
+    text.
 
     Args:
         model: the model, in evaluation mode if it is to be used.
         task: the task that the model was trained for.
         vocabulary: the tokenizer with its dictionary.
-        inputs: number of texts in a row that `predict` takes, 1 or 2.
+        inputs: number of texts that `predict` takes for one prediction, 1 or 2 (pairs).
         pooling: the default of `encode`. None is the mean over the tokens, not normalized.
 
     Attributes:
@@ -266,8 +267,9 @@ class TextModel(nn.Module):
     ) -> Iterator[tuple[Sequence[str], Tensor]]:
         """Yield each text, as a tuple of `inputs` strings, with the output of `model_function` for it, in order.
 
-        The function maps padded tokens (B, N) on the model's device to B outputs, float32 on the CPU. `max_characters`
-        is how much text is read ahead. At the end, also if the caller stops early, a warning says what was cut.
+        `model_function` maps padded tokens (B, N) on the model's device to B outputs, float32 on the CPU.
+        `max_characters` is how much text is read ahead. At the end, even if the caller stops early, a warning says how
+        many texts were cut.
         """
         _require_many(texts)
         limit = LengthLimit(self.longest, on_long)

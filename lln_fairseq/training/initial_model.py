@@ -1,8 +1,9 @@
-"""Give a run that starts from a checkpoint the sizes, the attention and the attention's options of that checkpoint.
+"""Build the model of a run like the model of the checkpoint that the run starts from.
 
-configs/hydra/callbacks/user_dir.yaml installs the callback, so this works in every run with a recipe. Values that the
-command line sets, or that differ from their defaults in the recipe, are kept. fairseq-train has no such step, and needs
-the options of the checkpoint on its command line.
+The sizes, the attention and the options of the attention are taken from the checkpoint. Values that the user sets on
+the command line are kept, and so are values that a file in configs/ sets to something other than the default.
+configs/hydra/callbacks/user_dir.yaml installs the callback for every recipe in configs/. fairseq-train has no such step
+and needs the options of the checkpoint on its command line.
 """
 
 import copy
@@ -77,15 +78,15 @@ def _options_or_exit(config: DictConfig) -> dict[str, Any]:
 def missing_options(config: DictConfig) -> dict[str, Any]:
     """Return the options that a run's model takes from the checkpoint that the run starts from.
 
-    Nothing is returned without such a checkpoint, for a model other than lln_roberta, and for a checkpoint without a
-    configuration.
+    The dictionary is empty if the run does not start from a checkpoint, if it trains another model than lln_roberta,
+    and if the checkpoint has no configuration.
 
     Args:
-        config: a composed configuration with Hydra's own part; in a sweep, without the swept options
+        config: a composed configuration, including the node `hydra`, whose overrides name the swept options
 
-    Returns: values by option, without the options that the user has set
-    Raises: InputError if the checkpoint is missing, damaged or of another model, or if a sweep has checkpoints of
-        different models.
+    Returns: {name of an option of the model: value}, without the options that the user has set
+    Raises: InputError if the checkpoint is missing or damaged, if it does not hold a RoBERTa, or if a sweep has several
+        checkpoints and any of their options differ.
     """
     overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
     model: Any = {}
@@ -130,9 +131,9 @@ def missing_options(config: DictConfig) -> dict[str, Any]:
 
 
 def _initial_checkpoints(config: DictConfig, overrides: Iterable[Override]) -> list[str]:
-    """Return the checkpoint that a run starts from, all of them if a sweep has several, or an empty list.
+    """Return the checkpoints to take options from: one per swept value in a sweep over START, otherwise at most one.
 
-    If the checkpoint no longer exists, a run that resumes takes its options from its own last checkpoint.
+    If the checkpoint of a single run no longer exists, its own last checkpoint is returned, which the run resumes from.
 
     Raises: InputError if the checkpoint of a single run is missing and there is nothing to resume.
     """
@@ -153,7 +154,7 @@ def _initial_checkpoints(config: DictConfig, overrides: Iterable[Override]) -> l
 
 
 def _save_dir(config: DictConfig) -> str:
-    """Return the save_dir of a configuration that Hydra has not yet made the current one."""
+    """Return the save_dir of a configuration before Hydra has installed it in HydraConfig, which it may refer to."""
     current = HydraConfig.instance()
     previous = current.cfg
     resolved = copy.deepcopy(config)
@@ -179,11 +180,12 @@ def _common_options(paths: Iterable[str]) -> dict[str, Any]:
 
 
 def checkpoint_options(path: str) -> dict[str, Any]:
-    """Return every option of the RoBERTa in a checkpoint, with the number of its position embeddings.
+    """Return the model options of a checkpoint, of this project's RoBERTa or fairseq's own.
 
-    Options that are not stored have their defaults. The result is empty if the checkpoint has no configuration.
+    Options that are not stored have their defaults. max_positions is the longest sequence that the position embeddings
+    allow. The result is empty if the checkpoint has no configuration.
 
-    Raises: InputError if the file is missing, damaged, not a checkpoint of fairseq, or has another model than RoBERTa.
+    Raises: InputError if the file is missing, damaged or not a fairseq checkpoint, or does not hold a RoBERTa.
     """
     state = load_checkpoint_lazily(path)
     if not stored_options(state)["model"]:

@@ -1,4 +1,4 @@
-"""Set the learning rate schedule of a run with --warmup-fraction from the number of its updates."""
+"""Compute the learning rate schedule of a run from its number of updates, for the option --warmup-fraction."""
 
 import math
 from typing import Any
@@ -10,14 +10,14 @@ from lln_fairseq.errors import InputError
 
 
 def plan_schedule(trainer: Trainer, batches: int) -> None:
-    """Let the learning rate rise during --warmup-fraction of all updates and fall to its end in the last one.
+    """Set the warm-up and the last update of the trainer's schedule, in place, if --warmup-fraction is set.
 
-    Nothing is changed without that option. The number of updates is the smaller one of --max-update and --max-epoch
-    epochs.
+    The warm-up takes this fraction of all updates, which are those of `total_updates`. The decay takes the remaining
+    ones. The learning rate is then that of the trainer's current update.
 
     Args:
         trainer: fairseq's trainer, with the state of the checkpoint if the run is resumed
-        batches: the number of batches that a worker computes in an epoch
+        batches: the number of batches of one worker in an epoch
 
     Raises: InputError if the fraction is not in [0, 1), the scheduler is not polynomial_decay, or the number of updates
         is not limited.
@@ -39,11 +39,13 @@ def plan_schedule(trainer: Trainer, batches: int) -> None:
 
 
 def total_updates(cfg: Any, batches: int) -> float:
-    """Return the number of updates at which --max-update or --max-epoch ends a run; infinity without a limit.
+    """Return the number of updates after which a run ends: --max-update, or those of --max-epoch epochs if fewer.
+
+    --update-freq batches of a worker make one update. The result is infinity if neither option limits the run.
 
     Args:
         cfg: the whole configuration
-        batches: the number of batches that a worker computes in an epoch
+        batches: the number of batches of one worker in an epoch
     """
     limits = cfg.optimization
     updates = math.inf
