@@ -6,8 +6,8 @@
 
 Hydra overrides apply to pre-training and fine-tuning. The prefix `pretrain:` or `finetune:` limits an override to one
 of them, as in pretrain:dataset.batch_size=32. corpus= names the pre-training data, and glue= names one or more tasks.
-The default is model=nano and the demo data, which is built if necessary. Finished runs are not repeated, and
-interrupted runs resume.
+With glue=none, nothing is fine-tuned. The default is model=nano and the demo data, which is built if necessary.
+Finished runs are not repeated, and interrupted runs resume.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from scripts.experiments.steps import StepFailed, Steps, evaluation_command, pre
 from scripts.terminal import at_least_one, program_parser
 
 DEMO = "demo"
+NO_TASK = "none"
 DEFAULT_ATTENTIONS = "softmax,lln,lln_diag,elu,performer,nystrom"
 
 
@@ -47,7 +48,7 @@ class Overrides:
 
     Attributes:
         corpus: the value of corpus=, by default "demo".
-        tasks: the values of glue=, by default a list with only "demo".
+        tasks: the values of glue=, by default a list with only "demo". It is empty if the value is "none".
         pretrain: overrides of all pre-training runs.
         finetune: overrides of all fine-tuning runs.
     """
@@ -67,7 +68,7 @@ class Overrides:
             elif group == "corpus":
                 self.corpus = value
             elif group == "glue":
-                self.tasks = value.split(",")
+                self.tasks = [] if value == NO_TASK else value.split(",")
             else:
                 self.pretrain.append(override)
                 self.finetune.append(override)

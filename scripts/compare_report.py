@@ -169,8 +169,10 @@ def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) 
 
 
 def plot_comparison(path: Path, results: Sequence[AttentionResults]) -> Path:
-    """Write a PNG with the losses of pre-training by update and the scores by column. Return its path."""
-    figure, (loss_axes, score_axes) = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
+    """Write a PNG with the losses of pre-training by update and, if there are any, the scores. Return its path."""
+    panels = 2 if score_columns(results) else 1
+    figure, axes = plt.subplots(1, panels, figsize=(6.5 * panels, 5), constrained_layout=True, squeeze=False)
+    loss_axes = axes[0, 0]
     for number, result in enumerate(results):
         _plot_losses(loss_axes, result, color=f"C{number}")
     loss_axes.set(
@@ -179,7 +181,8 @@ def plot_comparison(path: Path, results: Sequence[AttentionResults]) -> Path:
         title="pre-training: train (thin) and valid (points), mean and range over seeds",
     )
     loss_axes.legend()
-    _plot_scores(score_axes, results)
+    if panels == 2:
+        _plot_scores(axes[0, 1], results)
     figure.savefig(path, format="png", dpi=120)
     plt.close(figure)
     return path

@@ -83,6 +83,17 @@ def test_overrides_reach_their_stage():
         assert config.model._name == "lln_roberta_nano"
 
 
+def test_no_task_leaves_out_fine_tuning(tmp_path):
+    args = compare_attentions.parse_arguments(["--attentions", "elu", "glue=none"])
+    write_results(tmp_path, "elu", seed=1, losses=(9, 6.0), accuracy=0.7)
+
+    results = read_results(tmp_path, ["elu"], [1], {})
+
+    assert compare_attentions.Overrides(args).tasks == []
+    assert cells_by_first_word(comparison_table(results, [1]))["elu"] == "6.00 1"
+    assert plot_comparison(tmp_path / "a.png", results).read_bytes().startswith(b"\x89PNG")
+
+
 def test_attention_may_have_options():
     args = compare_attentions.parse_arguments(["--attentions", "lln,lln_diag:mix=joint,constants=entropy,lln"])
 
