@@ -110,7 +110,10 @@ def score_columns(results: Sequence[AttentionResults]) -> list[str]:
 
 
 def majority_accuracies(results: Sequence[AttentionResults]) -> dict[str, float]:
-    """Return the accuracy in percent of always predicting the most frequent class, by column."""
+    """Return the accuracy in percent of always predicting the most frequent class, by column of the table.
+
+    A column is a task and a split. Columns whose metric is not accuracy are left out.
+    """
     majority: dict[str, float] = {}
     for result in results:
         majority |= result.majority

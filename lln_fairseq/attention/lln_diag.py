@@ -179,7 +179,11 @@ class LLNDiagAttention(MomentMatchedAttention):
         return None
 
     def _mix_per_feature(self, lln: Tensor, diag: Tensor) -> Tensor:
-        """Combine both outputs, each (B, H, N, D), with the learned weights of the mix ratio or scale."""
+        """Combine the outputs of LLN and of the blocks, each (B, H, N, D), by the mix "ratio" or "scale".
+
+        With learned weights r and p for each head and feature, "ratio" returns r LLN + (1 - r) Diag, and "scale" returns
+        r LLN + p Diag.
+        """
         ratio = self.ratio.to(lln.dtype)
         if self.config.mix == "ratio":
             return ratio * lln + (1 - ratio) * diag

@@ -31,10 +31,12 @@ def require_softmax(teacher: Path) -> None:
 def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
     """Load the teacher in evaluation mode, on the GPU if there is one, and set up its task.
 
-    If the teacher is fine-tuned and DATA holds a sentence prediction task, the task reads DATA. Otherwise the task
-    needs only dictionaries. For a fine-tuned teacher, they are read from the folder `tokenizer` next to the checkpoint
-    if that folder has them. In all other cases, they are read from the data directory that the checkpoint names, or
-    from the checkpoint's own directory if `lln-fairseq convert` wrote it.
+    The task of a fine-tuned teacher reads its rows and labels from DATA if DATA holds a sentence prediction task. In
+    any other case, the task needs only dictionaries, which are read from the first of these directories that applies:
+
+    1. for a fine-tuned teacher, the folder `tokenizer` next to the checkpoint, if it has them;
+    2. for a checkpoint that `lln-fairseq convert` wrote, the directory of the checkpoint;
+    3. the data directory that the checkpoint names.
 
     Args:
         path: the teacher's checkpoint

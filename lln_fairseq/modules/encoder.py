@@ -154,12 +154,21 @@ def pass_segment_lengths(
 
 
 class LLNTransformerEncoder(TransformerEncoder):
-    """fairseq's transformer encoder with a pluggable mechanism, or softmax attention in the layers of softmax_layers.
+    """fairseq's transformer encoder with a pluggable mechanism in every layer.
 
-    `args` are fairseq's options of the model, plus `feed_forward_tokens` and `softmax_layers`. `attention` and
-    `options` are the registered name and the options of the mechanism. Raises ValueError if the mechanism cannot be
-    built, if `softmax_layers` names a layer that does not exist, or if the mechanism replaces a layer and `args`
-    contains options that only RoBERTa's own layers support.
+    The layers that the option `softmax_layers` names have softmax attention instead. If the mechanism replaces whole
+    layers, the encoder always has a layer norm after the last one.
+
+    Args:
+        args: fairseq's options of the model, plus `feed_forward_tokens` and `softmax_layers`.
+        dictionary: the dictionary of the input tokens.
+        embed_tokens: the embedding of the tokens.
+        attention: the registered name of the mechanism.
+        options: the options of the mechanism.
+
+    Raises:
+        ValueError: if the mechanism cannot be built, if `softmax_layers` names a layer that does not exist, or if the
+            mechanism replaces whole layers and `args` contains options that only RoBERTa's own layers support.
     """
 
     layer_norm: nn.Module | None  # after the last layer; created by TransformerEncoder

@@ -30,6 +30,7 @@ VARIANTS = {  # name: arguments of linearize
     "average, blocks of 32": "--option gain=learned block_size=32",
     "average, blocks of 64": "--option gain=learned block_size=64",
     "LLN only": "--attention lln --option gain=learned",
+    "Hedgehog, blocks of 32": "--attention hedgehog --option block_size=32",
     "blocks of 32 only": "--attention block_diag --option block_size=32",
     "blocks of 32, first segment global": f"{JOINT}32 global_tokens=first_segment",
     "blocks of 64, first segment global": f"{JOINT}64 global_tokens=first_segment",

@@ -95,7 +95,11 @@ def backward(
     grad: Tensor,
     needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """Compute the gradients of q, k, v, α, β and the offset; see `Backend.backward`."""
+    """Compute the gradients of q, k, v, α, β and the offset of the mix, in this order.
+
+    `needed` has three entries, for α, β and the offset. A gradient that is not needed can be None. `Backend.backward`
+    explains the arguments.
+    """
     call = CallContext(q, mask, spec)
     grads = empty_results(q, k, v)
     scalar_grads = HeadGradients(*(_zeros_per_head(call) if is_needed else None for is_needed in needed))

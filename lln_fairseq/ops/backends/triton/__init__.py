@@ -105,13 +105,15 @@ def forward(
 def _compute_state(
     k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Compute the state of the keys, m, log s and S.
+    """Compute the state of the keys, and write it to the tensors in `state`.
+
+    The state has three parts, m, log s and S, which forward_kernels.py defines.
 
     Args:
         k, v: (B, H, N, D), as `aligned` returns them.
         pad: bytes (B, N), 1 = padded, or None.
         beta: (B, H) float32, contiguous.
-        state: the tensors of `empty_saved`, which are overwritten with m, log s and S. S may also be float32.
+        state: tensors like those of `empty_saved`, which are overwritten. S has the dtype of q or is float32.
     """
     batch, heads, length, dim = k.shape
     bh = batch * heads
