@@ -181,8 +181,8 @@ class LLNDiagAttention(MomentMatchedAttention):
     def _mix_per_feature(self, lln: Tensor, diag: Tensor) -> Tensor:
         """Combine the outputs of LLN and of the blocks, each (B, H, N, D), by the mix "ratio" or "scale".
 
-        With learned weights r and p for each head and feature, "ratio" returns r LLN + (1 - r) Diag, and "scale" returns
-        r LLN + p Diag.
+        With learned weights r and p for each head and feature, "ratio" returns r LLN + (1 - r) Diag, and "scale"
+        returns r LLN + p Diag.
         """
         ratio = self.ratio.to(lln.dtype)
         if self.config.mix == "ratio":
