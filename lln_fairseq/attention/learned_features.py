@@ -45,6 +45,14 @@ class LearnedFeatureAttention(KernelFeatureAttention):
             return linear
         return (linear + reference.block_diag_matrix(q, k, self.config.block_size, key_padding_mask)) / 2
 
+    def feature_maps(
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the features φ(q) and φ(k), or None if there are blocks, because P is then not φ(q) φ(k)ᵀ."""
+        if self.config.block_size != LINEAR_ONLY:
+            return None
+        return self.linear_features(q, k, key_padding_mask)
+
     def branches(self) -> dict[str, Attention]:
         """Return the two parts, each as an attention that can be called by itself, or nothing if there are no blocks.
 
