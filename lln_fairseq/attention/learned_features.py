@@ -1,5 +1,7 @@
 """Base class of linear attentions with a learned feature map, which can be averaged with block-diagonal softmax."""
 
+import copy
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -60,10 +62,8 @@ class LearnedFeatureAttention(KernelFeatureAttention):
         """
         if self.config.block_size == LINEAR_ONLY:
             return {}
+        linear = copy.copy(self)
+        linear.config = dataclasses.replace(self.config, block_size=LINEAR_ONLY)
         sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
-        linear = type(self)(type(self.config)(), *sizes)
-        linear.load_state_dict(self.state_dict())
-        return {
-            "Linear only": linear,
-            "Diag only": BlockDiagAttention(BlockDiagConfig(self.config.block_size), *sizes),
-        }
+        diag = BlockDiagAttention(BlockDiagConfig(self.config.block_size), *sizes)
+        return {"Linear only": linear, "Diag only": diag}
