@@ -35,7 +35,7 @@ class LinformerAttention(Attention):
     E and F are initialized from N(0, 1/M), the random projections of Theorem 1. The paper also describes projections
     that all layers share; here every layer has its own.
 
-    Raises (in `forward` and `attention_matrix`):
+    Raises (in `forward`):
         ValueError: if a sequence is longer than max_positions.
     """
 
@@ -60,15 +60,6 @@ class LinformerAttention(Attention):
         projected_k = self._project(key_projection, k)
         projected_v = self._project(value_projection, v)
         return softmax_attention(q, projected_k, projected_v, dropout_p=self.active_dropout)
-
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        key_projection, value_projection = self._projections(q)
-        if key_padding_mask is not None:
-            # forward sets padded keys and values to 0. Here the columns that they would be multiplied by are 0.
-            is_real = (~key_padding_mask).to(q.dtype)[:, None, None, :]
-            key_projection = key_projection * is_real
-            value_projection = value_projection * is_real
-        return (q @ (key_projection @ k).mT / self.head_dim**0.5).softmax(dim=-1) @ value_projection
 
     def _projections(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first N columns of E and F, for queries q (B, H, N, D).

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 
@@ -76,6 +76,19 @@ def test_forward_equals_matrix_times_values(variant, length):
     if not has_blocks:
         row_sums = (~mask.all(dim=1)).double()[:, None, None].expand(2, HEADS, length)
         torch.testing.assert_close(matrix.sum(dim=-1), row_sums)
+
+
+def test_default_matrix_is_that_of_evaluation():
+    """Softmax overrides the default with the formula."""
+    attention = build("softmax", dropout=0.5).train()
+    q, k, _ = random_qkv(length=97, dtype=torch.float64)
+    mask = random_padding(2, 97, full_row=True)
+
+    matrix = Attention.attention_matrix(attention, q.requires_grad_(), k, mask)
+
+    torch.testing.assert_close(matrix, attention.attention_matrix(q, k, mask))
+    assert not matrix.requires_grad
+    assert attention.training
 
 
 @every_variant

@@ -18,14 +18,15 @@ def test_matches_formula_with_each_sharing(sharing, num_matrices):
     assert sum(p.numel() for p in attention.parameters()) == num_matrices * 16 * 64
 
     q, k, v = random_qkv(length=40, dtype=torch.float64)
-    out = attention(q, k, v)
+    mask = torch.arange(40) >= torch.tensor([40, 17])[:, None]
+    out = attention(q, k, v, mask)
     for head in range(3):
         index = head if sharing == "none" else 0
-        e = attention.key_projection[index, :, :40]
-        f = e if sharing == "key_value" else attention.value_projection[index, :, :40]
-        for b in range(2):
-            keys = e @ k[b, head]
-            values = f @ v[b, head]
+        e = attention.key_projection[index]
+        f = e if sharing == "key_value" else attention.value_projection[index]
+        for b, length in enumerate((40, 17)):
+            keys = e[:, :length] @ k[b, head, :length]
+            values = f[:, :length] @ v[b, head, :length]
             expected = torch.softmax(q[b, head] @ keys.T / 32**0.5, dim=-1) @ values
             torch.testing.assert_close(out[b, head], expected)
 
