@@ -112,7 +112,7 @@ def test_missing_alpha_and_beta_are_matched(mix, backend):
 # Tokens, head dimension and block size. All but the short ones take long in the interpreter of Triton.
 SHAPES = [(1, 32, 16), (63, 128, 32), (97, 64, 64), (130, 32, 48), (130, 128, 128), (300, 16, 256)]
 SHORT = [SHAPES[0], SHAPES[1], SHAPES[3]]
-HALF_SHAPES = [(97, 32, 48), (70, 128, 64), (130, 64, 16)]
+HALF_SHAPES = [(97, 32, 48), (70, 128, 64), (130, 64, 16), (40, 16, 32)]
 
 
 @every_mix
