@@ -55,8 +55,3 @@ def test_branches_share_parameters_and_average_to_the_whole(name, options):
     assert branches["Linear only"].weight is attention.weight
     parts = [branch(q, k, v) for branch in branches.values()]
     torch.testing.assert_close(sum(parts) / 2, attention(q, k, v))
-
-
-def test_hedgehog_starts_from_the_identity():
-    attention = build_attention("hedgehog", num_heads=2, head_dim=4, max_positions=8)
-    assert torch.equal(attention.weight, torch.eye(4).repeat(2, 1, 1))
