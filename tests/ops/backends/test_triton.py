@@ -12,7 +12,15 @@ from lln_fairseq.ops.autograd import hybrid_attention
 from lln_fairseq.ops.backends import HybridSpec, triton
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests import helpers
-from tests.ops.mixes import TESTED_MIXES, attend, errors, inputs, oracle, output_and_gradients
+from tests.ops.mixes import (
+    TESTED_MIXES,
+    assert_float32_accuracy,
+    attend,
+    errors,
+    inputs,
+    oracle,
+    output_and_gradients,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 native = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
@@ -41,12 +49,6 @@ def padding_mask(batch, length, full_row=False):
     return helpers.random_padding(batch, length, seed=length, full_row=full_row, device=DEVICE)
 
 
-def assert_close_to_float64(results, expected):
-    result_errors = errors(results, expected)
-    assert result_errors.pop("out") <= helpers.FLOAT32_FORWARD
-    assert max(result_errors.values()) <= helpers.FLOAT32_GRADIENT, result_errors
-
-
 @every_mix
 def test_several_splits(many_splits, mix):
     tensors = inputs(mix, length=130, device=DEVICE)
@@ -56,7 +58,7 @@ def test_several_splits(many_splits, mix):
 
     results = output_and_gradients(attend(mix, "triton", mask), tensors)
 
-    assert_close_to_float64(results, output_and_gradients(oracle(mix, mask), tensors, torch.float64))
+    assert_float32_accuracy(results, output_and_gradients(oracle(mix, mask), tensors, torch.float64))
 
 
 @pytest.mark.exhaustive
@@ -69,7 +71,7 @@ def test_long_sequence_is_split(mix):
 
     splits, _ = triton.split_tokens(2100, 16)
     assert splits == 2
-    assert_close_to_float64(results, output_and_gradients(oracle(mix, mask, 64), tensors, torch.float64))
+    assert_float32_accuracy(results, output_and_gradients(oracle(mix, mask, 64), tensors, torch.float64))
 
 
 @every_mix
@@ -137,7 +139,7 @@ def test_dropout_has_the_gradients_of_its_mask():
 
     results = output_and_gradients(attention_with_seed(7), tensors)
 
-    assert_close_to_float64(results, output_and_gradients(expected, tensors, torch.float64))
+    assert_float32_accuracy(results, output_and_gradients(expected, tensors, torch.float64))
     assert not torch.equal(attention_with_seed(8)(*tensors), results[0])
 
 
