@@ -1,16 +1,10 @@
-"""The layers of the package: imports, also those inside functions, go down only and without cycles.
-
-Above the layer `attention`, no module names a mechanism.
-"""
+"""The layers of the package: imports, also those inside functions, go down only and without cycles."""
 
 import ast
-import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-from lln_fairseq.attention import MECHANISMS
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,16 +53,6 @@ ALLOWED_IMPORTS = {
 PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train"}  # these may import everything
 WITHOUT_FAIRSEQ = {"ops", "attention", "command", "__init__"}
 FAIRSEQ_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
-# The modules above `attention` that may name mechanisms, and which.
-NAMED_MECHANISMS = {
-    "lln_fairseq.models.lln_roberta": {"lln_diag"},  # the default
-    "lln_fairseq.modules.encoder": {"softmax"},  # the option softmax_layers
-    "lln_fairseq.conversion.from_hugging_face": {"relu"},  # the activation function
-    "lln_fairseq.conversion.to_hugging_face": {"lln", "lln_diag"},  # what modeling_lln_roberta implements
-    "lln_fairseq.conversion.modeling_lln_roberta": {"lln", "lln_diag"},
-    "lln_fairseq.checkpoints.config": {"softmax"},  # what fairseq's RoBERTa has
-    "lln_fairseq.analysis.separation": {"softmax", "lln"},  # what the paper's experiment compares
-}
 
 
 def module_name(path):
@@ -147,11 +131,3 @@ def test_imports_have_no_cycle():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
-
-
-def test_no_mechanism_is_named_above_attention():
-    names = "|".join(sorted(MECHANISMS, key=len, reverse=True))
-    for name in PACKAGE_MODULES:
-        if layer(name) not in ("ops", "attention"):
-            mechanisms = re.findall(rf"""["']({names})["']""", MODULES[name].read_text())
-            assert set(mechanisms) == NAMED_MECHANISMS.get(name, set()), name

@@ -19,7 +19,7 @@ class CosformerAttention(KernelFeatureAttention):
     neither on the other sequences of the batch nor on the padding. Without padding they agree with the authors' code.
     """
 
-    def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def linear_features(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(q.dtype)
         angles = self._angles(q, key_padding_mask).to(dtype)
         waves = torch.stack([angles.cos(), angles.sin()], dim=-1)  # (B or 1, 1, N, 2), never negative

@@ -12,8 +12,8 @@ from lln_fairseq.ops.padding import clear_padding
 class KernelFeatureAttention(Attention):
     """Linear attention with P_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l), for a non-negative feature map φ.
 
-    A subclass defines φ in `features`, or overrides `feature_maps` if φ depends on the position of the token. The cost
-    is linear in the number of tokens. P is never formed, so attention dropout does not apply. If the features of a
+    A subclass defines φ in `features`, or overrides `linear_features` if φ depends on the position of the token. The
+    cost is linear in the number of tokens. P is never formed, so attention dropout does not apply. If the features of a
     query are orthogonal to the features of all keys, its output is 0.
     """
 
@@ -30,14 +30,28 @@ class KernelFeatureAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         q, k, v = clear_padding(q, k, v, key_padding_mask)
-        phi_q, phi_k = self.feature_maps(q, k, key_padding_mask)
+        phi_q, phi_k = self.linear_features(q, k, key_padding_mask)
         return linear_attention(phi_q, phi_k, v, key_padding_mask)
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        phi_q, phi_k = self.feature_maps(q, k, key_padding_mask)
+        phi_q, phi_k = self.linear_features(q, k, key_padding_mask)
         return reference.kernel_matrix(phi_q, phi_k, key_padding_mask)
 
-    def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def feature_maps(
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        return self.linear_features(q, k, key_padding_mask)
+
+    def linear_features(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Compute the features from which the linear attention is computed.
+
+        Args:
+            q, k: queries and keys (B, H, N, D).
+            key_padding_mask: bool (B, N), True = padded, or None.
+
+        Returns:
+            φ(q) and φ(k), each (B, H, N, F) in float32, or in float64 for float64 inputs.
+        """
         dtype = compute_dtype(q.dtype)
         phi_q = self.features(q.to(dtype))
         phi_k = self.features(k.to(dtype))

@@ -1,5 +1,7 @@
 """Base class of linear attentions with a learned feature map, which can be averaged with block-diagonal softmax."""
 
+import copy
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,6 +47,14 @@ class LearnedFeatureAttention(KernelFeatureAttention):
             return linear
         return (linear + reference.block_diag_matrix(q, k, self.config.block_size, key_padding_mask)) / 2
 
+    def feature_maps(
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the features φ(q) and φ(k), or None if there are blocks, because P is then not φ(q) φ(k)ᵀ."""
+        if self.config.block_size != LINEAR_ONLY:
+            return None
+        return self.linear_features(q, k, key_padding_mask)
+
     def branches(self) -> dict[str, Attention]:
         """Return the two parts, each as an attention that can be called by itself, or nothing if there are no blocks.
 
@@ -52,10 +62,8 @@ class LearnedFeatureAttention(KernelFeatureAttention):
         """
         if self.config.block_size == LINEAR_ONLY:
             return {}
+        linear = copy.copy(self)
+        linear.config = dataclasses.replace(self.config, block_size=LINEAR_ONLY)
         sizes = (self.num_heads, self.head_dim, self.max_positions, self.dropout)
-        linear = type(self)(type(self.config)(), *sizes)
-        linear.load_state_dict(self.state_dict())
-        return {
-            "Linear only": linear,
-            "Diag only": BlockDiagAttention(BlockDiagConfig(self.config.block_size), *sizes),
-        }
+        diag = BlockDiagAttention(BlockDiagConfig(self.config.block_size), *sizes)
+        return {"Linear only": linear, "Diag only": diag}

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
-from lln_fairseq.ops import reference
 from lln_fairseq.ops.padding import clear_padding, explicit_mask
 from lln_fairseq.ops.softmax import softmax_attention
 
@@ -110,8 +109,3 @@ class LongformerAttention(Attention):
             dropout_p=self.active_dropout,
         )
         return out.transpose(1, 2).reshape(batch, num_blocks * width, heads, dim)[:, :length].transpose(1, 2)
-
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        is_real = ~explicit_mask(key_padding_mask, q)
-        is_first = is_real & (is_real.cumsum(dim=1) == 1)
-        return reference.softmax_matrix(q, k, key_padding_mask, self._is_attended(is_first)[:, None])

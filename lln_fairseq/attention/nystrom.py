@@ -1,6 +1,5 @@
 """Nyströmformer: softmax attention through the softmax of a few landmarks (Xiong et al. 2021, arXiv 2102.03902)."""
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.attention.registry import Attention, option, register_attention
-from lln_fairseq.ops import reference
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.landmarks import Landmarks, iterative_pinv
-from lln_fairseq.ops.padding import clear_padding, explicit_mask
+from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.softmax import softmax_attention
 
 
@@ -105,52 +103,3 @@ class NystromAttention(Attention):
             (B, H, N, D).
         """
         return F.conv2d(v, weight.to(v.dtype), padding=(self.config.conv_kernel // 2, 0), groups=self.num_heads)
-
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute P for each sequence in turn. Unlike in forward, the pseudo-inverse is iterated on singular values.
-
-        If there is a convolution, its band matrix is added to P.
-        """
-        batch, heads, length, _ = q.shape
-        matrix = q.new_zeros(batch, heads, length, length)
-        padding = explicit_mask(key_padding_mask, q)
-        for b in range(batch):
-            tokens = (~padding[b]).nonzero()[:, 0]
-            if tokens.numel():
-                matrix[b, :, :, tokens] = self._sequence_matrix(q[b], k[b], tokens)
-        if self.conv is not None:
-            band = reference.band_matrix(self.conv.weight.detach()[:, 0, :, 0].to(q.dtype), length)
-            matrix = matrix + band * ~padding[:, None, None, :]
-        return matrix
-
-    def _sequence_matrix(self, q: Tensor, k: Tensor, tokens: Tensor) -> Tensor:
-        """Compute the columns of P that belong to the n non-padding tokens of one sequence, without the convolution.
-
-        Args:
-            q, k: (H, N, D).
-            tokens: the positions (n,) of the non-padding tokens in ascending order, at least one.
-
-        Returns:
-            (H, N, n).
-        """
-
-        def softmax(x: Tensor, y: Tensor) -> Tensor:
-            return (x @ y.mT / self.head_dim**0.5).softmax(dim=-1)
-
-        def segment_means(x: Tensor) -> Tensor:
-            return torch.stack([x[:, segment].mean(dim=1) for segment in segments], dim=1)
-
-        num_landmarks = self.config.landmarks
-        num_real = len(tokens)
-        if num_real <= num_landmarks:
-            return softmax(q, k[:, tokens])
-        boundaries = [-(-j * num_real // num_landmarks) for j in range(num_landmarks + 1)]
-        segments = [tokens[start:end] for start, end in itertools.pairwise(boundaries)]
-        q_mean = segment_means(q)
-        k_mean = segment_means(k)
-        landmark_matrix = softmax(q_mean, k_mean)
-        u, sigma, vh = torch.linalg.svd(landmark_matrix)
-        z = sigma / landmark_matrix.sum(dim=1).amax(dim=-1, keepdim=True)
-        for _ in range(self.config.iterations):
-            z = z * (13 - sigma * z * (15 - sigma * z * (7 - sigma * z))) / 4
-        return softmax(q, k_mean) @ (vh.mT * z[:, None, :]) @ u.mT @ softmax(q_mean, k[:, tokens])

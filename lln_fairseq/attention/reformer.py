@@ -152,48 +152,6 @@ class ReformerAttention(Attention):
         key_index = k_order.gather(2, place.clamp(max=length - 1).flatten(2)).view_as(place)
         return q_order, key_index, is_attended
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute P of evaluation mode. Count, chunk by chunk, how often each query attends to each key.
-
-        The buckets are computed by the same function as in forward.
-        """
-        padding = explicit_mask(key_padding_mask, q)
-        batch, heads, length, _ = q.shape
-        counts = torch.zeros(batch, heads, length, length, dtype=q.dtype, device=q.device)
-        for rotation in self.rotations:
-            q_bucket = self.buckets(q, rotation, padding).tolist()
-            k_bucket = self.buckets(k, rotation, padding).tolist()
-            for b in range(batch):
-                num_real = int((~padding[b]).sum())
-                for h in range(heads):
-                    self._count_attended(counts[b, h], q_bucket[b][h], k_bucket[b][h], num_real)
-        scores = q @ k.mT / self.head_dim**0.5 + counts.log()
-        return scores.softmax(dim=-1).masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
-
-    def _count_attended(self, counts: Tensor, q_bucket: list[int], k_bucket: list[int], num_real: int) -> None:
-        """Add 1 to counts[i, j], in place, for every query i that attends to key j in one round of one head.
-
-        Args:
-            counts: (N, N).
-            q_bucket, k_bucket: the buckets of the N queries and of the N keys.
-            num_real: the number of tokens that are not padding. If it is 0, nothing is added.
-        """
-        if num_real == 0:
-            return
-        m = self.config.chunk_size
-        queries = sorted(range(len(q_bucket)), key=q_bucket.__getitem__)
-        keys = sorted(range(len(k_bucket)), key=k_bucket.__getitem__)
-        for first in range(0, len(q_bucket), m):
-            bucket = q_bucket[queries[min(first + m // 2, num_real - 1)]]
-            bucket_start = sum(x < bucket for x in k_bucket)
-            bucket_end = sum(x <= bucket for x in k_bucket)
-            center = (bucket_start + bucket_end) // 2
-            start = max(0, min(center - 3 * m // 2, num_real - 3 * m))
-            end = min(start + 3 * m, num_real)
-            rows = torch.tensor(queries[first : first + m])[:, None]
-            columns = torch.tensor(keys[start:end])
-            counts[rows, columns] += 1
-
     def get_extra_state(self) -> Tensor:
         """Return the seed as a tensor (), which state_dict saves instead of the rotations."""
         return torch.tensor(self.seed)

@@ -20,6 +20,8 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -78,21 +80,34 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute the matrix P for which forward(q, k, v), without dropout, equals P v.
+        """Compute the matrix P for which forward(q, k, v) in evaluation mode equals P v.
 
-        forward is tested against this matrix. Its computation may be slow, and should not share code with forward.
+        This default calls forward with unit vectors as values, D columns of P at a time. A mechanism can override it
+        with the formula of P, which should not share code with forward: the contract tests compare both.
 
         Args:
             q, k: queries and keys (B, H, N, D).
             key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
-            P (B, H, N, N), with 0 in the columns of padded keys.
+            P (B, H, N, N), with 0 in the columns of padded keys. The default returns it without a graph.
 
         Raises:
             ValueError: if `has_matrix` is False. The message must contain "no single attention matrix".
         """
-        raise NotImplementedError
+        if not self.has_matrix:
+            raise ValueError(f"{type(self).__name__} has no single attention matrix: its output is not P v")
+        length, dim = q.shape[-2:]
+        was_training = self.training
+        self.eval()
+        columns = []
+        with torch.no_grad():
+            for units in torch.eye(length, dtype=q.dtype, device=q.device).split(dim, dim=1):
+                width = units.shape[1]
+                v = F.pad(units, (0, dim - width)).expand(q.shape)
+                columns.append(self.forward(q, k, v, key_padding_mask)[..., :width])
+        self.train(was_training)
+        return torch.cat(columns, dim=-1)
 
     def feature_maps(
         self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.attention.registry import Attention, register_attention
-from lln_fairseq.ops import reference
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
 
@@ -36,9 +35,6 @@ class ScoreKernelAttention(Attention):
         out = F.dropout(weights, self.active_dropout) @ values / total.masked_fill(is_empty, 1.0)
         mean = values.sum(dim=-2, keepdim=True) / num_real
         return torch.where(is_empty, mean, out).to(v.dtype)
-
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return reference.normalize_rows(self.kernel(q @ k.transpose(-2, -1)), key_padding_mask)
 
     def kernel(self, scores: Tensor) -> Tensor:
         """Compute κ(s) elementwise for all scores s = q_i·k_j, (B, H, N, N). The results must not be negative."""

@@ -90,33 +90,6 @@ class SkyformerAttention(Attention):
         real_first = key_padding_mask.to(torch.uint8).argsort(dim=1, stable=True)
         return real_first.gather(1, (fraction * num_real).long().minimum(num_real - 1).clamp(min=0))
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute P from pairwise distances. The inverse is iterated on the eigenvalues of M, after M has been scaled.
-
-        During training the landmarks are random, so this is not the P of an earlier call of forward.
-        """
-
-        def kappa(x: Tensor, y: Tensor) -> Tensor:
-            return torch.exp(-(torch.cdist(x, y) ** 2) / (2 * self.head_dim**0.5))
-
-        positions = self.landmark_positions(q, key_padding_mask)
-        matrices = []
-        for b in range(q.shape[0]):
-            s = torch.cat([q[b][:, positions[b]], k[b][:, positions[b]]], dim=1)
-            m = kappa(s, s) + self.config.gamma * torch.eye(s.shape[1], dtype=q.dtype, device=q.device)
-            root = m.sum(dim=-1).sqrt()
-            scaled = m / (root[:, :, None] * root[:, None, :])
-            eigenvalues, eigenvectors = torch.linalg.eigh(scaled)
-            z = eigenvalues / scaled.sum(dim=-1).amax(dim=-1, keepdim=True) ** 2
-            for _ in range(self.config.iterations):
-                z = z * (13 - eigenvalues * z * (15 - eigenvalues * z * (7 - eigenvalues * z))) / 4
-            inverse = (eigenvectors * z[:, None, :]) @ eigenvectors.mT / (root[:, :, None] * root[:, None, :])
-            matrices.append(kappa(q[b], s) @ inverse @ kappa(s, k[b]))
-        matrix = torch.stack(matrices)
-        if key_padding_mask is None:
-            return matrix
-        return matrix.masked_fill(key_padding_mask[:, None, None, :], 0.0)
-
 
 def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
     """Compute exp(-|x_i - y_j|² / 2) for x (..., N, D) and y (..., M, D). The result (..., N, M) is at most 1."""

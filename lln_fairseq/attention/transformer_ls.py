@@ -135,10 +135,6 @@ class TransformerLSAttention(Attention):
         tail = -x.shape[2] % width
         return F.pad(x, (0, 0, reach, reach + tail), value=fill).unfold(2, width + 2 * reach, width)
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Raise ValueError, because the layer norms act across heads."""
-        raise ValueError("the values are normalized over all heads, so there is no single attention matrix")
-
 
 def _norm_over_heads(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """Normalize the H · D values of each token of x (B, H, N, D) with a layer norm over all heads.

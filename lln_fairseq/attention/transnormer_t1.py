@@ -83,10 +83,6 @@ class TransNormerAttention(Attention):
         """
         raise NotImplementedError
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Raise ValueError. A subclass overrides this if its local layers have an attention matrix."""
-        raise ValueError("the output is normalized over all heads, so there is no single attention matrix")
-
 
 @register_attention("transnormer_t1", TransNormerConfig)
 class TransNormerT1Attention(TransNormerAttention):

@@ -134,33 +134,3 @@ def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None 
     if key_padding_mask is not None:
         scores = scores.masked_fill(key_padding_mask[:, None, None, :], 0.0)
     return torch.nan_to_num(scores / scores.sum(dim=-1, keepdim=True), nan=0.0)
-
-
-def normalize_rows(scores: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return P_ij = s_ij / Σ_l s_il over the keys that are not padding, for scores s >= 0 of shape (B, H, N, N).
-
-    If all scores of a row are 0, all keys that are not padding get the same weight.
-    """
-    if key_padding_mask is None:
-        key_padding_mask = torch.zeros(scores.shape[0], scores.shape[-1], dtype=torch.bool, device=scores.device)
-    real = ~key_padding_mask[:, None, None, :]
-    scores = torch.where(real, scores, 0.0)
-    is_zero = scores.sum(dim=-1, keepdim=True) == 0
-    scores = torch.where(is_zero & real, 1.0, scores)
-    return torch.nan_to_num(scores / scores.sum(dim=-1, keepdim=True), nan=0.0)
-
-
-def band_matrix(weights: Tensor, length: int) -> Tensor:
-    """Return the matrix T_ij = w_{j - i + W // 2} of a convolution over the tokens, with 0 beyond the weights.
-
-    Args:
-        weights: w for each head, (H, W) with odd W.
-        length: N.
-
-    Returns: (H, N, N).
-    """
-    width = weights.shape[-1]
-    index = torch.arange(length, device=weights.device)
-    offset = index[None, :] - index[:, None] + width // 2
-    is_inside = (offset >= 0) & (offset < width)
-    return weights[:, offset.clamp(0, width - 1)] * is_inside

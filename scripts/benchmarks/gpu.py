@@ -31,7 +31,7 @@ from scripts.terminal import program_parser
 
 MINUTES = {"kernels": 6, "attention": 5, "model": 5, "training": 13}  # the limit of each step
 TESTS = Path(__file__).parents[2] / "tests/ops"
-KERNEL_TESTS = [str(TESTS / name) for name in ("test_backends.py", "backends/test_triton.py", "backends/test_gpu.py")]
+KERNEL_TESTS = [str(TESTS / "test_backends.py"), str(TESTS / "backends/test_triton.py")]
 ATTENTIONS = ["lln", "lln_diag", "lln_diag:mix=joint_offset"]
 REPORTED_LINES = 60  # number of lines of each step's output in the report
 

@@ -39,6 +39,20 @@ def test_batch_is_measured_without_its_padding(name):
     assert all(x.shape == (2, 3) and x.isfinite().all() for x in values.values())
 
 
+@pytest.mark.parametrize("name", ["hedgehog", "t2r"])
+def test_learned_features_are_measured_with_their_blocks(name):
+    torch.manual_seed(0)
+    attention = build_attention(name, block_size=7, **SIZE).eval()
+    q, k, _ = random_qkv(length=40)
+
+    values = measure_by_name(attention, q, k)
+
+    assert attention.feature_maps(q, k) is None
+    P = attention.attention_matrix(q, k)
+    torch.testing.assert_close(values["entropy"], entropy(P).double())
+    torch.testing.assert_close(values["spectral_gap"], spectral_gap(P).double())
+
+
 def test_mechanism_that_depends_on_the_whole_batch_gets_it():
     q, k, _ = random_qkv(length=40)
     q[1] *= 3

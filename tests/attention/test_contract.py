@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 
@@ -32,8 +32,7 @@ VARIANTS = {name: (name, {}) for name in ATTENTION_REGISTRY} | {
     "transnormer_t2-local-diag": ("transnormer_t2", dict(local_layers=1, block_size=7)),
     "nystrom-7": ("nystrom", dict(landmarks=7)),
     "nystrom-conv": ("nystrom", dict(landmarks=13, conv_kernel=33)),
-    "linformer-none": ("linformer", dict(projected_length=20, sharing="none")),
-    "linformer-key-value": ("linformer", dict(sharing="key_value")),
+    "linformer-20": ("linformer", dict(projected_length=20)),
     "longformer-5": ("longformer", dict(one_sided_window=5)),
     "longformer-64": ("longformer", dict(one_sided_window=64)),
     "skyformer-9": ("skyformer", dict(landmarks=9)),
@@ -76,6 +75,19 @@ def test_forward_equals_matrix_times_values(variant, length):
     if not has_blocks:
         row_sums = (~mask.all(dim=1)).double()[:, None, None].expand(2, HEADS, length)
         torch.testing.assert_close(matrix.sum(dim=-1), row_sums)
+
+
+def test_default_matrix_is_that_of_evaluation():
+    """Softmax overrides the default with the formula."""
+    attention = build("softmax", dropout=0.5).train()
+    q, k, _ = random_qkv(length=97, dtype=torch.float64)
+    mask = random_padding(2, 97, full_row=True)
+
+    matrix = Attention.attention_matrix(attention, q.requires_grad_(), k, mask)
+
+    torch.testing.assert_close(matrix, attention.attention_matrix(q, k, mask))
+    assert not matrix.requires_grad
+    assert attention.training
 
 
 @every_variant

@@ -49,8 +49,6 @@ def test_relu_without_positive_score_returns_mean_of_real_values():
     for b, num_real in enumerate((~mask).sum(dim=1)):
         mean = v[b, :, :num_real].mean(dim=1, keepdim=True).expand(3, 9, 32)
         torch.testing.assert_close(out[b], mean)
-    matrix = attention.attention_matrix(q, k, mask)
-    torch.testing.assert_close(matrix @ v, out)
 
 
 @pytest.mark.parametrize("name", ["relu", "quadratic"])

@@ -43,16 +43,15 @@ def test_matches_formula(name, features, block_size):
             torch.testing.assert_close(out[row, head], matrix @ v[row, head])
 
 
-def test_branches_average_to_the_whole():
-    attention = build_attention("hedgehog", num_heads=3, head_dim=32, max_positions=64, block_size=7).eval()
+@pytest.mark.parametrize(("name", "options"), [("hedgehog", {}), ("t2r", {"num_features": 12})])
+def test_branches_share_parameters_and_average_to_the_whole(name, options):
+    attention = build_attention(name, num_heads=3, head_dim=32, max_positions=64, block_size=7, **options)
+    attention = attention.double().eval()
     torch.nn.init.normal_(attention.weight)
-    q, k, v = random_qkv(length=40)
+    q, k, v = random_qkv(length=40, dtype=torch.float64)
 
-    parts = [branch(q, k, v) for branch in attention.branches().values()]
+    branches = attention.branches()
 
+    assert branches["Linear only"].weight is attention.weight
+    parts = [branch(q, k, v) for branch in branches.values()]
     torch.testing.assert_close(sum(parts) / 2, attention(q, k, v))
-
-
-def test_hedgehog_starts_from_the_identity():
-    attention = build_attention("hedgehog", num_heads=2, head_dim=4, max_positions=8)
-    assert torch.equal(attention.weight, torch.eye(4).repeat(2, 1, 1))

@@ -17,13 +17,6 @@ def build(mix, **options):
     return build_attention("lln_diag", **sizes, mix=mix, block_size=BLOCK_SIZE, **options)
 
 
-def test_joint_offset_learns_one_number_per_head():
-    attention = build("joint_offset")
-    ((name, offset),) = attention.named_parameters()
-    assert name == "offset"
-    assert offset.shape == (3,)
-
-
 def test_joint_offset_changes_output_and_matrix_of_its_head():
     attention = build("joint_offset")
     q, k, v = random_qkv(length=97)
@@ -41,29 +34,6 @@ def test_joint_offset_changes_output_and_matrix_of_its_head():
     assert relative_rms(changed, matrix @ v.double()) <= FLOAT32_FORWARD
     (gradient,) = torch.autograd.grad(attention(q, k, v, mask).square().sum(), attention.offset)
     assert (gradient != 0).all()
-
-
-def test_joint_has_no_parameters():
-    assert not list(build("joint").parameters())
-
-
-def test_large_joint_offset_attends_only_outside_the_block():
-    attention = build("joint_offset")
-    q, k, _ = random_qkv(length=97)
-    block = torch.arange(97) // BLOCK_SIZE
-    with torch.no_grad():
-        attention.offset.fill_(12.0)
-    matrix = attention.attention_matrix(q, k)
-    assert matrix[..., block[:, None] == block[None, :]].max() < 1e-3
-
-
-def test_very_negative_joint_offset_is_block_diagonal_softmax():
-    attention = build("joint_offset")
-    block_diag = build_attention("block_diag", num_heads=3, head_dim=32, max_positions=200, block_size=BLOCK_SIZE)
-    q, k, v = random_qkv(length=97)
-    with torch.no_grad():
-        attention.offset.fill_(-80.0)
-    assert relative_rms(attention(q, k, v), block_diag(q, k, v)) < 1e-6
 
 
 def test_tokens_of_first_segments_are_global():

@@ -1,5 +1,6 @@
-"""Reformer: exact if three chunks hold the whole sequence, and close to softmax otherwise."""
+"""Reformer against its formula; it is exact softmax if three chunks hold the sequence, and close to it otherwise."""
 
+import pytest
 import torch
 
 from lln_fairseq.attention import build_attention
@@ -20,6 +21,53 @@ def test_sequences_that_fit_into_three_chunks_get_exact_softmax():
     torch.testing.assert_close(out[1:], expected[1:])
     assert relative_rms(out[0], expected[0]) > 0.1
     torch.testing.assert_close(build(chunk_size=33)(q, k, v, mask), expected)
+
+
+def count_attended(attention, q_bucket, k_bucket, num_real):
+    """Return how often every query attends to every key in one round of one head, (N, N).
+
+    Args:
+        q_bucket, k_bucket: the buckets of the N queries and of the N keys, lists.
+        num_real: the number of tokens that are not padding, at least 1.
+    """
+    m = attention.config.chunk_size
+    counts = torch.zeros(len(q_bucket), len(k_bucket), dtype=torch.float64)
+    queries = sorted(range(len(q_bucket)), key=q_bucket.__getitem__)
+    keys = sorted(range(len(k_bucket)), key=k_bucket.__getitem__)
+    for first in range(0, len(q_bucket), m):
+        bucket = q_bucket[queries[min(first + m // 2, num_real - 1)]]
+        bucket_start = sum(x < bucket for x in k_bucket)
+        bucket_end = sum(x <= bucket for x in k_bucket)
+        center = (bucket_start + bucket_end) // 2
+        start = max(0, min(center - 3 * m // 2, num_real - 3 * m))
+        end = min(start + 3 * m, num_real)
+        rows = torch.tensor(queries[first : first + m])[:, None]
+        counts[rows, torch.tensor(keys[start:end])] += 1
+    return counts
+
+
+@pytest.mark.parametrize("options", [dict(chunk_size=5), dict(chunk_size=16, hashes=1)], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_matches_formula_with_keys_counted_chunk_by_chunk(options, padded):
+    attention = build(**options)
+    q, k, v = random_qkv(length=97, dtype=torch.float64)
+    mask = torch.zeros(2, 97, dtype=torch.bool)
+    if padded:
+        mask[0, 70:] = True
+        mask[1, [0, 3, 50]] = True
+
+    out = attention(q, k, v, mask)
+
+    for b in range(2):
+        for h in range(3):
+            counts = torch.zeros(97, 97, dtype=torch.float64)
+            for rotation in attention.rotations:
+                q_bucket = attention.buckets(q, rotation, mask)[b, h].tolist()
+                k_bucket = attention.buckets(k, rotation, mask)[b, h].tolist()
+                counts += count_attended(attention, q_bucket, k_bucket, int((~mask[b]).sum()))
+            weights = counts * (q[b, h] @ k[b, h].T / 32**0.5).exp()
+            expected = weights / weights.sum(dim=-1, keepdim=True) @ v[b, h]
+            torch.testing.assert_close(out[b, h], expected)
 
 
 def clustered_qkv(length=384, num_clusters=24):

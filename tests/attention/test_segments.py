@@ -8,10 +8,6 @@ from lln_fairseq.attention.segments import first_segment_lengths
 BOS, PAD, EOS = 0, 1, 2
 
 
-def length_of(*tokens):
-    return first_segment_lengths(torch.tensor([tokens]), EOS).tolist()
-
-
 @pytest.mark.parametrize(
     ("tokens", "length"),
     [
@@ -28,16 +24,4 @@ def length_of(*tokens):
     ],
 )
 def test_length_of_first_segment(tokens, length):
-    assert length_of(*tokens) == [length]
-
-
-def test_rows_of_a_batch_are_independent():
-    tokens = torch.tensor([[BOS, 5, EOS, EOS, 6, EOS], [BOS, 5, EOS, PAD, PAD, PAD], [BOS, EOS, EOS, 5, 6, EOS]])
-    lengths = first_segment_lengths(tokens, EOS)
-    assert lengths.tolist() == [3, 1, 2]
-    assert lengths.dtype == torch.int64
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
-def test_empty_batch(shape):
-    assert len(first_segment_lengths(torch.zeros(shape, dtype=torch.int64), EOS)) == shape[0]
+    assert first_segment_lengths(torch.tensor([tokens]), EOS).tolist() == [length]

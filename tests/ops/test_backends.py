@@ -31,9 +31,13 @@ from tests.helpers import (
 )
 from tests.ops.mixes import (
     BLOCK,
+    GLOBAL,
+    GLOBAL_TOKENS,
     NAMES,
     TESTED_MIXES,
+    assert_float32_accuracy,
     attend,
+    clear_rounding,
     errors,
     holes,
     inputs,
@@ -42,14 +46,16 @@ from tests.ops.mixes import (
     plain,
 )
 
-every_mix = pytest.mark.parametrize("mix", TESTED_MIXES)
+every_mix = pytest.mark.parametrize("mix", [*TESTED_MIXES, GLOBAL])
 lln_and_average = pytest.mark.parametrize("mix", TESTED_MIXES[:2])
 
 
-def backend_or_skip(name, dtype=torch.float32):
+def backend_or_skip(name, dtype=torch.float32, mix=None):
     """Return the name of a backend, or skip the test if the backend cannot run it."""
     device = device_of(name)
-    if reason := load_backend(name).is_supported(torch.empty(1, 1, 1, 32, dtype=dtype, device=device)):
+    q = torch.empty(1, 1, 1, 32, dtype=dtype, device=device)
+    global_tokens = GLOBAL_TOKENS if mix == GLOBAL else 0
+    if reason := load_backend(name).is_supported(q, BLOCK, global_tokens):
         pytest.skip(reason)
     if (name, dtype, device) == ("triton", torch.bfloat16, "cpu"):
         pytest.skip("the interpreter of Triton computes bfloat16 incorrectly")
@@ -62,20 +68,7 @@ def device_of(backend):
 
 @pytest.fixture(params=sorted(MODULES))
 def backend(request):
-    return backend_or_skip(request.param)
-
-
-def assert_float32_accuracy(actual, expected):
-    """Check the output and the gradients of `output_and_gradients` against the limits for float32."""
-    error = errors(actual, expected)
-    assert error.pop("out") <= FLOAT32_FORWARD
-    assert max(error.values()) <= FLOAT32_GRADIENT, error
-
-
-def clear_rounding(expected):
-    """Set the last gradient to 0 if only rounding is left of it: then no query sees a key outside its block."""
-    if (expected[-1].abs() < 1e-12).all():
-        expected[-1].zero_()
+    return backend_or_skip(request.param, mix=request.node.callspec.params.get("mix"))
 
 
 @lln_and_average
@@ -112,7 +105,7 @@ def test_missing_alpha_and_beta_are_matched(mix, backend):
 # Tokens, head dimension and block size. All but the short ones take long in the interpreter of Triton.
 SHAPES = [(1, 32, 16), (63, 128, 32), (97, 64, 64), (130, 32, 48), (130, 128, 128), (300, 16, 256)]
 SHORT = [SHAPES[0], SHAPES[1], SHAPES[3]]
-HALF_SHAPES = [(97, 32, 48), (70, 128, 64), (130, 64, 16)]
+HALF_SHAPES = [(97, 32, 48), (70, 128, 64), (130, 64, 16), (40, 16, 32)]
 
 
 @every_mix
@@ -142,7 +135,7 @@ def test_equals_the_oracle(shape, padded, mix, backend, monkeypatch):
 @pytest.mark.parametrize("factor", [0.5, 8.0, 30.0])
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_equals_the_oracle_at_any_concentration(backend, factor, length, mix):
-    backend_or_skip(backend)
+    backend_or_skip(backend, mix=mix)
     tensors = inputs(mix, batch=1, heads=2, length=length, dim=64)
     tensors[3:5] = torch.full((2, 1, 2), factor)
     expected = oracle(mix)(*(x.double() for x in tensors))
@@ -164,7 +157,7 @@ def test_alpha_and_beta_can_be_numbers_of_any_sign(factors, mix, backend):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_half_precision_is_no_worse_than_plain_pytorch(backend, shape, dtype, mix):
     length, dim, block = shape
-    device = device_of(backend_or_skip(backend, dtype))
+    device = device_of(backend_or_skip(backend, dtype, mix))
     mask = random_padding(2, length, seed=length, device=device)
     tensors = inputs(mix, heads=6, length=length, dim=dim, device=device)  # 12 values of dα and dβ
     tensors[:3] = [x.to(dtype) for x in tensors[:3]]
@@ -183,7 +176,7 @@ def test_half_precision_is_no_worse_than_plain_pytorch(backend, shape, dtype, mi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_extreme_inputs_stay_finite(backend, dtype, mix):
-    device = device_of(backend_or_skip(backend, dtype))
+    device = device_of(backend_or_skip(backend, dtype, mix))
     tensors = inputs(mix, length=97, scale=50.0, device=device)
     tensors[:3] = [x.to(dtype) for x in tensors[:3]]
     tensors[3:5] = torch.full((2, 2, 3), 30.0, device=device)
@@ -196,7 +189,7 @@ def test_extreme_inputs_stay_finite(backend, dtype, mix):
     assert all(x.isfinite().all() for x in results)
 
 
-@every_mix
+@pytest.mark.parametrize("mix", TESTED_MIXES)  # global tokens use torch's fused softmax, which is not finite here
 @pytest.mark.parametrize("scale", [1e5, 1e15])
 def test_matched_factors_keep_huge_inputs_finite(mix, scale, backend):
     q, k, v = (x.requires_grad_() for x in random_qkv(length=40, scale=scale, device=device_of(backend)))
@@ -219,13 +212,16 @@ def test_layout_and_rest_of_batch_do_not_change_results(mix, backend):
     device = device_of(backend)
     tensors = inputs(mix, heads=2, length=50, device=device)
     mask = holes(2, 50, device)
-    tolerance = 1e-5 if backend == "torch" else 0  # torch's matrix products depend on the layout, our kernels do not
+    # torch's matrix products, which also compute the rows of global tokens, depend on the layout; our kernels do not.
+    tolerance = 1e-5 if backend == "torch" or mix == GLOBAL else 0
     expected = output_and_gradients(attend(mix, backend, mask), tensors)
 
     for layout in LAYOUTS.values():
         changed = [layout(x) if x.dim() == 4 else x for x in tensors]
         actual = output_and_gradients(attend(mix, backend, mask), changed)
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    tokens_first = [LAYOUTS["tokens first"](x) for x in tensors[:3]]
+    assert attend(mix, backend, mask)(*tokens_first, *tensors[3:]).stride() == tokens_first[0].stride()
 
     second_sample = [x[1:2] if x.dim() > 1 else x for x in tensors]
     out = attend(mix, backend, mask[1:2])(*second_sample)
@@ -331,7 +327,7 @@ def test_second_derivative_with_dropout_is_rejected(backend):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 
-@pytest.mark.parametrize("mix", TESTED_MIXES[1:])
+@pytest.mark.parametrize("mix", [*TESTED_MIXES[1:], GLOBAL])
 def test_gradients_with_dropout_use_the_same_draw(mix, backend):
     """The output is linear in v, so that <grad, out> = <v, dv>. Other gradients are compared with differences."""
     tensors = inputs(mix, batch=1, heads=2, length=24, device=device_of(backend))
@@ -407,7 +403,13 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("lln_diag", {}), ("lln_diag", {"mix": "joint_offset"}), ("block_diag", {}), ("performer", {})],
+    [
+        ("lln_diag", {}),
+        ("lln_diag", {"mix": "joint_offset"}),
+        ("lln_diag", {"mix": "joint_offset", "global_tokens": GLOBAL_TOKENS}),
+        ("block_diag", {}),
+        ("performer", {}),
+    ],
 )
 def test_model_can_be_traced_and_exported(name, options):
     torch.manual_seed(0)
@@ -461,6 +463,7 @@ ATTENTIONS = {
     "block_diag": lambda q, k, v: block_diag_attention(q, k, v, None, BLOCK),
     "lln": lln_attention,
     "lln_diag": lln_diag_attention,
+    "global": lambda q, k, v: lln_diag_attention(q, k, v, mix="joint", global_tokens=GLOBAL_TOKENS),
 }
 
 

@@ -51,7 +51,7 @@ class CompileOnlyDriver:
 
 
 def compile_only(arch, report, timeout):
-    """Make every later launch of a kernel compile it and call `report(name, kernel, keywords)` in place of running it.
+    """Make every later launch of a kernel compile it and call `report(name, kernel)` in place of running it.
 
     A kernel that takes longer than `timeout` seconds ends the process.
     """
@@ -64,7 +64,7 @@ def compile_only(arch, report, timeout):
         signal.alarm(timeout)
         kernel = original(self, *positional, grid=grid, warmup=True, **keywords)
         signal.alarm(0)
-        report(self.__name__, kernel, keywords)
+        report(self.__name__, kernel)
         return kernel
 
     JITFunction.run = run
@@ -146,13 +146,12 @@ def main():
 
     printed = set()
 
-    def print_resources(name, kernel, keywords):
+    def print_resources(name, kernel):
         if kernel.hash in printed:
             return
         printed.add(kernel.hash)
-        row = {"kernel": name, "arch": args.arch, **current_case, "warps": kernel.metadata.num_warps}
-        row |= resources(kernel)
-        row |= {"shared": kernel.metadata.shared, "split": not keywords.get("FINAL", True)}
+        row = {"kernel": name, "arch": args.arch, **current_case, **resources(kernel)}
+        row["shared"] = kernel.metadata.shared
         print(json.dumps(row), flush=True)
 
     compile_only(args.arch, print_resources, args.timeout)

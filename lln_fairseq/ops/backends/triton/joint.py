@@ -96,8 +96,42 @@ def joint_backward(
     """
     batch, heads, length, dim = q.shape
     bh = batch * heads
+    dq = torch.empty_like(q)
     query_stats = workspace(q, NUM_QUERY_STATS, bh, length)
-    dq, dalpha, djoint_offset = _compute_dq(q, k, v, pad, alpha, beta, spec, state, do, query_stats)
+    tile = tiles_for(q).for_block_size("joint_dq", spec.block_size)
+    chunk = chunk_size(spec.block_size, tile.rows)
+    grid = (bh, triton.cdiv(length, chunk))
+    # Each program writes its part of dα and of the gradient of the offset.
+    dalpha = workspace(q, *grid)
+    djoint_offset = workspace(q, *grid)
+    joint_query_kernels._joint_dq_kernel[grid](
+        q,
+        k,
+        v,
+        do,
+        pad,
+        _count_padding(pad),
+        alpha,
+        beta,
+        _joint_offset(spec),
+        *state,
+        spec.seed,
+        query_stats,
+        dq,
+        dalpha,
+        djoint_offset,
+        *strides(q),
+        *strides(do),
+        *strides(dq),
+        query_stats.stride(0),
+        heads,
+        length,
+        SCALE=dim**-0.5,
+        DROPOUT=spec.dropout_p,
+        BLOCK=spec.block_size,
+        CHUNK=chunk,
+        **kernel_options(q, tile),
+    )
     g, grad_state = _compute_grad_state(q, pad, alpha, state, do, query_stats)
     dk = torch.empty_like(q)
     dv = torch.empty_like(q)
@@ -137,64 +171,6 @@ def joint_backward(
     for partial, is_needed in zip((dalpha, dbeta, djoint_offset), needed, strict=True):
         grads.append(partial.sum(-1).view(batch, heads) if is_needed else None)
     return grads
-
-
-def _compute_dq(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pad: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
-    spec: HybridSpec,
-    state: Sequence[Tensor],
-    do: Tensor,
-    query_stats: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradient of q, and the numbers of each query that the later kernels need.
-
-    The arguments are those of `joint_backward`, and query_stats, (6, B H, N) float32, which is overwritten with these
-    numbers. joint_query_kernels.py lists them.
-
-    Returns: the gradient of q (B, H, N, D), the part of dα of each program, and the part of the gradient of the offset
-        of each program, both (B H, programs) in float32.
-    """
-    batch, heads, length, dim = q.shape
-    dq = torch.empty_like(q)
-    tile = tiles_for(q).for_block_size("joint_dq", spec.block_size)
-    chunk = chunk_size(spec.block_size, tile.rows)
-    grid = (batch * heads, triton.cdiv(length, chunk))
-    dalpha = workspace(q, *grid)
-    djoint_offset = workspace(q, *grid)
-    joint_query_kernels._joint_dq_kernel[grid](
-        q,
-        k,
-        v,
-        do,
-        pad,
-        _count_padding(pad),
-        alpha,
-        beta,
-        _joint_offset(spec),
-        *state,
-        spec.seed,
-        query_stats,
-        dq,
-        dalpha,
-        djoint_offset,
-        *strides(q),
-        *strides(do),
-        *strides(dq),
-        query_stats.stride(0),
-        heads,
-        length,
-        SCALE=dim**-0.5,
-        DROPOUT=spec.dropout_p,
-        BLOCK=spec.block_size,
-        CHUNK=chunk,
-        **kernel_options(q, tile),
-    )
-    return dq, dalpha, djoint_offset
 
 
 def _compute_grad_state(
