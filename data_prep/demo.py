@@ -42,7 +42,7 @@ from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES
 from lln_fairseq.data.reporting import print_status
 from lln_fairseq.data.text import SPLITS, assign_split, clean_text, sentence_key
-from lln_fairseq.data.tokenizers import SentencePieceTokenizer, load_sentencepiece, train_sentencepiece
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 
 from .command import run_command
@@ -50,9 +50,8 @@ from .directories import directory_files, write_labels
 
 FORMAT = 2  # increase it when the same settings give another result, so that old directories are rejected
 NEUTRAL_SCORE = 0.5
-MODEL_FILE = "spm.model"
 VOCABULARY_FILE = "spm.vocab"
-TRAINED_FILES = (MODEL_FILE, VOCABULARY_FILE)
+TRAINED_FILES = ("spm.model", VOCABULARY_FILE)
 LABELS = ("0", "1")  # negative, positive; class k of the model is LABELS[k]
 TOKENIZER_KIND = "sentencepiece-unigram-folded"
 VOCAB_SIZE = 6000
@@ -215,8 +214,7 @@ def build_demo(
             unless it is in the cache.
         vocab_size: number of SentencePiece pieces. It is ignored if `tokenizer` is given.
         overwrite: build again even if the directory contains a result.
-        tokenizer: a tokenizer that load_vocabulary accepts. None trains one, unless an interrupted build of `out` with
-            the same settings has already trained it.
+        tokenizer: a tokenizer that load_vocabulary accepts. None trains one.
 
     Raises:
         DataError: if the archive is not the published file or cannot be downloaded, the tokenizer cannot be used, the
@@ -244,8 +242,6 @@ def build_demo(
         source = read_demo_source(fetch_file(ARCHIVE, archive))
         if given_vocabulary is not None:
             return source, given_vocabulary
-        if not overwrite and manifest.is_under_way(out) and (out / MODEL_FILE).is_file():
-            return source, new_vocabulary(load_sentencepiece(out / MODEL_FILE))
         return source, train_vocabulary(source.lines["train"], vocab_size)
 
     def write(data: tuple[DemoSource, Vocabulary]) -> dict[str, Any]:
@@ -278,7 +274,7 @@ def train_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
 def write_demo(
     out: Path, vocabulary: Vocabulary, lines: Lines, rows: LabeledRows
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
-    """Write every result file except the manifest. Data sets that an interrupted build has written are kept.
+    """Write every result file except the manifest.
 
     Args:
         out: the output directory.
@@ -304,7 +300,7 @@ def write_demo(
     with ParallelEncoder(vocabulary) as encoder:
         for directory, samples in (("lm", lines), ("sentiment/input0", sentences)):
             for split in SPLITS:
-                blocks = partial(encoder.blocks, samples[split])
+                blocks = encoder.blocks(samples[split])
                 counts = binarize(blocks, vocabulary.size, out / directory / split, len(samples[split]))
                 datasets[directory][split] = counts.record()
                 if directory == "lm" and split == "train":

@@ -239,7 +239,7 @@ def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
 def write_glue_task(
     out: Path, task: GlueTask, rows: dict[str, GlueRows], encoder: ParallelEncoder
 ) -> dict[str, dict[str, Any]]:
-    """Write every result file except the manifest. Data sets that an interrupted build has written are kept.
+    """Write every result file except the manifest.
 
     Args:
         out: the directory OUT/TASK.
@@ -262,7 +262,7 @@ def write_glue_task(
         write_bytes(out / directory / DICTIONARY, vocabulary.dictionary.encode())
         datasets[directory] = {}
         for split, split_rows in rows.items():
-            blocks = partial(encoder.blocks, split_rows.inputs[i])
+            blocks = encoder.blocks(split_rows.inputs[i])
             counts = binarize(blocks, vocabulary.size, out / directory / split, len(split_rows))
             datasets[directory][split] = counts.record()
     labels = {split: split_rows.labels for split, split_rows in rows.items() if split_rows.labels is not None}

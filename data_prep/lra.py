@@ -279,7 +279,7 @@ def _symbol_block(rows: Sequence[bytes]) -> Block:
 
 
 def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dict[str, Any]]:
-    """Write every result file except the manifest. Data sets that an interrupted build has written are kept.
+    """Write every result file except the manifest.
 
     Args:
         out: the directory OUT/TASK.
@@ -297,7 +297,7 @@ def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dic
         write_bytes(out / directory / DICTIONARY, dictionary.encode())
         datasets[directory] = {}
         for split, split_rows in rows.items():
-            blocks = partial(symbol_blocks, split_rows.inputs[i])
+            blocks = symbol_blocks(split_rows.inputs[i])
             counts = binarize(blocks, size, out / directory / split, len(split_rows))
             datasets[directory][split] = counts.record()
     labels = {split: split_rows.labels for split, split_rows in rows.items()}
