@@ -15,7 +15,8 @@ from lln_fairseq.analysis.layer_scalars import NAMES, observe
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError
 from lln_fairseq.data.files import atomic_path, write_bytes
-from scripts.experiments.progress import progress_bar, show_update
+from lln_fairseq.linearize.progress_bar import progress_bar
+from scripts.experiments.progress import show_update
 from scripts.experiments.vit_model import ViT, ViTShape
 from scripts.experiments.vit_pictures import Pictures
 
@@ -100,7 +101,7 @@ class ViTRun:
             return {name: result[name] for name in ("history", "test")}
         if checkpoint.is_file():
             self._restore(torch.load(checkpoint, weights_only=True))
-        with progress_bar(str(self.directory), self.updates) as bar:
+        with progress_bar(str(self.directory), self.updates, "update", leave=True) as bar:
             if not self.history:
                 self._record_epoch(math.nan)
             while len(self.history) <= self.recipe.epochs:
