@@ -45,7 +45,7 @@ from lln_fairseq.data.text import SPLITS, assign_split, clean_text, sentence_key
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 
-from .command import run_command
+from .command import run_build
 from .directories import directory_files, write_labels
 
 FORMAT = 2  # increase it when the same settings give another result, so that old directories are rejected
@@ -333,11 +333,6 @@ def summarize_demo(content: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _build_and_report(args: argparse.Namespace) -> None:
-    """Build the data set that the command line describes, and print its counts."""
-    print_status(summarize_demo(build_demo(args.out, args.archive, args.vocab_size, args.overwrite, args.tokenizer)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.demo", description=(__doc__ or "").split("\n")[0])
@@ -353,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="tokenizer of a pre-trained model: gpt2, or a directory (default: train one)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
-    return run_command(partial(_build_and_report, parser.parse_args(argv)))
+    return run_build(partial(build_demo, **vars(parser.parse_args(argv))), summarize_demo)
 
 
 if __name__ == "__main__":

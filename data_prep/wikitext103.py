@@ -27,7 +27,7 @@ from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import FileTree
 from lln_fairseq.data.binary_format import binarize
 from lln_fairseq.data.download import fetch_tree
-from lln_fairseq.data.encode import ParallelEncoder, usable_cores
+from lln_fairseq.data.encode import ParallelEncoder
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES
 from lln_fairseq.data.reporting import DataError, print_status
@@ -35,7 +35,7 @@ from lln_fairseq.data.text import SPLITS, read_lines
 from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, train_on_corpus
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
 
-from .command import run_command
+from .command import add_build_options, run_build, summarize_datasets
 from .directories import split_files
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
@@ -320,28 +320,7 @@ def _encoded_blocks(encoder: ParallelEncoder, corpus: WikiTextCorpus, split: str
 
 def summarize_wikitext(content: dict[str, Any]) -> str:
     """Return the counts of a manifest as text, one line per split."""
-    lines = []
-    for split, counts in content["datasets"].items():
-        lines.append(
-            f"{split:5}  {counts['samples']} lines, {counts['tokens']} tokens, {counts['unknown']} unknown, "
-            f"longest {counts['longest']}"
-        )
-    return "\n".join(lines)
-
-
-def _build_and_report(args: argparse.Namespace) -> None:
-    """Build the data set that the command line describes, and print its counts."""
-    content = build_wikitext(
-        out=args.out,
-        tokenizer=args.tokenizer,
-        source=args.source,
-        vocab_size=args.vocab_size,
-        limit_mb=args.limit_mb,
-        workers=args.workers,
-        overwrite=args.overwrite,
-        articles=args.articles,
-    )
-    print_status(summarize_wikitext(content))
+    return summarize_datasets([content["datasets"]], "lines")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -373,11 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit-mb", type=float, metavar="MB", help="use only the first MB megabytes of the train text"
     )
-    parser.add_argument(
-        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
-    return run_command(partial(_build_and_report, parser.parse_args(argv)))
+    add_build_options(parser)
+    return run_build(partial(build_wikitext, **vars(parser.parse_args(argv))), summarize_wikitext)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,13 @@ def read_files(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
+def files_without_manifest(out: Path) -> dict[str, bytes]:
+    """Return the content of every file below `out` except manifest.json, by its relative path."""
+    files = read_files(out)
+    del files["manifest.json"]
+    return files
+
+
 def small_gpt2(directory: Path, text: str, merges: int = 300) -> Path:
     """Write encoder.json, vocab.bpe and dict.txt of a byte-level BPE trained on `text`; return the directory."""
     letters = _byte_letters()

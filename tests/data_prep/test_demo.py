@@ -19,7 +19,7 @@ from lln_fairseq.data import download, manifest
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.text import SPLITS, sentence_key
 from lln_fairseq.data.tokenizers import load_sentencepiece
-from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, decode, read_files
+from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, decode, files_without_manifest, read_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,12 +37,6 @@ def build(tmp_path, archive):
 def read_tsv(out, name):
     with (out / f"raw/SST-2/{name}.tsv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-
-
-def files_without_manifest(out):
-    files = read_files(out)
-    del files["manifest.json"]
-    return files
 
 
 def test_result_has_expected_files(tmp_path, build):

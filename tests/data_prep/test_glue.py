@@ -10,7 +10,7 @@ from data_prep import glue
 from data_prep.glue_tasks import GLUE_TASKS
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.vocabulary import load_vocabulary
-from tests.data_prep.conftest import read_files, tar_gz, text_of
+from tests.data_prep.conftest import files_without_manifest, read_files, tar_gz, text_of
 
 # Texts with characters that a CSV reader or str.splitlines would misinterpret.
 TEXTS = ['A "quote that never ends, é', 'it\'s "fine"  \u2028 here \x85 too']
@@ -99,12 +99,6 @@ def load_task(out, name):
     config = SentencePredictionConfig(data=str(out / name), num_classes=task.num_classes, no_shuffle=True, seed=1)
     config.regression_target = not task.labels
     return SentencePredictionTask.setup_task(config)
-
-
-def files_without_manifest(out):
-    files = read_files(out)
-    del files["manifest.json"]
-    return files
 
 
 def decode_inputs(vocabulary, tokens):

@@ -16,7 +16,7 @@ from lln_fairseq.data.files import sha256_of
 from lln_fairseq.data.published_files import Published
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.vocabulary import load_vocabulary
-from tests.data_prep.conftest import BAD, GOOD, WORDS, read_files, text_of
+from tests.data_prep.conftest import BAD, GOOD, WORDS, files_without_manifest, read_files, text_of
 
 SPLITS = ("train", "valid", "test")
 
@@ -68,12 +68,6 @@ def decoded_lines(out, split):
     vocabulary = load_vocabulary(str(out))
     dataset = indexed_dataset.make_dataset(str(out / split), impl="mmap")
     return [text_of(vocabulary, dataset[i][:-1].numpy()) for i in range(len(dataset))]
-
-
-def files_without_manifest(out):
-    files = read_files(out)
-    del files["manifest.json"]
-    return files
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "sentencepiece-bpe", "sentencepiece-unigram", "sentencepiece-char"])
