@@ -1,18 +1,66 @@
-"""Run a program of this package and turn its errors into exit codes."""
+"""Define what the programs of this package share: options, summaries, and the exit codes of errors."""
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lln_fairseq.command import run_main
+from lln_fairseq.data.encode import usable_cores
+from lln_fairseq.data.reporting import print_status
+
+
+def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
+    """Add the required option --tokenizer, whose value is for load_vocabulary."""
+    parser.add_argument(
+        "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"
+    )
+
+
+def add_build_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options --workers, by default the number of cores, and --overwrite."""
+    parser.add_argument(
+        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
+
+
+def summarize_datasets(inputs: Sequence[Mapping[str, Mapping[str, int]]], unit: str) -> str:
+    """Return the counts of data sets as text, one line per split.
+
+    Args:
+        inputs: for each input of a row, its counts by split, as in a manifest. The tokens of the inputs are added up.
+        unit: what a row is, in the plural.
+    """
+    lines = []
+    for split in inputs[0]:
+        counts = [by_split[split] for by_split in inputs]
+        rows = counts[0]["samples"]
+        tokens = sum(count["tokens"] for count in counts)
+        unknown = sum(count["unknown"] for count in counts)
+        longest = max(count["longest"] for count in counts)
+        lines.append(
+            f"{split:5}  {rows} {unit}, {tokens} tokens ({tokens / rows:.0f} on average), {unknown} unknown, "
+            f"longest text {longest}"
+        )
+    return "\n".join(lines)
+
+
+def run_build(build: Callable[[], dict[str, Any]], summarize: Callable[[dict[str, Any]], str]) -> int:
+    """Build a data set, print the summary of the manifest that `build` returns, and return the exit code.
+
+    See `run_command` for the exit codes.
+    """
+    return run_command(lambda: print_status(summarize(build())))
 
 
 def run_command(program: Callable[[], object]) -> int:
     """Run a program and return its exit code: 0, 1 after an error that the user can fix, or 130 after Ctrl-C.
 
     The return value of the program is ignored. An error that the user can fix is printed as one line on stderr. After
-    Ctrl-C, a message says that the same command continues the work. Other exceptions are raised.
+    Ctrl-C, a message says what the same command will not do again. Other exceptions are raised.
     """
 
     def run() -> None:
         program()
 
-    return run_main(run, "interrupted: finished steps are kept; run the same command again to continue")
+    return run_main(run, "interrupted: run the same command again; finished downloads and data directories are kept")

@@ -42,17 +42,16 @@ from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES
 from lln_fairseq.data.reporting import print_status
 from lln_fairseq.data.text import SPLITS, assign_split, clean_text, sentence_key
-from lln_fairseq.data.tokenizers import SentencePieceTokenizer, load_sentencepiece, train_sentencepiece
+from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 
-from .command import run_command
+from .command import run_build
 from .directories import directory_files, write_labels
 
 FORMAT = 2  # increase it when the same settings give another result, so that old directories are rejected
 NEUTRAL_SCORE = 0.5
-MODEL_FILE = "spm.model"
 VOCABULARY_FILE = "spm.vocab"
-TRAINED_FILES = (MODEL_FILE, VOCABULARY_FILE)
+TRAINED_FILES = ("spm.model", VOCABULARY_FILE)
 LABELS = ("0", "1")  # negative, positive; class k of the model is LABELS[k]
 TOKENIZER_KIND = "sentencepiece-unigram-folded"
 VOCAB_SIZE = 6000
@@ -215,8 +214,7 @@ def build_demo(
             unless it is in the cache.
         vocab_size: number of SentencePiece pieces. It is ignored if `tokenizer` is given.
         overwrite: build again even if the directory contains a result.
-        tokenizer: a tokenizer that load_vocabulary accepts. None trains one, unless an interrupted build of `out` with
-            the same settings has already trained it.
+        tokenizer: a tokenizer that load_vocabulary accepts. None trains one.
 
     Raises:
         DataError: if the archive is not the published file or cannot be downloaded, the tokenizer cannot be used, the
@@ -244,8 +242,6 @@ def build_demo(
         source = read_demo_source(fetch_file(ARCHIVE, archive))
         if given_vocabulary is not None:
             return source, given_vocabulary
-        if not overwrite and manifest.is_under_way(out) and (out / MODEL_FILE).is_file():
-            return source, new_vocabulary(load_sentencepiece(out / MODEL_FILE))
         return source, train_vocabulary(source.lines["train"], vocab_size)
 
     def write(data: tuple[DemoSource, Vocabulary]) -> dict[str, Any]:
@@ -278,7 +274,7 @@ def train_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
 def write_demo(
     out: Path, vocabulary: Vocabulary, lines: Lines, rows: LabeledRows
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
-    """Write every result file except the manifest. Data sets that an interrupted build has written are kept.
+    """Write every result file except the manifest.
 
     Args:
         out: the output directory.
@@ -304,7 +300,7 @@ def write_demo(
     with ParallelEncoder(vocabulary) as encoder:
         for directory, samples in (("lm", lines), ("sentiment/input0", sentences)):
             for split in SPLITS:
-                blocks = partial(encoder.blocks, samples[split])
+                blocks = encoder.blocks(samples[split])
                 counts = binarize(blocks, vocabulary.size, out / directory / split, len(samples[split]))
                 datasets[directory][split] = counts.record()
                 if directory == "lm" and split == "train":
@@ -337,11 +333,6 @@ def summarize_demo(content: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _build_and_report(args: argparse.Namespace) -> None:
-    """Build the data set that the command line describes, and print its counts."""
-    print_status(summarize_demo(build_demo(args.out, args.archive, args.vocab_size, args.overwrite, args.tokenizer)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.demo", description=(__doc__ or "").split("\n")[0])
@@ -357,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="tokenizer of a pre-trained model: gpt2, or a directory (default: train one)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
-    return run_command(partial(_build_and_report, parser.parse_args(argv)))
+    return run_build(partial(build_demo, **vars(parser.parse_args(argv))), summarize_demo)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from lln_fairseq.data.binary_format import binarize, dataset_files, label_blocks
@@ -30,7 +29,7 @@ def write_labels(
 ) -> dict[str, dict[str, int]]:
     """Write the labels of every split in fairseq's binary format, and a dict.txt with the classes in order.
 
-    dict.txt also has the number of rows of each class in the train split. A data set that exists already is kept.
+    dict.txt also has the number of rows of each class in the train split.
 
     Args:
         directory: the directory to write to, which is created.
@@ -41,13 +40,13 @@ def write_labels(
         The counts of each data set for the manifest, by split. They are read back from the files.
 
     Raises:
-        DataError: if a split has no rows, or an existing data set has another number of rows.
+        DataError: if a split has no rows.
     """
     dictionary = dictionary_text(classes, Counter(labels["train"]))
     write_bytes(directory / DICTIONARY, dictionary.encode())
     size = NUM_SPECIAL + dictionary.count("\n")
     records = {}
     for split, names in labels.items():
-        counts = binarize(partial(label_blocks, names, classes), size, directory / split, len(names))
+        counts = binarize(label_blocks(names, classes), size, directory / split, len(names))
         records[split] = counts.record()
     return records

@@ -26,13 +26,13 @@ from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import FileTree
 from lln_fairseq.data.binary_format import binarize
 from lln_fairseq.data.download import fetch_tree
-from lln_fairseq.data.encode import ParallelEncoder, usable_cores
+from lln_fairseq.data.encode import ParallelEncoder
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.reporting import DataError, print_status
 from lln_fairseq.data.text import read_lines
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
 
-from .command import run_command
+from .command import add_build_options, add_tokenizer_option, run_command
 from .directories import directory_files, write_labels
 from .glue_tasks import GLUE_TASKS, GlueRows, GlueTask, read_glue_rows, split_cells
 
@@ -239,7 +239,7 @@ def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
 def write_glue_task(
     out: Path, task: GlueTask, rows: dict[str, GlueRows], encoder: ParallelEncoder
 ) -> dict[str, dict[str, Any]]:
-    """Write every result file except the manifest. Data sets that an interrupted build has written are kept.
+    """Write every result file except the manifest.
 
     Args:
         out: the directory OUT/TASK.
@@ -262,7 +262,7 @@ def write_glue_task(
         write_bytes(out / directory / DICTIONARY, vocabulary.dictionary.encode())
         datasets[directory] = {}
         for split, split_rows in rows.items():
-            blocks = partial(encoder.blocks, split_rows.inputs[i])
+            blocks = encoder.blocks(split_rows.inputs[i])
             counts = binarize(blocks, vocabulary.size, out / directory / split, len(split_rows))
             datasets[directory][split] = counts.record()
     labels = {split: split_rows.labels for split, split_rows in rows.items() if split_rows.labels is not None}
@@ -347,18 +347,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=Path("data-bin/glue"),
         help="directory that gets a directory TASK for each task (default: %(default)s)",
     )
-    parser.add_argument(
-        "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"
-    )
+    add_tokenizer_option(parser)
     parser.add_argument("--tasks", nargs="+", choices=GLUE_TASKS, default=["MNLI", "QNLI", "QQP", "SST-2"])
     parser.add_argument("--source", type=Path, help="directory or archive to read instead of the published archives")
-    parser.add_argument(
-        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
-    args = parser.parse_args(argv)
-    build = partial(build_glue_tasks, args.out, args.tokenizer, args.tasks, args.source, args.workers, args.overwrite)
-    return run_command(build)
+    add_build_options(parser)
+    return run_command(partial(build_glue_tasks, **vars(parser.parse_args(argv))))
 
 
 if __name__ == "__main__":

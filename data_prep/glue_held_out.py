@@ -23,12 +23,12 @@ from typing import Any
 
 from lln_fairseq.data import manifest
 from lln_fairseq.data.download import fetch_tree
-from lln_fairseq.data.encode import ParallelEncoder, usable_cores
-from lln_fairseq.data.reporting import DataError, print_status
+from lln_fairseq.data.encode import ParallelEncoder
+from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.text import SPLITS
 from lln_fairseq.data.vocabulary import load_vocabulary
 
-from .command import run_command
+from .command import add_build_options, add_tokenizer_option, run_build, summarize_datasets
 from .glue import GlueSource, describe_result, glue_result_files, write_glue_task
 from .glue_tasks import GLUE_TASKS, GlueRows
 
@@ -159,28 +159,9 @@ def build_glue_held_out(
 
 
 def summarize_held_out(content: dict[str, Any]) -> str:
-    """Return the numbers of rows and of tokens per row from a manifest as text, one line per split."""
-    lines = []
-    for split, counts in content["counts"].items():
-        tokens = sum(inputs[split]["tokens"] for name, inputs in content["datasets"].items() if name != "label")
-        lines.append(f"{split:5}  {counts['rows']} rows, {tokens / counts['rows']:.0f} tokens a row")
-    return "\n".join(lines)
-
-
-def _build_and_report(args: argparse.Namespace) -> None:
-    """Build the data set that the command line describes, and print its counts."""
-    content = build_glue_held_out(
-        args.out,
-        args.task,
-        args.tokenizer,
-        args.train,
-        args.test,
-        args.sentences,
-        args.source,
-        args.workers,
-        args.overwrite,
-    )
-    print_status(summarize_held_out(content))
+    """Return the counts of a manifest as text, one line per split."""
+    inputs = [datasets for directory, datasets in content["datasets"].items() if directory != "label"]
+    return summarize_datasets(inputs, "rows")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,27 +170,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m data_prep.glue_held_out", description=(__doc__ or "").split("\n")[0]
     )
     classifications = [name for name, task in GLUE_TASKS.items() if task.labels]
-    parser.add_argument("task", choices=classifications, metavar="TASK", help=", ".join(classifications))
+    parser.add_argument("task_name", choices=classifications, metavar="TASK", help=", ".join(classifications))
     parser.add_argument("--out", type=Path, required=True, help="output directory")
-    parser.add_argument(
-        "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"
-    )
+    add_tokenizer_option(parser)
     parser.add_argument("--train", type=int, required=True, help="rows of train, from the start of the training file")
     parser.add_argument("--test", type=int, required=True, help="rows of test, from the end of the training file")
     parser.add_argument(
         "--sentences", type=int, default=1, help="sentences of the second text of QNLI (default: %(default)s)"
     )
     parser.add_argument("--source", type=Path, help="directory or archive to read instead of the published archive")
-    parser.add_argument(
-        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
+    add_build_options(parser)
     args = parser.parse_args(argv)
     if min(args.train, args.test, args.sentences) < 1:
         parser.error("--train, --test and --sentences must be at least 1")
-    if args.sentences > 1 and args.task != "QNLI":
+    if args.sentences > 1 and args.task_name != "QNLI":
         parser.error("--sentences is only for QNLI")
-    return run_command(partial(_build_and_report, args))
+    return run_build(partial(build_glue_held_out, **vars(args)), summarize_held_out)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ import numpy as np
 from lln_fairseq.data import manifest
 from lln_fairseq.data.binary_format import Block, binarize
 from lln_fairseq.data.download import fetch_file
-from lln_fairseq.data.encode import usable_cores
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.reporting import DataError, print_status
 from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL
@@ -41,7 +40,7 @@ from lln_fairseq.data.vocabulary import DICTIONARY
 
 from . import listops, pathfinder
 from .chunks import DrawFunction, draw_rows
-from .command import run_command
+from .command import add_build_options, run_build
 from .directories import split_files, write_labels
 from .lra_sources import (
     LraRows,
@@ -279,7 +278,7 @@ def _symbol_block(rows: Sequence[bytes]) -> Block:
 
 
 def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dict[str, Any]]:
-    """Write every result file except the manifest. Data sets that an interrupted build has written are kept.
+    """Write every result file except the manifest.
 
     Args:
         out: the directory OUT/TASK.
@@ -297,7 +296,7 @@ def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dic
         write_bytes(out / directory / DICTIONARY, dictionary.encode())
         datasets[directory] = {}
         for split, split_rows in rows.items():
-            blocks = partial(symbol_blocks, split_rows.inputs[i])
+            blocks = symbol_blocks(split_rows.inputs[i])
             counts = binarize(blocks, size, out / directory / split, len(split_rows))
             datasets[directory][split] = counts.record()
     labels = {split: split_rows.labels for split, split_rows in rows.items()}
@@ -336,11 +335,6 @@ def summarize_lra_task(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _build_and_report(out: Path, options: LraOptions, overwrite: bool) -> None:
-    """Build the task that the options describe, and print its counts."""
-    print_status(summarize_lra_task(build_lra_task(out, options, overwrite)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
@@ -372,10 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="fixed",
         help="tokenization of listops; skyformer drops the closing brackets (default: %(default)s)",
     )
-    parser.add_argument(
-        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
+    add_build_options(parser)
     args = parser.parse_args(argv)
     options = LraOptions(
         task=args.task,
@@ -387,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=args.seed,
         workers=args.workers,
     )
-    return run_command(partial(_build_and_report, args.out, options, args.overwrite))
+    return run_build(partial(build_lra_task, args.out, options, args.overwrite), summarize_lra_task)
 
 
 if __name__ == "__main__":

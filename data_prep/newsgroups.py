@@ -20,13 +20,13 @@ from typing import Any
 from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import open_tree
 from lln_fairseq.data.download import fetch_file
-from lln_fairseq.data.encode import ParallelEncoder, usable_cores
+from lln_fairseq.data.encode import ParallelEncoder
 from lln_fairseq.data.published_files import FILES
 from lln_fairseq.data.reporting import print_status
 from lln_fairseq.data.text import SPLITS, assign_split, read_lines
 from lln_fairseq.data.vocabulary import load_vocabulary
 
-from .command import run_command
+from .command import add_build_options, add_tokenizer_option, run_build, summarize_datasets
 from .glue import describe_result, glue_result_files, write_glue_task
 from .glue_tasks import GlueRows, GlueTask, split_cells
 
@@ -135,19 +135,7 @@ def build_newsgroups(
 
 def summarize_newsgroups(content: dict[str, Any]) -> str:
     """Return the counts of a manifest as text, one line per split."""
-    lines = []
-    for split, counts in content["datasets"]["input0"].items():
-        lines.append(
-            f"{split:5}  {counts['samples']} posts, {counts['tokens']} tokens, {counts['unknown']} unknown, "
-            f"longest {counts['longest']}"
-        )
-    return "\n".join(lines)
-
-
-def _build_and_report(args: argparse.Namespace) -> None:
-    """Build the data set that the command line describes, and print its counts."""
-    content = build_newsgroups(args.out, args.tokenizer, args.source, args.workers, args.overwrite)
-    print_status(summarize_newsgroups(content))
+    return summarize_datasets([content["datasets"]["input0"]], "posts")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,15 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("data-bin/newsgroups"), help="output directory (default: %(default)s)"
     )
-    parser.add_argument(
-        "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"
-    )
+    add_tokenizer_option(parser)
     parser.add_argument("--source", type=Path, help=f"local copy of {TASK.published[0].name} (default: download it)")
-    parser.add_argument(
-        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
-    return run_command(partial(_build_and_report, parser.parse_args(argv)))
+    add_build_options(parser)
+    return run_build(partial(build_newsgroups, **vars(parser.parse_args(argv))), summarize_newsgroups)
 
 
 if __name__ == "__main__":

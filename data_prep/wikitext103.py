@@ -27,15 +27,15 @@ from lln_fairseq.data import manifest
 from lln_fairseq.data.archives import FileTree
 from lln_fairseq.data.binary_format import binarize
 from lln_fairseq.data.download import fetch_tree
-from lln_fairseq.data.encode import ParallelEncoder, usable_cores
+from lln_fairseq.data.encode import ParallelEncoder
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.data.published_files import FILES
 from lln_fairseq.data.reporting import DataError, print_status
 from lln_fairseq.data.text import SPLITS, read_lines
-from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, load_sentencepiece, train_on_corpus
+from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, train_on_corpus
 from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
 
-from .command import run_command
+from .command import add_build_options, run_build, summarize_datasets
 from .directories import split_files
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
@@ -194,7 +194,7 @@ def build_wikitext(
     Args:
         out: the output directory, which is created.
         tokenizer: a tokenizer that load_vocabulary accepts. A key of TRAINED_TOKENIZERS trains a tokenizer on the train
-            text, unless an interrupted build with the same settings has already trained it.
+            text.
         source: archive or directory; None downloads the published archive if necessary.
         vocab_size: number of pieces of a trained tokenizer; for "sentencepiece-char", the maximum. It is ignored for
             other tokenizers.
@@ -233,8 +233,7 @@ def build_wikitext(
 
     def read() -> WikiTextInput:
         corpus = WikiTextCorpus(wikitext_source.open(), train_bytes, articles)
-        reuse_model = not overwrite and manifest.is_under_way(out)
-        return read_wikitext(corpus, given_vocabulary, tokenizer, vocab_size, out / "spm.model", reuse_model)
+        return read_wikitext(corpus, given_vocabulary, tokenizer, vocab_size)
 
     def write(data: WikiTextInput) -> dict[str, Any]:
         datasets = write_wikitext(out, data, workers, count_symbols=given_vocabulary is None)
@@ -263,8 +262,6 @@ def read_wikitext(
     given_vocabulary: Vocabulary | None,
     tokenizer: str,
     vocab_size: int,
-    model: Path,
-    reuse_model: bool,
 ) -> WikiTextInput:
     """Check the text, and train a tokenizer if `given_vocabulary` is None.
 
@@ -273,8 +270,6 @@ def read_wikitext(
         given_vocabulary: the vocabulary of an existing tokenizer, or None.
         tokenizer: the tokenizer to train, a key of TRAINED_TOKENIZERS.
         vocab_size: number of pieces of the tokenizer to train.
-        model: the SentencePiece model that an interrupted build may have trained.
-        reuse_model: True loads `model` instead of training if the file exists.
 
     Raises:
         DataError: if a line is not UTF-8, all lines of a split are blank, or the tokenizer cannot be trained.
@@ -283,8 +278,6 @@ def read_wikitext(
     line_counts = {split: corpus.count_lines(split) for split in SPLITS}
     if given_vocabulary is not None:
         vocabulary = given_vocabulary
-    elif reuse_model and model.is_file():
-        vocabulary = new_vocabulary(load_sentencepiece(model))
     else:
         vocabulary = train_vocabulary(corpus, tokenizer, vocab_size)
     return WikiTextInput(corpus, line_counts, vocabulary)
@@ -294,8 +287,6 @@ def write_wikitext(
     out: Path, data: WikiTextInput, workers: int | None, count_symbols: bool
 ) -> dict[str, dict[str, int]]:
     """Write the tokenizer, the data sets and dict.txt, in this order, and return the counts of each data set by split.
-
-    A data set that an interrupted build has written is kept.
 
     Args:
         out: the output directory.
@@ -311,7 +302,7 @@ def write_wikitext(
     with ParallelEncoder(vocabulary, workers) as encoder:
         for split, num_lines in data.line_counts.items():
             print_status(f"encoding {split}: {num_lines} lines")
-            blocks = partial(_encoded_blocks, encoder, data.corpus, split, num_lines)
+            blocks = _encoded_blocks(encoder, data.corpus, split, num_lines)
             datasets[split] = binarize(blocks, vocabulary.size, out / split, num_lines)
     if count_symbols:
         vocabulary = vocabulary.with_counts(datasets["train"].by_id)
@@ -329,28 +320,7 @@ def _encoded_blocks(encoder: ParallelEncoder, corpus: WikiTextCorpus, split: str
 
 def summarize_wikitext(content: dict[str, Any]) -> str:
     """Return the counts of a manifest as text, one line per split."""
-    lines = []
-    for split, counts in content["datasets"].items():
-        lines.append(
-            f"{split:5}  {counts['samples']} lines, {counts['tokens']} tokens, {counts['unknown']} unknown, "
-            f"longest {counts['longest']}"
-        )
-    return "\n".join(lines)
-
-
-def _build_and_report(args: argparse.Namespace) -> None:
-    """Build the data set that the command line describes, and print its counts."""
-    content = build_wikitext(
-        out=args.out,
-        tokenizer=args.tokenizer,
-        source=args.source,
-        vocab_size=args.vocab_size,
-        limit_mb=args.limit_mb,
-        workers=args.workers,
-        overwrite=args.overwrite,
-        articles=args.articles,
-    )
-    print_status(summarize_wikitext(content))
+    return summarize_datasets([content["datasets"]], "lines")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -382,11 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit-mb", type=float, metavar="MB", help="use only the first MB megabytes of the train text"
     )
-    parser.add_argument(
-        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
-    return run_command(partial(_build_and_report, parser.parse_args(argv)))
+    add_build_options(parser)
+    return run_build(partial(build_wikitext, **vars(parser.parse_args(argv))), summarize_wikitext)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,11 @@ from scripts.terminal import program_parser
 HEAD_DIMS: tuple[int, ...] = (16, 32, 64, 128)
 DIGITS = 5  # decimals of log s and log σ̃² in the file
 
-# Tokens and heads of a simulation, and the largest accepted difference from the shipped tables. The shipped tables have
-# the full size, so a full simulation differs only by rounding, which depends on the version of torch and the number of
-# threads. Fast simulations have sampling errors. Entropies need more tokens, because they depend more on their number.
-FULL_SIZE = {"tokens": 1024, "heads": 48}
-FULL_TOLERANCE = 1e-4
-FAST_SIZES = {"calibrated": {"tokens": 256, "heads": 8}, "entropy": {"tokens": 512, "heads": 8}}
-FAST_TOLERANCE = 0.05
+# Size of the simulation, and the largest accepted difference from the shipped tables. They were simulated with the same
+# size, so a new simulation differs only by rounding, which depends on the version of torch and the number of threads.
+TOKENS = 1024
+HEADS = 48
+TOLERANCE = 1e-4
 
 Table = list[list[float]]
 
@@ -48,39 +46,31 @@ def write_tables(tables: dict[int, Table], path: Path) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def calibrate_tables(constants: str, path: Path, fast: bool, write: bool) -> bool:
+def calibrate_tables(constants: str, path: Path, write: bool) -> bool:
     """Simulate the tables of one kind, print how much they deviate from the shipped ones, and optionally write them.
 
     Args:
         constants: "calibrated" (the variance of log P is matched) or "entropy" (the entropy of the rows of P is
             matched).
         path: the file of the shipped tables.
-        fast: True runs a small simulation of head dimension 32; False runs a full simulation of all head dimensions.
         write: True replaces the file.
 
     Returns:
-        True if every simulated table agrees with the shipped one, within the tolerance of the simulation.
+        True if every simulated table agrees with the shipped one within TOLERANCE.
     """
-    head_dims = HEAD_DIMS
-    size = FULL_SIZE
-    tolerance = FULL_TOLERANCE
-    if fast:
-        head_dims = (32,)
-        size = FAST_SIZES[constants]
-        tolerance = FAST_TOLERANCE
     shipped = json.loads(path.read_text())
     tables: dict[int, Table] = {}
     agrees = True
-    for dim in head_dims:
+    for dim in HEAD_DIMS:
         table = []
-        for column in simulate_table(dim, **size, constants=constants):
+        for column in simulate_table(dim, TOKENS, HEADS, constants=constants):
             table.append([round(value, DIGITS) for value in column])
         tables[dim] = table
         difference = max_deviation(table, shipped[str(dim)])
-        if not difference <= tolerance:
+        if not difference <= TOLERANCE:
             agrees = False
         print(
-            f"{constants}, D = {dim}: at most {difference:.1e} from the shipped table, {tolerance:g} allowed",
+            f"{constants}, D = {dim}: at most {difference:.1e} from the shipped table, {TOLERANCE:g} allowed",
             flush=True,
         )
     if write:
@@ -90,24 +80,22 @@ def calibrate_tables(constants: str, path: Path, fast: bool, write: bool) -> boo
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Simulate and compare all tables, and replace the shipped ones unless --check or --fast is given.
+    """Simulate and compare all tables, and replace the shipped ones unless --check is given.
 
     Returns:
-        The exit code: 1 if --check or --fast is given and a table deviates from the shipped one, otherwise 0.
+        The exit code: 1 if --check is given and a table deviates from the shipped one, otherwise 0.
     """
-    only_check = args.check or args.fast
     all_agree = True
     for constants, path in TABLE_FILES.items():
-        agrees = calibrate_tables(constants, path, fast=args.fast, write=not only_check)
+        agrees = calibrate_tables(constants, path, write=not args.check)
         all_agree = all_agree and agrees
-    return 1 if only_check and not all_agree else 0
+    return 1 if args.check and not all_agree else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = program_parser("python -m scripts.calibrate_moment_matching", __doc__)
     parser.add_argument("--check", action="store_true", help="compare with the shipped tables, write nothing")
-    parser.add_argument("--fast", action="store_true", help="check with a small simulation of D = 32, write nothing")
     return calibrate(parser.parse_args(argv))
 
 

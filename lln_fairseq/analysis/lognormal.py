@@ -1,9 +1,8 @@
 """Test the paper's model of attention: matrices should be log-normal, queries and keys Gaussian.
 
-P (..., N, N) is a tensor of attention matrices, and queries and keys are (..., N, D). A key_padding_mask is bool
-(B, N), True = padded, where B is the first dimension of P or of the queries. The rows and columns of padding are left
-out. A fit has one value for each matrix, so the tensors of a fit have the shape (...). They are float64 (float32 on an
-Apple GPU, which has no float64) and have no gradient.
+P (..., N, N) is a tensor of attention matrices, and queries and keys are (..., N, D). Remove padding first, since it
+would count as tokens. A fit has one value for each matrix, so the tensors of a fit have the shape (...). They are
+float64 (float32 on an Apple GPU, which has no float64) and have no gradient.
 """
 
 import math
@@ -43,38 +42,34 @@ class Moments(NamedTuple):
     sigma2: float
 
 
-def lognormal_fit(P: Tensor, key_padding_mask: Tensor | None = None) -> LogNormalFit:
+def lognormal_fit(P: Tensor) -> LogNormalFit:
     """Fit a log-normal distribution to the entries of each matrix (Proposition 3.1).
 
     Some entries can be 0: outside the blocks of block-diagonal attention, with ReLU features, or by underflow. μ and σ²
     are computed from the positive entries only. The distance also counts the zeros, so it is at least the fraction of
     zeros. A matrix without a positive entry gives NaN, and a negative entry makes the distance NaN.
     """
-    flat, real = _flatten_entries(P, key_padding_mask, is_square=True)
-    logs = flat.log()  # -inf for 0, NaN for a negative entry
-    positive = real & (flat > 0)
+    entries = _flatten_matrices(P)
+    logs = entries.log()  # -inf for 0, NaN for a negative entry
+    positive = entries > 0
     count = positive.sum(-1)
     mu = logs.where(positive, 0.0).sum(-1) / count
     sigma2 = (logs - mu[..., None]).where(positive, 0.0).square().sum(-1) / count
-    return LogNormalFit(mu, sigma2, _ks_distance(logs, real, mu, sigma2.sqrt()))
+    return LogNormalFit(mu, sigma2, _ks_distance(logs, mu, sigma2.sqrt()))
 
 
-def normality(x: Tensor, key_padding_mask: Tensor | None = None) -> NormalFit:
+def normality(x: Tensor) -> NormalFit:
     """Fit a normal distribution to queries or keys x (..., N, D). Each fit pools all N tokens and D features of a head.
 
     The paper's model (section 3) assumes N(0, σ²), and all its predictions for P depend on this assumption.
     """
-    flat, real = _flatten_entries(x, key_padding_mask, is_square=False)
-    count = real.sum(-1)
-
-    def average(values: Tensor) -> Tensor:
-        return values.where(real, 0.0).sum(-1) / count
-
-    mean = average(flat)
-    centered = flat - mean[..., None]
-    std = average(centered.square()).sqrt()
-    z = centered / std[..., None]
-    return NormalFit(mean, std, average(z**3), average(z**4) - 3, _ks_distance(flat, real, mean, std))
+    entries = _flatten_matrices(x)
+    mean = entries.mean(-1)
+    std = entries.std(-1, correction=0)
+    z = (entries - mean[..., None]) / std[..., None]
+    skewness = (z**3).mean(-1)
+    kurtosis = (z**4).mean(-1) - 3
+    return NormalFit(mean, std, skewness, kurtosis, _ks_distance(entries, mean, std))
 
 
 def qq(values: Tensor | np.ndarray, points: int = 99) -> tuple[np.ndarray, np.ndarray]:
@@ -89,13 +84,10 @@ def qq(values: Tensor | np.ndarray, points: int = 99) -> tuple[np.ndarray, np.nd
     return ndtri(probabilities), np.quantile(np.asarray(values, dtype=np.float64), probabilities)
 
 
-def log_entries(P: Tensor, key_padding_mask: Tensor | None = None) -> np.ndarray:
-    """Return the logarithms of all positive entries of P, as one vector for histograms and Q-Q plots.
-
-    The rows and columns of padding are left out.
-    """
-    flat, real = _flatten_entries(P, key_padding_mask, is_square=True)
-    return flat[real & (flat > 0)].log().cpu().numpy()
+def log_entries(P: Tensor) -> np.ndarray:
+    """Return the logarithms of all positive entries of P, as one vector for histograms and Q-Q plots."""
+    entries = _flatten_matrices(P)
+    return entries[entries > 0].log().cpu().numpy()
 
 
 def softmax_moments(s: float, tokens: int) -> Moments:
@@ -125,40 +117,25 @@ def fenton_variance(sigma2: float, terms: int) -> float:
     return math.log1p(math.expm1(sigma2) / terms)
 
 
-def _flatten_entries(x: Tensor, key_padding_mask: Tensor | None, is_square: bool) -> tuple[Tensor, Tensor]:
-    """Flatten each matrix of x into a vector, and return the vectors with a mask of the entries that are not padding.
+def _flatten_matrices(x: Tensor) -> Tensor:
+    """Return the entries of each of the matrices x (..., N, M) as a vector (..., N·M), in float64 without gradient.
 
-    Args:
-        x: matrices (..., N, M).
-        key_padding_mask: bool (B, N), True = padded, or None.
-        is_square: True if the columns are tokens, too. The columns of padding then also count as padding.
-
-    Returns: the entries (..., N·M) in float64 (float32 on an Apple GPU), and bool (..., N·M), False at padding.
+    On an Apple GPU, the result is in float32.
     """
-    x = x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64)
-    if key_padding_mask is None:
-        real = torch.ones((), dtype=torch.bool, device=x.device)
-    else:
-        tokens = ~key_padding_mask.reshape(len(key_padding_mask), *[1] * (x.dim() - 3), -1)
-        real = tokens[..., :, None]
-        if is_square:
-            real = real & tokens[..., None, :]
-    return x.flatten(-2), real.expand(x.shape).flatten(-2)
+    dtype = torch.float32 if x.device.type == "mps" else torch.float64
+    return x.detach().to(dtype).flatten(-2)
 
 
-def _ks_distance(values: Tensor, real: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def _ks_distance(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return the Kolmogorov-Smirnov distance between each sample and N(mean, std²).
 
     Args:
         values: samples (..., n).
-        real: bool (..., n), True for the values that belong to the sample.
         mean, std: (...).
 
     Returns: (...), the largest difference between the two distribution functions.
     """
-    count = real.sum(-1, keepdim=True)
-    ordered = values.where(real, torch.inf).sort(dim=-1).values  # padding comes last
-    rank = torch.arange(values.shape[-1], device=values.device)
-    theory = torch.special.ndtr((ordered - mean[..., None]) / std[..., None])
-    steps = torch.maximum((rank + 1) / count - theory, theory - rank / count)
-    return steps.where(rank < count, 0.0).amax(-1)
+    count = values.shape[-1]
+    rank = torch.arange(count, device=values.device)
+    theory = torch.special.ndtr((values.sort(dim=-1).values - mean[..., None]) / std[..., None])
+    return torch.maximum((rank + 1) / count - theory, theory - rank / count).amax(-1)

@@ -118,6 +118,20 @@ def measure_batch(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: 
     return torch.stack([measure_sequence(sequence) for sequence in sequences])
 
 
+def remove_padding(x: Tensor, key_padding_mask: Tensor | None) -> list[Tensor]:
+    """Split a batch into its sequences, and remove the padding of each.
+
+    Args:
+        x: (B, ..., N, C).
+        key_padding_mask: bool (B, N), True = padded, or None.
+
+    Returns: for each sequence of n tokens, a tensor (..., n, C).
+    """
+    if key_padding_mask is None:
+        return list(x)
+    return [row[..., ~padded, :] for row, padded in zip(x, key_padding_mask, strict=True)]
+
+
 def _matrix_rows(phi_q: Tensor, phi_k: Tensor, number: int | None) -> Tensor:
     """Return evenly spaced rows of the attention matrix that the features define.
 

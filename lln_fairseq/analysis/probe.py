@@ -253,7 +253,8 @@ class Probe:
         scalars = dict(zip(layer_scalars.NAMES, layer.scalars().tolist(), strict=True))
         for tag, values in by_head.items():
             scalars[tag] = values.nanmean().item()
-        scalars["residual"] = relative_residual(layer.after, layer.key_padding_mask).nanmean().item()
+        states = measure.remove_padding(layer.after, layer.key_padding_mask)
+        scalars["residual"] = torch.stack([relative_residual(X) for X in states]).nanmean().item()
         for tag, value in scalars.items():
             if math.isfinite(value):
                 self.writer.add_scalar(f"{tag}/{name}", value, update)

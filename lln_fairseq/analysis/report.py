@@ -1,7 +1,7 @@
 """Measure a model layer by layer over several batches, and print the results as tables or draw them as a figure."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.analysis import layer_scalars, measure
-from lln_fairseq.analysis.lognormal import normality
+from lln_fairseq.analysis.lognormal import NormalFit, normality
 from lln_fairseq.analysis.probe import Layer, ablated, record_layers
 from lln_fairseq.analysis.rank_collapse import numerical_rank, relative_residual
 
@@ -128,10 +128,10 @@ def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionRep
                 layers = record_layers(model, net_input)
             mask = layers[0].key_padding_mask
             states = [layers[0].before, *(layer.after for layer in layers)]
-            residuals = [relative_residual(X, mask) for X in states]
-            ranks = [_hidden_rank(X, mask) for X in states]
-            by_depth["residual"][variant].append(torch.stack(residuals, dim=1).cpu())
-            by_depth["rank"][variant].append(torch.stack(ranks, dim=1).cpu())
+            residuals = [_measure_states(relative_residual, X, mask) for X in states]
+            ranks = [_measure_states(numerical_rank, X, mask) for X in states]
+            by_depth["residual"][variant].append(torch.stack(residuals, dim=1))
+            by_depth["rank"][variant].append(torch.stack(ranks, dim=1))
             if variant == "model":
                 for number, layer in enumerate(layers):
                     for name, values in _measure_layer(layer).items():
@@ -148,18 +148,18 @@ def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionRep
     return report
 
 
-def _hidden_rank(X: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return the numerical rank of the hidden states of each sequence, leaving out padding.
+def _measure_states(function: Callable[[Tensor], Tensor], X: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Measure the hidden states of each sequence without its padding.
 
     Args:
+        function: the measure. It returns a scalar for the hidden states (n, C) of a sequence.
         X: hidden states (B, N, C).
         key_padding_mask: bool (B, N), True = padded, or None.
 
-    Returns: (B,) in float64.
+    Returns: (B,) in float64 on the CPU.
     """
-    if key_padding_mask is not None:
-        X = X.masked_fill(key_padding_mask[:, :, None], 0.0)
-    return numerical_rank(X).double()
+    values = [function(states) for states in measure.remove_padding(X, key_padding_mask)]
+    return torch.stack(values).cpu().double()
 
 
 def _measure_layer(layer: Layer) -> dict[str, Tensor]:
@@ -173,8 +173,10 @@ def _measure_layer(layer: Layer) -> dict[str, Tensor]:
     scalars = layer.scalars().double().cpu().expand(len(layer.q), 1, -1)
     values.update(zip(layer_scalars.NAMES, scalars.unbind(dim=-1), strict=True))
     for name, x in (("q", layer.q), ("k", layer.k)):
-        for moment, by_head in normality(x, mask)._asdict().items():
-            values[f"{name}_{moment}"] = by_head.cpu()
+        fits = [normality(heads) for heads in measure.remove_padding(x, mask)]
+        for moment in NormalFit._fields:
+            by_head = [getattr(fit, moment) for fit in fits]
+            values[f"{name}_{moment}"] = torch.stack(by_head).cpu().double()
     return values
 
 

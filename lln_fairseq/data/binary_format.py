@@ -6,7 +6,7 @@ offset of each sample. Every sample that this module writes or counts ends with 
 """
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,8 +73,8 @@ def id_type(size: int) -> Any:
     return np.uint32
 
 
-def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int, int]:
-    """Write the data set `prefix`, and return the number of samples and the number of tokens.
+def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> int:
+    """Write the data set `prefix`, and return the number of tokens.
 
     Existing files are replaced. Each file gets its final name only when it is complete. The ids are not checked.
 
@@ -93,7 +93,7 @@ def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> tuple[int
                 block_lengths.append(sample_lengths)
         lengths = np.concatenate(block_lengths)
         temporary_index.write_bytes(index_bytes(lengths, dtype))
-    return len(lengths), int(lengths.sum())
+    return int(lengths.sum())
 
 
 def index_bytes(lengths: np.ndarray, dtype: Any) -> bytes:
@@ -193,7 +193,7 @@ def count_dataset(prefix: Path, size: int) -> DatasetCounts:
     """
     samples = read_dataset(prefix)
     if samples is None:
-        raise DataError(f"{prefix}.idx is missing or damaged; use --overwrite to build it again")
+        raise DataError(f"{prefix}.idx is missing or damaged; run the command again")
     ids, lengths = samples
     message = f"{prefix}.bin is damaged: samples must end with </s>, and ids must be below {size}"
     by_id = np.zeros(size, dtype=np.int64)
@@ -216,32 +216,27 @@ def count_dataset(prefix: Path, size: int) -> DatasetCounts:
     )
 
 
-def binarize(blocks: Callable[[], Iterable[Block]], size: int, prefix: Path, samples: int) -> DatasetCounts:
-    """Write the data set `prefix` unless both of its files exist, then read it back and return its statistics.
+def binarize(blocks: Iterable[Block], size: int, prefix: Path, samples: int) -> DatasetCounts:
+    """Write the data set `prefix`, then read it back and return its statistics.
 
     Args:
-        blocks: returns the samples, in order. It is not called if both files exist.
+        blocks: the samples, in order.
         size: the number of symbols of the dictionary, including special symbols.
         prefix: the path of the files without .bin and .idx.
         samples: the expected number of samples.
 
     Raises:
-        DataError: if `samples` is 0, if the files hold another number of samples, if the files that were just written
-            hold another number of tokens than was written, if a file is damaged, if a sample does not end with </s>, or
-            if an id is `size` or more.
+        DataError: if `samples` is 0, if the files hold another number of samples or of tokens than was written, if a
+            file is damaged, if a sample does not end with </s>, or if an id is `size` or more.
     """
     if not samples:
         raise DataError(f"no lines for {prefix}: fairseq cannot load an empty data set")
-    expected = f"{samples} samples"
-    written = None
-    if not all(file.is_file() for file in dataset_files(prefix)):
-        written = write_dataset(blocks(), size, prefix)
-        expected += f" and {written[1]} tokens"
+    tokens = write_dataset(blocks, size, prefix)
     counts = count_dataset(prefix, size)
-    if counts.samples != samples or written not in (None, (counts.samples, counts.tokens)):
+    if counts.samples != samples or counts.tokens != tokens:
         raise DataError(
-            f"{prefix} holds {counts.samples} samples and {counts.tokens} tokens, not {expected}; "
-            "use --overwrite to build it again"
+            f"{prefix} holds {counts.samples} samples and {counts.tokens} tokens, not {samples} samples and {tokens} "
+            "tokens; run the command again"
         )
     return counts
 

@@ -1,12 +1,12 @@
-"""Build an output directory so that an interrupted build can be resumed and a finished build is recognized.
+"""Build an output directory so that a finished build is recognized, and an interrupted one starts over.
 
 Two files in the directory record its state:
 
-    build.json      the settings of a build that has not finished yet
+    unfinished      an empty file that exists during a build, and after a build that was interrupted
     manifest.json   written last, so it marks a finished build: settings, sources, counts, versions, and the size and
                     sha256 of every file of the result
 
-Neither file contains a date or a path outside the directory, so the same settings give the same bytes.
+The manifest contains no date and no path outside the directory, so the same settings give the same bytes.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from lln_fairseq.data.files import lock_file, sha256_of, write_bytes
 from lln_fairseq.data.reporting import DataError, print_status
 
-BUILD = "build.json"
+UNFINISHED = "unfinished"
 MANIFEST = "manifest.json"
 
 Input = TypeVar("Input")
@@ -36,7 +36,7 @@ def build_directory(
 ) -> dict[str, Any]:
     """Build the result in `out`, unless it is already finished, and return its manifest.
 
-    The directory is locked during the build. An interrupted build with the same settings is resumed.
+    The directory is locked during the build. What an interrupted build has left is deleted.
 
     Args:
         out: the output directory; created if necessary.
@@ -44,8 +44,7 @@ def build_directory(
         files: the files of the result relative to `out`, without the manifest.
         read: reads and checks the input, and returns it. `read` must not change existing files in `out`, so that bad
             input leaves an earlier result intact.
-        write: called with the input, writes `files`, and returns additional entries for the manifest. When a build is
-            resumed, `write` must keep the files that are already complete.
+        write: called with the input, writes `files`, and returns additional entries for the manifest.
         overwrite: build the result again. An existing result, finished or not, is deleted after `read` has returned.
 
     Raises:
@@ -58,10 +57,8 @@ def build_directory(
             content = load_finished_manifest(out, settings, files)
             if content is not None:
                 return content
-        resume = not overwrite and is_under_way(out)
         data = read()
-        if not resume:
-            begin_build(out, settings, files)
+        begin_build(out, files)
         return finish_build(out, settings, files, write(data))
 
 
@@ -112,11 +109,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object to a file atomically. A file that already has this content is not touched."""
-    write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
-
-
 def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
     """Raise DataError if the existing settings, read from `path`, differ from the requested ones.
 
@@ -133,19 +125,17 @@ def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[
 def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:
     """Return the manifest of `out` if its result is finished and has these settings.
 
-    The checksum of each of `files` is verified first. A leftover build.json is removed, and a message says that there
-    is nothing to do.
+    The checksum of each of `files` is verified first, and a message says that there is nothing to do.
 
     Returns:
-        The manifest. None if the result must be built or resumed: `out` does not exist, holds only unrelated files, or
-        holds an unfinished build with these settings.
+        The manifest. None if the result must be built: `out` does not exist, holds only unrelated files, or holds an
+        unfinished build.
 
     Raises:
-        DataError: if `out` holds a finished or unfinished result with other settings, a finished result with missing or
-            changed files, or some of `files` without a record of the build that wrote them.
+        DataError: if `out` holds a finished result with other settings or with missing or changed files, or some of
+            `files` that no unfinished build has written.
     """
     manifest = out / MANIFEST
-    build = out / BUILD
     if manifest.is_file():
         content = _read_json(manifest)
         _check_settings(manifest, content.get("settings", {}), settings)
@@ -156,11 +146,10 @@ def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequen
                 raise DataError(
                     f"{path} is missing or not the file that {MANIFEST} lists; use --overwrite to build it again"
                 )
-        build.unlink(missing_ok=True)  # still there if the earlier build was killed just before its end
+        (out / UNFINISHED).unlink(missing_ok=True)  # still there if the build was killed just before its end
         print_status(f"{out} is finished; nothing to do")
         return content
-    if build.is_file():
-        _check_settings(build, _read_json(build), settings)
+    if (out / UNFINISHED).is_file():
         return None
     for name in files:
         if (out / name).exists():
@@ -171,26 +160,20 @@ def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequen
     return None
 
 
-def is_under_way(out: Path) -> bool:
-    """Return True if `out` contains build.json, which an unfinished build leaves. Its settings are not compared."""
-    return (out / BUILD).is_file()
+def begin_build(out: Path, files: Sequence[str]) -> None:
+    """Mark the directory as unfinished, and delete the manifest and then the files of an earlier result.
 
-
-def begin_build(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> None:
-    """Delete the manifest and the files of an earlier result, and write the settings of the new build to build.json.
-
-    The manifest is deleted first and the settings are written last. If the program is killed in between, the directory
-    neither looks finished nor is resumed with other settings.
+    If the program is killed in between, the directory does not look finished, and the next build starts over.
     """
-    for name in [MANIFEST, BUILD, *files]:
+    (out / UNFINISHED).touch()
+    for name in [MANIFEST, *files]:
         (out / name).unlink(missing_ok=True)
-    _write_json(out / BUILD, settings)
 
 
 def finish_build(
     out: Path, settings: Mapping[str, Any], files: Sequence[str], content: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the manifest, which marks the result as finished, remove build.json, and return the manifest.
+    """Write the manifest, which marks the result as finished, remove the file `unfinished`, and return the manifest.
 
     Args:
         out: the output directory.
@@ -203,8 +186,8 @@ def finish_build(
         path = out / name
         file_entries[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     manifest = {"settings": dict(settings), **content, "files": file_entries}
-    _write_json(out / MANIFEST, manifest)
-    (out / BUILD).unlink(missing_ok=True)
+    write_bytes(out / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+    (out / UNFINISHED).unlink()
     return manifest
 
 

@@ -14,7 +14,6 @@ ids.
 
 import io
 import json
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,10 +36,6 @@ from lln_fairseq.data.tokenizers import (
 )
 
 DICTIONARY = "dict.txt"
-MAX_FILE = 256 << 20  # bytes
-# A manifest may name dict.txt or SUBDIRECTORY/dict.txt, and no file outside its directory.
-_DICTIONARY_NAME = re.compile(rf"(\w+/)?{re.escape(DICTIONARY)}")
-
 GPT2_FILES = {name: FILES[name] for name in (*TOKENIZER_FILES["gpt2"], DICTIONARY)}
 
 
@@ -165,7 +160,7 @@ def _download_gpt2() -> Vocabulary:
 
 
 def _from_manifest(manifest: Path) -> Vocabulary:
-    """Return the vocabulary that a manifest names. Only files below the directory of the manifest are read.
+    """Return the vocabulary that a manifest names.
 
     Raises:
         DataError: if the manifest is damaged or names no tokenizer, or if a file is missing or does not match its
@@ -178,17 +173,11 @@ def _from_manifest(manifest: Path) -> Vocabulary:
         for name, content in files.items():
             if sha256_bytes(content) != record["files"][name]:
                 raise DataError(f"{directory / name} is not the file that {manifest} lists")
-        dictionary_name = record["dictionary"]["file"]
-        if not _DICTIONARY_NAME.fullmatch(dictionary_name):
-            raise DataError(
-                f"{manifest} names the dictionary {dictionary_name!r:.80}: it must be {DICTIONARY} or "
-                f"SUBDIRECTORY/{DICTIONARY}"
-            )
-        dictionary = directory / dictionary_name
+        dictionary = directory / record["dictionary"]["file"]
         vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), dictionary)
         if vocabulary.identity != record["identity"]:
             raise DataError(f"{dictionary} is not the dictionary that {manifest} was written with")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{manifest} is damaged or names no tokenizer: {error}") from error
     return vocabulary
 
@@ -224,18 +213,8 @@ def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        DataError: if the file cannot be read, is not a regular file, or has more than MAX_FILE bytes.
-    """
-    if path.exists() and not path.is_file():  # reading a pipe would block, and a device may never end
-        raise DataError(f"cannot read {path}: it is not a regular file")
+    """Return the content of a file. Raise DataError if it cannot be read."""
     try:
-        with path.open("rb") as stream:
-            content = stream.read(MAX_FILE + 1)
+        return path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    if len(content) > MAX_FILE:
-        raise DataError(f"cannot read {path}: it is larger than {MAX_FILE >> 20} MiB, the limit for tokenizer files")
-    return content

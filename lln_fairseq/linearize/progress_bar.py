@@ -21,12 +21,12 @@ class LinePerState:
         sys.stderr.flush()
 
 
-def progress_bar(name: str, total: int, unit: str = "step", initial: int = 0, leave: bool = False) -> tqdm:
+def progress_bar(name: str, total: int | None, unit: str = "step", initial: int = 0, leave: bool = False) -> tqdm:
     """Return a progress bar.
 
     Args:
         name: what is being done
-        total: number of units of the whole work
+        total: number of units of the whole work, or None if it is not known
         unit: name of a unit
         initial: number of units that an earlier run has done
         leave: keep the bar on a terminal when the work is done

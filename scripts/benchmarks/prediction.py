@@ -1,16 +1,13 @@
 """Time loaded models in inference, compared with transformers and onnxruntime.
 
-    python -m scripts.benchmarks.prediction --presets tiny small --threads 1
-    python -m scripts.benchmarks.prediction --presets minilm --lengths 16 64 128 512 2048 --threads 1
+    python -m scripts.benchmarks.prediction --lengths 16 64 128 512 2048 --threads 1
 
-Without --lengths, `predict` gets one sentence and many, as does a pipeline of transformers. With --lengths, the models
-get token ids, first a single sequence of each length, and then many sequences of mixed lengths, which are padded in
-batches. There, transformers uses torch's fused softmax attention (sdpa), and onnxruntime, if it is installed, runs the
-exported models.
+The models get token ids, first a single sequence of each length, and then many sequences of mixed lengths, which are
+padded in batches. transformers uses torch's fused softmax attention (sdpa), and onnxruntime, if it is installed, runs
+the exported models.
 
-The models have random weights and two classes, the sentences are random words, and nothing is downloaded. The
-text-classification pipeline runs the same softmax model, exported for Hugging Face. Both map text to labels and
-probabilities, which are compared before anything is timed: a difference raises RuntimeError. All variants are timed in
+The models have random weights and two classes, and nothing is downloaded. Before anything is timed, the logits of the
+exported models are compared with those of the loaded ones: a difference raises RuntimeError. All models are timed in
 turn, repeat by repeat, so that a noisy machine slows all of them alike, and times are medians.
 """
 
@@ -22,7 +19,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,38 +37,25 @@ from scripts.benchmarks.meter import Spread, device_name, interleaved
 from scripts.terminal import aligned, at_least_one, program_parser
 
 SIZES = {**PRESETS, "minilm": (6, 384, 1536, 12)}  # minilm: the sizes of all-MiniLM-L6-v2
-SOFTMAX = "softmax"  # the attention of the model that `predict` and the pipeline both run
+SOFTMAX = "softmax"
 LINEAR = "lln_diag"
 SDPA = "transformers, sdpa"
-NUM_WORDS = 2000  # different words in the sentences
+NUM_WORDS = 2000  # different words in the sentences on which the tokenizer is trained
 NUM_PIECES = 1000  # vocabulary size of the tokenizer
 LABELS = ("0", "1")
 MAX_POSITIONS = 512
 HEAD = "sentence_classification_head"
-BATCHES = (1, 32)  # batch sizes of the pipeline
 LONGEST = 40  # words of the longest sentence
-REPEATS = 7
-NUM_SINGLE = 20  # sentences that are predicted one by one; their mean is the time of one sentence
+REPEATS = 7  # of the sequences of mixed lengths
 SEED = 0
-TOLERANCE = 1e-4  # largest difference of probabilities
-NOISE = 0.1  # scale of noise that is added to the weights, without which all texts would get the same probability
+TOLERANCE = 1e-4  # largest difference of logits, relative to the largest one if that is above 1
+NOISE = 0.1  # scale of noise that is added to the weights, without which all texts would get the same logits
 
 MIXED_SEQUENCES = 64  # number of sequences of mixed lengths
 MIXED_BATCH = 16  # sequences in a batch that is padded without regard to lengths
 MIXED_LENGTHS = (8, 512)  # the shortest and the longest sequence; lengths are uniform on a logarithmic scale
 
-Predict = Callable[[list[str]], list[float]]  # maps texts to their probabilities of the second class
 Logits = Callable[[Tensor], Tensor]  # maps tokens (B, N) to the logits (B, classes) on the CPU
-
-
-@dataclass
-class Row:
-    """The results of one model: ms for a single sentence, and sentences per second for many at once."""
-
-    preset: str
-    model: str
-    single: Spread
-    many: Spread
 
 
 def random_sentences(count: int, longest: int) -> list[str]:
@@ -98,7 +81,7 @@ def write_dictionary(directory: Path, text: str) -> None:
     (directory / "dict.txt").write_text(text, encoding="utf-8")
 
 
-def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_positions: int = MAX_POSITIONS) -> None:
+def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_positions: int) -> None:
     """Write a checkpoint of a classification model with random parameters."""
     from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel
     from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
@@ -130,87 +113,6 @@ def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_po
         "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
     }
     torch.save(checkpoint, path)
-
-
-def checkpoint_predict(checkpoint: Path, data: Path) -> Predict:
-    """Load a checkpoint, and return its `predict` as a function from texts to probabilities of the second class."""
-    model = lln_fairseq.load(checkpoint, data)
-    return lambda texts: [_probability_of_second(one.label, one.probability) for one in model.predict(texts)]
-
-
-def pipeline_predict(directory: Path, batch_size: int) -> Predict:
-    """Load an exported model, and return its pipeline as a function from texts to the same probabilities."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipeline = transformers.pipeline("text-classification", model=str(directory), device=device)
-
-    def predict(texts: list[str]) -> list[float]:
-        results = pipeline(texts, batch_size=batch_size)
-        return [_probability_of_second(one["label"], one["score"]) for one in results]
-
-    return predict
-
-
-def _probability_of_second(label: str, probability: float) -> float:
-    """Return the probability of the second label from the predicted label and its probability."""
-    if label == LABELS[1]:
-        return probability
-    return 1 - probability
-
-
-def check_same_predictions(predict: Predict, pipeline: Predict, texts: list[str]) -> None:
-    """Raise RuntimeError if two models give different probabilities, or the same probability to all texts."""
-    probabilities = torch.tensor(predict(texts))
-    difference = (probabilities - torch.tensor(pipeline(texts))).abs().max().item()
-    spread = probabilities.std().item()
-    if not difference <= TOLERANCE < spread:
-        raise RuntimeError(
-            f"predict and the pipeline differ by {difference:.1e} in probabilities that spread by {spread:.1e}: "
-            f"the difference must be at most {TOLERANCE:.1e}, and the spread larger"
-        )
-
-
-def build_variants(preset: str, directory: Path, data: Path) -> dict[str, Predict]:
-    """Write the checkpoints and the exported model to the directory, and return the variants to time, by name."""
-    from lln_fairseq.conversion.export import export
-
-    predicts: dict[str, Predict] = {}
-    for attention in (SOFTMAX, LINEAR):
-        checkpoint = directory / f"{preset}_{attention}.pt"
-        write_checkpoint(checkpoint, data, preset, attention)
-        predicts[f"predict, {attention}"] = checkpoint_predict(checkpoint, data)
-    export(directory / f"{preset}_{SOFTMAX}.pt", directory / f"{preset}_hf", data)
-    for batch_size in BATCHES:
-        predicts[f"pipeline, batches of {batch_size}"] = pipeline_predict(directory / f"{preset}_hf", batch_size)
-    return predicts
-
-
-def measure_preset(preset: str, directory: Path, data: Path, args: argparse.Namespace) -> list[Row]:
-    """Time all variants of a preset and return a row for each."""
-    texts = random_sentences(args.sentences, LONGEST)
-    single_texts = texts[:NUM_SINGLE]
-    predicts = build_variants(preset, directory, data)
-    runs: dict[tuple[str, str], Callable[[], Any]] = {}
-    for name, predict in predicts.items():
-        if name.startswith("pipeline"):
-            check_same_predictions(predicts[f"predict, {SOFTMAX}"], predict, single_texts)
-        runs[name, "single"] = functools.partial(predict_one_by_one, predict, single_texts)
-        runs[name, "many"] = functools.partial(predict, texts)
-    times = interleaved(runs, "cpu", REPEATS)  # even on a GPU: every run ends with numbers on the CPU
-    rows = []
-    for name in predicts:
-        single = Spread.of([passed / len(single_texts) for passed in times[name, "single"]])
-        many = Spread.of([1e3 * len(texts) / passed for passed in times[name, "many"]])
-        rows.append(Row(preset, name, single, many))
-    return rows
-
-
-def predict_one_by_one(predict: Predict, texts: list[str]) -> None:
-    """Call `predict` once for each text."""
-    for text in texts:
-        predict([text])
 
 
 def checkpoint_logits(checkpoint: Path, data: Path) -> Logits:
@@ -346,20 +248,17 @@ def run_batches(model: Logits, batches: list[Tensor]) -> None:
         model(tokens)
 
 
-def results_table(rows: list[Row], sentences: int) -> str:
-    """Return the rows as a table; `sentences` is the number of sentences that were predicted together."""
-    cells = [("preset", "model", "one sentence [ms]", f"{sentences} sentences [1/s]")]
-    for row in rows:
-        cells.append((row.preset, row.model, row.single.text(), row.many.text(0)))
-    return aligned(cells)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = program_parser("python -m scripts.benchmarks.prediction", __doc__)
-    parser.add_argument("--presets", nargs="+", choices=SIZES, default=["tiny", "small"])
-    parser.add_argument("--sentences", type=at_least_one, default=1000)
-    parser.add_argument("--lengths", nargs="+", type=at_least_one, help="time sequences of these numbers of tokens")
-    parser.add_argument("--repeats", type=at_least_one, default=30, help="with --lengths; default: %(default)s")
+    parser.add_argument("--presets", nargs="+", choices=SIZES, default=["minilm"])
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=at_least_one,
+        default=[16, 64, 128, 512, 2048],
+        help="numbers of tokens of the single sequences (default: %(default)s)",
+    )
+    parser.add_argument("--repeats", type=at_least_one, default=30, help="of a single sequence (default: %(default)s)")
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads())
     args = parser.parse_args(argv)
     return run_main(lambda: benchmark(args))
@@ -371,26 +270,18 @@ def benchmark(args: argparse.Namespace) -> None:
     disable_malloc_trim()
     torch.set_num_threads(args.threads)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    max_positions = max(MAX_POSITIONS, *args.lengths)
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         data = directory / "data"
         data.mkdir()
         write_data(data)
-        if args.lengths:
-            for preset in args.presets:
-                max_positions = max(MAX_POSITIONS, *args.lengths)
-                models = build_logits(preset, directory, data, max_positions, args.threads)
-                torch.set_num_threads(args.threads)
-                print(f"{preset}, {device}, torch {torch.__version__}")
-                print(lengths_table(models, args.lengths, args.repeats))
-                print(mixed_table(models, REPEATS), flush=True)
-            return
-        rows = []
         for preset in args.presets:
-            rows += measure_preset(preset, directory, data, args)
-            print(f"{preset} done", file=sys.stderr)
-    table = results_table(rows, args.sentences)
-    print(f"{device}, torch {torch.__version__}, sentences of 3 to {LONGEST} words\n{table}")
+            models = build_logits(preset, directory, data, max_positions, args.threads)
+            torch.set_num_threads(args.threads)
+            print(f"{preset}, {device}, torch {torch.__version__}")
+            print(lengths_table(models, args.lengths, args.repeats))
+            print(mixed_table(models, REPEATS), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from lln_fairseq.command import UserError, child_environment
 from lln_fairseq.data.files import write_bytes
-from scripts.experiments.progress import progress_bar, show_update
+from lln_fairseq.linearize.progress_bar import progress_bar
+from scripts.experiments.progress import show_update
 from scripts.experiments.settings import check_settings, format_override, is_complete, save_settings
 
 
@@ -68,6 +69,7 @@ class Steps:
             return
         log = self.out / "logs" / f"{name.replace(' ', '_')}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        tqdm.write(f"{name}: output in {log}", file=sys.stderr)
         start = time.monotonic()
         process = self._start(command, environment or {})
         limit = threading.Timer(timeout, process.terminate)
@@ -113,7 +115,8 @@ class Steps:
         """
         assert process.stdout is not None  # _start gave it a pipe
         try:
-            with log.open("a", buffering=1) as file, progress_bar(name, total_updates) as bar:
+            progress = progress_bar(name, total_updates, "update", leave=True)
+            with log.open("a", buffering=1) as file, progress as bar:
                 for line in process.stdout:
                     file.write(line)
                     updates = re.search(r'"num_updates": "?(\d+)', line)

@@ -5,8 +5,8 @@
 
 The directory of --images has one folder of pictures per class. Of each class, 60 % are for training, 15 % for
 validation (dev) and 25 % for testing. The split is the same in every run. With --images the model has the paper's size,
-12 layers of width 128. The model for the digits is smaller. Run an interrupted command again to continue it after the
-last finished epoch.
+12 layers of width 128. The model for the digits is smaller. If you run a command again, runs with a result.json are not
+repeated. Choose another --out for other pictures.
 
     OUT/NAME/seedN/result.json    losses, accuracies, α and β by epoch
     OUT/figure_9.png, .csv        α and β of every layer during training, a row for each run of LLN
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
             pictures = load_digits_pictures()
         ViTExperiment(args, pictures).run_all()
 
-    return run_main(program, "\ninterrupted; run the same command again to continue")
+    return run_main(program, "\ninterrupted; run the same command again, which keeps finished runs")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Load labeled pictures from a directory with one folder per class, or the digits that scikit-learn includes."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +41,6 @@ class Pictures:
             rows.append(_select_split(rows_of_class, name))
         selected = torch.cat(rows)
         return Pictures(self.pixels[selected], self.labels[selected], self.classes)
-
-    @property
-    def digest(self) -> str:
-        """The SHA-256 of the pictures, the labels and the class names, as a hexadecimal string."""
-        sha256 = hashlib.sha256(repr((tuple(self.pixels.shape), self.classes, self.labels.tolist())).encode())
-        sha256.update(self.pixels.numpy().tobytes())
-        return sha256.hexdigest()
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of all pictures with their labels.

@@ -1,4 +1,4 @@
-"""Train one vision transformer on pictures. An interrupted run resumes exactly from its last finished epoch."""
+"""Train one vision transformer on pictures. A finished run is not repeated."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from tqdm import tqdm
 from lln_fairseq.analysis.layer_scalars import NAMES, observe
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError
-from lln_fairseq.data.files import atomic_path, write_bytes
-from scripts.experiments.progress import progress_bar, show_update
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.linearize.progress_bar import progress_bar
+from scripts.experiments.progress import show_update
 from scripts.experiments.vit_model import ViT, ViTShape
 from scripts.experiments.vit_pictures import Pictures
 
-CHECKPOINT = "checkpoint.pt"
 RESULT = "result.json"
 WARMUP = 0.1  # share of the updates with a rising learning rate, which then falls to 0 along a cosine
 PROBE_PICTURES = 64  # pictures of the valid split on which α and β are measured
@@ -53,10 +53,10 @@ class ViTRecipe:
 class ViTRun:
     """Trains one model in a directory of its own.
 
-    checkpoint.pt is written after every epoch. At the end, result.json is written and checkpoint.pt is removed.
+    At the end, result.json is written. An interrupted run starts over.
 
     Args:
-        directory: directory of the run, which is created when the first file is written.
+        directory: directory of the run, which is created when result.json is written.
         recipe: settings of the run.
         shape: sizes of the model.
         pictures: the pictures of all splits.
@@ -70,7 +70,7 @@ class ViTRun:
         self.directory = directory
         self.recipe = recipe
         self.device = device
-        self.settings = {"recipe": asdict(recipe), "shape": asdict(shape), "pictures": pictures.digest}
+        self.settings = {"recipe": asdict(recipe), "shape": asdict(shape)}
         self.splits = {name: pictures.split(name) for name in ("train", "valid", "test")}
         torch.manual_seed(recipe.seed)
         name, options = parse_attention_spec(recipe.attention)
@@ -83,32 +83,24 @@ class ViTRun:
         self.history: list[dict[str, Any]] = []
 
     def finish(self) -> dict[str, Any]:
-        """Train the remaining epochs and return the result. The result of a finished run is read from its file.
+        """Train the model and return the result. The result of a finished run is read from its file.
 
         Returns:
             A dict. Its entry "history" is a list with one entry for the untrained model and one for each epoch (see
             `_record_epoch`). Its entry "test" is the accuracy in percent on the test split after the last epoch.
 
         Raises:
-            UserError: if the directory contains a run with other settings, or if the loss is not finite.
+            UserError: if the directory contains the result of other settings, or if the loss is not finite.
         """
         result_file = self.directory / RESULT
-        checkpoint = self.directory / CHECKPOINT
         if result_file.is_file():
-            result = json.loads(result_file.read_text())
-            self._check_settings(result)
-            return {name: result[name] for name in ("history", "test")}
-        if checkpoint.is_file():
-            self._restore(torch.load(checkpoint, weights_only=True))
-        with progress_bar(str(self.directory), self.updates) as bar:
-            if not self.history:
-                self._record_epoch(math.nan)
-            while len(self.history) <= self.recipe.epochs:
+            return self._read_result(result_file)
+        with progress_bar(str(self.directory), self.updates, "update", leave=True) as bar:
+            self._record_epoch(math.nan)
+            for _ in range(self.recipe.epochs):
                 self._train_epoch(bar)
-                self._save_checkpoint()
         result = {**self.settings, "history": self.history, "test": self.accuracy("test")}
         write_bytes(result_file, (json.dumps(result, indent=1) + "\n").encode())
-        checkpoint.unlink()
         return result
 
     @torch.no_grad()
@@ -190,30 +182,12 @@ class ViTRun:
             }
         )
 
-    def _save_checkpoint(self) -> None:
-        """Write checkpoint.pt, from which `_restore` resumes the run exactly."""
-        state = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule", "scaler")}
-        random = {"order": self.order.get_state(), "cpu": torch.get_rng_state()}
-        if self.device == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state()
-        with atomic_path(self.directory / CHECKPOINT) as path:
-            torch.save({**self.settings, "state": state, "random": random, "history": self.history}, path)
-
-    def _restore(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the model, the training state and the history. Raise UserError if the settings differ."""
-        self._check_settings(checkpoint)
-        for name, state in checkpoint["state"].items():
-            getattr(self, name).load_state_dict(state)
-        self.order.set_state(checkpoint["random"]["order"])
-        torch.set_rng_state(checkpoint["random"]["cpu"])
-        if self.device == "cuda":
-            torch.cuda.set_rng_state(checkpoint["random"]["cuda"])
-        self.history = checkpoint["history"]
-
-    def _check_settings(self, stored: dict[str, Any]) -> None:
-        """Raise UserError if a result or a checkpoint was written with other settings."""
+    def _read_result(self, file: Path) -> dict[str, Any]:
+        """Return the history and the accuracy of a finished run. Raise UserError if it has other settings."""
+        result = json.loads(file.read_text())
         for group, present in self.settings.items():
-            if stored[group] != present:
+            if result[group] != present:
                 raise UserError(
-                    f"{self.directory} holds another run, with {group} {stored[group]}; choose another --out"
+                    f"{self.directory} holds another run, with {group} {result[group]}; choose another --out"
                 )
+        return {name: result[name] for name in ("history", "test")}

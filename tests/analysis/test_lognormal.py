@@ -8,7 +8,7 @@ from scipy import stats
 
 from lln_fairseq.analysis import lognormal
 from lln_fairseq.ops import reference
-from tests.helpers import random_padding, random_qkv
+from tests.helpers import random_qkv
 
 
 def gaussian_inputs(s, length=512, dim=128, heads=6, seed=0):
@@ -60,25 +60,6 @@ def test_normality_equals_scipy_and_distinguishes_gaussian_from_uniform():
         assert fit.ks[row].item() == pytest.approx(expected)
     assert fit.ks[0] < 0.02
     assert fit.ks[1] > 0.05
-
-
-def test_padding_does_not_count():
-    q, k, _ = random_qkv(batch=3, length=40, scale=1.5, dtype=torch.float64)
-    mask = random_padding(3, 40, seed=1)
-    assert mask.any()
-    P = reference.softmax_matrix(q, k, mask)
-
-    matrix_fit = lognormal.lognormal_fit(P, mask)
-    query_fit = lognormal.normality(q, mask)
-
-    for row in range(3):
-        real = ~mask[row]
-        expected = lognormal.lognormal_fit(P[row][:, real][:, :, real])
-        torch.testing.assert_close(tuple(x[row] for x in matrix_fit), tuple(expected))
-        expected = lognormal.normality(q[row][:, real])
-        torch.testing.assert_close(tuple(x[row] for x in query_fit), tuple(expected))
-    real_pairs = (~mask).sum(1).square().sum().item() * 3
-    assert len(lognormal.log_entries(P, mask)) == real_pairs
 
 
 def test_zeros_count_only_in_the_distance():

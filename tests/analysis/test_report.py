@@ -12,7 +12,9 @@ import torch
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis import entropy, measure
 from lln_fairseq.analysis.analyze import analyze_checkpoint
+from lln_fairseq.analysis.lognormal import normality
 from lln_fairseq.analysis.probe import record_layers, spread_batches
+from lln_fairseq.analysis.rank_collapse import relative_residual
 from lln_fairseq.analysis.report import VARIANTS, measure_model
 from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, MASKED_LM, make_classification, make_corpus, train
@@ -80,9 +82,18 @@ def test_numbers_are_means_over_sequences(trained):
     task.load_dataset("valid")
     (batch,) = spread_batches(task.dataset("valid"), 1, 3, model)
     layer = record_layers(model, batch)[1]
+    assert layer.key_padding_mask.any()
     P = layer.attention.attention_matrix(layer.q, layer.k, layer.key_padding_mask)
-    expected = entropy(P, layer.key_padding_mask).double().mean(dim=0)
-    torch.testing.assert_close(report.layers[1]["entropy"], expected)
+    entropies = []
+    query_distances = []
+    residuals = []
+    for row, length in enumerate((~layer.key_padding_mask).sum(dim=1).tolist()):
+        entropies.append(entropy(P[row, :, :length, :length]))
+        query_distances.append(normality(layer.q[row, :, :length]).ks)
+        residuals.append(relative_residual(layer.after[row, :length]).item())
+    torch.testing.assert_close(report.layers[1]["entropy"], torch.stack(entropies).double().mean(dim=0))
+    torch.testing.assert_close(report.layers[1]["q_ks"], torch.stack(query_distances).mean(dim=0))
+    assert report.by_depth["residual"]["model"][2] == pytest.approx(sum(residuals) / 3)
 
 
 def test_table_explains_what_is_measured_of_long_sequences(trained, monkeypatch, capsys):

@@ -122,33 +122,6 @@ def test_missing_tokenizer_raises(tmp_path):
         load_vocabulary(str(tmp_path))
 
 
-def test_manifest_reads_only_regular_tokenizer_files_beside_it(prepared, monkeypatch):
-    path = prepared / "manifest.json"
-    record = json.loads(path.read_text())["tokenizer"]
-
-    with_outside_file = {**record, "files": {**record["files"], "../outside": ""}}
-    path.write_text(json.dumps({"tokenizer": with_outside_file}))
-    assert load_vocabulary(str(prepared)).identity == record["identity"]  # "../outside" is not read
-
-    for name in ("../prepared/lm/dict.txt", str(prepared / "lm/dict.txt"), "spm.model"):
-        path.write_text(json.dumps({"tokenizer": {**record, "dictionary": {"file": name}}}))
-        with pytest.raises(
-            DataError, match=r"names the dictionary '.*: it must be dict\.txt or SUBDIRECTORY/dict\.txt"
-        ):
-            load_vocabulary(str(prepared))
-
-    path.write_text(json.dumps({"tokenizer": record}))
-    monkeypatch.setattr(vocabulary, "MAX_FILE", 1 << 20)
-    (prepared / "lm/dict.txt").write_bytes(bytes((1 << 20) + 1))
-    with pytest.raises(DataError, match=r"cannot read .*dict\.txt: it is larger than 1 MiB"):
-        load_vocabulary(str(prepared))
-
-    (prepared / "lm/dict.txt").unlink()
-    (prepared / "lm/dict.txt").symlink_to("/dev/null")
-    with pytest.raises(DataError, match=r"cannot read .*dict\.txt: it is not a regular file"):
-        load_vocabulary(str(prepared))
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -3,12 +3,9 @@
 import io
 import itertools
 import json
-import os
 import random
-import signal
 import tarfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +106,13 @@ def read_files(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
+def files_without_manifest(out: Path) -> dict[str, bytes]:
+    """Return the content of every file below `out` except manifest.json, by its relative path."""
+    files = read_files(out)
+    del files["manifest.json"]
+    return files
+
+
 def small_gpt2(directory: Path, text: str, merges: int = 300) -> Path:
     """Write encoder.json, vocab.bpe and dict.txt of a byte-level BPE trained on `text`; return the directory."""
     letters = _byte_letters()
@@ -167,42 +171,3 @@ TEXT = (
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a directory with the files of a small GPT-2 tokenizer."""
     return small_gpt2(tmp_path_factory.mktemp("bpe") / "gpt2", TEXT + " ".join(WORDS + GOOD + BAD) * 2, merges=150)
-
-
-def kill_at_rename(number: int, after: bool) -> None:
-    """Let this process kill itself with SIGKILL at its rename with this number, before or after renaming."""
-    replace = os.replace
-    remaining = number
-
-    def replace_or_kill(source: Path, target: Path) -> None:
-        nonlocal remaining
-        remaining -= 1
-        if remaining or after:
-            replace(source, target)
-        if not remaining:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    os.replace = replace_or_kill
-
-
-def build_despite_kills(build: Callable[[], object], out: Path) -> None:
-    """Run build() in child processes that kill themselves, until one of them finishes; then run it once more here.
-
-    The processes are killed at their first to fifth rename of a file. Each continues with what the previous one has
-    left in `out`.
-    """
-    for attempt in range(200):
-        child = os.fork()
-        if child == 0:
-            kill_at_rename(attempt // 2 % 5 + 1, after=attempt % 2 == 1)
-            try:
-                build()
-            finally:
-                os._exit(0)
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
-            break
-    else:
-        raise AssertionError("no attempt has finished")
-    assert attempt > 5
-    build()
-    assert not list(out.rglob("*.part"))

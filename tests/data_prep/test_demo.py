@@ -1,6 +1,7 @@
 """Test the demo data set with a small archive: its content, loading it in fairseq, and interruptions."""
 
 import csv
+import itertools
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from lln_fairseq.data import download, manifest
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.text import SPLITS, sentence_key
 from lln_fairseq.data.tokenizers import load_sentencepiece
-from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, decode, read_files
+from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, decode, files_without_manifest, read_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,12 +37,6 @@ def build(tmp_path, archive):
 def read_tsv(out, name):
     with (out / f"raw/SST-2/{name}.tsv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-
-
-def files_without_manifest(out):
-    files = read_files(out)
-    del files["manifest.json"]
-    return files
 
 
 def test_result_has_expected_files(tmp_path, build):
@@ -171,48 +166,40 @@ def test_finished_data_are_kept_without_importing_torch(tmp_path, build, monkeyp
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-def test_interrupted_build_continues_to_same_bytes(tmp_path, build, monkeypatch):
+def test_interrupted_build_is_not_finished_and_starts_over(tmp_path, build, monkeypatch):
     build(out=tmp_path / "whole")
-    whole = read_files(tmp_path / "whole")
     out = tmp_path / "out"
     replace = os.replace
-    is_done = False
-    attempts = 0
-    while not is_done:
-        remaining = attempts % 7  # each attempt is interrupted after 0 to 6 more files
+    remaining = 0
 
-        def replace_some(source, target):
-            nonlocal remaining
-            if remaining == 0:
-                raise KeyboardInterrupt
-            remaining -= 1
-            replace(source, target)
+    def replace_some(source, target):
+        nonlocal remaining
+        if remaining == 0:
+            raise KeyboardInterrupt
+        remaining -= 1
+        replace(source, target)
 
-        monkeypatch.setattr(os, "replace", replace_some)
+    monkeypatch.setattr(os, "replace", replace_some)
+    for written_files in itertools.count():
+        remaining = written_files
         try:
             build()
-            is_done = True
+            break
         except KeyboardInterrupt:
-            files = read_files(out) if out.exists() else {}
-            assert "manifest.json" not in files
-            files.pop("build.json", None)
-            assert {name: whole[name] for name in files} == files
-        attempts += 1
-        assert attempts < 100
-    assert read_files(out) == whole
+            assert "manifest.json" not in read_files(out)
+    assert written_files > 20
+    assert read_files(out) == read_files(tmp_path / "whole")
 
 
-def test_killed_overwrite_leaves_no_finished_data(tmp_path, build, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+def test_interrupted_overwrite_is_not_finished(tmp_path, build, monkeypatch):
+    content = build()
+    with monkeypatch.context() as context:
+        context.setattr(manifest, "finish_build", None)
+        with pytest.raises(TypeError):
+            build(overwrite=True)
 
-    build()
-    monkeypatch.setattr(manifest, "_write_json", interrupt)
-
-    with pytest.raises(KeyboardInterrupt):
-        build(overwrite=True)
-
-    assert read_files(tmp_path / "out") == {}
+    assert "manifest.json" not in read_files(tmp_path / "out")
+    assert build() == content
 
 
 def test_changed_settings_are_rejected_without_overwrite(tmp_path, build):
@@ -245,16 +232,14 @@ def test_overwrite_keeps_unrelated_files(tmp_path, build):
     assert (tmp_path / "out/notes.txt").exists()
 
 
-def test_unfinished_build_rejects_changed_settings(tmp_path, build):
-    settings = build()["settings"]
-    (tmp_path / "out/manifest.json").unlink()
-    (tmp_path / "out/build.json").write_text(json.dumps(settings))
+def test_files_without_manifest_are_rejected(tmp_path, build):
+    (tmp_path / "out/lm").mkdir(parents=True)
+    (tmp_path / "out/lm/train.bin").write_bytes(b"of the user")
 
-    with pytest.raises(DataError, match="vocab_size"):
-        build(vocab_size=140)
-    (tmp_path / "out/build.json").unlink()
     with pytest.raises(DataError, match="not built here"):
         build()
+
+    assert (tmp_path / "out/lm/train.bin").read_bytes() == b"of the user"
 
 
 def test_damaged_result_is_rejected(tmp_path, build):

@@ -1,4 +1,4 @@
-"""Test GLUE with files in the published formats: contents, labels, fairseq's task, interruption, bad input."""
+"""Test GLUE with files in the published formats: contents, labels, fairseq's task, bad input."""
 
 import re
 
@@ -10,7 +10,7 @@ from data_prep import glue
 from data_prep.glue_tasks import GLUE_TASKS
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.vocabulary import load_vocabulary
-from tests.data_prep.conftest import build_despite_kills, read_files, tar_gz, text_of
+from tests.data_prep.conftest import files_without_manifest, read_files, tar_gz, text_of
 
 # Texts with characters that a CSV reader or str.splitlines would misinterpret.
 TEXTS = ['A "quote that never ends, é', 'it\'s "fine"  \u2028 here \x85 too']
@@ -99,12 +99,6 @@ def load_task(out, name):
     config = SentencePredictionConfig(data=str(out / name), num_classes=task.num_classes, no_shuffle=True, seed=1)
     config.regression_target = not task.labels
     return SentencePredictionTask.setup_task(config)
-
-
-def files_without_manifest(out):
-    files = read_files(out)
-    del files["manifest.json"]
-    return files
 
 
 def decode_inputs(vocabulary, tokens):
@@ -223,14 +217,6 @@ def test_changed_dictionary_is_rejected(tmp_path, build, source, gpt2):
 
     with pytest.raises(DataError, match=r"RTE was built with tokenizer = .*--overwrite"):
         glue.build_glue_tasks(tmp_path / "out", str(other), ["RTE"], source)
-
-
-def test_killed_build_continues_to_same_bytes(tmp_path, build):
-    build("QNLI", "STS-B", out=tmp_path / "whole")
-
-    build_despite_kills(lambda: build("QNLI", "STS-B"), tmp_path / "out")
-
-    assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")
 
 
 SST_2_HEADER = b"sentence\tlabel\n"

@@ -1,4 +1,4 @@
-"""Test WikiText-103 with a small directory or archive: contents, fairseq's task, interruption, bad input."""
+"""Test WikiText-103 with a small directory or archive: contents, fairseq's task, bad input."""
 
 import io
 import lzma
@@ -11,12 +11,12 @@ from fairseq.data import indexed_dataset
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
 from data_prep import wikitext103
-from lln_fairseq.data import binary_format, manifest
+from lln_fairseq.data import binary_format
 from lln_fairseq.data.files import sha256_of
 from lln_fairseq.data.published_files import Published
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.vocabulary import load_vocabulary
-from tests.data_prep.conftest import BAD, GOOD, WORDS, build_despite_kills, read_files, text_of
+from tests.data_prep.conftest import BAD, GOOD, WORDS, files_without_manifest, read_files, text_of
 
 SPLITS = ("train", "valid", "test")
 
@@ -68,12 +68,6 @@ def decoded_lines(out, split):
     vocabulary = load_vocabulary(str(out))
     dataset = indexed_dataset.make_dataset(str(out / split), impl="mmap")
     return [text_of(vocabulary, dataset[i][:-1].numpy()) for i in range(len(dataset))]
-
-
-def files_without_manifest(out):
-    files = read_files(out)
-    del files["manifest.json"]
-    return files
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "sentencepiece-bpe", "sentencepiece-unigram", "sentencepiece-char"])
@@ -175,15 +169,6 @@ def test_changed_settings_are_rejected(build, source):
         build()
 
 
-def test_killed_build_continues_to_same_bytes(tmp_path, build):
-    options = {"tokenizer": "sentencepiece-bpe", "vocab_size": 310}
-    build(out=tmp_path / "whole", **options)
-
-    build_despite_kills(lambda: build(**options), tmp_path / "out")
-
-    assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -206,7 +191,7 @@ def test_bad_input_is_one_line(tmp_path, source, content, message, capfd, gpt2):
     assert not (tmp_path / "out").exists()
 
 
-def test_full_disk_is_one_line_and_build_continues(tmp_path, build, monkeypatch, source, capfd, gpt2):
+def test_full_disk_is_one_line_and_build_starts_over(tmp_path, build, monkeypatch, source, capfd, gpt2):
     def raise_no_space(*_):
         raise OSError(28, "No space left on device")
 
@@ -216,8 +201,8 @@ def test_full_disk_is_one_line_and_build_continues(tmp_path, build, monkeypatch,
     assert re.fullmatch(r"error: .*No space left on device: '.*out/train\.\w+'\n", capfd.readouterr().err)
 
     monkeypatch.undo()
-    build()
-    assert not (tmp_path / "out" / manifest.BUILD).exists()
+    content = build()
+    assert set(read_files(tmp_path / "out")) == {*content["files"], "manifest.json"}
 
 
 def test_articles_are_separated_by_one_blank_line(tmp_path, build, source):

@@ -1,6 +1,5 @@
 """Tests of `lln-fairseq linearize`, on a small trained teacher."""
 
-import json
 import os
 import re
 import resource
@@ -18,7 +17,6 @@ from lln_fairseq.linearize import linearize
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import Students
-from scripts.experiments import conversion
 from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 from tests.helpers import relative_rms
 
@@ -359,26 +357,6 @@ def test_teacher_without_softmax_is_rejected(teacher, tmp_path, monkeypatch, cap
     assert run(tmp_path / "run" / "checkpoint_last.pt", data, tmp_path / "out") == 1
 
     assert "has lln_diag attention, but a teacher must have softmax" in capsys.readouterr().err
-
-
-@pytest.mark.exhaustive
-def test_conversion_experiment_reuses_rows_and_prints_means(teacher, tmp_path, capsys):
-    rows = ["--variants", "average", "joint_offset, gain", "--seeds", "1", "2", "--lengths", "16", "40"]
-    command = [*map(str, teacher), str(tmp_path), *rows, "--tokens", "80", "--block-size", "8", "--steps"]
-    assert conversion.main([*command, "0"]) == 0
-    before = json.loads((tmp_path / "conversion.json").read_text())["rows"]
-
-    assert conversion.main([*command, "0", "30"]) == 0
-
-    after = json.loads((tmp_path / "conversion.json").read_text())["rows"]
-    assert len(after) == 8
-    assert all(after[key] == row for key, row in before.items())  # not computed again
-    table = capsys.readouterr().out.splitlines()[-4:]
-    assert [line.split()[-5] for line in table] == ["0", "30", "0", "30"]
-    first, second = (after[f"average; 30 steps; seed {seed}"]["quality"][1][0] for seed in (1, 2))
-    assert float(table[1].split()[-2]) == pytest.approx((first + second) / 2, abs=1e-3)
-    assert conversion.main([*command, "0", "--lr", "1"]) == 1
-    assert "other settings: choose another OUT" in capsys.readouterr().err
 
 
 def test_seed_out_of_range_is_rejected(teacher, tmp_path, capsys):

@@ -8,25 +8,46 @@ from lln_fairseq.ops.moment_matching import TABLE_FILES
 from scripts import calibrate_moment_matching as calibrate
 
 
-def test_fast_check_agrees_with_shipped_tables_and_writes_nothing():
-    contents = {path: path.read_bytes() for path in TABLE_FILES.values()}
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A copy of a shipped table, and a simulation that returns exactly this table."""
+    path = tmp_path / "tables.json"
+    path.write_bytes(TABLE_FILES["entropy"].read_bytes())
+    tables = json.loads(path.read_text())
+    monkeypatch.setattr(calibrate, "TABLE_FILES", {"entropy": path})
+    monkeypatch.setattr(calibrate, "simulate_table", lambda dim, *_, **__: tables[str(dim)])
+    return path
 
-    assert calibrate.main(["--fast"]) == 0
 
-    for path, content in contents.items():
-        assert path.read_bytes() == content
+def test_check_accepts_the_simulated_table(shipped):
+    content = shipped.read_bytes()
+
+    assert calibrate.main(["--check"]) == 0
+
+    assert shipped.read_bytes() == content
 
 
-@pytest.mark.parametrize("constants", TABLE_FILES)
-def test_fast_check_fails_for_wrong_table(constants, tmp_path, monkeypatch, capsys):
-    tables = json.loads(TABLE_FILES[constants].read_text())
+def test_check_rejects_a_wrong_table_and_writes_nothing(shipped, capsys):
+    tables = json.loads(shipped.read_text())
     tables["32"][1][7] += 0.1
-    (tmp_path / "tables.json").write_text(json.dumps(tables))
-    monkeypatch.setattr(calibrate, "TABLE_FILES", {constants: tmp_path / "tables.json"})
+    wrong = json.dumps(tables)
+    shipped.write_text(wrong)
 
-    assert calibrate.main(["--fast"]) == 1
+    assert calibrate.main(["--check"]) == 1
 
-    assert f"{constants}, D = 32: at most" in capsys.readouterr().out
+    assert "entropy, D = 32: at most 1.0e-01" in capsys.readouterr().out
+    assert shipped.read_text() == wrong
+
+
+def test_program_writes_the_simulated_table(shipped):
+    content = shipped.read_bytes()
+    tables = json.loads(content)
+    tables["32"][1][7] += 0.1
+    shipped.write_text(json.dumps(tables))
+
+    assert calibrate.main([]) == 0
+
+    assert shipped.read_bytes() == content
 
 
 @pytest.mark.parametrize("constants", TABLE_FILES)

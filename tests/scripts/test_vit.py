@@ -1,4 +1,4 @@
-"""Test the image experiment: loading pictures, training, resume, tables, figures and bad input."""
+"""Test the image experiment: loading pictures, training, tables, figures and bad input."""
 
 import csv
 import json
@@ -49,18 +49,6 @@ def make_run(directory, pictures, recipe=RECIPE):
     return ViTRun(directory, recipe, shape, pictures, "cpu")
 
 
-def interrupt_after(run, epochs):
-    """Make a run raise KeyboardInterrupt after it has saved so many epochs."""
-    save = run._save_checkpoint
-
-    def save_and_interrupt():
-        save()
-        if len(run.history) > epochs:
-            raise KeyboardInterrupt
-
-    run._save_checkpoint = save_and_interrupt
-
-
 @pytest.mark.parametrize("name", ["softmax", "lln", "linformer"])
 def test_layer_adds_attention_and_mlp(name):
     shape = ViTShape(classes=2, channels=1, side=8, patch=4, width=64, heads=2, dropout=0.0)
@@ -80,19 +68,6 @@ def test_run_learns(pictures, tmp_path):
 
     assert result["test"] == 100
     assert result["history"][-1]["loss"] < result["history"][1]["loss"]
-
-
-def test_interrupted_run_resumes_exactly(pictures, tmp_path):
-    uninterrupted = make_run(tmp_path / "whole", pictures).finish()
-    interrupted = make_run(tmp_path / "parts", pictures)
-    interrupt_after(interrupted, epochs=2)
-    with pytest.raises(KeyboardInterrupt):
-        interrupted.finish()
-
-    resumed = make_run(tmp_path / "parts", pictures).finish()
-
-    assert json.dumps(resumed) == json.dumps(uninterrupted)
-    assert not (tmp_path / "parts" / "checkpoint.pt").exists()
 
 
 def test_finished_run_is_not_repeated(pictures, tmp_path):
@@ -179,17 +154,6 @@ def test_bad_input_ends_in_one_line(change, arguments, message, tmp_path, capsys
     assert error.startswith("error: ")
     assert message in error
     assert not (tmp_path / "out").exists()
-
-
-def test_run_rejects_changed_pictures(tmp_path, capsys):
-    first = make_folder(tmp_path / "pictures")
-    second = make_folder(tmp_path / "other_pictures")
-    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(second / "light" / "0.png")
-    assert vit.main(one_run(first, tmp_path / "out")) == 0
-
-    assert vit.main(one_run(second, tmp_path / "out")) == 1
-
-    assert "holds another run, with pictures" in capsys.readouterr().err
 
 
 def test_repeated_seed_runs_once(tmp_path, capsys):
