@@ -23,6 +23,7 @@ from transformers import (
 from lln_fairseq.__main__ import main
 from lln_fairseq.attention.lln_diag import MAX_GLOBAL_TOKENS
 from lln_fairseq.attention.segments import first_segment_lengths
+from lln_fairseq.conversion import export as export_program
 from lln_fairseq.conversion import modeling_lln_roberta as modeling
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.directory import new_directory
@@ -36,7 +37,6 @@ from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.ops.moment_matching import standard_deviations
 from tests.conversion.sources import (
-    PIECES,
     TEXTS,
     TOKENIZERS,
     TRANSFORMERS_5,
@@ -401,11 +401,9 @@ def test_sentencepiece_gives_same_ids_for_nasty_texts(model_type, byte_fallback,
     assert is_approximate(tokenizer.files) == fold
 
 
-def test_model_card_mentions_approximate_tokenizer(tmp_path):
-    make_model("xlm-roberta", tmp_path / "in")
-    sentencepiece = train_sentencepiece([*TEXTS, "zxqjvk"] * 3, PIECES, "unigram", fold=True)
-    (tmp_path / "in" / "sentencepiece.bpe.model").write_bytes(sentencepiece)
-    convert(tmp_path / "in", tmp_path / "converted", "softmax")
+def test_model_card_mentions_approximate_tokenizer(sources, tmp_path, monkeypatch):
+    convert(sources["roberta"][1], tmp_path / "converted", "softmax")
+    monkeypatch.setattr(export_program, "is_approximate", lambda files: True)
     export(tmp_path / "converted" / "model.pt", tmp_path / "out")
     assert "The ids may differ if a text has combining marks" in (tmp_path / "out" / "README.md").read_text()
 
