@@ -319,10 +319,6 @@ def test_fine_tuned_model_keeps_labels(attention, tmp_path, monkeypatch):
     data = make_classification(tmp_path / "data", names=("bad", "good"))
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, "--attention", attention)
     checkpoint = add_noise(tmp_path / "run" / "checkpoint_last.pt")
-    scores = {"split": "valid", "rows": 11, "accuracy": 0.5}
-    (tmp_path / "run" / "valid.json").write_text(json.dumps(scores))
-    manifest = {"sources": [{"name": "SST-2.zip"}], "settings": {"program": "x"}}
-    (data / "manifest.json").write_text(json.dumps(manifest))
 
     lines = export(checkpoint, tmp_path / "out")
 
@@ -334,8 +330,8 @@ def test_fine_tuned_model_keeps_labels(attention, tmp_path, monkeypatch):
     expected = compute_logits(checkpoint, tokens, CLASSIFICATION_HEAD)
     torch.testing.assert_close(hugging_face_logits(model, tokens), expected, rtol=1e-4, atol=1e-5)
     card = (tmp_path / "out" / "README.md").read_text()
-    for text in ("labels: bad, good", "data: SST-2.zip", "validation set: rows 11, accuracy 0.5", "To be stated by"):
-        assert text in card
+    assert "labels: bad, good" in card
+    assert "To be stated by" in card
 
 
 def test_stock_fairseq_model_is_exported(tmp_path, monkeypatch):
