@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.reading import check_weights
 from lln_fairseq.conversion.directory import CONFIG, as_float32, read_json, read_tensors
 from lln_fairseq.conversion.encoder import (
-    EMBEDDING,
     HEAD,
-    POSITION_OFFSET,
-    POSITIONS,
     ImportedEncoder,
     choose_pooling,
     require_shapes,
@@ -36,6 +34,7 @@ from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabul
 from lln_fairseq.conversion.sentence_pooling import read_pooling
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
+from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 
 BERT = "bert"
 MODEL_TYPES = ("roberta", "xlm-roberta", BERT)

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer, BertTokenizerFast
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
-from lln_fairseq.conversion.encoder import EMBEDDING, POSITIONS
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from tests.conversion.sources import (
     TEXTS,
     TOKENIZERS,
