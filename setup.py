@@ -8,9 +8,9 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "lln_fairseq" / "__init__.py").read_text(), re.MULTILINE)[1]
 FOLDERS = {"lln_fairseq.configs": "configs", "lln_fairseq.data_prep": "data_prep"}  # where they are in a checkout
-HUGGING_FACE = ["safetensors>=0.5,<0.9", "tokenizers>=0.22,<0.24"]
 # scripts/test_transformers.sh runs the tests with both ends of transformers' range.
-ONNX = ["onnx>=1.23,<1.24", "onnxruntime>=1.31,<1.32", "onnxscript>=0.7,<0.8", "transformers>=4.57,<6"]
+HUGGING_FACE = ["safetensors>=0.5,<0.9", "tokenizers>=0.22,<0.24", "transformers>=4.57,<6"]
+ONNX = ["onnx>=1.23,<1.24", "onnxruntime>=1.31,<1.32", "onnxscript>=0.7,<0.8"]
 
 setup(
     name="lln-fairseq",

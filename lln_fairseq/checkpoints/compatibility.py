@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.checkpoints.config import (
-    NO_POSITIONS,
+    POSITION_OFFSET,
     STOCK_ATTENTION,
     parameter_sizes,
     plain_options,
@@ -20,10 +20,9 @@ from lln_fairseq.checkpoints.config import (
 )
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
 
-EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
-POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
 LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks that state a length
 PRESET_HEADS = {name: sizes[SIZE_FIELDS.index("encoder_attention_heads")] for name, sizes in PRESETS.items()}
 NOT_LABELS = ("<mask>", "madeupword")  # prefixes of symbols that fairseq's tools add to every dictionary
@@ -197,7 +196,7 @@ def longest_sequence(path: str) -> int | None:
     state = load_checkpoint_lazily(path)
     table = _find_parameter(state, POSITIONS)
     if table is not None:
-        return table.shape[0] - NO_POSITIONS
+        return table.shape[0] - POSITION_OFFSET
     stored = stored_options(state)
     lengths = [stored["model"].get("max_positions"), *(stored["task"].get(key) for key in LENGTHS)]
     return next((length for length in lengths if isinstance(length, int) and length > 0), None)

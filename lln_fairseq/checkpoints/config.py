@@ -19,6 +19,7 @@ from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError, first_line
 
 OURS = "lln_roberta"
@@ -32,7 +33,8 @@ KNOWN = {  # the presets of these models (roberta_large, ...) are known too
 }
 NAME_ARGUMENTS = {"model": "arch", "task": "task", "criterion": "criterion"}  # the arguments with the names
 
-NO_POSITIONS = 2  # unused rows at the start of the positional table: fairseq counts from the padding's id + 1
+# fairseq and Hugging Face's RoBERTa store position 0 in row PAD + 1 of the positional table.
+POSITION_OFFSET = PAD + 1
 PLAIN_TYPES = (str, int, float, bool, type(None))
 # Options that state the size of a parameter, with its name and axis. They are compared with the parameter, because a
 # wrong number could make fairseq allocate any amount of memory.
@@ -254,4 +256,4 @@ def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path
         raise InputError(
             f"{path}: max_positions is {options['max_positions']}, but its positional table has {rows} rows"
         )
-    return rows - NO_POSITIONS if rows else None
+    return rows - POSITION_OFFSET if rows else None

@@ -1,8 +1,12 @@
-"""The pooling of an encoder of sentence vectors, as a checkpoint stores it."""
+"""The pooling of an encoder of sentence vectors: how a checkpoint stores it, and how vectors are computed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from lln_fairseq.checkpoints.reading import plugin_state
 from lln_fairseq.errors import InputError
@@ -27,6 +31,29 @@ class Pooling:
         if self.normalize:
             return f"{self.mode}, normalized"
         return self.mode
+
+
+def pool_hidden_states(hidden_states: Tensor, real: Tensor, pooling: Pooling) -> Tensor:
+    """Compute the vector of every text.
+
+    Args:
+        hidden_states: the last hidden states (B, N, C).
+        real: bool (B, N), False at padding. A text has at least its first token.
+        pooling: the step to apply.
+
+    Returns:
+        The vectors (B, C).
+    """
+    real = real[..., None]
+    if pooling.mode == "cls":
+        vectors = hidden_states[:, 0]
+    elif pooling.mode == "max":
+        vectors = hidden_states.masked_fill(~real, -torch.inf).amax(dim=1)
+    else:
+        vectors = hidden_states.masked_fill(~real, 0.0).sum(dim=1) / real.sum(dim=1).clamp_min(1)
+    if pooling.normalize:
+        vectors = F.normalize(vectors, dim=-1)
+    return vectors
 
 
 def stored_pooling(state: Mapping[str, Any]) -> Pooling | None:

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
+from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.pooling import pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion.directory import new_directory, write_large
-from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, POSITION_OFFSET, POSITIONS, ImportedEncoder
+from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError, input_errors
-from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, resize_positions
+from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 

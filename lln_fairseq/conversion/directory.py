@@ -97,11 +97,11 @@ def _read_tensor_file(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise InputError(f"{path} must hold a dictionary of tensors, got {type(content).__name__}")
         return content
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  the file is no dictionary
+        return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} is damaged: {first_line(error)}") from error
 

@@ -8,15 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from lln_fairseq.checkpoints.pooling import Pooling
-from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 
 DICTIONARY = "dict.txt"
-# fairseq and Hugging Face's RoBERTa store position 0 in row PAD + 1 of the positional table.
-POSITION_OFFSET = PAD + 1
-
-EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
-POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
 HEAD = "encoder.lm_head."  # prefix of the parameters of the masked-language-model head
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.compatibility import label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
-from lln_fairseq.checkpoints.pooling import Pooling, stored_pooling
+from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER
 from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
@@ -35,7 +35,6 @@ from lln_fairseq.conversion.to_onnx import (
     TOKEN_EMBEDDINGS,
     Outputs,
     check_packages,
-    pool,
     write_onnx,
 )
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, find_tokenizer, is_approximate
@@ -105,7 +104,7 @@ def export(
             modeling = Path(__file__).with_name(f"{MODELING}.py")
             files[modeling.name] = modeling.read_bytes()
         approximate = is_approximate(source_files)
-        card = model_card(exported.config, exported.purpose, has_tokenizer, approximate, directories, pooling)
+        card = model_card(exported.config, exported.purpose, has_tokenizer, approximate, pooling)
         files["README.md"] = card.encode()
         for name, content in files.items():
             (directory / name).parent.mkdir(exist_ok=True)
@@ -175,7 +174,7 @@ def _output_function(model: Any, head: str, pooling: Pooling | None) -> Callable
         result = model(tokens, **options)[0]
         if pooling is None:
             return {LOGITS: result}
-        vectors = pool(result, tokens.ne(PAD), pooling)
+        vectors = pool_hidden_states(result, tokens.ne(PAD), pooling)
         return {TOKEN_EMBEDDINGS: result, SENTENCE_EMBEDDING: vectors, LAST_HIDDEN_STATE: result}
 
     return outputs

@@ -13,30 +13,33 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.checkpoints.compatibility import require_roberta_layers
-from lln_fairseq.checkpoints.config import softmax_layers, stored_options
+from lln_fairseq.checkpoints.config import POSITION_OFFSET, softmax_layers, stored_options
 from lln_fairseq.checkpoints.pooling import stored_pooling
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint_lazily, verify_checksums
 from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
 from lln_fairseq.conversion.directory import as_float32
 from lln_fairseq.conversion.encoder import (
     DICTIONARY,
-    EMBEDDING,
     HEAD,
-    POSITION_OFFSET,
-    POSITIONS,
     ImportedEncoder,
     choose_pooling,
     require_shapes,
     summarize_names,
 )
-from lln_fairseq.conversion.parameter_names import ENCODER, HEAD_WEIGHT, ModelSizes, encoder_names, head_names
+from lln_fairseq.conversion.parameter_names import (
+    ENCODER,
+    HEAD_WEIGHT,
+    ModelSizes,
+    encoder_names,
+    head_names,
+    sizes_of_parameters,
+)
 from lln_fairseq.conversion.read_tokenizer import check_dictionary
 from lln_fairseq.conversion.write_tokenizer import find_tokenizer
 from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.errors import InputError
-from lln_fairseq.models.adapt import ATTENTION_PARAMETERS
+from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, EMBEDDING, POSITIONS
 
-LAYER_NUMBER = re.compile(re.escape(ENCODER) + r"layers\.(\d+)\.")
 # Options that the tensors do not show. The number of heads is another one; it has no default and must be known.
 STORED_OPTIONS = ("activation_fn", "dropout", "attention_dropout", "activation_dropout", "layer_norm_eps")
 BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict that are not parameters
@@ -109,35 +112,19 @@ def _with_current_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_sizes(tensors: Mapping[str, Tensor], path: Path) -> ModelSizes:
-    """Return the model's sizes, read from the token embedding, the positional table and the first layer's fc1 weight.
+    """Return the model's sizes, with at least one position.
 
-    Raises InputError if the layers are not numbered 0, 1, ..., one of these three tensors is not a matrix, or the
-    positional table has no row for position 0.
+    Raises InputError if a tensor that they are read from is missing or not a matrix.
     """
-    layers: set[int] = set()
-    for name in tensors:
-        layer = LAYER_NUMBER.match(name)
-        if layer:
-            layers.add(int(layer[1]))
-    fc1 = tensors.get(f"{ENCODER}layers.0.fc1.weight")
-    if fc1 is None or layers != set(range(len(layers))):
-        numbers = ", ".join(str(layer) for layer in sorted(layers)[:9]) or "none"
-        raise InputError(f"{path} is not a RoBERTa: its layers must be numbered 0, 1, ... and have fc1, got {numbers}")
-    embedding = tensors[EMBEDDING]
-    positions = tensors[POSITIONS]
-    if embedding.dim() != 2 or positions.dim() != 2 or fc1.dim() != 2:
-        raise InputError(f"{path} is not a RoBERTa: {EMBEDDING}, {POSITIONS} and layers.0.fc1.weight must be matrices")
-    if len(positions) <= POSITION_OFFSET:
+    for name in (EMBEDDING, POSITIONS, f"{ENCODER}layers.0.fc1.weight"):
+        if name not in tensors or tensors[name].dim() != 2:
+            raise InputError(f"{path} is not a RoBERTa: {name} must be a matrix")
+    sizes = sizes_of_parameters(tensors)
+    if sizes.positions <= POSITION_OFFSET:
         raise InputError(
-            f"{path}: the positional table must have more than {POSITION_OFFSET} rows, got {len(positions)}"
+            f"{path}: the positional table must have more than {POSITION_OFFSET} rows, got {sizes.positions}"
         )
-    return ModelSizes(
-        vocabulary=embedding.shape[0],
-        positions=len(positions),
-        features=embedding.shape[1],
-        ffn_features=len(fc1),
-        layers=len(layers),
-    )
+    return sizes
 
 
 def _read_options(

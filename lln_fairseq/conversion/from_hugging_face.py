@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.reading import check_weights
 from lln_fairseq.conversion.directory import CONFIG, as_float32, read_json, read_tensors
 from lln_fairseq.conversion.encoder import (
-    EMBEDDING,
     HEAD,
-    POSITION_OFFSET,
-    POSITIONS,
     ImportedEncoder,
     choose_pooling,
     require_shapes,
@@ -32,14 +30,14 @@ from lln_fairseq.conversion.parameter_names import (
     encoder_names,
     head_names,
 )
-from lln_fairseq.conversion.read_tokenizer import PIECES, SourceVocabulary, read_vocabulary
+from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
 from lln_fairseq.conversion.sentence_pooling import read_pooling
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
+from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 
 BERT = "bert"
-XLM_R = "xlm-roberta"
-MODEL_TYPES = ("roberta", XLM_R, BERT)
+MODEL_TYPES = ("roberta", "xlm-roberta", BERT)
 ROTARY = "its positions are rotary, and this project's models add a learned embedding to each position"
 RELATIVE = "its attention has relative positions, and this project's models add a learned embedding to each position"
 CAUSAL = "it is a decoder, whose tokens see only the tokens before them"
@@ -121,8 +119,6 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     notes = _note_unused_tensors(tensors, names, directory)
     pooling = choose_pooling(pooling, has_head, notes)
 
-    if (directory / PIECES).is_file() and config["model_type"] != XLM_R:
-        raise InputError(f"{directory}: only XLM-R has a {PIECES}, but model_type is {config['model_type']}")
     vocabulary = read_vocabulary(directory, sizes.vocabulary, config)
 
     parameters = as_float32({name.fairseq: tensors[name.hugging_face] for name in names})

@@ -1,13 +1,10 @@
-"""Write the model card (README.md) of an exported model from its configuration, data manifest and scores."""
+"""Write the model card (README.md) of an exported model from its configuration."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.conversion.to_hugging_face import SENTENCE_VECTORS, longest_exported_sequence
-from lln_fairseq.errors import InputError
 
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
 PIPELINES = {
@@ -17,8 +14,6 @@ PIPELINES = {
 }
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 ATTENTION_OPTIONS = ("mix", "block_size", "global_tokens", "scope", "constants", "gain", "alpha", "beta")
-MANIFEST = "manifest.json"  # of the data
-SCORES = "valid.json"  # what `lln-fairseq evaluate --json` wrote
 APPROXIMATE = (
     " - tokenizer: SentencePiece with a table that normalizes characters. `transformers` applies the table to whole\n"
     "   grapheme clusters, SentencePiece to single code points. The ids may differ if a text has combining marks\n"
@@ -31,7 +26,6 @@ def model_card(
     purpose: str,
     has_tokenizer: bool,
     is_approximate: bool,
-    directories: list[Path],
     pooling: Pooling | None = None,
 ) -> str:
     """Return the text of the model card.
@@ -41,12 +35,7 @@ def model_card(
         purpose: "ForMaskedLM", "ForSequenceClassification" or SENTENCE_VECTORS.
         has_tokenizer: whether the model is exported with a tokenizer.
         is_approximate: whether the exported tokenizer encodes some texts differently from the original one.
-        directories: where to search for the data's manifest and the checkpoint's scores, in this order. A file that no
-            directory has is left out of the card.
         pooling: the pooling of an encoder of sentence vectors.
-
-    Raises:
-        InputError: if the manifest or the scores are not JSON.
     """
     if pooling is None:
         library = "transformers"
@@ -72,8 +61,6 @@ def model_card(
         lines.append(f" - labels: {', '.join(config['id2label'].values())}")
     if is_approximate:
         lines.append(APPROXIMATE)
-    lines += _describe_data(directories)
-    lines += _describe_scores(directories)
     lines += ["", "## License", "", "To be stated by the publisher of this model.", ""]
     return "\n".join(lines)
 
@@ -120,42 +107,3 @@ def _sentence_usage(config: Mapping[str, Any]) -> list[str]:
         f"    model = SentenceTransformer({arguments})",
         '    vectors = model.encode(["a text", "another text"])',
     ]
-
-
-def _describe_data(directories: list[Path]) -> list[str]:
-    """Return a line with the sources that the data's manifest names, or an empty list if it names none."""
-    sources = _read_first(directories, MANIFEST).get("sources") or ()
-    names = [str(source["name"]) for source in sources if isinstance(source, dict) and "name" in source]
-    if not names:
-        return []
-    return [f" - data: {', '.join(names)}"]
-
-
-def _describe_scores(directories: list[Path]) -> list[str]:
-    """Return a line with the numbers in the file of scores, or an empty list if there are none."""
-    scores = []
-    for name, value in _read_first(directories, SCORES).items():
-        if isinstance(value, int | float):
-            scores.append(f"{name} {value:g}")
-    if not scores:
-        return []
-    return [f" - on the validation set: {', '.join(scores)}"]
-
-
-def _read_first(directories: list[Path], name: str) -> dict[str, Any]:
-    """Return the JSON object in the first file of this name.
-
-    Returns an empty dictionary if no directory has the file, or the file does not hold a JSON object. Raises InputError
-    if the file is not JSON.
-    """
-    for directory in directories:
-        path = directory / name
-        if path.is_file():
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise InputError(f"{path} cannot be read: {error}") from error
-            if isinstance(content, dict):
-                return content
-            return {}
-    return {}

@@ -4,16 +4,21 @@ In both libraries, a module NAME has the parameters NAME.weight and NAME.bias. T
 without the prefix of the model ("roberta.", "bert.").
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+from torch import Tensor
+
+from lln_fairseq.checkpoints.config import parameter_sizes
+from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 
 ENCODER = "encoder.sentence_encoder."
 
 # Each row is (name in fairseq, name in Hugging Face, shape of the weight). ModelSizes.shape translates the letters of a
 # shape. The length of a bias is the first dimension of its module's weight.
 EMBEDDINGS = (
-    (ENCODER + "embed_tokens.weight", "embeddings.word_embeddings.weight", "VC"),
-    (ENCODER + "embed_positions.weight", "embeddings.position_embeddings.weight", "PC"),
+    (EMBEDDING, "embeddings.word_embeddings.weight", "VC"),
+    (POSITIONS, "embeddings.position_embeddings.weight", "PC"),
 )
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
 EMBEDDING_NORM = (ENCODER + "layernorm_embedding", "embeddings.LayerNorm", "C")
@@ -60,6 +65,21 @@ class ParameterName(NamedTuple):
     fairseq: str
     hugging_face: str
     shape: tuple[int, ...]
+
+
+def sizes_of_parameters(parameters: Mapping[str, Tensor]) -> ModelSizes:
+    """Return the sizes that the parameters of a RoBERTa have, by fairseq's names.
+
+    The layers are counted. Raises KeyError if the embedding, the positional table or the first layer is missing.
+    """
+    sizes = parameter_sizes(parameters)
+    return ModelSizes(
+        vocabulary=len(parameters[EMBEDDING]),
+        positions=len(parameters[POSITIONS]),
+        features=sizes["encoder_embed_dim"],
+        ffn_features=sizes["encoder_ffn_embed_dim"],
+        layers=sizes["encoder_layers"],
+    )
 
 
 def encoder_names(sizes: ModelSizes) -> Iterator[ParameterName]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.checkpoints.config import STOCK_ATTENTION
-from lln_fairseq.conversion.encoder import EMBEDDING, HEAD, POSITION_OFFSET, POSITIONS
+from lln_fairseq.checkpoints.config import POSITION_OFFSET, STOCK_ATTENTION
+from lln_fairseq.conversion.encoder import HEAD
 from lln_fairseq.conversion.parameter_names import (
     ENCODER,
     HEAD_BIAS,
@@ -21,9 +21,11 @@ from lln_fairseq.conversion.parameter_names import (
     ModelSizes,
     encoder_names,
     head_names,
+    sizes_of_parameters,
 )
 from lln_fairseq.data.special_symbols import BOS, EOS, PAD
 from lln_fairseq.errors import InputError
+from lln_fairseq.models.adapt import EMBEDDING
 from lln_fairseq.modules.encoder import parse_softmax_layers
 from lln_fairseq.ops.moment_matching import TABLE_FILES, calibration_table
 
@@ -88,7 +90,7 @@ def convert_to_hugging_face(
             a parameter that they do not have, or labels that do not fit the classification head.
     """
     _check_options(args, attention_options)
-    sizes = _read_sizes(state)
+    sizes = sizes_of_parameters(state)
     config = _roberta_config(args, sizes)
     config |= _attention_config(args.attention, attention_options, sizes.features // args.encoder_attention_heads)
     if args.attention != STOCK_ATTENTION:
@@ -142,21 +144,6 @@ def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{option}={value} of {args.attention} cannot be exported: choose from {', '.join(supported)}"
             )
-
-
-def _read_sizes(state: Mapping[str, Tensor]) -> ModelSizes:
-    """Read the sizes of the model from its parameters."""
-    layers = set()
-    for name in state:
-        if name.startswith(f"{ENCODER}layers."):
-            layers.add(name.split(".layers.")[1].split(".")[0])
-    return ModelSizes(
-        vocabulary=len(state[EMBEDDING]),
-        positions=len(state[POSITIONS]),
-        features=state[EMBEDDING].shape[1],
-        ffn_features=len(state[f"{ENCODER}layers.0.fc1.weight"]),
-        layers=len(layers),
-    )
 
 
 def _roberta_config(args: Any, sizes: ModelSizes) -> dict[str, Any]:

@@ -10,7 +10,6 @@ The model is traced through transformers. The file is kept only if onnxruntime r
 
 import importlib.util
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln_fairseq.checkpoints.pooling import Pooling
+from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
 from lln_fairseq.data.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
@@ -70,21 +68,8 @@ class EncoderModule(nn.Module):
         The tokens are (B, N), with a mask (B, N) that is 0 at padding.
         """
         hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
-        return hidden_states, pool(hidden_states, attention_mask, self.pooling), hidden_states.clone()
-
-
-def pool(hidden_states: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
-    """Compute the vectors (B, C) of hidden_states (B, N, C) with a mask (B, N) that is 0 at padding."""
-    real = attention_mask[..., None].bool()
-    if pooling.mode == "cls":
-        vectors = hidden_states[:, 0]
-    elif pooling.mode == "max":
-        vectors = hidden_states.masked_fill(~real, -math.inf).amax(dim=1)
-    else:
-        vectors = hidden_states.masked_fill(~real, 0.0).sum(dim=1) / real.sum(dim=1).clamp_min(1)
-    if pooling.normalize:
-        vectors = F.normalize(vectors, dim=-1)
-    return vectors
+        vectors = pool_hidden_states(hidden_states, attention_mask.bool(), self.pooling)
+        return hidden_states, vectors, hidden_states.clone()
 
 
 def check_packages() -> None:

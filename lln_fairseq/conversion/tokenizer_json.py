@@ -85,35 +85,6 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, A
     )
 
 
-def word_piece(ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the content of the tokenizer.json of uncased BERT, which lowercases text and removes accents.
-
-    Args:
-        ids: the id of every token. Tokens for fairseq's special symbols are marked as special.
-    """
-    model = {
-        "type": "WordPiece",
-        "unk_token": special_token(ids, "<unk>"),
-        "continuing_subword_prefix": "##",
-        "max_input_chars_per_word": 100,
-        "vocab": dict(ids),
-    }
-    normalizer = {
-        "type": "BertNormalizer",
-        "clean_text": True,
-        "handle_chinese_chars": True,
-        "strip_accents": None,
-        "lowercase": True,
-    }
-    return document(
-        ids,
-        model,
-        normalizer=normalizer,
-        pre_tokenizer={"type": "BertPreTokenizer"},
-        decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
-    )
-
-
 def document(
     ids: Mapping[str, int],
     model: dict[str, Any],

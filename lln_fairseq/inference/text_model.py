@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
 from lln_fairseq.checkpoints.config import stored_options
-from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, stored_pooling
+from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.command import UserError
@@ -312,19 +312,13 @@ class TextModel(nn.Module):
         """Return the pooled features (B, C) of tokens (B, N), or a list of (N_i, C) with pooling="tokens"."""
         features, _ = self.model(tokens, features_only=True)
         features = features.float()
-        real = tokens.ne(self.task.source_dictionary.pad())[..., None]
-        if pooling == "mean":
-            features = (features * real).sum(dim=1) / real.sum(dim=1)
-        elif pooling == "max":
-            features = features.masked_fill(~real, -torch.inf).amax(dim=1)
-        elif pooling == "cls":
-            features = features[:, 0]
+        real = tokens.ne(self.task.source_dictionary.pad())
+        if pooling != TOKENS:
+            return pool_hidden_states(features, real, Pooling(pooling, normalize)).cpu()
         if normalize:
             features = F.normalize(features, dim=-1)
         features = features.cpu()
-        if pooling != TOKENS:
-            return features
-        lengths = real.sum(dim=(1, 2)).tolist()
+        lengths = real.sum(dim=1).tolist()
         return [row[:length].clone() for row, length in zip(features, lengths, strict=True)]
 
     @property

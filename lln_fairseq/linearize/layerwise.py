@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from lln_fairseq.attention import build_attention
 from lln_fairseq.attention.segments import first_segment_lengths
+from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import (
     LayerwiseTrainer,
@@ -194,9 +195,9 @@ class HeldOutSet:
         pad = self.model.encoder.dictionary.pad()
         vectors = []
         with self._bar(model_name) as bar:
-            for tokens in self.batches:
-                hidden, _ = self.model(src_tokens=tokens.to(device), features_only=True)
-                padded = (tokens == pad).to(device)[..., None]
-                vectors.append(hidden.masked_fill(padded, 0).sum(dim=1) / (~padded).sum(dim=1))
+            for batch in self.batches:
+                tokens = batch.to(device)
+                hidden, _ = self.model(src_tokens=tokens, features_only=True)
+                vectors.append(pool_hidden_states(hidden, tokens.ne(pad), Pooling("mean")))
                 bar.update(len(tokens))
         return torch.cat(vectors)

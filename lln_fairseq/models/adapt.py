@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
+EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
 ATTENTION_PARAMETERS = ".self_attn.attention."  # part of the names of parameters that belong to an attention
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.from_hugging_face import UNSUPPORTED_TYPES
 from lln_fairseq.errors import InputError
@@ -47,10 +48,14 @@ def add_token(folder, token, number):
     (folder / "vocab.json").write_text(json.dumps(ids | {token: number}))
 
 
-def remove_token(folder, token):
+def save_tokenizer_without_mask(config, tensors, folder):
     ids = json.loads((folder / "vocab.json").read_text())
-    del ids[token]
-    (folder / "vocab.json").write_text(json.dumps(ids))
+    del ids["<mask>"]
+    content = tokenizer_json.byte_level_bpe(ids, merges=[])
+    (folder / "tokenizer.json").write_bytes(tokenizer_json.as_bytes(content))
+    # RobertaTokenizer would add <mask>.
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 # For each case: a change of (config, tensors, folder), and a regular expression for the error.
@@ -106,31 +111,27 @@ BAD_DIRECTORIES = {
     "no tokenizer": (remove_tokenizer, "has no tokenizer"),
     "no merges": (
         lambda config, tensors, folder: (folder / "merges.txt").unlink(),
-        "vocab.json without merges.txt",
+        "has no tokenizer: it needs tokenizer.json or .* or vocab.json with merges.txt",
     ),
     "other merges": (
         lambda config, tensors, folder: (folder / "merges.txt").write_text("#version: 0.2\nq xq\n"),
-        "merges.txt does not fit vocab.json, first at 'q xq'",
+        "AutoTokenizer cannot load the tokenizer: .*`xq` out of vocabulary",
     ),
     "too many tokens": (
         lambda config, tensors, folder: add_token(folder, "zebra", 9999),
         "the token 'zebra' with id 9999, but the embedding has",
     ),
-    "two tokenizers": (
-        lambda config, tensors, folder: (folder / "vocab.txt").write_text("<pad>\n"),
-        "'<pad>' is 1 in vocab.json and 0 in",
+    "another tokenizer": (
+        lambda config, tensors, folder: (folder / "vocab.json").rename(folder / "vocab.txt"),
+        "AutoTokenizer cannot load the tokenizer|hold no tokens that a RobertaTokenizer can read",
     ),
     "padding": (
         lambda config, tensors, folder: config.update(pad_token_id=0),
         "pad_token_id in config.json must be 1, the tokenizer's padding, got 0",
     ),
     "no mask": (
-        lambda config, tensors, folder: remove_token(folder, "<mask>"),
+        save_tokenizer_without_mask,
         "the tokenizer has no <mask> or",
-    ),
-    "another id": (
-        lambda config, tensors, folder: (folder / "added_tokens.json").write_text('{"zebra": 7000}'),
-        "the added token 'zebra' has id 7000, but transformers gives it",
     ),
     "pickle": (save_pickle_with_code, "it wants to call print"),
 }
@@ -169,7 +170,10 @@ def test_damaged_file_is_rejected(name, damage, sources, copy_source, tmp_path):
     damaged = {"half": data[: len(data) // 2], "noise": bytes(noise.tolist()), "nothing": b""}
     (folder / name).write_bytes(damaged[damage])
 
-    with pytest.raises(InputError, match=f"{name} (is damaged|cannot be read)|cannot load .*{name}, which is damaged"):
+    reasons = f"{name} (is damaged|cannot be read)|cannot load .*{name}, which is damaged"
+    if name == "vocab.json":
+        reasons = "AutoTokenizer cannot load the tokenizer"
+    with pytest.raises(InputError, match=reasons):
         convert(folder, tmp_path / "out", "softmax")
     assert not (tmp_path / "out").exists()
 

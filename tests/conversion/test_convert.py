@@ -11,14 +11,13 @@ from transformers import AutoTokenizer, BertTokenizerFast
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
-from lln_fairseq.conversion.encoder import EMBEDDING, POSITIONS
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from tests.conversion.sources import (
     TEXTS,
     TOKENIZERS,
-    TRANSFORMERS_5,
     compute_logits,
     encode_texts,
     make_model,
@@ -282,13 +281,12 @@ def test_converted_model_is_fine_tuned(sources, tmp_path, monkeypatch):
         ("roberta", ADDITIONAL, False, ()),
         ("bert", {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False}, True, ()),
         ("xlm-roberta", ADDITIONAL, True, ()),
+        ("xlm-roberta", ADDITIONAL, False, ()),
         ("roberta", {}, False, ("<ent>", "</ent>")),
         ("bert", {}, False, ("<ent>", "</ent>")),
     ],
 )
 def test_tokenizer_gives_same_ids_as_transformers(kind, settings, as_tokenizer_json, added, tmp_path):
-    if TRANSFORMERS_5 and kind == "xlm-roberta":
-        pytest.skip("it ignores additional_special_tokens of XLM-R")
     make_model_with_settings(kind, tmp_path / "in", settings, as_tokenizer_json, added)
 
     convert(tmp_path / "in", tmp_path / "out", "softmax")
@@ -303,26 +301,25 @@ def test_tokenizer_gives_same_ids_as_transformers(kind, settings, as_tokenizer_j
         assert [row == 3 for row in vocabulary.table[ids]] == is_unknown
 
 
-def test_added_token_without_tokenizer_json_is_rejected(tmp_path):
-    make_model_with_settings("xlm-roberta", tmp_path / "in", ADDITIONAL, as_tokenizer_json=False)
-    with pytest.raises(InputError, match=r"sentencepiece.bpe.model lacks the added token '<ent>': save"):
-        convert(tmp_path / "in", tmp_path / "out", "softmax")
-
-
-def test_tokenizer_saved_by_transformers_5_is_read(tmp_path):
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False}
-    make_model_with_settings("bert", tmp_path / "in", settings)
-    convert(tmp_path / "in", tmp_path / "old", "softmax")
-    path = tmp_path / "in" / "tokenizer_config.json"
-    path.write_text(json.dumps(settings | {"tokenizer_class": "TokenizersBackend", "backend": "tokenizers"}))
-
-    convert(tmp_path / "in", tmp_path / "new", "softmax")
-
-    assert torch.equal(encode_texts(tmp_path / "new"), encode_texts(tmp_path / "old"))
-
-
-def test_unknown_tokenizer_class_is_rejected(copy_source, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ByT5Tokenizer", "only fast tokenizers can be converted, but transformers has none for ByT5Tokenizer"),
+        ("NoTokenizer", "AutoTokenizer cannot load the tokenizer: "),
+    ],
+)
+def test_tokenizer_class_without_fast_tokenizer_is_rejected(name, message, copy_source, tmp_path):
     folder = copy_source("xlm-roberta")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PhobertTokenizer"}))
-    with pytest.raises(InputError, match=r"class must be one of BertTokenizer.*, got PhobertTokenizer"):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    with pytest.raises(InputError, match=message):
         convert(folder, tmp_path / "out", "softmax")
+
+
+def test_code_of_tokenizer_is_not_executed(copy_source, tmp_path):
+    folder = copy_source("roberta")
+    settings = {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": ["code.Custom", "code.Custom"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    with pytest.raises(InputError, match="AutoTokenizer cannot load the tokenizer: "):
+        convert(folder, tmp_path / "out", "softmax")
+    assert not (tmp_path / "mark").exists()

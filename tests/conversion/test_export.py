@@ -23,6 +23,7 @@ from transformers import (
 from lln_fairseq.__main__ import main
 from lln_fairseq.attention.lln_diag import MAX_GLOBAL_TOKENS
 from lln_fairseq.attention.segments import first_segment_lengths
+from lln_fairseq.conversion import export as export_program
 from lln_fairseq.conversion import modeling_lln_roberta as modeling
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.directory import new_directory
@@ -36,7 +37,6 @@ from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.ops.moment_matching import standard_deviations
 from tests.conversion.sources import (
-    PIECES,
     TEXTS,
     TOKENIZERS,
     TRANSFORMERS_5,
@@ -319,10 +319,6 @@ def test_fine_tuned_model_keeps_labels(attention, tmp_path, monkeypatch):
     data = make_classification(tmp_path / "data", names=("bad", "good"))
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, "--attention", attention)
     checkpoint = add_noise(tmp_path / "run" / "checkpoint_last.pt")
-    scores = {"split": "valid", "rows": 11, "accuracy": 0.5}
-    (tmp_path / "run" / "valid.json").write_text(json.dumps(scores))
-    manifest = {"sources": [{"name": "SST-2.zip"}], "settings": {"program": "x"}}
-    (data / "manifest.json").write_text(json.dumps(manifest))
 
     lines = export(checkpoint, tmp_path / "out")
 
@@ -334,8 +330,8 @@ def test_fine_tuned_model_keeps_labels(attention, tmp_path, monkeypatch):
     expected = compute_logits(checkpoint, tokens, CLASSIFICATION_HEAD)
     torch.testing.assert_close(hugging_face_logits(model, tokens), expected, rtol=1e-4, atol=1e-5)
     card = (tmp_path / "out" / "README.md").read_text()
-    for text in ("labels: bad, good", "data: SST-2.zip", "validation set: rows 11, accuracy 0.5", "To be stated by"):
-        assert text in card
+    assert "labels: bad, good" in card
+    assert "To be stated by" in card
 
 
 def test_stock_fairseq_model_is_exported(tmp_path, monkeypatch):
@@ -401,11 +397,9 @@ def test_sentencepiece_gives_same_ids_for_nasty_texts(model_type, byte_fallback,
     assert is_approximate(tokenizer.files) == fold
 
 
-def test_model_card_mentions_approximate_tokenizer(tmp_path):
-    make_model("xlm-roberta", tmp_path / "in")
-    sentencepiece = train_sentencepiece([*TEXTS, "zxqjvk"] * 3, PIECES, "unigram", fold=True)
-    (tmp_path / "in" / "sentencepiece.bpe.model").write_bytes(sentencepiece)
-    convert(tmp_path / "in", tmp_path / "converted", "softmax")
+def test_model_card_mentions_approximate_tokenizer(sources, tmp_path, monkeypatch):
+    convert(sources["roberta"][1], tmp_path / "converted", "softmax")
+    monkeypatch.setattr(export_program, "is_approximate", lambda files: True)
     export(tmp_path / "converted" / "model.pt", tmp_path / "out")
     assert "The ids may differ if a text has combining marks" in (tmp_path / "out" / "README.md").read_text()
 

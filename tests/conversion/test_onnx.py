@@ -13,7 +13,6 @@ import torch
 from transformers import AutoTokenizer
 
 from lln_fairseq.__main__ import main
-from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.conversion import export as export_program
 from lln_fairseq.conversion import modeling_lln_roberta as modeling
 from lln_fairseq.conversion import onnx_int8, to_onnx
@@ -189,17 +188,6 @@ def test_int8_encoder_agrees_with_float(encoder):
     )
     assert float(match[1]) >= float(match[2])
     assert lines[1] == f"{folder / 'out'}: LLNRobertaModel, sentence vectors (pooling: mean)"
-
-
-@pytest.mark.parametrize("pooling", [Pooling("mean", normalize=True), Pooling("cls"), Pooling("max")])
-def test_pooling_ignores_padding(pooling):
-    hidden = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    hidden[1, 2:] = 7.0
-    expected = {"mean": hidden[1, :2].mean(dim=0), "cls": hidden[1, 0], "max": hidden[1, :2].amax(dim=0)}[pooling.mode]
-    if pooling.normalize:
-        expected = expected / expected.norm()
-    torch.testing.assert_close(to_onnx.pool(hidden, mask, pooling)[1], expected)
 
 
 def test_missing_package_is_reported_first(monkeypatch, tmp_path):
