@@ -64,6 +64,15 @@ def test_small_run_learns(attention, tmp_path, capsys):
     assert row == [attention, "0.01", *[f"{last:.1f}", f"({last:.1f}–{last:.1f})"] * 2, "–", str(len(history))]
 
 
+def test_previous_token_makes_recall_easy(tmp_path, capsys):
+    sizes = ["--tasks", "16x2", "--widths", "64", "--rows", "6400", "--epochs", "4", "--rates", "0.003"]
+
+    assert recall.main([str(tmp_path), "--attentions", "softmax", "--previous-token", *sizes, "--target", "80"]) == 0
+
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["history"][-1]["accuracy"]["all"] >= 80
+
+
 def test_table_has_the_best_learning_rate():
     def history(accuracy):
         return [{"accuracy": dict.fromkeys(recall.PARTS, accuracy)}]
