@@ -1,0 +1,476 @@
+"""Train small encoders to recall values by their keys, and compare attentions: multi-query associative recall.
+
+    python -m scripts.experiments.recall runs/recall --attentions softmax,lln_diag --tasks 64x4 128x8 --widths 64 \\
+        --rates 1e-3 3e-3 --seeds 1 2 --previous-token
+
+The task is the one of Zoology (arXiv 2312.04927) and Based (arXiv 2402.18510), for an encoder. A row starts with pairs
+of a key and a value, which are random tokens. Later, every key occurs once more, followed by <mask>, and the model
+predicts the value that belongs to it. The places of these queries are drawn from a power law that prefers early ones.
+The remaining tokens are 0, or random with --filler random. The task 64x4 has rows of 64 tokens with 4 pairs.
+
+The model has two pre-norm attention layers without MLPs, learned positions, and a tied output projection. To recall,
+<mask> and the values must first find the token before them, which softmax attention alone did not learn in two epochs
+of 64x4. With --previous-token, every token gets a learned projection of the one before it, as from a short convolution.
+
+Training ends when --target percent of the answers on held-out rows are correct, or after --epochs. The tables show the
+learning rate with the best accuracy on the same held-out rows, averaged over the seeds, and the lowest and highest
+accuracy of a seed. A pair and its query are in the same block if their tokens are among the same 32 tokens of the row,
+counted from its start. Finished runs in OUT are skipped, so you can run an interrupted command again.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lln_fairseq.attention import Attention, build_attention, reject_layer_mechanism
+from lln_fairseq.attention.layers import check_attention_spec
+from lln_fairseq.attention.registry import parse_attention_spec
+from lln_fairseq.command import UserError, run_main
+from lln_fairseq.data.files import write_bytes
+from lln_fairseq.training.malloc import disable_malloc_trim
+from scripts.experiments.progress import progress_bar, show_update
+from scripts.terminal import aligned, at_least_one, program_parser
+
+VOCABULARY = 8192  # 0 is the filler, the lower half are keys, and the upper half values
+FIRST_VALUE = VOCABULARY // 2
+MASK = VOCABULARY  # an input token that is never predicted
+POWER = 0.01  # the power law of Zoology: the weight of the n-th place is n ** (POWER - 1)
+BLOCK = 32  # tokens; the tables distinguish queries in the block of their pair from all others
+HELD_OUT_ROWS = 3000
+LAYERS = 2
+WEIGHT_DECAY = 0.1
+PARTS = ("all", "same block", "other block")  # the queries that the columns of the tables are about
+
+
+@dataclass
+class RecallSettings:
+    """The settings on which the result of a run depends.
+
+    Attributes:
+        attention: an attention spec.
+        length: tokens of a row.
+        pairs: key-value pairs of a row, which is also the number of queries.
+        filler: "zeros" or "random", the tokens that are neither pairs nor queries.
+        rows: number of training rows.
+        width: features of a token.
+        head_dim: features of a head.
+        previous_token: True adds a projection of the previous token to every token, before the first layer.
+        lr: highest learning rate of AdamW, which falls to 0 along a cosine over all epochs.
+        batch: rows per update.
+        epochs: largest number of epochs.
+        target: accuracy in percent that ends the training.
+        seed: seed of the initial parameters and of the order of the rows.
+    """
+
+    attention: str
+    length: int
+    pairs: int
+    filler: str
+    rows: int
+    width: int
+    head_dim: int
+    previous_token: bool
+    lr: float
+    batch: int
+    epochs: int
+    target: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The settings that the runs of one command differ in, as one line."""
+        return f"{self.length}x{self.pairs}, width {self.width}, {self.attention}, lr {self.lr:g}, seed {self.seed}"
+
+
+@dataclass
+class RecallRows:
+    """Rows of the task. R is the number of rows, N the number of tokens and P the number of pairs of a row.
+
+    Attributes:
+        tokens: int64 (R, N), the inputs.
+        masks: int64 (R, P), the position of the <mask> that asks for each pair.
+        values: int64 (R, P), the value of each pair, which is the token to predict at its <mask>.
+    """
+
+    tokens: Tensor
+    masks: Tensor
+    values: Tensor
+
+    def to(self, device: str) -> "RecallRows":
+        """Return the rows on a device."""
+        return RecallRows(self.tokens.to(device), self.masks.to(device), self.values.to(device))
+
+    def batches(self, size: int, order: Tensor | None = None) -> Iterator["RecallRows"]:
+        """Yield the rows in batches of this size, in the order of the indices `order`, or else in their own."""
+        if order is None:
+            order = torch.arange(len(self.tokens))
+        for index in order.split(size):
+            yield RecallRows(self.tokens[index], self.masks[index], self.values[index])
+
+    def same_block(self) -> Tensor:
+        """Return which queries are in the block of their pair, bool (R, P). A pair is never cut by a block's end."""
+        pair_positions = 2 * torch.arange(self.masks.shape[1], device=self.masks.device)
+        return self.masks // BLOCK == pair_positions // BLOCK
+
+
+def draw_distinct(rows: int, count: int, low: int, high: int, generator: torch.Generator) -> Tensor:
+    """Draw rows of distinct integers from `low` to `high` - 1, uniformly. Return them as int64 (rows, count)."""
+    drawn = torch.randint(low, high, (rows, count), generator=generator)
+    while True:
+        in_order = drawn.sort(dim=1).values
+        repeats = (in_order.diff(dim=1) == 0).any(dim=1)
+        if not repeats.any():
+            return drawn
+        drawn[repeats] = torch.randint(low, high, (int(repeats.sum()), count), generator=generator)
+
+
+def make_rows(rows: int, length: int, pairs: int, filler: str, seed: int) -> RecallRows:
+    """Make random rows of the task.
+
+    Args:
+        rows: number of rows.
+        length: tokens of a row, an even number of at least 4 * pairs.
+        pairs: key-value pairs of a row.
+        filler: "zeros" or "random".
+        seed: seed of the rows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if filler == "random":
+        tokens = torch.randint(VOCABULARY, (rows, length), generator=generator)
+    else:
+        tokens = torch.zeros(rows, length, dtype=torch.long)
+    keys = draw_distinct(rows, pairs, 1, FIRST_VALUE, generator)
+    values = draw_distinct(rows, pairs, FIRST_VALUE, VOCABULARY, generator)
+    tokens[:, 0 : 2 * pairs : 2] = keys
+    tokens[:, 1 : 2 * pairs : 2] = values
+    places = torch.arange(1, length // 2 - pairs + 1)  # a place has two tokens, for a key and its <mask>
+    weights = places.double() ** (POWER - 1)
+    drawn_places = torch.multinomial(weights.expand(rows, -1), pairs, generator=generator)
+    masks = 2 * pairs + 2 * drawn_places + 1
+    tokens.scatter_(1, masks - 1, keys)
+    tokens.scatter_(1, masks, MASK)
+    return RecallRows(tokens, masks, values)
+
+
+class PreviousToken(nn.Module):
+    """Adds a linear projection of the previous token to every token of `width` features."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the tokens with the projections. `x` and the result are (B, N, C)."""
+        previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        return x + self.projection(previous)
+
+
+class RecallLayer(nn.Module):
+    """A layer norm and attention, with a residual connection.
+
+    Args:
+        width: features C of a token.
+        attention: the attention, with C = H * D.
+    """
+
+    def __init__(self, width: int, attention: Attention) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention = attention
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the hidden states after this layer. `x`, the hidden states before it, and the result are (B, N, C)."""
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.attention.num_heads, -1))  # (B, N, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (B, H, N, D) each
+        return x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class RecallModel(nn.Module):
+    """An encoder that predicts the tokens at given positions.
+
+    Args:
+        settings: the settings of the run.
+    """
+
+    def __init__(self, settings: RecallSettings) -> None:
+        super().__init__()
+        name, options = parse_attention_spec(settings.attention)
+        self.embedding = nn.Embedding(VOCABULARY + 1, settings.width)
+        self.positions = nn.Embedding(settings.length, settings.width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.layers = nn.Sequential()
+        if settings.previous_token:
+            self.layers.append(PreviousToken(settings.width))
+        for layer in range(LAYERS):
+            attention = build_attention(
+                name,
+                num_heads=settings.width // settings.head_dim,
+                head_dim=settings.head_dim,
+                max_positions=settings.length,
+                **options,
+            )
+            attention.set_depth(layer, LAYERS)
+            self.layers.append(RecallLayer(settings.width, attention))
+        self.norm = nn.LayerNorm(settings.width)
+
+    def forward(self, tokens: Tensor, masks: Tensor) -> Tensor:
+        """Return the logits at the masks. The output projection, which is large, is computed only there.
+
+        Args:
+            tokens: int64 (B, N).
+            masks: the positions of the masks, int64 (B, P).
+
+        Returns:
+            Logits, (B, P, VOCABULARY).
+        """
+        x = self.layers(self.embedding(tokens) + self.positions.weight)
+        masked = x.gather(1, masks[:, :, None].expand(-1, -1, x.shape[-1]))
+        return F.linear(self.norm(masked), self.embedding.weight[:VOCABULARY])
+
+
+@torch.no_grad()
+def recall_accuracy(model: RecallModel, rows: RecallRows, batch: int) -> dict[str, float]:
+    """Return the accuracy in percent for each of PARTS. A part without queries is left out.
+
+    Args:
+        model: the model, which is left in evaluation mode.
+        rows: the rows to answer, on the device of the model.
+        batch: rows that are answered at once.
+    """
+    model.eval()
+    correct = torch.cat([model(part.tokens, part.masks).argmax(dim=-1) == part.values for part in rows.batches(batch)])
+    same_block = rows.same_block()
+    accuracies = {}
+    for name, answers in zip(PARTS, (correct, correct[same_block], correct[~same_block]), strict=True):
+        if answers.numel():
+            accuracies[name] = 100 * answers.double().mean().item()
+    return accuracies
+
+
+def train_epoch(model: RecallModel, optimizer: torch.optim.Optimizer, rows: RecallRows, size: int, bar: tqdm) -> float:
+    """Train for one epoch in a random order, and return the mean loss in bits per query.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer of its parameters.
+        rows: the training rows, on the device of the model.
+        size: rows per update.
+        bar: a progress bar that counts the updates of the epoch.
+    """
+    model.train()
+    total = 0.0
+    for batch in rows.batches(size, torch.randperm(len(rows.tokens))):
+        optimizer.zero_grad()
+        logits = model(batch.tokens, batch.masks)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.values.flatten())
+        loss.backward()
+        optimizer.step()
+        bits = loss.item() / math.log(2)
+        total += bits * len(batch.tokens)
+        show_update(bar, bar.n + 1, f"{bits:.2f}")
+    return total / len(rows.tokens)
+
+
+def train(settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows) -> list[dict[str, Any]]:
+    """Train a model and return its history.
+
+    Training also ends after an epoch whose loss is not finite, as happens if the learning rate is too high.
+
+    Args:
+        settings: the settings of the run.
+        train_rows: the rows to train on.
+        held_out: the rows on which the accuracy is measured after every epoch.
+
+    Returns:
+        A dict for every epoch: "loss" in bits per query, "accuracy" (see `recall_accuracy`), and "seconds".
+    """
+    torch.manual_seed(settings.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    train_rows = train_rows.to(device)
+    held_out = held_out.to(device)
+    model = RecallModel(settings).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs)
+    history: list[dict[str, Any]] = []
+    while len(history) < settings.epochs:
+        start = time.perf_counter()
+        name = f"{settings.name}, epoch {len(history) + 1}"
+        with progress_bar(name, math.ceil(settings.rows / settings.batch)) as bar:
+            loss = train_epoch(model, optimizer, train_rows, settings.batch, bar)
+        schedule.step()
+        accuracy = recall_accuracy(model, held_out, settings.batch)
+        history.append({"loss": loss, "accuracy": accuracy, "seconds": time.perf_counter() - start})
+        print(f"{name}: loss {loss:.2f} bits, accuracy {accuracy['all']:.1f} %", flush=True)
+        if accuracy["all"] >= settings.target or not math.isfinite(loss):
+            break
+    return history
+
+
+def finish_run(
+    out: Path, settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows
+) -> list[dict[str, Any]]:
+    """Train a model, write its settings and history to a file in `out`, and return the history, see `train`.
+
+    If the file exists, its history is returned.
+
+    Raises:
+        UserError: if the file was written with other settings.
+    """
+    path = out / (re.sub(r"[^\w.]+", "-", settings.name) + ".json")
+    if path.is_file():
+        result = json.loads(path.read_text())
+        if result["settings"] != asdict(settings):
+            raise UserError(f"{path} was written with other settings, {result['settings']}; choose another OUT")
+        return result["history"]
+    history = train(settings, train_rows, held_out)
+    result = {"settings": asdict(settings), "history": history}
+    write_bytes(path, (json.dumps(result, indent=1) + "\n").encode())
+    return history
+
+
+def mean_and_range(values: Sequence[float]) -> str:
+    """Return "mean (lowest–highest)" of at least one value, each with one decimal."""
+    return f"{statistics.mean(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+
+
+def best_rate_row(attention: str, histories: dict[float, list[list[dict[str, Any]]]]) -> list[str]:
+    """Return the table row of an attention: its name, its best learning rate, the accuracies, and the epochs.
+
+    Args:
+        attention: the attention spec.
+        histories: the histories of all seeds, by learning rate.
+    """
+
+    def mean_accuracy(rate: float) -> float:
+        return statistics.mean(history[-1]["accuracy"]["all"] for history in histories[rate])
+
+    best_rate = max(histories, key=mean_accuracy)
+    row = [attention, f"{best_rate:g}"]
+    for part in PARTS:
+        if part in histories[best_rate][0][-1]["accuracy"]:
+            row.append(mean_and_range([history[-1]["accuracy"][part] for history in histories[best_rate]]))
+        else:
+            row.append("–")
+    row.append(", ".join(str(len(history)) for history in histories[best_rate]))
+    return row
+
+
+def run_experiment(args: argparse.Namespace) -> None:
+    """Finish all runs, and print a table for each task and width."""
+    disable_malloc_trim()
+    tables = []
+    for length, pairs in args.tasks:
+        train_rows = make_rows(args.rows, length, pairs, args.filler, seed=0)
+        held_out = make_rows(HELD_OUT_ROWS, length, pairs, args.filler, seed=1)
+        for width in args.widths:
+            table = [["attention", "lr", *PARTS, "epochs"]]
+            for attention in args.attentions:
+                histories: dict[float, list[list[dict[str, Any]]]] = {}
+                for rate, seed in itertools.product(args.rates, args.seeds):
+                    settings = RecallSettings(
+                        attention=attention,
+                        length=length,
+                        pairs=pairs,
+                        filler=args.filler,
+                        rows=args.rows,
+                        width=width,
+                        head_dim=args.head_dim,
+                        previous_token=args.previous_token,
+                        lr=rate,
+                        batch=args.batch,
+                        epochs=args.epochs,
+                        target=args.target,
+                        seed=seed,
+                    )
+                    history = finish_run(args.out, settings, train_rows, held_out)
+                    histories.setdefault(rate, []).append(history)
+                table.append(best_rate_row(attention, histories))
+            tables.append(f"{length} tokens, {pairs} pairs, width {width}: accuracy [%]\n{aligned(table)}")
+    print("\n" + "\n\n".join(tables))
+
+
+def task_argument(text: str) -> tuple[int, int]:
+    """Convert an argument LENGTHxPAIRS to both numbers.
+
+    Use this function as the `type` of an argparse argument. It raises ArgumentTypeError for a text of another form, and
+    if the queries do not fit into a row behind the pairs.
+    """
+    match = re.fullmatch(r"(\d+)x([1-9]\d*)", text)
+    if match:
+        length, pairs = map(int, match.groups())
+        if length % 2 == 0 and length >= 4 * pairs:
+            return length, pairs
+    raise argparse.ArgumentTypeError(f"must be LENGTHxPAIRS with an even LENGTH of at least 4 * PAIRS, got '{text}'")
+
+
+def attentions_argument(text: str) -> list[str]:
+    """Convert an argument to a list of attention specs, without repetitions.
+
+    A comma before OPTION= separates the options of an attention; any other comma separates attentions. Use this
+    function as the `type` of an argparse argument. It raises ArgumentTypeError for an attention that cannot be built.
+    """
+    specs = list(dict.fromkeys(re.split(r",(?!\w+=)", text)))
+    for spec in specs:
+        try:
+            check_attention_spec(spec)
+            reject_layer_mechanism(parse_attention_spec(spec)[0], "this experiment needs queries and keys")
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return specs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = program_parser("python -m scripts.experiments.recall", __doc__)
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory of the results, one JSON file for each run")
+    parser.add_argument(
+        "--attentions",
+        type=attentions_argument,
+        default=["softmax", "lln_diag"],
+        metavar="NAME[:OPTION=VALUE,...],...",
+        help="attentions to compare (default: softmax,lln_diag)",
+    )
+    parser.add_argument(
+        "--tasks",
+        type=task_argument,
+        nargs="+",
+        default=[(64, 4), (128, 8), (256, 16)],
+        metavar="LENGTHxPAIRS",
+        help="default: 64x4 128x8 256x16",
+    )
+    parser.add_argument("--filler", choices=["zeros", "random"], default="zeros", help="default: %(default)s")
+    parser.add_argument("--rows", type=at_least_one, default=100_000, help="training rows (%(default)s)")
+    parser.add_argument("--widths", type=at_least_one, nargs="+", default=[64, 128], help="features of a token")
+    parser.add_argument("--head-dim", type=at_least_one, default=32, help="features of a head (%(default)s)")
+    parser.add_argument("--previous-token", action="store_true", help="see above")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3], help="learning rates (%(default)s)")
+    parser.add_argument("--batch", type=at_least_one, default=64, help="rows per update (%(default)s)")
+    parser.add_argument("--epochs", type=at_least_one, default=8, help="largest number of epochs (%(default)s)")
+    parser.add_argument("--target", type=float, default=99.0, help="accuracy in %% that ends a run (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    args = parser.parse_args(argv)
+    for width in args.widths:
+        if width % args.head_dim:
+            parser.error(f"--widths must be multiples of --head-dim {args.head_dim}, got {width}")
+    return run_main(lambda: run_experiment(args), "\ninterrupted; run the same command again to continue")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
