@@ -37,7 +37,8 @@ def write_labels(
         labels: the class name of each row, by split. The split "train" is required.
 
     Returns:
-        The counts of each data set for the manifest, by split. They are read back from the files.
+        For each split, the manifest entry of its data set: the numbers of samples, tokens and unknown tokens, and the
+        length of the longest sample.
 
     Raises:
         DataError: if a split has no rows.

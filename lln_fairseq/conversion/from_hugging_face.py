@@ -226,7 +226,8 @@ def _fraction(config: dict[str, Any], key: str, default: float, path: Path) -> f
 def _with_current_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors under the names that transformers uses today, without the prefix of the model.
 
-    The bias of the head's output matrix, if there is one, is also stored under the name of the head's own bias.
+    A head stores the bias of its output matrix as "bias" and, in some versions, also as "decoder.bias". If a file has
+    only the latter, the result has both.
     """
     renamed = {}
     for name, value in tensors.items():

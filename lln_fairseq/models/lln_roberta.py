@@ -255,12 +255,13 @@ def _init_sinusoidal(positions: nn.Embedding) -> None:
 
 
 def complete_config(cfg: DictConfig) -> DictConfig:
-    """Return a copy of a model's configuration in which every option has a value.
+    """Return a copy of a model's configuration that has every option of the model.
 
-    Missing options get their default, missing sizes those of the base preset, and `layernorm_embedding` becomes the
-    opposite of `encoder_normalize_before` if it is None. Options whose default is computed later stay None, among them
-    `max_positions` and `pooler_dim`. Unknown keys are dropped, because the configuration in a checkpoint can be from
-    another version; fairseq has already rejected unknown options of a command line.
+    Missing options get their defaults. Sizes that are missing or None are those of the preset "base". If
+    `layernorm_embedding` is None, it becomes the opposite of `encoder_normalize_before`. Other options may stay None,
+    such as `max_positions` and `pooler_dim`, whose defaults depend on the data or the sizes. Unknown keys are dropped,
+    because the configuration in a checkpoint can be from another version; fairseq has already rejected unknown options
+    of a command line.
     """
     known = {field.name for field in dataclasses.fields(LLNRobertaConfig)}
     known_options = {key: value for key, value in cfg.items() if key in known}
