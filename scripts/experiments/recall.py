@@ -41,8 +41,9 @@ from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.data.files import write_bytes
+from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.experiments.progress import progress_bar, show_update
+from scripts.experiments.progress import show_update
 from scripts.terminal import aligned, at_least_one, program_parser
 
 VOCABULARY = 8192  # 0 is the filler, the lower half are keys, and the upper half values
@@ -312,7 +313,7 @@ def train(settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows
     while len(history) < settings.epochs:
         start = time.perf_counter()
         name = f"{settings.name}, epoch {len(history) + 1}"
-        with progress_bar(name, math.ceil(settings.rows / settings.batch)) as bar:
+        with progress_bar(name, math.ceil(settings.rows / settings.batch), "update") as bar:
             loss = train_epoch(model, optimizer, train_rows, settings.batch, bar)
         schedule.step()
         accuracy = recall_accuracy(model, held_out, settings.batch)
