@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fairseq_cli.hydra_train
 import fairseq_cli.train
+import torch
 from fairseq.data import Dictionary, indexed_dataset
 from hydra.core.global_hydra import GlobalHydra
 
@@ -81,6 +82,12 @@ def make_classification(directory, sizes=(("train", 60), ("valid", 11)), names=(
     return directory
 
 
+def write_scores(directory, sizes=(("train", 60), ("valid", 11))):
+    """Turn a classification into a regression: write a score from 0 to 1 for each row of its splits."""
+    for split, rows in sizes:
+        (directory / "label" / f"{split}.label").write_text("".join(f"{row % 7 / 6}\n" for row in range(rows)))
+
+
 def split_options(text):
     """Return the words of a command line."""
     return text.split()
@@ -119,6 +126,32 @@ def close_log(log):
                 handler.close()
 
 
+def losses_and_norms(log):
+    """Return {update: (loss, gradient norm)} of a log, as logged."""
+    return {row["num_updates"]: (row["loss"], row["gnorm"]) for row in log["train"]}
+
+
+def assert_resumes_exactly(monkeypatch, folder, data, *options, stop=2, updates=4):
+    """Check that a run that stops after `stop` updates and is resumed logs the same as an uninterrupted run.
+
+    The runs are in folder/whole and folder/parts, with the same options and `updates` updates.
+
+    Returns: the `losses_and_norms` of the uninterrupted run
+    """
+
+    def train_until(update, name):
+        log = folder / f"{name}{update}.log"
+        return losses_and_norms(train(monkeypatch, log, data, folder / name, *options, "--max-update", update))
+
+    whole = train_until(updates, "whole")
+    first_part = train_until(stop, "parts")
+    second_part = train_until(updates, "parts")
+    assert len(first_part) == stop
+    assert len(second_part) == updates - stop
+    assert first_part | second_part == whole
+    return whole
+
+
 def hydra_train(monkeypatch, *arguments, recipe="pretrain"):
     """Run fairseq-hydra-train with one of our recipes in this process, without the logging of Hydra."""
     command = ["fairseq-hydra-train", "--config-dir", str(CONFIGS), "--config-name", recipe, *map(str, arguments)]
@@ -127,6 +160,20 @@ def hydra_train(monkeypatch, *arguments, recipe="pretrain"):
     logging.getLogger().setLevel(logging.INFO)
     GlobalHydra.instance().clear()
     fairseq_cli.hydra_train.cli_main()
+
+
+def parameters_of_2019(parameters):
+    """Return the parameters of a RoBERTa with fairseq's names of 2019 and one matrix for q, k and v."""
+    old = {}
+    for name, value in parameters.items():
+        if name.endswith("version") or ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
+            continue
+        if ".self_attn.q_proj." in name:
+            value = torch.cat([parameters[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
+            name = name.replace("q_proj.", "in_proj_")
+        name = name.replace("encoder.", "decoder.", 1).replace(".layernorm_embedding.", ".emb_layer_norm.")
+        old[name] = value
+    return old
 
 
 def read_log(text):

@@ -133,6 +133,15 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
     return config
 
 
+def config_yaml(cfg: DictConfig) -> str:
+    """Return the configuration of a program as YAML, with interpolations resolved."""
+    config = plain_config(cfg)
+    for name, group in config.items():
+        if isinstance(group, argparse.Namespace):  # the options of a model without a dataclass
+            config[name] = vars(group)
+    return OmegaConf.to_yaml(config)
+
+
 def plain_options(group: Any) -> dict[str, Any]:
     """Return the options of a group as a new dictionary, without values that are not plain (see `is_plain`).
 

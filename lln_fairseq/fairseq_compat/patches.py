@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import fairseq.dataclass.utils
-import torch.distributed as dist
-from fairseq import checkpoint_utils, utils
+from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
@@ -61,7 +60,6 @@ def install(run_worker: Callable) -> None:
     _wrap(Trainer, "load_checkpoint", _load_into_trainer)
     _wrap(Trainer, "train_step", nan_report.train_step)
     _wrap(progress_bar.WandBProgressBarWrapper, "__init__", wandb.init_wandb)
-    _wrap(distributed_utils, "all_gather_list", _all_gather_list)
     _wrap(distributed_utils, "call_main", functools.partial(_call_main, run_worker))
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge_with_parent)
     _wrap(sys, "excepthook", _excepthook)
@@ -210,29 +208,6 @@ def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callabl
         if in_sweep():
             raise InputError(f"a worker ended with exit code {error.exit_code}, see above") from None
         raise SystemExit(error.exit_code) from None
-
-
-def _all_gather_list(original: Callable, data: Any, group: Any = None, **kwargs: Any) -> list[Any]:
-    """Gather an object from every worker. Unlike fairseq's function, this also works on CPUs (gloo).
-
-    fairseq gathers through CUDA tensors. Without this patch, a run of a regression task with several workers on CPUs
-    fails in its validation. Remove the patch once fairseq's all_gather_list uses CPU tensors with gloo.
-
-    Args:
-        original: fairseq's function.
-        data: the object of this worker, which must be picklable.
-        group: the workers; None = all of them.
-        kwargs: passed to `original`, which is called only if the backend is not gloo.
-
-    Returns: the objects of all workers, in the order of their ranks. With gloo, the tensors in them are on the CPU.
-    """
-    if group is None:
-        group = distributed_utils.get_global_group()
-    if dist.get_backend(group) != dist.Backend.GLOO:
-        return original(data, group=group, **kwargs)
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, utils.move_to_cpu(data), group=group)
-    return gathered
 
 
 def _merge_with_parent(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ lln-fairseq evaluate CHECKPOINT --split valid,test --json 'scores/{split}.json'
 import argparse
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,6 @@ def load_finetuned_model(checkpoint: str, data: str | None = None) -> tuple[Any,
     return load_model(checkpoint, data)
 
 
-@torch.no_grad()
 def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> SplitOutputs:
     """Compute a fine-tuned model's outputs for every row of a split.
 
@@ -76,37 +76,64 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
     task.load_dataset(split)
     dataset = task.dataset(split)
     lengths = np.maximum.reduce(dataset.sizes)  # `sizes` is a list of arrays (rows,)
+    require_short_rows(lengths, task.max_positions(), split)
+    batches = task.get_batch_iterator(dataset, max_sentences=batch_size, max_positions=task.max_positions())
+    outputs = score_batches(model, task, split, batches.next_epoch_itr(shuffle=False))
+    if len(outputs.logits) != len(dataset):
+        raise RuntimeError(f"scored {len(outputs.logits)} of {len(dataset)} rows of split '{split}'")
+    bad_rows = (~outputs.logits.isfinite().all(dim=-1)).nonzero()
+    if len(bad_rows) > 0:
+        bad_row = int(bad_rows[0])
+        require_finite(outputs.logits[bad_row], f"row {bad_row} of split '{split}'")
+    return outputs
+
+
+def require_short_rows(lengths: np.ndarray, longest: int, split: str) -> None:
+    """Raise InputError if a row is longer than the model takes.
+
+    Args:
+        lengths: numbers of tokens (rows,) of the first rows of the split.
+        longest: the number of tokens that the model takes.
+        split: name of the split, for the message.
+    """
     row = int(lengths.argmax())
-    if lengths[row] > task.max_positions():
+    if lengths[row] > longest:
         raise InputError(
-            f"row {row} of split '{split}' has {lengths[row]} tokens, but the model takes {task.max_positions()}: "
+            f"row {row} of split '{split}' has {lengths[row]} tokens, but the model takes {longest}: "
             "fine-tune with task.shorten_method=truncate to cut long rows"
         )
-    batches = task.get_batch_iterator(dataset, max_sentences=batch_size, max_positions=task.max_positions())
+
+
+@torch.no_grad()
+def score_batches(model: Any, task: Any, split: str, samples: Iterable[dict[str, Any]]) -> SplitOutputs:
+    """Compute a fine-tuned model's outputs for batches of distinct rows of a split.
+
+    Args:
+        model: the model in evaluation mode, on the CPU or the GPU.
+        task: its task.
+        split: name of the split.
+        samples: the batches in fairseq's form, with the numbers of their rows as `id`, in any order.
+
+    Returns:
+        The outputs for the rows of the batches, in increasing order of their numbers.
+    """
+    device = next(model.parameters()).device
     head = task.cfg.classification_head_name
     rows: list[Tensor] = []
     logits: list[Tensor] = []
     targets: list[Tensor] = []  # stays empty if the split has no labels
-    for sample in batches.next_epoch_itr(shuffle=False):
-        if next(model.parameters()).is_cuda:
-            sample = utils.move_to_cuda(sample)
-        batch_logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
-        rows.append(sample["id"].cpu())
-        logits.append(batch_logits.float().cpu())
+    for sample in samples:
+        rows.append(sample["id"])
         if "target" in sample:
-            targets.append(sample["target"].view(-1).cpu())
+            targets.append(sample["target"].view(-1))
+        net_input = utils.apply_to_sample(lambda value: value.to(device), sample["net_input"])
+        batch_logits, _ = model(**net_input, features_only=True, classification_head_name=head)
+        logits.append(batch_logits.float().cpu())
     order = torch.cat(rows).argsort()
-    if not torch.equal(torch.cat(rows)[order], torch.arange(len(dataset))):
-        raise RuntimeError(f"scored {len(order)} of {len(dataset)} rows of split '{split}'")
-    all_logits = torch.cat(logits)[order]
-    bad_rows = (~all_logits.isfinite().all(dim=-1)).nonzero()
-    if len(bad_rows) > 0:
-        bad_row = int(bad_rows[0])
-        require_finite(all_logits[bad_row], f"row {bad_row} of split '{split}'")
     all_targets = None
     if targets:
         all_targets = torch.cat(targets)[order]
-    return SplitOutputs(split, all_logits, all_targets)
+    return SplitOutputs(split, torch.cat(logits)[order], all_targets)
 
 
 def compute_scores(task: Any, outputs: SplitOutputs) -> dict[str, Any]:

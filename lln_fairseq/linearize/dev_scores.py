@@ -1,16 +1,13 @@
 """Score a classifier with different attentions on the dev rows of its task, the split "valid"."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from fairseq import utils
-from torch import Tensor, nn
+from torch import nn
 
 from lln_fairseq.errors import InputError
-from lln_fairseq.inference.evaluate import METRIC_FORMATS, SplitOutputs, compute_scores
+from lln_fairseq.inference.evaluate import METRIC_FORMATS, compute_scores, require_short_rows, score_batches
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.layerwise import TOKENS_PER_BATCH
 from lln_fairseq.linearize.progress_bar import progress_bar
@@ -42,13 +39,7 @@ class DevScores:
         self.known = known
         self.metric = "spearman" if task.cfg.regression_target else "accuracy"
         self.numbers = np.arange(min(limit or len(rows), len(rows)))
-        longest_row = int(rows.lengths[self.numbers].argmax())
-        if rows.lengths[longest_row] > rows.longest:
-            where = f"row {longest_row} of split '{rows.split}' of {rows.directory}"
-            raise InputError(
-                f"{where} has {rows.lengths[longest_row]} tokens, but the teacher takes {rows.longest}: fine-tune it "
-                "with task.shorten_method=truncate"
-            )
+        require_short_rows(rows.lengths[self.numbers], rows.longest, rows.split)
         which = f"all {len(rows)}"
         if len(self.numbers) < len(rows):
             which = f"the first {len(self.numbers)} of {len(rows)}"
@@ -68,49 +59,25 @@ class DevScores:
             if attentions is None:
                 attentions = [layer.self_attn.attention for layer in layers]
             with swapped_attention(layers, attentions):
-                logits, targets = class_logits(self.model, self.task, self.rows, self.numbers, label)
-            if not logits.isfinite().all():
+                samples = self._batches(f"score: {label}")
+                outputs = score_batches(self.model, self.task, self.rows.split, samples)
+            if not outputs.logits.isfinite().all():
                 raise InputError(
                     f"{label}: the classifier gives NaN or infinite outputs for split '{self.rows.split}': use another "
                     "teacher, or lower learning rates and another OUT"
                 )
-            scores = compute_scores(self.task, SplitOutputs(self.rows.split, logits, targets))
+            scores = compute_scores(self.task, outputs)
             self.known[label] = METRIC_FORMATS[self.metric].format(scores[self.metric])
         print(format_score(label, self.known[label]), flush=True)
+
+    def _batches(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows as batches in fairseq's form, with a progress bar of this name."""
+        with progress_bar(name, len(self.numbers), "row") as bar:
+            for numbers in self.rows.batches(self.numbers, TOKENS_PER_BATCH):
+                yield self.rows.sample(numbers)
+                bar.update(len(numbers))
 
 
 def format_score(label: str, score: str) -> str:
     """Return a line of a report, with a label and a formatted score."""
     return f"  {label:44s} {score}"
-
-
-@torch.no_grad()
-def class_logits(model: Any, task: Any, rows: TaskRows, numbers: np.ndarray, what: str = "") -> tuple[Tensor, Tensor]:
-    """Compute a classifier's outputs for some rows of a split.
-
-    Args:
-        model: the classifier in evaluation mode
-        task: its task
-        rows: the split
-        numbers: the numbers of the rows (rows,), without duplicates
-        what: the text of the progress bar; empty for no progress bar
-
-    Returns: the logits (rows, classes) float32, and the targets (rows,), both on the CPU and in the order of `numbers`
-    """
-    head = task.cfg.classification_head_name
-    device = next(model.parameters()).device
-    position_of = {number: position for position, number in enumerate(numbers.tolist())}
-    positions: list[int] = []
-    logits = []
-    targets = []
-    with progress_bar(f"score: {what}", len(numbers), "row") if what else nullcontext() as bar:
-        for batch in rows.batches(numbers, TOKENS_PER_BATCH):
-            sample = utils.apply_to_sample(lambda value: value.to(device), rows.sample(batch))
-            outputs, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
-            logits.append(outputs.float().cpu())
-            targets.append(sample["target"].view(-1).cpu())
-            positions += [position_of[number] for number in batch.tolist()]
-            if bar is not None:
-                bar.update(len(batch))
-    order = torch.tensor(positions).argsort()
-    return torch.cat(logits)[order], torch.cat(targets)[order]

@@ -47,7 +47,7 @@ from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.finetuning import Finetuning
 from lln_fairseq.linearize.layerwise import HeldOutSet, Students
 from lln_fairseq.linearize.progress import Progress
-from lln_fairseq.linearize.reports import DevReport, HeldOutReport, Report
+from lln_fairseq.linearize.reports import DevReport, HeldOutReport
 from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.models.lln_roberta import RobertaConfig
 from lln_fairseq.training.malloc import disable_malloc_trim
@@ -131,7 +131,7 @@ class Linearization:
             valid_texts = read_texts(args.data, "valid", self.task.source_dictionary)
         self.students = Students(self.model, args.attention, args.option, args.lr, args.steps, args.seed)
         self._print_summary(len(layers))
-        self.report: Report
+        self.report: HeldOutReport | DevReport
         if self.has_rows:
             self._report_rows_left_out()
             scores = DevScores(self.model, self.task, valid_rows, args.evaluate_rows, progress.scores)

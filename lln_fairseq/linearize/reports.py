@@ -1,32 +1,16 @@
-"""Reports of linearize after each of its stages: on held-out texts, or on the dev rows of a classifier's task."""
+"""Reports of linearize after each of its stages: on held-out texts, or on the dev rows of a classifier's task.
+
+Both classes have the same methods, which are called in the order of their definitions. A method raises InputError if it
+finds that a stage has diverged.
+"""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import nn
 
 from lln_fairseq.linearize.dev_scores import DevScores
 from lln_fairseq.linearize.layerwise import HeldOutSet, Students
 from lln_fairseq.linearize.progress import assert_finite
-
-
-class Report(Protocol):
-    """What linearize reports about its students, in this order. Every method raises InputError if a stage diverged."""
-
-    def before_transfer(self, students: Students) -> None:
-        """Measure the students before their training, in which the attention is only swapped in."""
-
-    def after_transfer(self, students: Students) -> None:
-        """Report the students after their training, and each branch of a hybrid attention on its own."""
-
-    def with_softmax_layers(self, attentions: Sequence[nn.Module], softmax_layers: list[int]) -> None:
-        """Report the attentions of all layers after softmax has been restored in some of them."""
-
-    def before_stage(self) -> None:
-        """Measure the folded model before a stage that trains it."""
-
-    def after_stage(self, stage: str) -> None:
-        """Report the model after the stage "distillation" or "fine-tuning"."""
 
 
 def layer_list(layers: list[int]) -> str:
@@ -42,9 +26,11 @@ class HeldOutReport:
         self.held_out = held_out
 
     def before_transfer(self, students: Students) -> None:
+        """Measure the students before their training, in which the attention is only swapped in."""
         self.quality_before = [texts.evaluate(students) for texts in self.held_out]
 
     def after_transfer(self, students: Students) -> None:
+        """Report the students after their training, and each branch of a hybrid attention on its own."""
         after = [texts.evaluate(students) for texts in self.held_out]
         for quality in after:
             assert_finite(quality.errors, "transfer", "on held-out texts")
@@ -59,15 +45,18 @@ class HeldOutReport:
                 print(f"  {name:12s} cosine {cosine:.3f}, same nearest text {same_neighbor:.2f}")
 
     def with_softmax_layers(self, attentions: Sequence[nn.Module], softmax_layers: list[int]) -> None:
+        """Report the attentions of all layers after softmax has been restored in some of them."""
         print(f"with softmax in {layer_list(softmax_layers)}")
         for texts in self.held_out:
             cosine, same_neighbor = texts.similarity(attentions)
             print(f"  {texts.length} tokens: cosine {cosine:.3f}, same nearest text {same_neighbor:.2f}")
 
     def before_stage(self) -> None:
+        """Measure the folded model before a stage that trains it."""
         self.similarity_before = [texts.similarity() for texts in self.held_out]
 
     def after_stage(self, stage: str) -> None:
+        """Report the model after the stage "distillation" or "fine-tuning"."""
         after = [texts.similarity() for texts in self.held_out]
         assert_finite([cosine for cosine, _ in after], stage, "on held-out texts")
         for texts, start, end in zip(self.held_out, self.similarity_before, after, strict=True):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.errors import InputError
+from lln_fairseq.inference.evaluate import score_batches
 from lln_fairseq.linearize.attention_transfer import TokenStream, swapped_attention
-from lln_fairseq.linearize.dev_scores import class_logits
 from lln_fairseq.linearize.finetuning import kl_divergence
 from lln_fairseq.linearize.layerwise import SEED, TOKENS_PER_BATCH, Students
 from lln_fairseq.linearize.progress_bar import progress_bar
@@ -99,7 +99,8 @@ def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
     numbers = numbers[num_tokens <= max(MAX_TOKENS, num_tokens[0])]
 
     def outputs() -> Tensor:
-        return class_logits(model, task, rows, numbers)[0].double()
+        samples = (rows.sample(batch) for batch in rows.batches(numbers, TOKENS_PER_BATCH))
+        return score_batches(model, task, rows.split, samples).logits.double()
 
     where = f"on {len(numbers)} rows of split '{rows.split}'"
     if task.cfg.regression_target:

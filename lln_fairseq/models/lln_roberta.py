@@ -11,7 +11,6 @@ from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
-from fairseq.models.roberta.hub_interface import RobertaHubInterface
 from fairseq.models.roberta.model import RobertaModel, base_architecture
 from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP
 from fairseq.modules import SinusoidalPositionalEmbedding
@@ -120,14 +119,6 @@ class LLNRobertaModel(RobertaModel):
     Parameters, their names and their initial values are those of the stock model, apart from parameters that belong to
     the mechanism.
     """
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, bpe: str | None = None, **kwargs: Any) -> RobertaHubInterface:
-        """Load a model as fairseq does, but without a tokenizer unless `bpe` names one.
-
-        fairseq's default would download GPT-2's tokenizer, even if the model does not need it.
-        """
-        return super().from_pretrained(*args, bpe=bpe, **kwargs)
 
     @staticmethod
     def add_args(parser: Any) -> None:

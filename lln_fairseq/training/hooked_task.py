@@ -111,8 +111,7 @@ class HookedTask(FairseqTask):
 
         `update_num` is the number of updates before this one. fairseq does not call this after an fp16 overflow.
         """
-        with self.resume.checked_first_update(optimizer):
-            super().optimizer_step(optimizer, model, update_num)
+        super().optimizer_step(optimizer, model, update_num)
         self.probe.after_update(model, update_num + 1, self.datasets)
 
     def valid_step(self, sample: Any, model: Any, criterion: Any) -> tuple:

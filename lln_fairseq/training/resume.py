@@ -4,8 +4,7 @@ This module saves and restores the state that fairseq leaves out of its checkpoi
 continues its epoch, and detects runs that are already complete.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ from fairseq.trainer import Trainer
 from torch import Tensor
 
 from lln_fairseq.checkpoints.config import plain_config, plain_options
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.errors import InputError
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 
-# Errors of a device or a connection, which do not mean that a checkpoint is damaged.
-MACHINE_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError, torch.distributed.DistError)
 ADVICE = (
     "until the epoch ends, or set --reset-dataloader (checkpoint.reset_dataloader=true), which starts again at epoch 1"
 )
@@ -44,7 +41,6 @@ class ExactResume:
         self.loss_scale = loss_scale
         self._optimizer: Any = None  # a task first sees it in train_step
         self._pending: dict[str, Any] | None = None  # restored state that waits for the optimizer
-        self._is_first_update = True  # in this process
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
@@ -84,26 +80,6 @@ class ExactResume:
                     master.copy_(value)
         self._pending = None
 
-    @contextmanager
-    def checked_first_update(self, optimizer: Any) -> Iterator[None]:
-        """Explain an error in the first update of a resumed run. The `with` block runs one update.
-
-        Raises: InputError instead of an exception that a damaged state of the optimizer can cause. In later updates and
-            in new runs, all exceptions are raised unchanged. Errors of the device or the connection, and errors about
-            memory, are always raised unchanged.
-        """
-        was_restored = self._is_first_update and bool(optimizer.optimizer.state)
-        self._is_first_update = False
-        try:
-            yield
-        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
-            if not was_restored or isinstance(error, (InputError, *MACHINE_ERRORS)) or "memory" in str(error):
-                raise
-            raise InputError(
-                f"the checkpoint is damaged: the state of its optimizer does not fit ({first_line(error)}); continue "
-                "without that state with --reset-optimizer (checkpoint.reset_optimizer=true)"
-            ) from error
-
 
 def float32_parameters(optimizer: Any) -> list[Tensor]:
     """Return the float32 parameters that an optimizer keeps for --fp16 or --bf16. They are not copies.
@@ -120,7 +96,7 @@ def float32_parameters(optimizer: Any) -> list[Tensor]:
 
 
 def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, state: dict[str, Any]) -> None:
-    """Check and adapt the parts of a checkpoint that fairseq restores after this call.
+    """Adapt the parts of a checkpoint that fairseq restores after this call.
 
     These are the state of the task and the position in the epoch. With --reset-dataloader, and for
     --finetune-from-model, fairseq restores neither of them and this function leaves them unchanged. With --reset-meters
@@ -133,19 +109,16 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
         filename: path of the checkpoint
         saved_config: the configuration in the checkpoint, or None
         state: the checkpoint's extra_state; its task state and `train_iterator` are changed in place
-    Raises: InputError if the state of the task is damaged, or under the conditions of `batch_offset`.
+    Raises: InputError if Adam's state is for parameters of other shapes, or under the conditions of `batch_offset`.
     """
+    _check_adam_state(trainer, filename)
     if trainer.cfg.ema.store_ema:  # fairseq would start at 0 again
         trainer.ema.update_freq_counter = trainer.get_num_updates() % max(trainer.cfg.ema.ema_update_freq, 1)
     cfg = trainer.cfg.checkpoint
     if cfg.reset_dataloader or filename == cfg.finetune_from_model:
         return
-    task_name = type(trainer.task).__name__
-    task_state = state.get(task_name, {})
-    if not _is_task_state(task_state):
-        raise InputError(f"the checkpoint is damaged: its entry {task_name} is not the state of a task")
     if cfg.reset_meters:
-        task_state.pop("patience", None)
+        state.get(type(trainer.task).__name__, {}).pop("patience", None)
     position = state["train_iterator"]
     if reason_for_completion(trainer, state.get("previous_training_time", 0), position["epoch"]):
         position["iterations_in_epoch"] = 0
@@ -154,11 +127,14 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
         position["iterations_in_epoch"] = batch_offset(filename, saved_config, done, trainer.cfg)
 
 
-def _is_task_state(state: Any) -> bool:
-    """Return True if `state` is a dictionary whose entries overflows and patience have the right types, if present."""
-    if not isinstance(state, dict):
-        return False
-    return isinstance(state.get("overflows", 0), int) and isinstance(state.get("patience", {}), dict)
+def _check_adam_state(trainer: Trainer, filename: str) -> None:
+    """Raise InputError if Adam's restored state is for parameters of other shapes, as after a new --max-positions."""
+    for parameter, state in trainer.optimizer.optimizer.state.items():
+        if "exp_avg" in state and state["exp_avg"].shape != parameter.shape:
+            raise InputError(
+                f"the optimizer's state in {filename} is for parameters of other shapes: start without it, with "
+                "--reset-optimizer (checkpoint.reset_optimizer=true)"
+            )
 
 
 def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:

@@ -1,6 +1,5 @@
 """Log, in about ten lines, what a run will do, and write its whole configuration to SAVE_DIR/config.yaml."""
 
-import argparse
 import logging
 import math
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import Any
 import torch
 from fairseq.data.iterators import EpochBatchIterating
 from fairseq.trainer import Trainer
-from omegaconf import OmegaConf
 
 from lln_fairseq.checkpoints.compatibility import option_value
-from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_config, plain_options, softmax_layers
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION, config_yaml, plain_options, softmax_layers
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.models.options import attention_options
 from lln_fairseq.training.padding_report import row_lengths
@@ -65,11 +63,7 @@ def summary(trainer: Trainer, iterator: EpochBatchIterating) -> list[tuple[str, 
 
 def write_configuration(cfg: Any) -> None:
     """Write the whole configuration of a run to SAVE_DIR/config.yaml; a resumed run replaces the file."""
-    config = plain_config(cfg)
-    for name, group in config.items():
-        if isinstance(group, argparse.Namespace):  # the options of a model without a dataclass
-            config[name] = vars(group)
-    write_bytes(Path(cfg.checkpoint.save_dir, CONFIGURATION), OmegaConf.to_yaml(config).encode())
+    write_bytes(Path(cfg.checkpoint.save_dir, CONFIGURATION), config_yaml(cfg).encode())
 
 
 def _data(cfg: Any, task: Any) -> str:

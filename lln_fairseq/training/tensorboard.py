@@ -7,7 +7,6 @@
 The layer scalars are computed only in the updates that are logged, so that other updates are not slowed down.
 """
 
-import argparse
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,11 +15,10 @@ from typing import Any
 
 import torch
 from fairseq.logging import metrics
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lln_fairseq.analysis import layer_scalars
-from lln_fairseq.checkpoints.config import plain_config
+from lln_fairseq.checkpoints.config import config_yaml, plain_config, plain_options
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.run_identity import result_settings
 from lln_fairseq.training.worker import is_first_worker
@@ -157,15 +155,11 @@ def write_configuration(cfg: Any) -> None:
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
-    config = plain_config(cfg)
-    for name, group in config.items():
-        if isinstance(group, argparse.Namespace):  # the options of a model without a dataclass
-            config[name] = vars(group)
     # `hparams` also returns a definition of the experiment, which would limit the tab to this run's settings and
     # metrics. Without it, the tab shows those of all runs.
-    _, session_start, _ = hparams(hparams_columns(config), {})
+    _, session_start, _ = hparams(hparams_columns(plain_config(cfg)), {})
     with SummaryWriter(directory) as writer:
-        writer.add_text("configuration", "    " + OmegaConf.to_yaml(config).replace("\n", "\n    "))
+        writer.add_text("configuration", "    " + config_yaml(cfg).replace("\n", "\n    "))
         writer.file_writer.add_summary(session_start)
 
 
@@ -177,12 +171,12 @@ def hparams_columns(config: Mapping[str, Any]) -> dict[str, float | str]:
     run has a value. A list of one element is replaced by its element.
 
     Args:
-        config: a whole configuration; each group is a dictionary
+        config: a whole configuration, see `plain_config`
     """
     settings = dict(result_settings(config))
     for key in BUDGET:
         group, name = key.split(".")
-        settings[key] = config[group].get(name)
+        settings[key] = plain_options(config[group]).get(name)
     settings["precision"] = "fp32"
     for kind in ("fp16", "bf16", "amp"):
         if config["common"][kind]:

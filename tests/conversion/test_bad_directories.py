@@ -12,15 +12,9 @@ from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.from_hugging_face import UNSUPPORTED_TYPES
 from lln_fairseq.errors import InputError
+from tests.helpers import Payload
 
 DENSE_BIAS = "roberta.encoder.layer.1.intermediate.dense.bias"
-
-
-class Payload:
-    """An object that calls print when it is unpickled."""
-
-    def __reduce__(self):
-        return (print, ("executed",))
 
 
 def change_directory(folder, change):

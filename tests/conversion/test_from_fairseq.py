@@ -11,7 +11,7 @@ from lln_fairseq.data.tokenizers import train_sentencepiece
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from tests.conversion.sources import PIECES, TEXTS, compute_logits
-from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
+from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, parameters_of_2019, train
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +25,8 @@ def trained(tmp_path_factory):
 
 def as_old_checkpoint(state):
     """Return the state as fairseq wrote it in 2019, with an architecture that is not registered."""
-    parameters = {}
-    for name, value in state["model"].items():
-        if not name.endswith("version"):
-            name = name.replace("encoder.", "decoder.", 1).replace("layernorm_embedding", "emb_layer_norm")
-            parameters[name] = value
-    for name in list(parameters):
-        if ".q_proj." in name:
-            projections = []
-            for projection in ("q_proj", "k_proj", "v_proj"):
-                projections.append(parameters.pop(name.replace("q_proj", projection)))
-            parameters[name.replace("q_proj.", "in_proj_")] = torch.cat(projections)
     args = argparse.Namespace(arch="roberta_small", encoder_attention_heads=2, task="masked_lm", criterion="x")
-    return {**state, "model": parameters, "args": args, "cfg": None}
+    return {**state, "model": parameters_of_2019(state["model"]), "args": args, "cfg": None}
 
 
 @pytest.mark.parametrize("form", ["new", "old"])

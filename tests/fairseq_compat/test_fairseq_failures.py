@@ -18,7 +18,6 @@ import io
 import os
 import pickle
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import fairseq_cli.hydra_train
@@ -26,16 +25,14 @@ import fairseq_cli.train
 import fairseq_cli.validate
 import pytest
 import torch
-from fairseq import checkpoint_utils, file_utils
+from fairseq import checkpoint_utils
 from fairseq.data.iterators import BackgroundConsumer
 from fairseq.distributed import utils as distributed_utils
-from fairseq.models.roberta import RobertaModel
 from fairseq.tasks import setup_task
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.checkpoints import reading
 from lln_fairseq.errors import InputError, TrainingError
-from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.training import worker
 from tests.fairseq_runs import LLN, MASKED_LM, USER_DIR, hydra_train, make_corpus, split_options, train
 
@@ -218,37 +215,3 @@ def test_mask_whole_words_is_rejected(corpus):
         task.load_dataset("valid")
     with pytest.raises(InputError, match="mask_whole_words does not work in fairseq's masked_lm"):
         setup_task(OmegaConf.create({"_name": "lln_masked_lm", **task_options}))
-
-
-@pytest.fixture
-def requested_urls(monkeypatch):
-    """The URLs that a test has tried to download. There is no network during the test."""
-    cached_path = file_utils.cached_path
-    urls = []
-
-    def cached_path_without_network(path, **kwargs):
-        if path.startswith("http"):
-            urls.append(path)
-            raise ConnectionError(path)
-        return cached_path(path, **kwargs)
-
-    monkeypatch.setattr(file_utils, "cached_path", cached_path_without_network)
-    return urls
-
-
-@pytest.mark.parametrize(
-    ("model", "arch", "downloads"),
-    [(RobertaModel, "roberta", True), (LLNRobertaModel, "lln_roberta_tiny", False)],
-    ids=["stock", "ours"],
-)
-def test_from_pretrained_downloads_nothing(model, arch, downloads, corpus, tmp_path, monkeypatch, requested_urls):
-    """By default, fairseq's from_pretrained downloads the BPE of GPT-2."""
-    run_options = (*MASKED_LM, *USER_DIR, "--arch", arch, "--max-update", 1)
-    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *run_options)
-
-    with suppress(ConnectionError):
-        hub = model.from_pretrained(str(tmp_path / "a"), "checkpoint_last.pt", str(corpus))
-
-    assert bool(requested_urls) == downloads
-    if not downloads:
-        assert hub.extract_features(torch.tensor([0, 5, 6, 2])).shape == (1, 4, 32)

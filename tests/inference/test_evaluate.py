@@ -11,7 +11,16 @@ import torch
 from lln_fairseq.__main__ import main
 from lln_fairseq.inference.evaluate import SplitOutputs, compute_scores, load_finetuned_model
 from tests import fairseq_runs
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_classification, make_corpus, make_dictionary, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    MASKED_LM,
+    make_classification,
+    make_corpus,
+    make_dictionary,
+    train,
+    write_scores,
+)
 
 FINE_TUNING = (*CLASSIFICATION, *LLN, "--criterion", "lln_sentence_prediction", "--lr", 0.003, "--max-update", 8)
 SIZES = (("train", 60), ("valid", 61))
@@ -126,8 +135,7 @@ def test_labels_in_other_order_are_rejected(tuned_on_names, capsys):
 
 def test_regression_has_correlations_and_scores(tmp_path, monkeypatch, capsys):
     data = make_classification(tmp_path / "data", sizes=SIZES)
-    for split, rows in SIZES:
-        (data / "label" / f"{split}.label").write_text("".join(f"{row % 7 / 6}\n" for row in range(rows)))
+    write_scores(data, SIZES)
     regression = ("--regression-target", "--num-classes", 1, "--lr", 0.001, "--max-update", 3)
     log = train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *FINE_TUNING, *regression)
     checkpoint = tmp_path / "run" / "checkpoint_last.pt"

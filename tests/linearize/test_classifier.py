@@ -29,6 +29,7 @@ from tests.fairseq_runs import (
     make_dictionary,
     sentences,
     train,
+    write_scores,
 )
 
 SIZES = (("train", 120), ("valid", 90))
@@ -85,8 +86,7 @@ def regression(tmp_path_factory):
     """Return the path and the data of a regression of single sentences."""
     folder = tmp_path_factory.mktemp("regression")
     data = make_classification(folder / "data", SIZES)
-    for split, rows in SIZES:
-        (data / "label" / f"{split}.label").write_text("".join(f"{row % 7 / 6}\n" for row in range(rows)))
+    write_scores(data, SIZES)
     options = (*CLASSIFIER, *SOFTMAX, "--regression-target", "--num-classes", 1, "--max-update", 3)
     return fine_tune(folder, data, *options), data
 

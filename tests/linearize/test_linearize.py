@@ -15,7 +15,6 @@ from lln_fairseq.conversion.convert import convert
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize import linearize
 from lln_fairseq.linearize.attention_transfer import swapped_attention
-from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import Students
 from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 from tests.helpers import relative_rms
@@ -210,34 +209,6 @@ def test_distillation_reduces_errors_and_trains_only_layers(teacher, tmp_path, c
     after = parameters_of(tmp_path / "100")
     for name in before:
         assert torch.equal(before[name], after[name]) == (".layers." not in name), name
-
-
-STAGES = {Students: (), Distillation: ("--distill", 100)}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_interrupted_stage_resumes_exactly(stage, teacher, tmp_path, monkeypatch, capsys):
-    path, data = teacher
-    options = (*OPTIONS, *STAGES[stage])
-    out = tmp_path / "out"
-    assert run(path, data, tmp_path / "whole", *options) == 0
-    train_step = stage.train_step
-
-    def interrupted(self, *args):
-        if self.step == 73:
-            raise KeyboardInterrupt
-        return train_step(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stage, "train_step", interrupted)
-        assert run(path, data, out, *options) == 130
-    assert not (out / "model.pt").exists()
-    assert run(path, data, out, *options, "--seed", 2) == 1
-    assert "holds a run with another seed" in capsys.readouterr().err
-
-    assert run(path, data, out, *options) == 0
-
-    assert_same_parameters(out, tmp_path / "whole")
 
 
 def test_full_disk_is_reported_in_one_line_and_keeps_the_last_save(teacher, tmp_path, capsys):

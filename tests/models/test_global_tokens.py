@@ -1,32 +1,27 @@
 """Models with global tokens: the encoder finds the first segments, also for two texts and in the backward pass."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from fairseq.data import Dictionary
-from omegaconf import OmegaConf
 
 from lln_fairseq.analysis import measure
 from lln_fairseq.analysis.probe import ablated, record_layers
 from lln_fairseq.analysis.report import measure_model
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.models.lln_transformer_lm import LLNTransformerLMConfig
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
     WORDS,
+    assert_resumes_exactly,
     binarize,
-    hydra_train,
     make_classification,
     make_dictionary,
     sentences,
-    split_options,
     train,
 )
+from tests.models import small_model
 
 BOS, PAD, EOS = 0, 1, 2
 GLOBAL = dict(attention="lln_diag", lln_diag_mix="joint_offset", lln_diag_block_size=8)
@@ -35,14 +30,8 @@ FLAGS = ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
 
 
 def build_model(**options):
-    """Build a small model with 2 layers, 128 positions and a classification head, in evaluation mode."""
-    dictionary = Dictionary()
-    for number in range(60):
-        dictionary.add_symbol(f"w{number}")
-    sizes = dict(encoder_layers=2, encoder_embed_dim=32, encoder_ffn_embed_dim=64, encoder_attention_heads=2)
-    task = SimpleNamespace(source_dictionary=dictionary, max_positions=lambda: 128)
-    torch.manual_seed(0)
-    model = LLNRobertaModel.build_model(OmegaConf.create(sizes | options), task)
+    """Build a small model with a classification head and with noise in all parameters, in evaluation mode."""
+    model = small_model.build_model(**options)
     model.register_classification_head("head", num_classes=2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -197,40 +186,15 @@ def pair_data(tmp_path_factory):
 def test_run_trains_resumes_and_loads(pair_data, tmp_path, monkeypatch):
     options = (*CLASSIFICATION, *LLN, *FLAGS, "--lln-diag-global-tokens", "first_segment", "--separator-token", EOS)
     options = (*options, "--shorten-method", "truncate", "--checkpoint-activations")
+    assert_resumes_exactly(monkeypatch, tmp_path, pair_data, *options)
 
-    def train_until(update, directory, *extra_options):
-        log = tmp_path / f"{directory}{update}.log"
-        rows = train(
-            monkeypatch, log, pair_data, tmp_path / directory, *options, "--max-update", update, *extra_options
-        )["train"]
-        return {row["num_updates"]: (row["loss"], row["gnorm"]) for row in rows}
-
-    uninterrupted = train_until(4, "a")
-    train_until(2, "b")
+    changes = ("--max-update", 6, "--lln-diag-global-tokens", "16")
     with pytest.raises(InputError, match=r"lln_diag_global_tokens = first_segment in the checkpoint, now 16"):
-        train_until(4, "b", "--lln-diag-global-tokens", "16")
-    resumed = train_until(4, "b")
-    assert list(resumed) == ["3", "4"]
-    assert resumed.items() <= uninterrupted.items()
-    model, task = load_model(str(tmp_path / "a/checkpoint_last.pt"))
+        train(monkeypatch, tmp_path / "log", pair_data, tmp_path / "parts", *options, *changes)
+    model, task = load_model(str(tmp_path / "whole/checkpoint_last.pt"))
     task.load_dataset("valid")
     batch = task.dataset("valid").collater([task.dataset("valid")[row] for row in range(3)])
     model(**batch["net_input"], features_only=True)
     tokens = batch["net_input"]["src_tokens"]
     for length, row in zip(attention_of(model).segment_lengths.tolist(), tokens.tolist(), strict=True):
         assert row[length - 1 : length + 1] == [EOS, EOS]
-
-
-def test_both_command_lines_continue_the_same_run(corpus, tmp_path, monkeypatch):
-    """Hydra reads the number of tokens as a number."""
-    overrides = """
-        model=tiny corpus=demo run=cpu lr_scheduler.warmup_updates=1 task.global_batch=8 dataset.batch_size=8
-        dataset.num_workers=0 model.encoder_layers=1 model.lln_diag_block_size=8 model.lln_diag_mix=joint
-    """
-    arguments = (*split_options(overrides), f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'run'}")
-    hydra_train(monkeypatch, *arguments, "model.lln_diag_global_tokens=16", "optimization.max_update=1")
-    hydra_train(monkeypatch, *arguments, "model.lln_diag_global_tokens='16'", "optimization.max_update=2")
-    with pytest.raises(SystemExit):
-        hydra_train(monkeypatch, *arguments, "model.lln_diag_global_tokens=17", "optimization.max_update=3")
-    model, _ = load_model(str(tmp_path / "run/checkpoint_last.pt"), str(corpus))
-    assert attention_of(model).global_tokens == "16"

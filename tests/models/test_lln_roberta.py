@@ -22,7 +22,9 @@ from tests.fairseq_runs import (
     LLN,
     MASKED_LM,
     TRAINING,
+    assert_resumes_exactly,
     hydra_train,
+    losses_and_norms,
     read_log,
     train,
 )
@@ -30,11 +32,6 @@ from tests.helpers import FLOAT32_FORWARD, relative_rms, with_representatives
 
 ROOT = Path(__file__).parents[2]
 USER_DIR = ("--user-dir", ROOT / "lln_fairseq")
-
-
-def losses_and_norms(log):
-    """Return the loss and the gradient norm of every update of a log, as logged."""
-    return [(row["loss"], row["gnorm"]) for row in log["train"]]
 
 
 def load_last_checkpoint(directory):
@@ -87,18 +84,8 @@ def test_encoder_places_every_attention_in_its_layer(corpus, tmp_path, monkeypat
 
 
 def test_resumed_run_draws_the_same_random_features(corpus, tmp_path, monkeypatch):
-    def train_until(update, directory):
-        options = (*MASKED_LM, *LLN, "--attention", "performer", "--performer-redraw-every", 2)
-        log = tmp_path / f"{directory}{update}.log"
-        rows = train(monkeypatch, log, corpus, tmp_path / directory, *options, "--max-update", update)["train"]
-        return {row["num_updates"]: (row["loss"], row["gnorm"]) for row in rows}
-
-    uninterrupted = train_until(6, "a")
-    train_until(3, "b")
-    resumed = train_until(6, "b")
-
-    assert list(resumed) == ["4", "5", "6"]
-    assert resumed.items() <= uninterrupted.items()
+    options = (*MASKED_LM, *LLN, "--attention", "performer", "--performer-redraw-every", 2)
+    assert_resumes_exactly(monkeypatch, tmp_path, corpus, *options, stop=3, updates=6)
 
 
 def test_logits_depend_neither_on_padding_nor_on_the_batch(task_data, tmp_path, monkeypatch):
@@ -150,6 +137,24 @@ def test_both_command_lines_build_the_same_model(corpus, tmp_path, monkeypatch):
     argparse_losses = losses_and_norms(read_log(argparse_log))
     assert len(argparse_losses) == 3
     assert argparse_losses == losses_and_norms(read_log(hydra_log))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "other"), [("lln_diag_global_tokens", "16", "17"), ("softmax_layers", "0", "null")]
+)
+def test_run_resumes_with_text_option_as_number_or_text(option, value, other, corpus, tmp_path, monkeypatch):
+    """The values of these options are texts. Hydra reads a value without quotes as a number."""
+    overrides = """
+        lr_scheduler.warmup_updates=1 task.global_batch=8 dataset.batch_size=8 dataset.num_workers=0
+        model.encoder_layers=1 model.lln_diag_block_size=8 model.lln_diag_mix=joint
+    """
+    arguments = (*HYDRA, *overrides.split(), f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'run'}")
+    hydra_train(monkeypatch, *arguments, f"model.{option}={value}", "optimization.max_update=1")
+    hydra_train(monkeypatch, *arguments, f"model.{option}='{value}'", "optimization.max_update=2")
+    with pytest.raises(SystemExit):
+        hydra_train(monkeypatch, *arguments, f"model.{option}={other}", "optimization.max_update=3")
+    model, _ = load_model(str(tmp_path / "run/checkpoint_last.pt"), str(corpus))
+    assert model.args[option] == value
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -18,6 +18,7 @@ from tests.fairseq_runs import (
     TRAINING,
     USER_DIR,
     WORDS,
+    assert_resumes_exactly,
     hydra_train,
     make_corpus,
     make_dictionary,
@@ -131,17 +132,8 @@ def test_beam_search_scores_match_full_forward(run, model):
 
 @pytest.mark.parametrize("updates", [2, 3])  # inside an epoch, and at its end
 def test_training_learns_and_resumes_exactly(updates, corpus, tmp_path, monkeypatch):
-    def train_until(update, directory):
-        log = tmp_path / f"{directory}{update}.log"
-        rows = train(monkeypatch, log, corpus, tmp_path / directory, *LM, "--max-update", update)["train"]
-        return {row["num_updates"]: (row["loss"], row["gnorm"]) for row in rows}
-
-    uninterrupted = train_until(6, "whole")
-    first_part = train_until(updates, "parts")
-    second_part = train_until(6, "parts")
-    assert len(first_part) == updates
-    assert first_part | second_part == uninterrupted
-    assert float(uninterrupted["6"][0]) < float(uninterrupted["1"][0])
+    log = assert_resumes_exactly(monkeypatch, tmp_path, corpus, *LM, stop=updates, updates=6)
+    assert float(log["6"][0]) < float(log["1"][0])
 
 
 def test_parameters_match_stock_transformer_lm(corpus, run, tmp_path, monkeypatch):

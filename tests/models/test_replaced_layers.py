@@ -7,23 +7,28 @@ own layers, rejects them with a message of one line.
 import functools
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from fairseq.data import Dictionary
-from omegaconf import OmegaConf
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis import probe
 from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.training.sequence_parallel import shard_multiple
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, hydra_train, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    MASKED_LM,
+    assert_resumes_exactly,
+    hydra_train,
+    losses_and_norms,
+    train,
+)
 from tests.helpers import with_representatives
+from tests.models.small_model import build_model
 
 LAYERS = sorted(LAYER_REGISTRY)
 every_layer = pytest.mark.parametrize("name", with_representatives(LAYERS, "flash"))
@@ -44,31 +49,12 @@ def pretrained(corpus, tmp_path_factory):
     return checkpoint
 
 
-def build_model(**options):
-    """Build a small model with 2 layers and 128 positions, in evaluation mode."""
-    dictionary = Dictionary()
-    for number in range(60):
-        dictionary.add_symbol(f"w{number}")
-    sizes = dict(encoder_layers=2, encoder_embed_dim=32, encoder_ffn_embed_dim=64, encoder_attention_heads=2)
-    task = SimpleNamespace(source_dictionary=dictionary, max_positions=lambda: 128)
-    return LLNRobertaModel.build_model(OmegaConf.create(sizes | options), task).eval()
-
-
-def losses_and_norms(log):
-    """Return {update: (loss, gradient norm)} of a log, as logged."""
-    return {row["num_updates"]: (row["loss"], row["gnorm"]) for row in log["train"]}
-
-
 @every_layer
 def test_training_resumes_exactly_and_loads(name, corpus, tmp_path, monkeypatch):
     options = (*MASKED_LM, *LLN, "--attention", name, "--tensorboard-logdir", tmp_path / "tb")
-    uninterrupted = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options, "--max-update", 4)
-    train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *options, "--max-update", 2)
-    resumed = train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "b", *options, "--max-update", 4)
-    assert list(losses_and_norms(resumed)) == ["3", "4"]
-    assert losses_and_norms(resumed).items() <= losses_and_norms(uninterrupted).items()
+    assert_resumes_exactly(monkeypatch, tmp_path, corpus, *options)
 
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "a" / "checkpoint_last.pt")])
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "whole" / "checkpoint_last.pt")])
     layers = model.encoder.sentence_encoder.layers
     assert [type(layer) for layer in layers] == 2 * [LAYER_REGISTRY[name].cls]
 

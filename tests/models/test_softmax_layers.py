@@ -1,11 +1,9 @@
 """Models with softmax attention in some layers: built, trained, resumed, loaded, converted, measured and refused."""
 
-from types import SimpleNamespace
+import functools
 
 import pytest
 import torch
-from fairseq.data import Dictionary
-from omegaconf import OmegaConf
 
 import lln_fairseq
 from lln_fairseq.__main__ import main
@@ -15,25 +13,15 @@ from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, hydra_train, make_corpus, split_options, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, assert_resumes_exactly, make_corpus, train
+from tests.models import small_model
 from tests.text_runs import make_glue, texts_of
 
 OPTIONS = (*MASKED_LM, *LLN, "--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
 HYBRID = (*OPTIONS, "--softmax-layers", "1")
-
-
-def build_model(**options):
-    """Build a small model with 3 layers and 128 positions, in evaluation mode."""
-    dictionary = Dictionary()
-    for number in range(60):
-        dictionary.add_symbol(f"w{number}")
-    sizes = dict(encoder_layers=3, encoder_embed_dim=32, encoder_ffn_embed_dim=64, encoder_attention_heads=2)
-    task = SimpleNamespace(source_dictionary=dictionary, max_positions=lambda: 128)
-    torch.manual_seed(0)
-    return LLNRobertaModel.build_model(OmegaConf.create(sizes | options), task).eval()
+build_model = functools.partial(small_model.build_model, encoder_layers=3)
 
 
 def attention_names(model):
@@ -127,18 +115,7 @@ def test_checkpoint_is_loaded_with_its_softmax_layers(trained):
 
 
 def test_resumed_run_continues_exactly(trained, tmp_path, monkeypatch):
-    def losses(log):
-        return {row["num_updates"]: (row["loss"], row["gnorm"]) for row in log["train"]}
-
-    def train_until(update, directory):
-        log = tmp_path / f"{directory}{update}.log"
-        return losses(train(monkeypatch, log, trained, tmp_path / directory, *HYBRID, "--max-update", update))
-
-    uninterrupted = train_until(4, "a")
-    train_until(2, "b")
-    resumed = train_until(4, "b")
-    assert list(resumed) == ["3", "4"]
-    assert resumed.items() <= uninterrupted.items()
+    assert_resumes_exactly(monkeypatch, tmp_path, trained, *HYBRID)
 
 
 def test_resume_compares_softmax_layers_with_checkpoints_of_older_versions(trained, tmp_path, monkeypatch):
@@ -158,21 +135,6 @@ def test_resume_compares_softmax_layers_with_checkpoints_of_older_versions(train
         train_until(update)
     with pytest.raises(InputError, match=r"model\.softmax_layers = None in the checkpoint, now 1"):
         train_until(5, "--softmax-layers", "1")
-
-
-def test_both_command_lines_continue_the_same_run(trained, tmp_path, monkeypatch):
-    """Hydra reads the number of a single layer as an int."""
-    overrides = """
-        model=tiny corpus=demo run=cpu lr_scheduler.warmup_updates=1 task.global_batch=8 dataset.batch_size=8
-        dataset.num_workers=0 model.encoder_layers=1 model.lln_diag_block_size=8
-    """
-    arguments = (*split_options(overrides), f"task.data={trained}", f"checkpoint.save_dir={tmp_path / 'run'}")
-    hydra_train(monkeypatch, *arguments, "model.softmax_layers=0", "optimization.max_update=1")
-    hydra_train(monkeypatch, *arguments, "model.softmax_layers='0'", "optimization.max_update=2")
-    with pytest.raises(SystemExit):
-        hydra_train(monkeypatch, *arguments, "optimization.max_update=3")
-    model, _ = load_model(str(tmp_path / "run/checkpoint_last.pt"), str(trained))
-    assert attention_names(model) == ["softmax"]
 
 
 def test_fine_tuning_names_a_difference(trained, task_data, tmp_path, monkeypatch, caplog):

@@ -141,6 +141,30 @@ def test_restore_file_does_not_overwrite_existing_run(corpus, task_data, tmp_pat
         train(monkeypatch, tmp_path / "b.log", task_data, tmp_path / "a", *run_options)
 
 
+@pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["float32", "bf16"])
+def test_more_positions_need_a_new_optimizer_state(precision, corpus, tmp_path, monkeypatch):
+    options = (*RUN_OPTIONS, *precision)
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
+    longer = (*options, "--restore-file", tmp_path / "a" / "checkpoint_last.pt", "--max-positions", 128)
+    longer = (*longer, "--max-update", 4)
+    with pytest.raises(InputError, match=r"is for parameters of other shapes: .* --reset-optimizer"):
+        train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *longer)
+
+    log = train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "c", *longer, "--reset-optimizer")
+
+    assert log["train"]
+
+
+def test_damaged_last_checkpoint_names_an_intact_one(run_copy, tmp_path, monkeypatch):
+    (run_copy.save_dir / "checkpoint_1_1.pt").write_bytes(b"damaged too")
+    run_copy.checkpoint.write_bytes(run_copy.checkpoint.read_bytes()[:-5000])
+
+    with pytest.raises(InputError, match=r"damaged .*checkpoint_best\.pt .* copy it to checkpoint_last") as caught:
+        train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 4)
+
+    assert "weights_only" not in str(caught.value)
+
+
 OTHER_BATCHES = ("--batch-size", 4, "--update-freq", 2)
 
 

@@ -26,6 +26,7 @@ from tests.fairseq_runs import (
     make_corpus,
     split_options,
     train,
+    write_scores,
 )
 
 SCORED_CLASSIFICATION = (*CLASSIFICATION, "--criterion", "lln_sentence_prediction", *LLN)
@@ -58,8 +59,7 @@ def test_word_labels_have_an_f1(tmp_path, monkeypatch):
 
 def test_regression_logs_mean_of_correlations(task_data, tmp_path, monkeypatch):
     data = shutil.copytree(task_data, tmp_path / "data")
-    for split, rows in (("train", 60), ("valid", 11)):
-        (data / "label" / f"{split}.label").write_text("".join(f"{row % 7 / 6}\n" for row in range(rows)))
+    write_scores(data)
     best = split_options("--best-checkpoint-metric pearson_spearman --maximize-best-checkpoint-metric")
     regression = ("--regression-target", "--num-classes", 1, *best)
 
