@@ -7,6 +7,7 @@ import pytest
 
 from scripts import lra_table
 from scripts.benchmarks import lra as benchmark
+from scripts.compare_attentions import compose_config
 
 
 def write_results(directory, run, task, accuracies):
@@ -60,12 +61,10 @@ def test_every_task_is_measured_and_shown(tmp_path, monkeypatch, capsys):
 
 
 def test_benchmark_measures_lengths_and_batches_of_recipes():
-    from tests.test_configs import LRA_RECIPES
-
-    for task, (length, batch, classes, towers) in benchmark.TASKS.items():
-        recipe = LRA_RECIPES[task]
-        assert (length, classes, batch) == (recipe.length, recipe.classes, recipe.batch)
-        assert towers == (2 if task == "retrieval" else 1)
+    for name, (length, batch, classes, towers) in benchmark.TASKS.items():
+        task = compose_config("lra", [f"lra={name}"]).task
+        assert (length, batch, classes) == (task.max_positions, task.global_batch, task.num_classes)
+        assert towers == (2 if task.two_towers else 1)
 
 
 @pytest.mark.parametrize("content", ["", '{"rows": [1], "settings": {}}'])
