@@ -181,7 +181,7 @@ def plot_comparison(path: Path, results: Sequence[AttentionResults]) -> Path:
     loss_axes.set(
         xlabel="update",
         ylabel="loss [bits per masked token]",
-        title="pre-training: train (thin) and valid (points), mean and range over seeds",
+        title="loss in training (thin) and validation (points), range over seeds",
     )
     loss_axes.legend()
     if panels == 2:

@@ -120,7 +120,8 @@ def plot(points: dict[int, dict[str, tuple[float, float]]], path: Path) -> None:
         for number, (name, (milliseconds, accuracy)) in enumerate(models.items()):
             marker = "k*" if name == SOFTMAX else f"C{number % 10}{'os^D'[number // 10]}"
             sheet.line(panel, name, [milliseconds], [accuracy], marker, markersize=8)
-        sheet.axes[panel].set_xlim(left=0)
+        slowest = max(milliseconds for milliseconds, _ in models.values())
+        sheet.axes[panel].set_xlim(0, 1.05 * slowest)
         sheet.legend(panel)
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
