@@ -295,7 +295,11 @@ def write_demo(
         write_bytes(out / f"raw/SST-2/{glue_name}.tsv", tsv.encode())
 
     print_status("writing fairseq's data sets")
-    sentences = {split: [text for text, _ in rows[split]] for split in SPLITS}
+    sentences = {}
+    labels = {}
+    for split in SPLITS:
+        sentences[split] = [text for text, _ in rows[split]]
+        labels[split] = [label for _, label in rows[split]]
     datasets: dict[str, dict[str, Any]] = {"lm": {}, "sentiment/input0": {}}
     with ParallelEncoder(vocabulary) as encoder:
         for directory, samples in (("lm", lines), ("sentiment/input0", sentences)):
@@ -308,7 +312,6 @@ def write_demo(
     vocabulary = vocabulary.with_counts(symbol_counts)
     for directory in ("lm", "sentiment/input0"):
         write_bytes(out / directory / "dict.txt", vocabulary.dictionary.encode())
-    labels = {split: [label for _, label in rows[split]] for split in SPLITS}
     datasets["sentiment/label"] = write_labels(out / "sentiment/label", LABELS, labels)
     return vocabulary, datasets
 

@@ -50,94 +50,90 @@ class GlueTask:
 _COLA = ("source", "label", "mark", "sentence")
 _ENTAILMENT = ("entailment", "not_entailment")
 
-GLUE_TASKS = {
-    task.name: task
-    for task in (
-        GlueTask(
-            "MNLI",
-            inputs=("sentence1", "sentence2"),
-            labels=("contradiction", "neutral", "entailment"),  # the order of fairseq's published MNLI models
-            label="gold_label",
-            metric="accuracy",  # valid and test are matched, valid1 and test1 mismatched
-            files={
-                "train": "train.tsv",
-                "valid": "dev_matched.tsv",
-                "valid1": "dev_mismatched.tsv",
-                "test": "test_matched.tsv",
-                "test1": "test_mismatched.tsv",
-            },
-            rows={"train": 392702, "valid": 9815, "valid1": 9832, "test": 9796, "test1": 9847},
-            published=(FILES["MNLI.zip"],),
-        ),
-        GlueTask(
-            "QNLI",
-            inputs=("question", "sentence"),
-            labels=_ENTAILMENT,
-            metric="accuracy",
-            rows={"train": 104743, "valid": 5463, "test": 5463},
-            published=(FILES["QNLIv2.zip"],),
-        ),
-        GlueTask(
-            "QQP",
-            inputs=("question1", "question2"),
-            labels=("0", "1"),
-            meaning=("different", "duplicate"),
-            label="is_duplicate",
-            metric="accuracy, F1 of class 1",
-            rows={"train": 363846, "valid": 40430, "test": 390965},
-            published=(FILES["QQP-clean.zip"],),
-            skip_broken=True,  # in older copies a line break inside a question splits a row
-        ),
-        GlueTask(
-            "SST-2",
-            inputs=("sentence",),
-            labels=("0", "1"),
-            meaning=("negative", "positive"),
-            metric="accuracy",
-            rows={"train": 67349, "valid": 872, "test": 1821},
-            published=(FILES["SST-2.zip"],),
-        ),
-        GlueTask(
-            "RTE",
-            inputs=("sentence1", "sentence2"),
-            labels=_ENTAILMENT,
-            metric="accuracy",
-            rows={"train": 2490, "valid": 277, "test": 3000},
-            published=(FILES["RTE.zip"],),
-        ),
-        GlueTask(
-            "MRPC",
-            inputs=("#1 String", "#2 String"),
-            labels=("0", "1"),
-            meaning=("different", "paraphrase"),
-            label="Quality",
-            metric="accuracy, F1 of class 1",
-            rows={"train": 3668, "valid": 408, "test": 1725},
-            published=tuple(
-                FILES[name] for name in ("msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv")
-            ),
-        ),
-        GlueTask(
-            "CoLA",
-            inputs=("sentence",),
-            labels=("0", "1"),
-            meaning=("unacceptable", "acceptable"),
-            metric="Matthews correlation",
-            header={"train": _COLA, "valid": _COLA},
-            rows={"train": 8551, "valid": 1043, "test": 1063},
-            published=(FILES["CoLA.zip"],),
-        ),
-        GlueTask(
-            "STS-B",
-            inputs=("sentence1", "sentence2"),
-            labels=(),
-            label="score",
-            metric="Pearson and Spearman correlation",
-            rows={"train": 5749, "valid": 1500, "test": 1379},
-            published=(FILES["STS-B.zip"],),
-        ),
-    )
-}
+_TASKS = (
+    GlueTask(
+        "MNLI",
+        inputs=("sentence1", "sentence2"),
+        labels=("contradiction", "neutral", "entailment"),  # the order of fairseq's published MNLI models
+        label="gold_label",
+        metric="accuracy",  # valid and test are matched, valid1 and test1 mismatched
+        files={
+            "train": "train.tsv",
+            "valid": "dev_matched.tsv",
+            "valid1": "dev_mismatched.tsv",
+            "test": "test_matched.tsv",
+            "test1": "test_mismatched.tsv",
+        },
+        rows={"train": 392702, "valid": 9815, "valid1": 9832, "test": 9796, "test1": 9847},
+        published=(FILES["MNLI.zip"],),
+    ),
+    GlueTask(
+        "QNLI",
+        inputs=("question", "sentence"),
+        labels=_ENTAILMENT,
+        metric="accuracy",
+        rows={"train": 104743, "valid": 5463, "test": 5463},
+        published=(FILES["QNLIv2.zip"],),
+    ),
+    GlueTask(
+        "QQP",
+        inputs=("question1", "question2"),
+        labels=("0", "1"),
+        meaning=("different", "duplicate"),
+        label="is_duplicate",
+        metric="accuracy, F1 of class 1",
+        rows={"train": 363846, "valid": 40430, "test": 390965},
+        published=(FILES["QQP-clean.zip"],),
+        skip_broken=True,  # in older copies a line break inside a question splits a row
+    ),
+    GlueTask(
+        "SST-2",
+        inputs=("sentence",),
+        labels=("0", "1"),
+        meaning=("negative", "positive"),
+        metric="accuracy",
+        rows={"train": 67349, "valid": 872, "test": 1821},
+        published=(FILES["SST-2.zip"],),
+    ),
+    GlueTask(
+        "RTE",
+        inputs=("sentence1", "sentence2"),
+        labels=_ENTAILMENT,
+        metric="accuracy",
+        rows={"train": 2490, "valid": 277, "test": 3000},
+        published=(FILES["RTE.zip"],),
+    ),
+    GlueTask(
+        "MRPC",
+        inputs=("#1 String", "#2 String"),
+        labels=("0", "1"),
+        meaning=("different", "paraphrase"),
+        label="Quality",
+        metric="accuracy, F1 of class 1",
+        rows={"train": 3668, "valid": 408, "test": 1725},
+        published=(FILES["msr_paraphrase_train.txt"], FILES["msr_paraphrase_test.txt"], FILES["mrpc_dev_ids.tsv"]),
+    ),
+    GlueTask(
+        "CoLA",
+        inputs=("sentence",),
+        labels=("0", "1"),
+        meaning=("unacceptable", "acceptable"),
+        metric="Matthews correlation",
+        header={"train": _COLA, "valid": _COLA},
+        rows={"train": 8551, "valid": 1043, "test": 1063},
+        published=(FILES["CoLA.zip"],),
+    ),
+    GlueTask(
+        "STS-B",
+        inputs=("sentence1", "sentence2"),
+        labels=(),
+        label="score",
+        metric="Pearson and Spearman correlation",
+        rows={"train": 5749, "valid": 1500, "test": 1379},
+        published=(FILES["STS-B.zip"],),
+    ),
+)
+GLUE_TASKS = {task.name: task for task in _TASKS}
 
 
 @dataclass

@@ -95,7 +95,8 @@ def _load_tokenizer(directory: Path) -> Any:
 
     Raises InputError if there is none, or if it has special tokens only.
     """
-    if not any(all((directory / name).is_file() for name in names) for names in SOURCE_FILES):
+    existing = {path.name for path in directory.iterdir()}
+    if not any(existing.issuperset(names) for names in SOURCE_FILES):
         choices = " or ".join(" with ".join(names) for names in SOURCE_FILES)
         raise InputError(f"{directory} has no tokenizer: it needs {choices}")
     from transformers import AutoTokenizer  # here, because importing it takes seconds

@@ -15,7 +15,7 @@ PATIENCE = timedelta(minutes=10)
 
 
 class Shard(NamedTuple):
-    """Where the tokens of this worker are in the sequences of a batch."""
+    """The shard of this worker: its tokens of the sequences of a batch, which several workers share."""
 
     group: dist.ProcessGroup  # the workers that share the sequences
     positions: Tensor  # int64 (B, n): the row of each of the shard's n tokens in the table of position embeddings
