@@ -42,8 +42,8 @@ class PaddingReport:
 def row_lengths(dataset: Any) -> list[np.ndarray]:
     """Return the lengths of the rows as a list of arrays (rows,), one array per input of the model.
 
-    fairseq's data sets wrap each other. The lengths are the attribute `lengths` of the outermost data set that has this
-    attribute, or `dataset.sizes` if no data set has it.
+    A row of a task with pairs in two inputs has one length for each input. fairseq's data sets wrap each other: the
+    lengths are the attribute `lengths` of the outermost data set that has it, or `dataset.sizes` if none has it.
     """
     innermost = dataset
     while not hasattr(innermost, "lengths") and hasattr(innermost, "dataset"):

@@ -67,7 +67,7 @@ def check_configuration(cfg: Any) -> None:
 
 
 def check_training(cfg: Any) -> None:
-    """Raise InputError for the first setting that contradicts the files or the model of the run."""
+    """Raise InputError for the first wrong setting of the attention, the checkpoint to start from, or the probe."""
     check_attention(cfg)
     check_restore_file(cfg)
     check_probe(cfg)

@@ -182,7 +182,15 @@ def random_tokens(length: int) -> Tensor:
 
 
 def check_same_logits(models: dict[str, Logits], tokens: Tensor) -> None:
-    """Raise RuntimeError if transformers or onnxruntime does not give the logits of the same model here."""
+    """Raise RuntimeError if the logits of a model differ from those of the loaded checkpoint that it was exported from.
+
+    Differences up to TOLERANCE, as a fraction of the largest logit, are accepted.
+
+    Args:
+        models: the models by name. A model with LINEAR in its name is compared with models[LINEAR], any other model
+            with models[SOFTMAX].
+        tokens: the token ids (B, N) on which they are compared.
+    """
     for name, model in models.items():
         own = models[LINEAR if LINEAR in name else SOFTMAX](tokens)
         difference = (model(tokens) - own).abs().max().item()
