@@ -415,7 +415,8 @@ def task_argument(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d+)x([1-9]\d*)", text)
     if match:
-        length, pairs = map(int, match.groups())
+        length = int(match[1])
+        pairs = int(match[2])
         if length % 2 == 0 and length >= 4 * pairs:
             return length, pairs
     raise argparse.ArgumentTypeError(f"must be LENGTHxPAIRS with an even LENGTH of at least 4 * PAIRS, got '{text}'")
