@@ -8,14 +8,16 @@ of a key and a value, which are random tokens. Later, every key occurs once more
 predicts the value that belongs to it. The places of these queries are drawn from a power law that prefers early ones.
 The remaining tokens are 0, or random with --filler random. The task 64x4 has rows of 64 tokens with 4 pairs.
 
-The model has two pre-norm attention layers without MLPs, learned positions, and a tied output projection. To recall,
-<mask> and the values must first find the token before them, which softmax attention alone did not learn in two epochs
-of 64x4. With --previous-token, every token gets a learned projection of the one before it, as from a short convolution.
+The model has two pre-norm attention layers without MLPs, learned positions, and a tied output projection. To recall a
+value, the first layer must attend from <mask> and from each value to the key before it. Softmax attention did not learn
+this in two epochs of 64x4. With --previous-token, every token gets a learned projection of the one before it, as from a
+short convolution.
 
-Training ends when --target percent of the answers on held-out rows are correct, or after --epochs. The tables show the
-learning rate with the best accuracy on the same held-out rows, averaged over the seeds, and the lowest and highest
-accuracy of a seed. A pair and its query are in the same block if their tokens are among the same 32 tokens of the row,
-counted from its start. Finished runs in OUT are skipped, so you can run an interrupted command again.
+Training ends when --target percent of the answers on held-out rows are correct, or after --epochs. For every attention,
+the tables show the learning rate with the highest mean accuracy over the seeds after the last epoch, on the same
+held-out rows, and the lowest and highest accuracy of a seed. A pair and its query are in the same block if their tokens
+are among the same 32 tokens of the row, counted from its start. Finished runs in OUT are skipped, so you can run an
+interrupted command again.
 """
 
 import argparse
@@ -65,7 +67,7 @@ class RecallSettings:
         attention: an attention spec.
         length: tokens of a row.
         pairs: key-value pairs of a row, which is also the number of queries.
-        filler: "zeros" or "random", the tokens that are neither pairs nor queries.
+        filler: which tokens stand between pairs and queries: "zeros" or "random".
         rows: number of training rows.
         width: features of a token.
         head_dim: features of a head.
@@ -116,7 +118,10 @@ class RecallRows:
         return RecallRows(self.tokens.to(device), self.masks.to(device), self.values.to(device))
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator["RecallRows"]:
-        """Yield the rows in batches of this size, in the order of the indices `order`, or else in their own."""
+        """Yield the rows in batches of `size` rows; the last one can be smaller.
+
+        `order` are the indices of the rows in the order to yield them. None keeps their order.
+        """
         if order is None:
             order = torch.arange(len(self.tokens))
         for index in order.split(size):
@@ -175,7 +180,7 @@ class PreviousToken(nn.Module):
         self.projection = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the tokens with the projections. `x` and the result are (B, N, C)."""
+        """Return the tokens with the projections, (B, N, C) like `x`. The token before the first one counts as 0."""
         previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
         return x + self.projection(previous)
 
@@ -327,9 +332,9 @@ def train(settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows
 def finish_run(
     out: Path, settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows
 ) -> list[dict[str, Any]]:
-    """Train a model, write its settings and history to a file in `out`, and return the history, see `train`.
+    """Return the history of a run, see `train`.
 
-    If the file exists, its history is returned.
+    The run is read from its file in `out`. If there is no such file, the model is trained and the file is written.
 
     Raises:
         UserError: if the file was written with other settings.
