@@ -11,8 +11,8 @@ test.tsv has labels too. Copies of a sentence become one row with the mean of th
 (positive), a score below -0.5 is label 0 (negative). Sentences with a score in between are left out.
 
 The language-model corpus consists of the texts of all four files in order, one snippet per line, without exact
-repetitions. It has no empty lines between documents. So pre-train with --sample-break-mode complete, which fills each
-sample with whole lines.
+repetitions. It has no empty lines between documents. So pre-train with --sample-break-mode eos, one snippet per
+sample, or complete, which fills each sample with whole lines.
 
 A sentence is in the same split (train, valid or test) of the task and of the corpus, see `assign_split`. So neither the
 tokenizer nor pre-training sees a sentence of the task's dev or test set.
