@@ -6,8 +6,9 @@ load("runs/sst2_lln_diag/checkpoint_best.pt").predict(["a gripping film"])
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ from lln_fairseq.modules.packed_linear import pack_linear_layers
 
 TOKENS = "tokens"  # in place of a pooling: the vectors of all tokens
 TOKEN_CHUNK_CHARACTERS = 1 << 17  # fewer than for other outputs, because every token has a vector
+# Held by a thread that calls a model whose attentions store the lengths of the first segments of a batch.
+SEGMENTS_LOCK = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +93,8 @@ class TextModel(nn.Module):
         task: the task that the model was trained for.
         vocabulary: the tokenizer with its dictionary.
         inputs: number of texts that `predict` takes for one prediction, 1 or 2 (pairs).
-        pooling: the default of `encode`. None is the mean over the tokens, not normalized.
+        pooling: the pooling of an encoder of sentence vectors, which is the default of `encode`. None for other models,
+            of which `encode` returns the mean over the tokens, not normalized.
 
     Attributes:
         longest: the number of tokens that the model takes, special tokens included.
@@ -105,6 +109,8 @@ class TextModel(nn.Module):
         self.task = task
         self.vocabulary = vocabulary
         self.inputs = inputs
+        self.stores_segments = any(getattr(module, "needs_segments", False) for module in model.modules())
+        self.is_sentence_encoder = pooling is not None
         self.pooling = pooling or Pooling()
         self.ids = TextIds(task, vocabulary)
         self.width = model.encoder.args.encoder_embed_dim
@@ -204,11 +210,14 @@ class TextModel(nn.Module):
 
         Raises:
             InputError: if the text does not have exactly one <mask>, if the text is too long and on_long="error" or the
-                <mask> would be cut off, if k is not between 1 and the number of symbols that can be returned, or if the
-                model was fine-tuned, which changes the features that the language-model head reads.
+                <mask> would be cut off, if k is not between 1 and the number of symbols that can be returned, if the
+                model was fine-tuned, which changes the features that the language-model head reads, or if it is an
+                encoder of sentence vectors, whose head may be untrained.
         """
         if self.finetuned:
             raise InputError("the model was fine-tuned and cannot fill a <mask> any more: use the pre-trained one")
+        if self.is_sentence_encoder:
+            raise InputError("the model is an encoder of sentence vectors and cannot fill a <mask>: use `encode`")
         if not isinstance(text, str) or text.count(MASK) != 1:
             raise InputError(f"fill takes a text with one {MASK}, got {text!r:.80}")
         left, right = text.split(MASK)
@@ -238,7 +247,7 @@ class TextModel(nn.Module):
     def _mask_probabilities(self, ids: Tensor) -> Tensor:
         """Return the probabilities (V,), float32 on the CPU, of all symbols at the first <mask> in ids (N,)."""
         is_mask = ids.eq(self.ids.mask)
-        logits, _ = self.model(ids[None].to(self._device))
+        logits = self._run_model(ids[None].to(self._device))
         require_finite(logits, "this text")
         return logits[0][is_mask.to(self._device)][0].float().softmax(dim=-1).cpu()
 
@@ -304,13 +313,13 @@ class TextModel(nn.Module):
     def _class_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, classes) of the classification head for tokens (B, N)."""
         head = self.task.cfg.classification_head_name
-        logits, _ = self.model(tokens, features_only=True, classification_head_name=head)
+        logits = self._run_model(tokens, features_only=True, classification_head_name=head)
         return logits.float().cpu()
 
     @torch.no_grad()
     def _features(self, tokens: Tensor, pooling: str, normalize: bool) -> Iterable[Tensor]:
         """Return the pooled features (B, C) of tokens (B, N), or a list of (N_i, C) with pooling="tokens"."""
-        features, _ = self.model(tokens, features_only=True)
+        features = self._run_model(tokens, features_only=True)
         features = features.float()
         real = tokens.ne(self.task.source_dictionary.pad())
         if pooling != TOKENS:
@@ -320,6 +329,15 @@ class TextModel(nn.Module):
         features = features.cpu()
         lengths = real.sum(dim=1).tolist()
         return [row[:length].clone() for row, length in zip(features, lengths, strict=True)]
+
+    def _run_model(self, tokens: Tensor, **options: Any) -> Tensor:
+        """Return the output of the model for tokens (B, N). `options` are arguments of its `forward`."""
+        lock: Any = nullcontext()
+        if self.stores_segments:
+            lock = SEGMENTS_LOCK
+        with lock:
+            output, _ = self.model(tokens, **options)
+        return output
 
     @property
     def _device(self) -> torch.device:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -272,6 +273,39 @@ def test_model_encodes_with_stored_pooling(loaded, runs, tmp_path):
     torch.testing.assert_close(model.encode(["film"], normalize=False), expected)
     tokens = model.encode(["film"], "tokens")[0].vectors
     torch.testing.assert_close(tokens[:1], expected)
+    with pytest.raises(InputError, match="is an encoder of sentence vectors and cannot fill"):
+        model.fill("film <mask> story.")
+
+
+def test_threads_share_a_model_with_global_segments(runs, tmp_path):
+    state = torch.load(runs["RTE"], weights_only=False)
+    state["cfg"]["model"] |= {"lln_diag_mix": "joint", "lln_diag_global_tokens": "first_segment"}
+    shutil.copytree(runs["RTE"].parent / "tokenizer", tmp_path / "tokenizer")
+    torch.save(state, tmp_path / "checkpoint.pt")
+    model = load(tmp_path / "checkpoint.pt")
+    layer = model.model.encoder.sentence_encoder.layers[0]
+    (attention,) = [module for module in layer.modules() if getattr(module, "needs_segments", False)]
+    inside, other_is_done = threading.Event(), threading.Event()
+    lengths = []
+
+    def wait_for_other_thread(module, args):
+        if not inside.is_set():
+            inside.set()
+            other_is_done.wait(timeout=0.3)  # longer than the other thread takes if nothing stops it
+        lengths.append(attention.segment_lengths.item())
+
+    def predict_in_other_thread():
+        inside.wait()
+        model.predict([("film story film", "story")])
+        other_is_done.set()
+
+    layer.register_forward_pre_hook(wait_for_other_thread)
+    thread = threading.Thread(target=predict_in_other_thread)
+    thread.start()
+    model.predict([("film", "story")])
+    thread.join()
+
+    assert lengths == [3, 5]  # with <s> and </s>
 
 
 def test_token_vectors_have_offsets_in_the_text(loaded):
