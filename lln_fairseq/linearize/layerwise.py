@@ -55,7 +55,7 @@ class Students(LayerwiseTrainer):
             raise InputError(str(error)) from None
         for number, module in enumerate(attentions):
             module.set_depth(number, len(attentions))
-        self.students = [Student(module, teacher.num_heads, teacher.head_dim) for module in attentions]
+        self.students = [Student(module, teacher.num_heads, teacher.head_dim).eval() for module in attentions]
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
