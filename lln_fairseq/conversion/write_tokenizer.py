@@ -65,6 +65,7 @@ def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positi
             content = _convert_gpt2(files, ids)
         else:
             content = _renumber_tokens(json.loads(files[TOKENIZER]), ids)
+        content["normalizer"] = _join_lines(content.get("normalizer"))
         new_ids = tokenizer_json.token_ids(content)
     except KeyError as error:
         raise InputError(f"the tokenizer does not fit the dictionary, which lacks {error}") from error
@@ -99,6 +100,21 @@ def is_approximate(files: Mapping[str, bytes]) -> bool:
     if "spm.model" not in files:
         return False
     return bool(_parse_sentencepiece(files["spm.model"]).normalizer_spec.precompiled_charsmap)
+
+
+def _join_lines(normalizer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a normalizer that first replaces every "\\n" with a space, as `lln-fairseq predict` does.
+
+    Args:
+        normalizer: the changes that follow; None for no further changes.
+    """
+    steps = [_replace({"String": "\n"}, " ")]
+    if normalizer is not None:
+        if normalizer["type"] == "Sequence":
+            steps += normalizer["normalizers"]
+        else:
+            steps.append(dict(normalizer))
+    return {"type": "Sequence", "normalizers": steps}
 
 
 def _special_ids(ids: Mapping[str, int]) -> dict[str, int]:
@@ -257,11 +273,11 @@ def _find_merges(scores: Mapping[str, float]) -> list[list[str]]:
 def _sentencepiece_normalizer(proto: Any) -> dict[str, Any]:
     """Return the normalizer, the part of tokenizer.json that changes a text before it is split into pieces.
 
-    It first makes the changes that `lln-fairseq predict` makes to a text, and then the changes that SentencePiece
-    makes. SentencePiece writes "▁" for a space.
+    It first strips a text, as `lln-fairseq predict` does, and then makes the changes that SentencePiece makes.
+    SentencePiece writes "▁" for a space.
     """
     spec = proto.normalizer_spec
-    steps = [_replace({"String": "\n"}, " "), _replace({"Regex": rf"\A[{SPACES}]+|[{SPACES}]+\z"}, "")]
+    steps = [_replace({"Regex": rf"\A[{SPACES}]+|[{SPACES}]+\z"}, "")]
     if spec.precompiled_charsmap:
         table = base64.b64encode(spec.precompiled_charsmap).decode()
         if "nfkc" in spec.name:  # Precompiled looks up a letter without the accents that follow it: compose them

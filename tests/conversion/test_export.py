@@ -369,6 +369,15 @@ BLANK = [character for character in map(chr, range(0x3001)) if character.isspace
 NASTY = [*PLAIN, *BLANK, "\u200b", "\ufeff", "  ", "\r\n", "▁", "▁▁", " ▁", "▁ "]
 
 
+def make_text_ids(vocabulary):
+    """Return the TextIds with which `predict` encodes texts, for the vocabulary and <mask>."""
+    dictionary = Dictionary()
+    for symbol in [*vocabulary.symbols, "<mask>"]:
+        dictionary.add_symbol(symbol)
+    task = SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary)
+    return TextIds(task, vocabulary)
+
+
 @pytest.mark.parametrize(
     ("model_type", "byte_fallback", "fold"),
     [("bpe", True, False), ("bpe", False, True), ("unigram", False, False), ("unigram", True, True)],
@@ -380,15 +389,12 @@ def test_sentencepiece_gives_same_ids_for_nasty_texts(model_type, byte_fallback,
     size = 302 if byte_fallback else 45
     tokenizer = SentencePieceTokenizer(train_sentencepiece(lines * 3, size, model_type, byte_fallback, fold))
     vocabulary = new_vocabulary(tokenizer)
-    dictionary = Dictionary()
-    for symbol in [*vocabulary.symbols, "<mask>"]:
-        dictionary.add_symbol(symbol)
+    symbols = ["<s>", "<pad>", "</s>", "<unk>", *vocabulary.symbols, "<mask>"]
     generator = random.Random(0)
     texts = ["".join(generator.choices(NASTY, k=generator.randrange(10))) for _ in range(1000)]
-    task = SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary)
-    expected = TextIds(task, vocabulary).encode_lines(texts)
+    expected = make_text_ids(vocabulary).encode_lines(texts)
 
-    for name, content in convert_tokenizer(tokenizer.files, dictionary.symbols, 64).items():
+    for name, content in convert_tokenizer(tokenizer.files, symbols, 64).items():
         (tmp_path / name).write_bytes(content)
 
     exported = AutoTokenizer.from_pretrained(tmp_path)
@@ -405,15 +411,13 @@ def test_model_card_mentions_approximate_tokenizer(sources, tmp_path, monkeypatc
 
 
 def assert_exported_tokenizer_gives_same_ids(vocabulary, texts, folder):
-    tokenizer = vocabulary.tokenizer
     symbols = ["<s>", "<pad>", "</s>", "<unk>", *vocabulary.symbols, "<mask>"]
-    for name, content in convert_tokenizer(tokenizer.files, symbols, 64).items():
+    for name, content in convert_tokenizer(vocabulary.tokenizer.files, symbols, 64).items():
         (folder / name).write_bytes(content)
     exported = AutoTokenizer.from_pretrained(folder)
-    for text in texts:
-        text = text.replace(" <mask>", "")
-        (ids,) = tokenizer.encode_ids([text])
-        assert exported(text)["input_ids"] == [0, *vocabulary.table[ids].tolist(), 2], text
+    texts = [*texts, "the\nfilm\n\n the plot"]
+    for text, ids in zip(texts, make_text_ids(vocabulary).encode_lines(texts), strict=True):
+        assert exported(text)["input_ids"] == [0, *ids.tolist()], text
     assert exported.mask_token_id == len(symbols) - 1
     assert exported.pad_token_id == 1
     assert exported("a", "b")["input_ids"].count(2) == 3
@@ -429,7 +433,7 @@ def test_gpt2_tokenizer_gives_same_ids(tmp_path):
         "vocab.bpe": ("#version\n" + "".join(f"{left} {right}\n" for left, right in merges)).encode(),
     }
     vocabulary = new_vocabulary(make_tokenizer("gpt2", files))
-    assert_exported_tokenizer_gives_same_ids(vocabulary, [*TEXTS[:3], " the plot"], tmp_path)
+    assert_exported_tokenizer_gives_same_ids(vocabulary, TEXTS[:3], tmp_path)
 
 
 def test_bpe_dropout_is_switched_off(sources, copy_source, tmp_path):
