@@ -119,12 +119,13 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     notes = _note_unused_tensors(tensors, names, directory)
     pooling = choose_pooling(pooling, has_head, notes)
 
-    vocabulary = read_vocabulary(directory, sizes.vocabulary, config)
+    vocabulary = read_vocabulary(directory, sizes.vocabulary)
 
     parameters = as_float32({name.fairseq: tensors[name.hugging_face] for name in names})
-    unused_rows = vocabulary.order[PAD] + 1  # RoBERTa counts positions from the id of the padding
-    if bert:
-        unused_rows = 0
+    unused_rows = 0
+    if not bert:  # RoBERTa counts positions from the id of the padding
+        _check_padding(config, vocabulary.order[PAD], directory)
+        unused_rows = vocabulary.order[PAD] + 1
     _convert_positions(parameters, tensors, unused_rows, sizes, directory)
     if has_head and not config.get("tie_word_embeddings", True):
         options["untie_weights_roberta"] = True
@@ -132,6 +133,15 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
     _reorder_symbols(parameters, vocabulary)
     return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes, pooling)
+
+
+def _check_padding(config: dict[str, Any], padding: int, directory: Path) -> None:
+    """Raise InputError if config.json has another id for the padding than the tokenizer, whose id is `padding`."""
+    stated = config.get("pad_token_id")
+    if stated is not None and stated != padding:
+        raise InputError(
+            f"{directory}: pad_token_id in {CONFIG} must be {padding}, the tokenizer's padding, got {stated}"
+        )
 
 
 def _checkpoint_advice(directory: Path) -> str:

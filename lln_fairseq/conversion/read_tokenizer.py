@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.conversion import tokenizer_json
-from lln_fairseq.conversion.directory import CONFIG
 from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.special_symbols import MASK, PAD, SPECIAL_SYMBOLS
+from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
 from lln_fairseq.data.tokenizers import TOKENIZER_FILES, make_tokenizer
 from lln_fairseq.data.vocabulary import Vocabulary
 from lln_fairseq.errors import InputError, first_line
@@ -39,7 +38,7 @@ class SourceVocabulary:
     files: dict[str, bytes]
 
 
-def read_vocabulary(directory: Path, rows: int, config: Mapping[str, Any]) -> SourceVocabulary:
+def read_vocabulary(directory: Path, rows: int) -> SourceVocabulary:
     """Read the tokenizer in a directory with transformers' AutoTokenizer, and write it as a tokenizer.json.
 
     Among the added tokens, only fairseq's special symbols stay special, because data_prep has no symbols for other
@@ -48,21 +47,15 @@ def read_vocabulary(directory: Path, rows: int, config: Mapping[str, Any]) -> So
     Args:
         directory: the Hugging Face directory.
         rows: the number of rows of the embedding. A row that belongs to no token gets a symbol that no text uses.
-        config: the content of config.json.
 
     Raises:
-        InputError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, a
-            token's id has no row in the embedding, or the padding contradicts config.json.
+        InputError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, or a
+            token's id has no row in the embedding.
     """
     tokenizer = _load_tokenizer(directory)
     ids = tokenizer.get_vocab()
     _check_ids_in_embedding(ids, rows, directory)
     special_ids = _special_ids(ids, directory)
-    padding = config.get("pad_token_id")
-    if padding is not None and padding != special_ids[PAD]:
-        raise InputError(
-            f"{directory}: pad_token_id in {CONFIG} must be {special_ids[PAD]}, the tokenizer's padding, got {padding}"
-        )
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     fairseq_names: set[str] = set()
     for names in tokenizer_json.SPECIAL.values():

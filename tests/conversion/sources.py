@@ -35,8 +35,15 @@ CLASSES = {
     "roberta": (RobertaConfig, RobertaForMaskedLM, RobertaModel),
     "xlm-roberta": (XLMRobertaConfig, XLMRobertaForMaskedLM, None),
     "bert": (BertConfig, BertForMaskedLM, BertModel),
+    # as multilingual-e5-small: pad_token_id in config.json is 0, which is <s> in the tokenizer
+    "bert-sentencepiece": (BertConfig, BertForMaskedLM, BertModel),
 }
-TOKENIZERS = {"roberta": RobertaTokenizerFast, "bert": BertTokenizerFast, "xlm-roberta": XLMRobertaTokenizer}
+TOKENIZERS = {
+    "roberta": RobertaTokenizerFast,
+    "bert": BertTokenizerFast,
+    "xlm-roberta": XLMRobertaTokenizer,
+    "bert-sentencepiece": XLMRobertaTokenizer,
+}
 
 
 def make_model(kind, folder, headless=False, **options):
@@ -47,9 +54,15 @@ def make_model(kind, folder, headless=False, **options):
     options = SIZES | options
     if kind == "bert":
         rows = make_word_piece(folder)
+    elif kind == "roberta":
+        rows = make_byte_level_bpe(folder)
+    else:
+        rows = make_sentencepiece(folder)
+    if kind == "bert-sentencepiece":
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "XLMRobertaTokenizer"}))
+    if config_class is BertConfig:
         positions = 40
     else:
-        rows = make_byte_level_bpe(folder) if kind == "roberta" else make_sentencepiece(folder)
         positions = 42  # two of them are not used
         options = ROBERTA_IDS | options
     config = config_class(vocab_size=rows, max_position_embeddings=positions, **options)
