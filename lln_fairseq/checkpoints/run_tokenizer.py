@@ -89,8 +89,9 @@ def directories(checkpoint: str, data: str | None) -> list[Path]:
     checkpoint_directory = Path(checkpoint).parent
     candidates = [checkpoint_directory / FOLDER, checkpoint_directory]
     candidates += [Path(part) for part in split_paths(data or "")[:1]]
-    with_dictionaries = []
-    for directory in candidates:
-        if (directory / "dict.txt").is_file() or (directory / "input0/dict.txt").is_file():
-            with_dictionaries.append(directory)
-    return with_dictionaries
+    return [directory for directory in candidates if has_dictionary(directory)]
+
+
+def has_dictionary(directory: Path) -> bool:
+    """Return True if a directory has dict.txt or input0/dict.txt."""
+    return (directory / "dict.txt").is_file() or (directory / "input0/dict.txt").is_file()

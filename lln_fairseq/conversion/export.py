@@ -61,7 +61,8 @@ def export(
     Args:
         checkpoint: a pre-trained or fine-tuned checkpoint.
         out: the directory to create.
-        data: the data directory with the dictionaries; None takes that of the training run.
+        data: the data directory with the dictionaries; None takes that of the training run or, if that has none, the
+            run's tokenizer directory.
         tokenizer: the directory of the tokenizer; None looks for it near the checkpoint and the data, and exports
             no tokenizer if there is none.
         onnx: also write model.onnx.
@@ -80,7 +81,7 @@ def export(
         check_packages()
     lines = []
     with new_directory(out) as directory:
-        model, task = load_model(str(checkpoint), str(data) if data else None)
+        model, task = load_model(str(checkpoint), str(data) if data else None, dictionaries_only=True)
         head, labels = _classification_head(model, task)
         args = _model_options(model)
         options = attention_options(args.attention, args)

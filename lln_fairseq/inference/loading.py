@@ -1,27 +1,33 @@
 """Load the model of a checkpoint, for every program that does not train."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
 from fairseq.tasks import setup_task
+from fairseq.utils import split_paths
 from torch import Tensor
 
 import lln_fairseq.tasks  # noqa: F401  registers the models, tasks and criterions of this package
 from lln_fairseq.checkpoints.compatibility import check_dictionary, check_labels
 from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, stored_options
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
+from lln_fairseq.checkpoints.run_tokenizer import directories, has_dictionary
 from lln_fairseq.errors import InputError, first_line
 
 
-def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
+def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool = False) -> tuple[Any, Any]:
     """Load a model in evaluation mode, on the GPU if there is one, and set up its task.
 
     Args:
         checkpoint: the checkpoint file.
         data: the data directory of the task; None takes that of the training run, or the checkpoint's own directory for
             a checkpoint of `lln-fairseq convert`.
+        dictionaries_only: the task is used only for its dictionaries. If the data directory of the training run has
+            none, because the run was moved, they are read from the run's tokenizer directory or the checkpoint's
+            directory. This has no effect if `data` is given.
 
     Returns:
         The model and the task.
@@ -41,6 +47,8 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     directory = os.path.dirname(os.path.abspath(checkpoint))
     if data is None and task_config.data == "." and os.path.isfile(os.path.join(directory, "dict.txt")):
         task_config.data = directory
+    elif data is None and dictionaries_only:
+        task_config.data = _find_dictionaries(checkpoint, task_config.data)
     task = setup_task(task_config, from_checkpoint=True)
     check_dictionary(state, task, checkpoint)
     check_labels(state, task, checkpoint)
@@ -54,6 +62,14 @@ def load_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     if torch.cuda.is_available():
         model = model.cuda()
     return model, task
+
+
+def _find_dictionaries(checkpoint: str, training_data: str) -> str:
+    """Return `training_data` if it has dictionaries or no directory does, or else the first directory that has some."""
+    places = directories(checkpoint, training_data)
+    if not places or has_dictionary(Path(split_paths(training_data)[0])):
+        return training_data
+    return str(places[0])
 
 
 def require_finite(outputs: Tensor, input_name: str) -> None:

@@ -36,7 +36,8 @@ def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
 
     1. for a fine-tuned teacher, the folder `tokenizer` next to the checkpoint, if it has them;
     2. for a checkpoint that `lln-fairseq convert` wrote, the directory of the checkpoint;
-    3. the data directory that the checkpoint names.
+    3. the data directory that the checkpoint names;
+    4. the folder `tokenizer` next to the checkpoint, or the directory of the checkpoint.
 
     Args:
         path: the teacher's checkpoint
@@ -53,7 +54,7 @@ def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
             task_data = str(data)
         elif (path.parent / FOLDER / "input0/dict.txt").is_file():
             task_data = str(path.parent / FOLDER)
-    model, task = load_model(str(path), task_data)
+    model, task = load_model(str(path), task_data, dictionaries_only=True)
     if is_finetuned(task_name):
         classes = len(label_names(task))
         if not task.cfg.regression_target and classes != task.cfg.num_classes:

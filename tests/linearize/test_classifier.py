@@ -490,8 +490,7 @@ def test_classifier_predicts_and_is_exported(tmp_path, monkeypatch, capsys):
 
     assert main(["predict", str(tmp_path / "out" / "model.pt"), "--input", str(text)]) == 0
     assert re.search(r"^(not_)?entailment\t0\.\d+$", capsys.readouterr().out, re.MULTILINE)
-    tokenizer = str(tmp_path / "out" / "tokenizer")
-    assert main(["export", str(tmp_path / "out" / "model.pt"), str(tmp_path / "hf"), "--data", tokenizer]) == 0
+    assert main(["export", str(tmp_path / "out" / "model.pt"), str(tmp_path / "hf")]) == 0
     assert "LLNRobertaForSequenceClassification" in capsys.readouterr().out
 
 

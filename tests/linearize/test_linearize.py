@@ -129,6 +129,15 @@ def test_named_layer_of_an_encoder_keeps_softmax(teacher, tmp_path, capsys):
     assert torch.equal(features_of(tmp_path / "all" / "model.pt"), features(teacher_model))
 
 
+def test_teacher_needs_no_data_of_its_own(teacher, tmp_path):
+    path, data = teacher
+    moved = data.rename(tmp_path / "moved")
+    try:
+        assert run(path, moved, tmp_path / "out", *SHORT) == 0
+    finally:
+        moved.rename(data)
+
+
 def test_finished_run_rejects_changed_settings_but_takes_a_second_stage(teacher, tmp_path, monkeypatch, capsys):
     path, data = teacher
     out = tmp_path / "out"
