@@ -115,7 +115,8 @@ class Linearization:
         self.softmax_layers = softmax_layers.parse_layers(args.softmax_layers, len(layers), args.attention)
         self.encoder: ImportedEncoder | None = None
         if not self.is_finetuned:
-            self.encoder = read_fairseq_checkpoint(args.teacher)
+            dictionary = teacher.find_dictionary(args.teacher, self.task)
+            self.encoder = read_fairseq_checkpoint(args.teacher, dictionary)
         positions = self.model.max_positions()
         if self.has_rows:
             positions = min(positions, self.task.max_positions())

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 from fairseq.models.roberta import RobertaModel
+from fairseq.utils import split_paths
 from omegaconf import OmegaConf
 
 from lln_fairseq.checkpoints.compatibility import dictionary_hash, is_finetuned, label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from lln_fairseq.checkpoints.run_tokenizer import FOLDER, save_tokenizer
+from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories, save_tokenizer
 from lln_fairseq.conversion.convert import CHECKPOINT, checkpoint_at_update_0
 from lln_fairseq.conversion.directory import write_large
+from lln_fairseq.conversion.encoder import DICTIONARY
 from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
@@ -60,6 +62,20 @@ def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
         if not task.cfg.regression_target and classes != task.cfg.num_classes:
             raise InputError(f"{path} has {task.cfg.num_classes} classes, but {task.cfg.data} has {classes} labels")
     return _with_pluggable_attention(model, task), task
+
+
+def find_dictionary(path: Path, task: Any) -> Path | None:
+    """Return the dictionary in the task's data, or None if there is one in `tokenizer` or next to the checkpoint.
+
+    A checkpoint of fairseq-train has only the one in the data.
+
+    Args:
+        path: the checkpoint of a pre-trained teacher
+        task: the teacher's task
+    """
+    if directories(str(path), None):
+        return None
+    return Path(split_paths(task.cfg.data)[0]) / DICTIONARY
 
 
 def is_task_data(data: Path) -> bool:

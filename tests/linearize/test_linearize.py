@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from fairseq.data import Dictionary
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion.convert import convert
@@ -136,6 +137,17 @@ def test_teacher_needs_no_data_of_its_own(teacher, tmp_path):
         assert run(path, moved, tmp_path / "out", *SHORT) == 0
     finally:
         moved.rename(data)
+
+
+def test_teacher_without_dictionary_takes_that_of_its_data(teacher, tmp_path):
+    path, data = teacher
+    (tmp_path / "run").mkdir()
+    checkpoint = shutil.copy(path, tmp_path / "run")  # without the folder tokenizer, as fairseq-train leaves it
+
+    assert run(checkpoint, data, tmp_path / "out", *SHORT) == 0
+
+    symbols = Dictionary.load(str(tmp_path / "out" / "dict.txt")).symbols
+    assert symbols == Dictionary.load(str(data / "dict.txt")).symbols
 
 
 def test_finished_run_rejects_changed_settings_but_takes_a_second_stage(teacher, tmp_path, monkeypatch, capsys):
