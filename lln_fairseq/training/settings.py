@@ -48,6 +48,18 @@ NOT_TRAINABLE = {
     "model.encoder_layers_to_keep": "its checkpoints would record all layers. Set model.encoder_layers instead",
     "model.decoder_layers_to_keep": "its checkpoints would record all layers. Set model.decoder_layers instead",
 }
+# Metrics of fairseq's criterions and of this package's that select the best checkpoint.
+LOWER_IS_BETTER = ("loss", "nll_loss", "ppl")
+HIGHER_IS_BETTER = (
+    "accuracy",
+    "f1",
+    "mcc",
+    "pearson",
+    "spearman",
+    "pearson_spearman",
+    "acc_and_f1",
+    "pearson_and_spearman",
+)
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # fairseq recognizes torchrun by these variables
 
 
@@ -64,6 +76,7 @@ def check_configuration(cfg: Any) -> None:
     if cfg.model is not None:
         check_precision(cfg)
         check_trainable(cfg)
+        check_best_metric(cfg)
 
 
 def check_training(cfg: Any) -> None:
@@ -99,6 +112,22 @@ def check_trainable(cfg: Any) -> None:
     mask_prob = getattr(cfg.task, "mask_prob", None)
     if mask_prob is not None and not 0 < mask_prob < 1:
         raise InputError(f"task.mask_prob must be more than 0 and less than 1, got {mask_prob}")
+
+
+def check_best_metric(cfg: Any) -> None:
+    """Raise InputError if the checkpoint with the worst score would be saved as checkpoint_best.pt.
+
+    A metric that is in neither LOWER_IS_BETTER nor HIGHER_IS_BETTER is accepted, and any metric without validation.
+    """
+    metric = cfg.checkpoint.best_checkpoint_metric
+    maximize = cfg.checkpoint.maximize_best_checkpoint_metric
+    if cfg.dataset.disable_validation:
+        return
+    option = "--maximize-best-checkpoint-metric (checkpoint.maximize_best_checkpoint_metric)"
+    if metric in LOWER_IS_BETTER and maximize:
+        raise InputError(f"{option} must be false for {metric} (checkpoint.best_checkpoint_metric), got true")
+    if metric in HIGHER_IS_BETTER and not maximize:
+        raise InputError(f"{option} must be true for {metric} (checkpoint.best_checkpoint_metric), got false")
 
 
 def check_attention(cfg: Any) -> None:

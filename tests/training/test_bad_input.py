@@ -11,9 +11,10 @@ import pytest
 import torch
 from fairseq.trainer import Trainer
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 from lln_fairseq.errors import InputError, exit_with_one_line
-from lln_fairseq.training.settings import TORCHRUN, check_devices
+from lln_fairseq.training.settings import TORCHRUN, check_best_metric, check_devices
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 from tests.training.conftest import RUN_OPTIONS
 
@@ -170,6 +171,20 @@ def test_number_out_of_range_is_rejected(option, value, message, corpus, tmp_pat
     with pytest.raises(InputError, match=message):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, option, value)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
+
+
+def check_metric(metric, maximize):
+    """Call check_best_metric with the checkpoint options of a recipe."""
+    checkpoint = {"best_checkpoint_metric": metric, "maximize_best_checkpoint_metric": maximize}
+    check_best_metric(OmegaConf.create({"checkpoint": checkpoint, "dataset": {"disable_validation": False}}))
+
+
+@pytest.mark.parametrize(("metric", "maximize"), [("loss", True), ("ppl", True), ("accuracy", False), ("mcc", False)])
+def test_best_checkpoint_must_not_be_the_worst(metric, maximize):
+    check_metric(metric, not maximize)
+    expected, given = ("false", "true") if maximize else ("true", "false")
+    with pytest.raises(InputError, match=rf"must be {expected} for {metric} .*, got {given}"):
+        check_metric(metric, maximize)
 
 
 def test_fp16_and_amp_exclude_each_other(corpus, tmp_path, monkeypatch):
