@@ -48,7 +48,7 @@ NOT_TRAINABLE = {
     "model.encoder_layers_to_keep": "its checkpoints would record all layers. Set model.encoder_layers instead",
     "model.decoder_layers_to_keep": "its checkpoints would record all layers. Set model.decoder_layers instead",
 }
-# Metrics of fairseq's criterions and of this package's that select the best checkpoint.
+# Metrics that select the best checkpoint, of fairseq's criterions and of this package's.
 LOWER_IS_BETTER = ("loss", "nll_loss", "ppl")
 HIGHER_IS_BETTER = (
     "accuracy",
@@ -60,6 +60,9 @@ HIGHER_IS_BETTER = (
     "acc_and_f1",
     "pearson_and_spearman",
 )
+# The metrics that the criterion lln_sentence_prediction logs in validation. It logs f1 only if there are two classes.
+CLASSIFICATION_METRICS = ["loss", "accuracy", "mcc", "f1"]
+REGRESSION_METRICS = ["loss", "pearson", "spearman", "pearson_spearman"]
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # fairseq recognizes torchrun by these variables
 
 
@@ -115,19 +118,40 @@ def check_trainable(cfg: Any) -> None:
 
 
 def check_best_metric(cfg: Any) -> None:
-    """Raise InputError if the checkpoint with the worst score would be saved as checkpoint_best.pt.
+    """Raise InputError if the metric does not exist, or the checkpoint with the worst score would be saved as the best.
 
-    A metric that is in neither LOWER_IS_BETTER nor HIGHER_IS_BETTER is accepted, and any metric without validation.
+    Whether the metric exists is checked only for the criterion lln_sentence_prediction. Other criterions may log
+    metrics that are in neither LOWER_IS_BETTER nor HIGHER_IS_BETTER. Without validation, nothing is checked.
     """
     metric = cfg.checkpoint.best_checkpoint_metric
     maximize = cfg.checkpoint.maximize_best_checkpoint_metric
     if cfg.dataset.disable_validation:
         return
+    if getattr(cfg.criterion, "_name", None) == "lln_sentence_prediction":
+        check_sentence_prediction_metric(cfg)
     option = "--maximize-best-checkpoint-metric (checkpoint.maximize_best_checkpoint_metric)"
     if metric in LOWER_IS_BETTER and maximize:
         raise InputError(f"{option} must be false for {metric} (checkpoint.best_checkpoint_metric), got true")
     if metric in HIGHER_IS_BETTER and not maximize:
         raise InputError(f"{option} must be true for {metric} (checkpoint.best_checkpoint_metric), got false")
+
+
+def check_sentence_prediction_metric(cfg: Any) -> None:
+    """Raise InputError if the criterion lln_sentence_prediction does not log the metric that selects the checkpoint."""
+    metric = cfg.checkpoint.best_checkpoint_metric
+    if cfg.criterion.regression_target:
+        names = REGRESSION_METRICS
+        kind = "a regression"
+    else:
+        names = CLASSIFICATION_METRICS.copy()
+        kind = f"{cfg.task.num_classes} classes"
+        if cfg.task.num_classes != 2:
+            names.remove("f1")
+    if metric not in names:
+        raise InputError(
+            f"--best-checkpoint-metric (checkpoint.best_checkpoint_metric) must be one of {', '.join(names)} for "
+            f"{kind}, got {metric}"
+        )
 
 
 def check_attention(cfg: Any) -> None:

@@ -173,18 +173,44 @@ def test_number_out_of_range_is_rejected(option, value, message, corpus, tmp_pat
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
 
 
-def check_metric(metric, maximize):
-    """Call check_best_metric with the checkpoint options of a recipe."""
-    checkpoint = {"best_checkpoint_metric": metric, "maximize_best_checkpoint_metric": maximize}
-    check_best_metric(OmegaConf.create({"checkpoint": checkpoint, "dataset": {"disable_validation": False}}))
+def check_metric(metric, maximize, criterion="lln_sentence_prediction", classes=2, regression=False):
+    """Call check_best_metric with these options of a recipe."""
+    check_best_metric(
+        OmegaConf.create(
+            {
+                "checkpoint": {"best_checkpoint_metric": metric, "maximize_best_checkpoint_metric": maximize},
+                "criterion": {"_name": criterion, "regression_target": regression},
+                "dataset": {"disable_validation": False},
+                "task": {"num_classes": classes},
+            }
+        )
+    )
 
 
 @pytest.mark.parametrize(("metric", "maximize"), [("loss", True), ("ppl", True), ("accuracy", False), ("mcc", False)])
 def test_best_checkpoint_must_not_be_the_worst(metric, maximize):
-    check_metric(metric, not maximize)
+    check_metric(metric, not maximize, "sentence_prediction")
     expected, given = ("false", "true") if maximize else ("true", "false")
     with pytest.raises(InputError, match=rf"must be {expected} for {metric} .*, got {given}"):
-        check_metric(metric, maximize)
+        check_metric(metric, maximize, "sentence_prediction")
+
+
+@pytest.mark.parametrize(
+    ("metric", "classes", "regression", "message"),
+    [
+        ("acc", 2, False, "loss, accuracy, mcc, f1 for 2 classes, got acc"),
+        ("f1", 3, False, "loss, accuracy, mcc for 3 classes, got f1"),
+        ("accuracy", 1, True, "loss, pearson, spearman, pearson_spearman for a regression, got accuracy"),
+    ],
+)
+def test_metric_that_is_not_logged_is_rejected(metric, classes, regression, message):
+    with pytest.raises(InputError, match=f"must be one of {message}"):
+        check_metric(metric, maximize=True, classes=classes, regression=regression)
+
+
+@pytest.mark.parametrize(("metric", "regression"), [("f1", False), ("mcc", False), ("pearson_spearman", True)])
+def test_metric_that_is_logged_is_accepted(metric, regression):
+    check_metric(metric, maximize=True, regression=regression)
 
 
 def test_fp16_and_amp_exclude_each_other(corpus, tmp_path, monkeypatch):
