@@ -102,6 +102,7 @@ MASKED_LM = split_options("--task lln_masked_lm --criterion masked_lm --tokens-p
 CLASSIFICATION = split_options("""
     --task lln_sentence_prediction --criterion sentence_prediction --num-classes 2 --init-token 0 --max-positions 64
 """)
+SCORED_CLASSIFICATION = (*CLASSIFICATION, "--criterion", "lln_sentence_prediction", *LLN)
 
 
 def train(monkeypatch, log, data, save_dir, *options):

@@ -111,15 +111,25 @@ def count_cut_rows(dataset: Any) -> int:
 
     `dataset` is that of this package's or fairseq's task, as `load_dataset` returns it.
     """
-    samples = dataset
-    if isinstance(dataset, SortDataset):
-        samples = dataset.dataset
+    samples = _without_order(dataset)
     is_cut = np.zeros(len(samples), dtype=bool)
     for name in ("net_input.src_tokens", "net_input.other_tokens"):
         lines = getattr(samples.defn.get(name), "dataset", None)
         if isinstance(lines, TruncateDataset):  # or fairseq's RandomCropDataset, which is derived from it
             is_cut |= np.asarray(lines.dataset.sizes) > lines.truncation_length
     return int(is_cut.sum())
+
+
+def has_targets(dataset: Any) -> bool:
+    """Return True if the rows of a split have targets. `dataset` is as for `count_cut_rows`."""
+    return "target" in _without_order(dataset).defn
+
+
+def _without_order(dataset: Any) -> NestedDictionaryDataset:
+    """Return the samples of a split in the order of its files."""
+    if isinstance(dataset, SortDataset):
+        return dataset.dataset
+    return dataset
 
 
 def read_labels(task: Any, split: str, combine: bool) -> Any:

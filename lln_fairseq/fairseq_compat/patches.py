@@ -100,6 +100,9 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     """
     settings.split_global_batch(trainer.cfg)
     settings.check_training(trainer.cfg)
+    dataset = trainer.cfg.dataset
+    if isinstance(trainer.task, HookedTask) and not dataset.disable_validation:
+        trainer.task.check_validation_splits(dataset.valid_subset.split(","))
     wandb.check_wandb(trainer.cfg)
     run_state = load_run_checkpoint(cfg)
     check_same_run(trainer.cfg, run_state)

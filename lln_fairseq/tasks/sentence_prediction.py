@@ -4,6 +4,7 @@ The task can also encode the inputs of a pair separately (two_towers), leave out
 """
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from omegaconf.errors import InterpolationKeyError
 
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
-from lln_fairseq.data.sentence_inputs import count_cut_rows, make_samples, read_inputs, read_labels
+from lln_fairseq.data.sentence_inputs import count_cut_rows, has_targets, make_samples, read_inputs, read_labels
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.training.hooked_task import HookedTask, require_files
@@ -149,6 +150,15 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
             dataset = SortDataset(dataset, sort_order=[random_order])
         self.datasets[split] = dataset
         return dataset
+
+    def check_validation_splits(self, splits: Sequence[str]) -> None:
+        """Raise InputError if a split, which must be loaded, has no labels."""
+        for split in splits:
+            if not has_targets(self.dataset(split)):
+                raise InputError(
+                    f"--valid-subset (dataset.valid_subset) must name splits with labels, but split '{split}' of "
+                    f"{self.cfg.data} has none: leave it out"
+                )
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build the model, after setting cfg.two_towers in place to the task's option two_towers.

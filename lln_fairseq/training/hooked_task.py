@@ -4,6 +4,7 @@ The hooks make runs resume exactly, write layer scalars and probe measurements t
 sequences across workers.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ class HookedTask(FairseqTask):
             if not str(error):  # an assertion without a message is a bug, not a damaged file
                 raise
             raise InputError(f"cannot load split '{split}' of {self.cfg.data}: {error}") from error
+
+    def check_validation_splits(self, splits: Sequence[str]) -> None:
+        """Raise InputError if a split that is loaded cannot be used for validation. Called before training."""
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return an iterator over the batches of each epoch.

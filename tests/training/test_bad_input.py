@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.errors import InputError, exit_with_one_line
 from lln_fairseq.training.settings import TORCHRUN, check_best_metric, check_devices
-from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
+from tests.fairseq_runs import LLN, MASKED_LM, SCORED_CLASSIFICATION, make_classification, make_corpus, train
 from tests.training.conftest import RUN_OPTIONS
 
 
@@ -45,6 +45,15 @@ def test_damaged_data_is_rejected(tmp_path, monkeypatch):
     (data / "valid.idx").write_text("")
     with pytest.raises(InputError, match=r"cannot load split 'valid' .*doesn't match expected format"):
         train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *RUN_OPTIONS)
+
+
+def test_validation_split_without_labels_is_rejected(tmp_path, monkeypatch):
+    data = make_classification(tmp_path / "data", sizes=(("train", 60), ("valid", 11), ("test", 7)))
+    for suffix in ("bin", "idx"):
+        (data / "label" / f"test.{suffix}").unlink()
+    options = (*SCORED_CLASSIFICATION, "--valid-subset", "valid,test")
+    with pytest.raises(InputError, match=r"valid_subset.* must name splits with labels, but split 'test' .* has none"):
+        train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *options)
 
 
 def test_save_dir_that_cannot_be_written_is_rejected(corpus, tmp_path, monkeypatch):

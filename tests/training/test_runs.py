@@ -21,6 +21,7 @@ from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
     MASKED_LM,
+    SCORED_CLASSIFICATION,
     WORDS,
     make_classification,
     make_corpus,
@@ -28,8 +29,6 @@ from tests.fairseq_runs import (
     train,
     write_scores,
 )
-
-SCORED_CLASSIFICATION = (*CLASSIFICATION, "--criterion", "lln_sentence_prediction", *LLN)
 
 
 def test_validation_metrics_agree_with_fairseq(task_data, tmp_path, monkeypatch):
