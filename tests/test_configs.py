@@ -117,6 +117,14 @@ def test_glue_files_agree_with_tasks(file, composed):
     assert config.checkpoint.save_dir == f"runs/{file}_lln_diag"
 
 
+@pytest.mark.parametrize("interval", [0, 50])
+def test_finetuning_saves_after_every_validation(interval, composed):
+    """With an interval of 0, it validates and saves only at the end of an epoch."""
+    config = composed("finetune", f"dataset.validate_interval_updates={interval}")
+    assert config.checkpoint.save_interval_updates == interval
+    assert config.checkpoint.keep_interval_updates == 1
+
+
 def test_small_recipe_replaces_schedule_of_task(composed):
     config = composed("finetune", "glue=rte", "recipe=small")
     assert config.task.warmup_fraction == 0.1

@@ -80,6 +80,7 @@ def check_configuration(cfg: Any) -> None:
         check_precision(cfg)
         check_trainable(cfg)
         check_best_metric(cfg)
+        check_patience(cfg)
 
 
 def check_training(cfg: Any) -> None:
@@ -152,6 +153,26 @@ def check_sentence_prediction_metric(cfg: Any) -> None:
             f"--best-checkpoint-metric (checkpoint.best_checkpoint_metric) must be one of {', '.join(names)} for "
             f"{kind}, got {metric}"
         )
+
+
+def check_patience(cfg: Any) -> None:
+    """Raise InputError if early stopping would count validations after which fairseq saves no checkpoint.
+
+    The model with the best score would then be lost. Intervals are checked both in updates and in epochs.
+    """
+    if cfg.checkpoint.patience <= 0 or cfg.dataset.disable_validation:
+        return
+    for unit in ("_updates", ""):
+        validate_interval = cfg.dataset[f"validate_interval{unit}"]
+        save_interval = cfg.checkpoint[f"save_interval{unit}"]
+        if validate_interval <= 0:
+            continue
+        if save_interval == 0 or validate_interval % save_interval:
+            raise InputError(
+                "--patience (checkpoint.patience) needs a checkpoint of every validation: set "
+                f"checkpoint.save_interval{unit} to {validate_interval}, as dataset.validate_interval{unit}, got "
+                f"{save_interval}"
+            )
 
 
 def check_attention(cfg: Any) -> None:

@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from lln_fairseq.errors import InputError, exit_with_one_line
-from lln_fairseq.training.settings import TORCHRUN, check_best_metric, check_devices
+from lln_fairseq.training.settings import TORCHRUN, check_best_metric, check_devices, check_patience
 from tests.fairseq_runs import LLN, MASKED_LM, SCORED_CLASSIFICATION, make_classification, make_corpus, train
 from tests.training.conftest import RUN_OPTIONS
 
@@ -220,6 +220,41 @@ def test_metric_that_is_not_logged_is_rejected(metric, classes, regression, mess
 @pytest.mark.parametrize(("metric", "regression"), [("f1", False), ("mcc", False), ("pearson_spearman", True)])
 def test_metric_that_is_logged_is_accepted(metric, regression):
     check_metric(metric, maximize=True, regression=regression)
+
+
+def check_intervals(updates, epochs, patience=3):
+    """Call check_patience with pairs of intervals between validations and between checkpoints."""
+    check_patience(
+        OmegaConf.create(
+            {
+                "checkpoint": {"patience": patience, "save_interval_updates": updates[1], "save_interval": epochs[1]},
+                "dataset": {
+                    "disable_validation": False,
+                    "validate_interval_updates": updates[0],
+                    "validate_interval": epochs[0],
+                },
+            }
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("updates", "epochs", "message"),
+    [
+        ((50, 0), (1, 1), r"set checkpoint\.save_interval_updates to 50, .* got 0"),
+        ((500, 5000), (1, 1), r"set checkpoint\.save_interval_updates to 500, .* got 5000"),
+        ((0, 0), (1, 2), r"set checkpoint\.save_interval to 1, .* got 2"),
+    ],
+)
+def test_patience_needs_a_checkpoint_of_every_validation(updates, epochs, message):
+    with pytest.raises(InputError, match=message):
+        check_intervals(updates, epochs)
+    check_intervals(updates, epochs, patience=-1)
+
+
+@pytest.mark.parametrize("updates", [(0, 0), (0, 5000), (50, 50), (50, 25)])
+def test_patience_accepts_a_checkpoint_of_every_validation(updates):
+    check_intervals(updates, epochs=(1, 1))
 
 
 def test_fp16_and_amp_exclude_each_other(corpus, tmp_path, monkeypatch):

@@ -24,6 +24,8 @@ PRECISIONS = [
     ("--bf16", "--fp16-no-flatten-grads", "--optimizer", "nag"),
     ("--store-ema", "--ema-fp32", "--ema-update-freq", 2, "--ema-decay", 0.9),
 ]
+# Validate and save after every update.
+EVERY_UPDATE = ("--validate-interval-updates", 1, "--save-interval-updates", 1)
 
 
 def assert_same_tensors(actual, expected):
@@ -68,7 +70,7 @@ def test_stock_fairseq_forgets_float32_parameters_of_fp16(corpus, tmp_path, monk
 
 
 def test_patience_survives_interruption(corpus, tmp_path, monkeypatch):
-    run_options = (*MASKED_LM, *LLN, "--lr", 0, "--patience", 3, "--validate-interval-updates", 1)
+    run_options = (*MASKED_LM, *LLN, "--lr", 0, "--patience", 3, *EVERY_UPDATE)
 
     train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options, "--max-update", 2)
     log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *run_options, "--max-update", 9)
@@ -80,7 +82,7 @@ def test_patience_survives_interruption(corpus, tmp_path, monkeypatch):
     ("limit", "reason"),
     [
         (
-            ("--lr", 0, "--patience", 2, "--validate-interval-updates", 1),
+            ("--lr", 0, "--patience", 2, *EVERY_UPDATE),
             "stopped early at update 3, without a better score in 2 validations",
         ),
         (("--max-epoch", 1), "3 updates in 1 epochs"),
