@@ -22,8 +22,6 @@ class LLNLanguageModelingConfig(TrainingOptions, LanguageModelingConfig):
 class LLNLanguageModelingTask(TextTask, LanguageModelingTask):
     """The task lln_language_modeling: predict every token from the tokens before it."""
 
-    too_long_advice = "with --sample-break-mode none or --shorten-method truncate"
-
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> "LLNLanguageModelingTask":
         """Set up the task.
@@ -58,3 +56,10 @@ class LLNLanguageModelingTask(TextTask, LanguageModelingTask):
             with data_utils.numpy_seed(self.cfg.seed):
                 random_order = np.random.permutation(len(dataset))
             self.datasets[split] = SortDataset(dataset, sort_order=[random_order, dataset.sizes])
+
+    def too_long_advice(self, limit: int) -> str:
+        """Return the options with which no sample has more than `limit` tokens."""
+        return (
+            f"set --tokens-per-sample (task.tokens_per_sample) to {limit} with --sample-break-mode none or "
+            "--shorten-method truncate"
+        )

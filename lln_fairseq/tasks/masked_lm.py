@@ -27,8 +27,6 @@ class LLNMaskedLMTask(TextTask, MaskedLMTask):
     the next sample. So no text is lost, unless shorten_method truncates the line.
     """
 
-    too_long_advice = "or raise --max-positions (model.max_positions)"
-
     @classmethod
     def setup_task(cls, cfg: LLNMaskedLMConfig, **kwargs: Any) -> "LLNMaskedLMTask":
         """Set up the task.
@@ -41,6 +39,13 @@ class LLNMaskedLMTask(TextTask, MaskedLMTask):
         if cfg.tokens_per_sample < 3:  # <s>, and the two tokens that SplitLines needs for a piece of a line
             raise InputError(f"tokens_per_sample must be at least 3, got {cfg.tokens_per_sample}")
         return super().setup_task(cfg, **kwargs)
+
+    def too_long_advice(self, limit: int) -> str:
+        """Return the options with which no sample has more than `limit` tokens, or more are allowed."""
+        return (
+            f"set --tokens-per-sample (task.tokens_per_sample) to {limit} or raise --max-positions "
+            "(model.max_positions)"
+        )
 
     def padding_advice(self) -> str:
         """Return a text for the user that names options which reduce padding.

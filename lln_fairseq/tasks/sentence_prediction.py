@@ -177,6 +177,13 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
             raise InputError("two_towers needs a model of this package: --arch lln_roberta_base (model._name)")
         return model
 
+    def too_long_advice(self, limit: int) -> str:
+        """Return the options with which no sample has more than `limit` tokens, or more are allowed."""
+        return (
+            f"set task.shorten_method=truncate and task.max_positions to at most {limit}, or use a larger "
+            "dataset.max_tokens"
+        )
+
     def padding_advice(self) -> str:
         """Return a text for the user that advises setting task.group_by_length. It is empty if the option is set."""
         if self.cfg.group_by_length:

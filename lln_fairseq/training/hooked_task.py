@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fairseq.tasks import FairseqTask
 
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
@@ -65,23 +66,55 @@ class HookedTask(FairseqTask):
     def check_validation_splits(self, splits: Sequence[str]) -> None:
         """Raise InputError if a split that is loaded cannot be used for validation. Called before training."""
 
-    def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_iterator(
+        self,
+        dataset: Any,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        max_positions: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Return an iterator over the batches of each epoch.
 
         Unlike in fairseq, no rows at the end of a data set are dropped, and every epoch gets new masks. The first call
         with training data logs the padding report.
+
+        Args:
+            dataset: the data set.
+            max_tokens: the maximum number of tokens in a batch, including padding; None means no limit.
+            max_sentences: the maximum number of samples in a batch; None means no limit.
+            max_positions: the maximum number of tokens in a sample; None means no limit.
+            kwargs: passed to fairseq's get_batch_iterator.
+
+        Raises: InputError if a sample has more than max_positions or max_tokens tokens. fairseq would drop it in
+            training and fail in validation.
         """
+        self._require_short_samples(dataset, max_positions, max_tokens)
         # By default, fairseq rounds batch sizes down to a multiple of 8 and drops the remaining rows at the end of a
         # data set, in training and in validation.
         kwargs["required_batch_size_multiple"] = 1
         self.sequence_parallelism.merge_data_shards(kwargs)
-        iterator = super().get_batch_iterator(dataset, *args, **kwargs)
+        iterator = super().get_batch_iterator(dataset, max_tokens, max_sentences, max_positions, **kwargs)
         # Persistent loader processes keep a copy of the data set in its first epoch, so they would mask the same tokens
         # in every epoch.
         iterator.persistent_workers = False
         if dataset is self.datasets.get("train"):
             self.padding_report.log(dataset, iterator.frozen_batches, self.padding_advice())
         return iterator
+
+    def _require_short_samples(self, dataset: Any, *limits: int | None) -> None:
+        """Raise InputError if a sample has more tokens than the lowest of the limits. None means no limit."""
+        longest = int(np.max(dataset.sizes, initial=0))  # most data sets have their sizes in a list of one array
+        limit = min((limit for limit in limits if limit is not None), default=longest)
+        if longest > limit:
+            raise InputError(
+                f"a sample has {longest} tokens, but the model and --max-tokens allow at most {limit}: "
+                f"{self.too_long_advice(limit)}"
+            )
+
+    def too_long_advice(self, limit: int) -> str:
+        """Return the options with which no sample has more than `limit` tokens, for an error message."""
+        return f"shorten the samples to {limit} tokens, or raise --max-tokens (dataset.max_tokens)"
 
     def padding_advice(self) -> str:
         """Return the options that would reduce padding, for the padding report; "" if there are none."""

@@ -39,6 +39,14 @@ def test_only_stock_fairseq_drops_rows(name, scored_rows, tmp_path):
     assert sum(len(batch["target"]) for batch in batches) == scored_rows
 
 
+@pytest.mark.parametrize("limits", [{"max_positions": 20, "max_tokens": None}, {"max_positions": 30, "max_tokens": 20}])
+def test_too_long_rows_are_rejected(limits, tmp_path):
+    task = make_classifier("lln_sentence_prediction", make_classification(tmp_path, sizes=(("train", 60),)))
+    task.load_dataset("train")
+    with pytest.raises(InputError, match=r"a sample has 41 tokens, but .* at most 20: set .*shorten_method=truncate"):
+        task.get_batch_iterator(task.dataset("train"), **limits, ignore_invalid_inputs=True)
+
+
 def test_group_by_length_reduces_padding(tmp_path):
     data = make_classification(tmp_path, sizes=(("train", 160),))
     padding = {}
