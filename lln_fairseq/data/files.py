@@ -2,11 +2,16 @@
 
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+WHOLE_FILE = 64 << 20  # bytes; `data_hash` samples larger .bin files
+CHUNK = 1 << 18  # bytes per sample
+CHUNKS = 64  # samples per file
 
 
 @contextmanager
@@ -80,3 +85,44 @@ def sha256_of(path: Path) -> str:
 def sha256_bytes(data: bytes) -> str:
     """Return the SHA-256 checksum of `data` in lower-case hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
+
+
+def data_hash(directories: list[str], subset: str = "train") -> str:
+    """Return a sha256 of the content of the training data as a hexadecimal string, or "" if there are no files.
+
+    Only files whose names start with `subset` are hashed, such as train.bin and train1.bin. Their names are not part of
+    the hash. In each directory the order is:
+
+    1. .idx files in the directory
+    2. .bin files in the directory
+    3. .idx files in its immediate subdirectories
+    4. .bin files in these subdirectories
+    5. .label files in these subdirectories
+
+    Files of the same kind are sorted by path. If a .bin file has more than 64 MiB, only its size and 64 evenly spaced
+    chunks of 256 KiB are hashed. They include the first and the last bytes.
+    """
+    name = glob.escape(subset)
+    patterns = (f"{name}*.idx", f"{name}*.bin", f"*/{name}*.idx", f"*/{name}*.bin", f"*/{name}*.label")
+    hashes = []
+    for directory in directories:
+        for pattern in patterns:
+            for path in sorted(Path(directory).glob(pattern)):
+                if path.suffix == ".bin" and path.stat().st_size > WHOLE_FILE:
+                    hashes.append(_hash_samples(path))
+                else:
+                    hashes.append(bytes.fromhex(sha256_of(path)))
+    if not hashes:
+        return ""
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def _hash_samples(path: Path) -> bytes:
+    """Return the sha256 of a file's size and of CHUNKS evenly spaced chunks of it."""
+    size = path.stat().st_size
+    sha256 = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for number in range(CHUNKS):
+            file.seek(number * (size - CHUNK) // (CHUNKS - 1))
+            sha256.update(file.read(CHUNK))
+    return sha256.digest()

@@ -14,11 +14,10 @@ from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.conversion.convert import CHECKPOINT
 from lln_fairseq.conversion.directory import write_large
-from lln_fairseq.data.files import atomic_path
+from lln_fairseq.data.files import atomic_path, data_hash, sha256_of
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 from lln_fairseq.linearize.progress_bar import progress_bar
-from lln_fairseq.training.run_identity import data_hash, file_hash
 
 PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
 LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr", "fine-tuning": "--finetune-lr"}  # by stage
@@ -59,7 +58,7 @@ class Progress:
         self.softmax_layers: list[int] | None = None
         self.scores: dict[str, str] = {}
         self.complete = False
-        hashes = {"teacher": file_hash(str(args.teacher)), "data": data_hash([str(args.data)])}
+        hashes = {"teacher": sha256_of(args.teacher), "data": data_hash([str(args.data)])}
         settings = vars(args) | hashes
         self.settings = {key: str(value) for key, value in settings.items() if key != "out"}
         model = args.out / CHECKPOINT

@@ -6,8 +6,6 @@ that the run started from.
 
 import argparse
 import dataclasses
-import glob
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +28,7 @@ from lln_fairseq.checkpoints.config import (
 )
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.saving import LAST
+from lln_fairseq.data.files import data_hash, sha256_of
 from lln_fairseq.errors import InputError
 
 # All options of these groups are compared, except for the options listed here: those may change when a run resumes.
@@ -69,10 +68,6 @@ CLASSES = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}  # the classes o
 NO_LIMIT = "unlimited"
 # If batches are limited by sequences and by tokens, one of these two settings may change.
 TOKEN_LIMITS = {"tokens an update", "dataset.max_tokens"}
-
-WHOLE_FILE = 64 << 20  # bytes; larger .bin files are sampled
-CHUNK = 1 << 18  # bytes per sample
-CHUNKS = 64  # samples per file
 
 
 def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
@@ -159,7 +154,7 @@ def _hash_initial_model(cfg: DictConfig) -> str | None:
         return ""
     if not os.path.isfile(path):
         return None
-    return file_hash(path)
+    return sha256_of(Path(path))
 
 
 def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
@@ -180,60 +175,7 @@ def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
         if isinstance(saved, Mapping):
             options = plain_options(saved.get("checkpoint"))
         return bool(path) != bool(options.get("finetune_from_model"))
-    return os.path.isfile(path) and recorded != file_hash(path)
-
-
-def data_hash(directories: list[str], subset: str = "train") -> str:
-    """Return a sha256 of the content of the training data as a hexadecimal string, or "" if there are no files.
-
-    Only files whose names start with `subset` are hashed, such as train.bin and train1.bin. Their names are not part of
-    the hash. In each directory the order is:
-
-    1. .idx files in the directory
-    2. .bin files in the directory
-    3. .idx files in its immediate subdirectories
-    4. .bin files in these subdirectories
-    5. .label files in these subdirectories
-
-    Files of the same kind are sorted by path. If a .bin file has more than 64 MiB, only its size and 64 evenly spaced
-    chunks of 256 KiB are hashed. They include the first and the last bytes.
-    """
-    name = glob.escape(subset)
-    patterns = (f"{name}*.idx", f"{name}*.bin", f"*/{name}*.idx", f"*/{name}*.bin", f"*/{name}*.label")
-    hashes = []
-    for directory in directories:
-        for pattern in patterns:
-            for path in sorted(Path(directory).glob(pattern)):
-                if path.suffix == ".bin":
-                    hashes.append(_hash_samples(path))
-                else:
-                    hashes.append(_hash_file(path))
-    if not hashes:
-        return ""
-    return hashlib.sha256(b"".join(hashes)).hexdigest()
-
-
-def file_hash(path: str) -> str:
-    """Return the sha256 of a file as a hexadecimal string."""
-    return _hash_file(Path(path)).hex()
-
-
-def _hash_file(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
-def _hash_samples(path: Path) -> bytes:
-    """Return the sha256 of a file's size and sampled chunks. A file of up to WHOLE_FILE bytes is hashed completely."""
-    size = os.path.getsize(path)
-    if size <= WHOLE_FILE:
-        return _hash_file(path)
-    sha256 = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for number in range(CHUNKS):
-            file.seek(number * (size - CHUNK) // (CHUNKS - 1))
-            sha256.update(file.read(CHUNK))
-    return sha256.digest()
+    return os.path.isfile(path) and recorded != sha256_of(Path(path))
 
 
 def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:

@@ -8,8 +8,8 @@ import torch
 from omegaconf import OmegaConf
 
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily, plugin_state
+from lln_fairseq.data import files
 from lln_fairseq.errors import InputError
-from lln_fairseq.training import run_identity
 from lln_fairseq.training.run_identity import changed_settings
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -187,8 +187,8 @@ def test_resume_rejects_exchanged_labels(tmp_path, monkeypatch):
 
 
 def test_hash_of_large_data_covers_size_ends_and_middle(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_identity, "WHOLE_FILE", 1000)
-    monkeypatch.setattr(run_identity, "CHUNK", 10)
+    monkeypatch.setattr(files, "WHOLE_FILE", 1000)
+    monkeypatch.setattr(files, "CHUNK", 10)
     first_of_middle_chunk = (1990 * 31) // 63
     hashes = set()
     for changed_byte in (None, 0, 1999, first_of_middle_chunk):
@@ -196,9 +196,9 @@ def test_hash_of_large_data_covers_size_ends_and_middle(tmp_path, monkeypatch):
         if changed_byte is not None:
             content[changed_byte] = 1
         content.tofile(tmp_path / "train.bin")
-        hashes.add(run_identity.data_hash([str(tmp_path)]))
+        hashes.add(files.data_hash([str(tmp_path)]))
     np.zeros(1999, np.uint8).tofile(tmp_path / "train.bin")
-    hashes.add(run_identity.data_hash([str(tmp_path)]))
+    hashes.add(files.data_hash([str(tmp_path)]))
     assert len(hashes) == 5
 
 
@@ -270,6 +270,6 @@ def test_run_from_restore_file_resumes_with_and_without_initial_model(initial_mo
     run = tmp_path / "restored"
     model = initial_models.a
     start = initial_models.train(run, 2, "--restore-file", model, "--reset-optimizer")
-    assert start == run_identity.file_hash(model)
+    assert start == files.sha256_of(model)
     assert initial_models.train(run, 3) == start
     assert initial_models.train(run, 4, "--finetune-from-model", model) == start
