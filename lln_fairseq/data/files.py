@@ -88,10 +88,10 @@ def sha256_bytes(data: bytes) -> str:
 
 
 def data_hash(directories: list[str], subset: str = "train") -> str:
-    """Return a sha256 of the content of the training data as a hexadecimal string, or "" if there are no files.
+    """Return a sha256 of the content of binarized data as a hexadecimal string, or "" if there are no files.
 
-    Only files whose names start with `subset` are hashed, such as train.bin and train1.bin. Their names are not part of
-    the hash. In each directory the order is:
+    Only files whose names start with `subset` are hashed, such as train.bin and train1.bin; "" means all splits. The
+    names are not part of the hash. In each directory the order is:
 
     1. .idx files in the directory
     2. .bin files in the directory

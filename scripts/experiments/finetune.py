@@ -17,16 +17,15 @@ from pathlib import Path
 
 from lln_fairseq.command import UserError, run_main
 from scripts import glue_table
-from scripts.experiments.settings import check_task, format_override, last_value
+from scripts.experiments.settings import START_MODEL, check_task, format_override, input_hashes, last_value
 from scripts.experiments.steps import train_and_score, training_command
 from scripts.terminal import program_parser
 
 SAVE_DIR = "checkpoint.save_dir"
-START_MODEL = "checkpoint.finetune_from_model"
 
 
 def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> None:
-    """Fine-tune on a task and score the best checkpoint, unless this has been done with the same settings.
+    """Fine-tune on a task and score the best checkpoint, unless this has been done with the same settings and files.
 
     The checkpoint is scored on `valid`, and for MNLI also on `valid1`. Results are written to glue/TASK/seedN next to
     the checkpoint.
@@ -38,17 +37,19 @@ def finetune(task: str, checkpoint: Path, seed: int, overrides: list[str]) -> No
         overrides: further Hydra overrides. checkpoint.save_dir selects another directory.
 
     Raises:
-        UserError: if the task is unknown, the directory contains results of other settings, or training or evaluation
-            fails.
+        UserError: if the task is unknown, the directory contains results of other settings or files, or training or
+            evaluation fails.
     """
     check_task("glue", task)
     out = Path(last_value(SAVE_DIR, overrides) or checkpoint.parent / "glue" / task / f"seed{seed}")
     settings = [f"glue={task}", f"common.seed={seed}", *overrides]
-    command = training_command("finetune", out, format_override(START_MODEL, checkpoint), *settings)
+    start = format_override(START_MODEL, checkpoint)
+    command = training_command("finetune", out, start, *settings)
+    hashes = input_hashes("finetune", f"glue={task}", [start, *settings])
     # The stored path is relative, so that checkpoint and results can be moved together.
     stored_start = format_override(START_MODEL, os.path.relpath(checkpoint, out))
     splits = ("valid1", "valid") if task == "mnli" else ("valid",)
-    train_and_score(f"{task}, seed {seed}", out, command, [stored_start, *settings], splits)
+    train_and_score(f"{task}, seed {seed}", out, command, [stored_start, *settings], hashes, splits)
 
 
 def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:

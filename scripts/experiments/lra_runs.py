@@ -16,7 +16,7 @@ from pathlib import Path
 from lln_fairseq.command import UserError, run_main
 from scripts import lra_table
 from scripts.experiments.finetune import SAVE_DIR, parse_seeds
-from scripts.experiments.settings import check_task, last_value
+from scripts.experiments.settings import check_task, input_hashes, last_value
 from scripts.experiments.steps import train_and_score, training_command
 from scripts.terminal import program_parser
 
@@ -26,7 +26,7 @@ PAPER_TASKS = "text listops retrieval pathfinder image"
 
 
 def train_task(task: str, seed: int, overrides: list[str]) -> None:
-    """Train on a task and score the best checkpoint, unless this has been done with the same settings.
+    """Train on a task and score the best checkpoint, unless this has been done with the same settings and files.
 
     The checkpoint is scored on `valid` and `test`. Results are written to runs/lra/ATTENTION/TASK/seedN.
 
@@ -36,15 +36,16 @@ def train_task(task: str, seed: int, overrides: list[str]) -> None:
         overrides: further Hydra overrides. checkpoint.save_dir selects another directory.
 
     Raises:
-        UserError: if the task is unknown, the directory contains results of other settings, or training or evaluation
-            fails.
+        UserError: if the task is unknown, the directory contains results of other settings or files, or training or
+            evaluation fails.
     """
     check_task("lra", task)
     attention = last_value("attention", overrides) or DEFAULT_ATTENTION
     out = Path(last_value(SAVE_DIR, overrides) or RUNS / attention / task / f"seed{seed}")
     settings = [f"lra={task}", f"common.seed={seed}", f"attention={attention}", *overrides]
     command = training_command("lra", out, *settings)
-    train_and_score(f"{task}, seed {seed}", out, command, settings, ("valid", "test"))
+    hashes = input_hashes("lra", f"lra={task}", settings)
+    train_and_score(f"{task}, seed {seed}", out, command, settings, hashes, ("valid", "test"))
 
 
 def train_all_tasks(args: argparse.Namespace, overrides: list[str]) -> int:

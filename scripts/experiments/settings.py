@@ -2,18 +2,23 @@
 
 import json
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from lln_fairseq.command import UserError
-from lln_fairseq.data.files import write_bytes
+from lln_fairseq.data.files import data_hash, sha256_of, write_bytes
 from lln_fairseq.training.recipes import CONFIGS
 
 SETTINGS_FILE = "settings.json"  # stored next to a result
+HASHES_FILE = "inputs.json"  # stored next to a result: hashes of the files that it was computed from
+START_MODEL = "checkpoint.finetune_from_model"
+DATA = "task.data"
 # Settings that do not change a result: the device, the directory, and the names of the scored splits.
 WITHOUT_EFFECT = ("run=", "checkpoint.save_dir=", "--split=")
 
@@ -47,22 +52,54 @@ def check_task(group: str, task: str) -> None:
         raise UserError(f"no such task: {task} (known: {' '.join(known)})")
 
 
-def save_settings(directory: Path, settings: list[str]) -> None:
-    """Write the settings of a result to DIRECTORY/settings.json. The directory must exist."""
+def input_hashes(stage: str, task: str, overrides: list[str]) -> dict[str, str]:
+    """Return the hashes of the data and of the initial model of a run, keyed by the option that names them.
+
+    An input that does not exist has no hash.
+
+    Args:
+        stage: name of the recipe, such as "finetune".
+        task: the override that selects the task, such as "glue=sst2".
+        overrides: all overrides of the run.
+    """
+    data = last_value(DATA, overrides)
+    if not data:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Hydra warns about version_base 1.1, which fairseq needs
+            with initialize_config_dir(str(CONFIGS), version_base="1.1"):
+                data = compose(stage, [task]).task.data
+    start = Path(last_value(START_MODEL, overrides))
+    hashes = {}
+    content = data_hash([data], subset="")
+    if content:
+        hashes[DATA] = content
+    if start.is_file():
+        hashes[START_MODEL] = sha256_of(start)
+    return hashes
+
+
+def save_settings(directory: Path, settings: list[str], hashes: Mapping[str, str]) -> None:
+    """Write the settings of a result to DIRECTORY/settings.json, and the hashes of its inputs to DIRECTORY/inputs.json.
+
+    The directory must exist.
+    """
     write_bytes(directory / SETTINGS_FILE, (json.dumps(settings, indent=1) + "\n").encode())
+    write_bytes(directory / HASHES_FILE, (json.dumps(hashes, indent=1) + "\n").encode())
 
 
-def is_complete(result: Path, settings: list[str]) -> bool:
-    """Return True if a result file exists, and compare its settings with those of the present run.
+def is_complete(result: Path, settings: list[str], hashes: Mapping[str, str]) -> bool:
+    """Return True if a result file exists, and compare its settings and inputs with those of the present run.
 
-    The settings are read from settings.json next to the result. If there is no such file, they are not compared.
+    They are read from settings.json and inputs.json next to the result. If there is no such file, they are not
+    compared. An input without a hash in one of the runs is not compared either.
 
     Args:
         result: the result file.
         settings: the settings of the present run.
+        hashes: the result of `input_hashes` for the present run.
 
     Raises:
-        UserError: if the result exists and was computed with other settings.
+        UserError: if the result exists and was computed with other settings or inputs.
     """
     if not result.is_file():
         return False
@@ -70,6 +107,15 @@ def is_complete(result: Path, settings: list[str]) -> bool:
     if stored.is_file():
         before = json.loads(stored.read_text())
         check_settings(f"{result.parent} holds a result", before, settings, "checkpoint.save_dir")
+    stored = result.with_name(HASHES_FILE)
+    if stored.is_file():
+        hashes_before = json.loads(stored.read_text())
+        changed = [option for option in hashes if hashes_before.get(option, hashes[option]) != hashes[option]]
+        if changed:
+            raise UserError(
+                f"{result.parent} holds a result of other files: the content of {' and '.join(changed)} has changed "
+                "since. Delete this directory to train again, choose another checkpoint.save_dir, or restore the files"
+            )
     return True
 
 

@@ -232,7 +232,14 @@ def finetune_and_score(
     return {split: json.loads((directory / f"{split}.json").read_text()) for split in splits}
 
 
-def train_and_score(name: str, out: Path, command: list[str], settings: list[str], splits: Sequence[str]) -> None:
+def train_and_score(
+    name: str,
+    out: Path,
+    command: list[str],
+    settings: list[str],
+    hashes: Mapping[str, str],
+    splits: Sequence[str],
+) -> None:
     """Train a model and score its best checkpoint. If the scores exist already, only print a message.
 
     Args:
@@ -240,17 +247,18 @@ def train_and_score(name: str, out: Path, command: list[str], settings: list[str
         out: directory of the checkpoints and of the scores, SPLIT.json.
         command: command that trains the model.
         settings: the settings on which the scores depend. They are stored next to the scores.
+        hashes: the hashes of the data and of the initial model, see `input_hashes`. They are stored too.
         splits: splits of the data to score.
 
     Raises:
-        UserError: if the directory contains scores of other settings, or if training or evaluation fails.
+        UserError: if the directory contains scores of other settings or inputs, or if training or evaluation fails.
     """
     last_written = out / f"{splits[-1]}.json"
-    if is_complete(last_written, settings):
+    if is_complete(last_written, settings, hashes):
         print(f"{name}: done before, see {out}", flush=True)
         return
     call(command)
-    save_settings(out, settings)
+    save_settings(out, settings, hashes)
     call(evaluation_command(out, splits))
 
 

@@ -59,6 +59,36 @@ def test_finetuning_rejects_results_of_other_settings(start_model, attention, di
         finetune.finetune("sst2", tmp_path / start_model, 7, [f"attention={attention}"])
 
 
+def test_finetuning_rejects_results_of_earlier_start_model(commands, tmp_path):
+    checkpoint = tmp_path / "best.pt"
+    checkpoint.write_text("after 50,000 updates")
+    out = tmp_path / "glue" / "sst2" / "seed7"
+    out.mkdir(parents=True)
+    finetune.finetune("sst2", checkpoint, 7, [])
+    (out / "valid.json").touch()
+    checkpoint.write_text("after 125,000 updates")
+
+    with pytest.raises(UserError, match=r"other files: the content of checkpoint\.finetune_from_model has changed"):
+        finetune.finetune("sst2", checkpoint, 7, [])
+
+
+def test_lra_training_rejects_results_of_earlier_data(commands, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data-bin" / "lra" / "text"
+    data.mkdir(parents=True)
+    (data / "valid.bin").write_bytes(b"1")
+    out = tmp_path / "runs" / "lra" / "lln_diag" / "text" / "seed1"
+    out.mkdir(parents=True)
+    lra_runs.train_task("text", 1, [])
+    (out / "test.json").touch()
+    (data / "valid.bin").write_bytes(b"2")
+
+    with pytest.raises(UserError, match=r"other files: the content of task\.data has changed"):
+        lra_runs.train_task("text", 1, [])
+    (data / "valid.bin").unlink()
+    lra_runs.train_task("text", 1, [])  # data that has been deleted is not compared
+
+
 def test_lra_training_rejects_results_of_other_settings(commands, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "runs" / "lra" / "lln_diag" / "text" / "seed1"
