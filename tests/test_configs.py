@@ -187,6 +187,7 @@ def test_run_changes_only_how_batch_is_split(combination, composed):
     split_global_batch(config)
 
     if global_batch:
+        assert config.dataset.max_tokens is None  # it would make batches of long rows smaller
         assert config.dataset.batch_size * config.optimization.update_freq[0] * workers == global_batch
     for part in ("task", "criterion", "model", "optimizer", "lr_scheduler", "checkpoint"):
         assert config[part] == single_gpu_config[part]

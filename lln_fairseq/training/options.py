@@ -14,7 +14,8 @@ class TrainingOptions:
         default=None,
         metadata={
             "help": "sequences per update, over all devices: --update-freq is computed from it and --batch-size, which "
-            "is lowered if it exceeds a device's share; combinations that do not multiply to it are rejected"
+            "is lowered if it exceeds a device's share; combinations that do not multiply to it are rejected. "
+            "--max-tokens can make updates smaller"
         },
     )
     warmup_fraction: Optional[float] = field(
