@@ -153,6 +153,18 @@ def test_lra_files_agree_with_tasks(name, composed):
     assert config.checkpoint.save_dir == f"runs/lra/lln_diag/{name}"
 
 
+@pytest.mark.parametrize("name", LRA_TASKS)
+def test_lra_validation_sees_same_rows_with_another_batch_size(name, composed):
+    seen = []
+    for batch_size in (8, 32):
+        dataset = composed("lra", f"lra={name}", f"dataset.batch_size={batch_size}").dataset
+        if dataset.max_valid_steps is None:
+            seen.append("all rows")
+        else:
+            seen.append(dataset.max_valid_steps * dataset.batch_size_valid)
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("name", STAND_INS)
 def test_lra_files_of_stand_ins_agree_with_tasks(name, composed):
     config = composed("lra", f"lra={name}_stand_in")
