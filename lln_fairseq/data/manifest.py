@@ -2,7 +2,7 @@
 
 Two files in the directory record its state:
 
-    unfinished      an empty file that exists during a build, and after a build that was interrupted
+    unfinished      exists during a build, and after a build that was interrupted: the files that it deletes or writes
     manifest.json   written last, so it marks a finished build: settings, sources, counts, versions, and the size and
                     sha256 of every file of the result
 
@@ -163,11 +163,35 @@ def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequen
 def begin_build(out: Path, files: Sequence[str]) -> None:
     """Mark the directory as unfinished, and delete the manifest and then the files of an earlier result.
 
-    If the program is killed in between, the directory does not look finished, and the next build starts over.
+    These are `files`, and the files that the manifest or an interrupted build has recorded. If the program is killed in
+    between, the directory does not look finished, and the next build starts over.
     """
-    (out / UNFINISHED).touch()
-    for name in [MANIFEST, *files]:
+    names = sorted({*files, *_recorded_files(out)})
+    write_bytes(out / UNFINISHED, json.dumps({"files": names}, indent=1).encode())
+    for name in [MANIFEST, *names]:
         (out / name).unlink(missing_ok=True)
+
+
+def _recorded_files(out: Path) -> list[str]:
+    """Return the existing files in `out` that an earlier build has recorded, relative to `out`.
+
+    A record that is missing or damaged has no files. Names of files outside `out` are left out.
+    """
+    names = []
+    for record in (MANIFEST, UNFINISHED):
+        try:
+            names += list(_read_json(out / record).get("files", []))
+        except (DataError, TypeError):
+            continue
+    return [name for name in names if _is_file_inside(out, name)]
+
+
+def _is_file_inside(directory: Path, name: Any) -> bool:
+    """Return True if `name` is the relative path of a file in the directory, and does not lead out of it."""
+    if not isinstance(name, str):
+        return False
+    path = directory / name
+    return path.is_file() and path.resolve().is_relative_to(directory.resolve())
 
 
 def finish_build(

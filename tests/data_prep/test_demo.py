@@ -232,6 +232,44 @@ def test_overwrite_keeps_unrelated_files(tmp_path, build):
     assert (tmp_path / "out/notes.txt").exists()
 
 
+def test_overwrite_deletes_files_that_only_earlier_builds_wrote(tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "notes.txt").write_text("a file of the user")
+
+    def build_files(files, write):
+        return manifest.build_directory(out, {}, files, read=lambda: files, write=write, overwrite=True)
+
+    def write_files(files):
+        for name in files:
+            (out / name).write_text(name)
+        return {}
+
+    def fail(files):
+        write_files(files)
+        raise KeyboardInterrupt
+
+    build_files(["train.bin", "test.bin"], write_files)
+    content = json.loads((out / "manifest.json").read_text())
+    content["files"]["../notes.txt"] = {}
+    (out / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(KeyboardInterrupt):
+        build_files(["train.bin", "valid.bin"], fail)
+    assert set(read_files(out)) == {"train.bin", "valid.bin", "unfinished"}
+    build_files(["train.bin"], write_files)
+
+    assert set(read_files(out)) == {"train.bin", "manifest.json"}
+    assert (tmp_path / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"files": 1}', '{"files": [1, ".", "/"]}'])
+def test_overwrite_accepts_damaged_manifest(damaged, tmp_path):
+    (tmp_path / "manifest.json").write_text(damaged)
+
+    manifest.build_directory(tmp_path, {}, [], read=lambda: None, write=lambda _: {}, overwrite=True)
+
+    assert json.loads((tmp_path / "manifest.json").read_text()) == {"settings": {}, "files": {}}
+
+
 def test_files_without_manifest_are_rejected(tmp_path, build):
     (tmp_path / "out/lm").mkdir(parents=True)
     (tmp_path / "out/lm/train.bin").write_bytes(b"of the user")
