@@ -145,6 +145,8 @@ def onnx_logits(path: Path, threads: int) -> Logits:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    # Otherwise its threads go on spinning after a call, and take time from the model that is timed next.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def logits(tokens: Tensor) -> Tensor:
