@@ -81,7 +81,10 @@ def export(
         check_packages()
     lines = []
     with new_directory(out) as directory:
-        model, task = load_model(str(checkpoint), str(data) if data else None, dictionaries_only=True)
+        data_directory = None
+        if data:
+            data_directory = str(data)
+        model, task = load_model(str(checkpoint), data_directory, dictionaries_only=True)
         head, labels = _classification_head(model, task)
         args = _model_options(model)
         options = attention_options(args.attention, args)
