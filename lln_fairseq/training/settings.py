@@ -119,10 +119,10 @@ def check_trainable(cfg: Any) -> None:
 
 
 def check_best_metric(cfg: Any) -> None:
-    """Raise InputError if the metric does not exist, or the checkpoint with the worst score would be saved as the best.
+    """Raise InputError if best_checkpoint_metric does not exist, or is maximized although lower is better, or reversely.
 
-    Whether the metric exists is checked only for the criterion lln_sentence_prediction. Other criterions may log
-    metrics that are in neither LOWER_IS_BETTER nor HIGHER_IS_BETTER. Without validation, nothing is checked.
+    Whether it exists is checked only for the criterion lln_sentence_prediction. With other criterions, a metric that is
+    in neither LOWER_IS_BETTER nor HIGHER_IS_BETTER is accepted. Without validation, nothing is checked.
     """
     metric = cfg.checkpoint.best_checkpoint_metric
     maximize = cfg.checkpoint.maximize_best_checkpoint_metric
@@ -138,7 +138,10 @@ def check_best_metric(cfg: Any) -> None:
 
 
 def check_sentence_prediction_metric(cfg: Any) -> None:
-    """Raise InputError if the criterion lln_sentence_prediction does not log the metric that selects the checkpoint."""
+    """Raise InputError if best_checkpoint_metric is not one that lln_sentence_prediction logs for the task.
+
+    Call this only if `cfg` has that criterion.
+    """
     metric = cfg.checkpoint.best_checkpoint_metric
     if cfg.criterion.regression_target:
         names = REGRESSION_METRICS
@@ -156,9 +159,9 @@ def check_sentence_prediction_metric(cfg: Any) -> None:
 
 
 def check_patience(cfg: Any) -> None:
-    """Raise InputError if early stopping would count validations after which fairseq saves no checkpoint.
+    """Raise InputError if patience is set and some validations are not followed by a save.
 
-    The model with the best score would then be lost. Intervals are checked both in updates and in epochs.
+    The best model could be at such a validation and be lost. Intervals are checked both in updates and in epochs.
     """
     if cfg.checkpoint.patience <= 0 or cfg.dataset.disable_validation:
         return

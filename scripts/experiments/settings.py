@@ -55,7 +55,7 @@ def check_task(group: str, task: str) -> None:
 def input_hashes(stage: str, task: str, overrides: list[str]) -> dict[str, str]:
     """Return the hashes of the data and of the initial model of a run, keyed by the option that names them.
 
-    An input that does not exist has no hash.
+    An input that does not exist is left out.
 
     Args:
         stage: name of the recipe, such as "finetune".
@@ -88,10 +88,10 @@ def save_settings(directory: Path, settings: list[str], hashes: Mapping[str, str
 
 
 def is_complete(result: Path, settings: list[str], hashes: Mapping[str, str]) -> bool:
-    """Return True if a result file exists, and compare its settings and inputs with those of the present run.
+    """Return True if a result file exists, after checking that it was computed with the present settings and inputs.
 
-    They are read from settings.json and inputs.json next to the result. If there is no such file, they are not
-    compared. An input without a hash in one of the runs is not compared either.
+    The settings and the hashes of the inputs are read from settings.json and inputs.json next to the result. What a
+    missing file would hold is not checked, and neither is an input that has no hash in one of the runs.
 
     Args:
         result: the result file.
