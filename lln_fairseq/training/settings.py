@@ -119,7 +119,7 @@ def check_trainable(cfg: Any) -> None:
 
 
 def check_best_metric(cfg: Any) -> None:
-    """Raise InputError if best_checkpoint_metric does not exist, or is maximized although lower is better, or reversely.
+    """Raise InputError if best_checkpoint_metric does not exist, or `maximize` has the wrong value for it.
 
     Whether it exists is checked only for the criterion lln_sentence_prediction. With other criterions, a metric that is
     in neither LOWER_IS_BETTER nor HIGHER_IS_BETTER is accepted. Without validation, nothing is checked.
