@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     if args.output.exists() and not args.output.is_file():
         raise InputError(f"--output must be a file, got {args.output}")
     with open_lines(args.input) as lines:
-        model = load_text_model(args.checkpoint, args.data, args.tokenizer)
+        model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.int8)
         vectors = model.encode_each(lines, args.pooling, args.normalize, args.on_long)
         with atomic_path(args.output) as part, part.open("wb") as file:
             try:

@@ -47,6 +47,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", help="a tokenizer, as for data_prep.glue (default: the one next to the dictionaries)"
     )
+    parser.add_argument("--int8", action="store_true", help="compute in 8 bits on the CPU: faster and less exact")
     parser.add_argument(
         "--on-long",
         choices=ON_LONG,
@@ -66,7 +67,7 @@ def predict_lines(args: argparse.Namespace) -> None:
         raise InputError("standard output is closed: give --output FILE")
     with ExitStack() as stack:
         lines = stack.enter_context(open_lines(args.input))
-        model = load_text_model(args.checkpoint, args.data, args.tokenizer)
+        model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.int8)
         if not model.finetuned:
             raise InputError(f"{args.checkpoint} was not fine-tuned and has no labels to predict")
         out = stack.enter_context(_open_output(args.output))

@@ -39,7 +39,7 @@ from lln_fairseq.data.text_ids import (
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model, require_finite
-from lln_fairseq.modules.packed_linear import pack_linear_layers
+from lln_fairseq.modules.packed_linear import pack_linear_layers, quantize_linear_layers
 
 TOKENS = "tokens"  # in place of a pooling: the vectors of all tokens
 TOKEN_CHUNK_CHARACTERS = 1 << 17  # fewer than for other outputs, because every token has a vector
@@ -373,6 +373,7 @@ def load_text_model(
     checkpoint: str | os.PathLike[str],
     data: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    int8: bool = False,
 ) -> TextModel:
     """Load the model of a checkpoint for use with text, in evaluation mode, on the GPU if there is one.
 
@@ -384,6 +385,8 @@ def load_text_model(
             checkpoint's directory or the training data, whichever first has dictionaries and (unless `tokenizer` is
             given) a tokenizer.
         tokenizer: a value of `--tokenizer` of data_prep. Default: the tokenizer next to the dictionaries.
+        int8: compute the linear layers of the encoder in 8 bits, which is faster and less exact. The model stays on the
+            CPU. If it is moved to a GPU, it computes in float32.
 
     Raises:
         InputError: if the checkpoint is missing, damaged or for a task without text, or there is no tokenizer that
@@ -405,6 +408,9 @@ def load_text_model(
     directory, vocabulary = _find_vocabulary(checkpoint, places, tokenizer)
     model, task = load_model(checkpoint, str(directory))
     pack_linear_layers(model)
+    if int8:
+        model = model.cpu()
+        quantize_linear_layers(model.encoder.sentence_encoder.layers)
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
     if getattr(task.cfg, "two_towers", False):
         raise InputError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")

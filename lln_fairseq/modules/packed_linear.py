@@ -1,10 +1,17 @@
-"""Linear layers with packed weights, for inference on a CPU."""
+"""Linear layers with packed weights, in float32 or in 8 bits, for inference on a CPU."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.ops.backends import is_traced_or_transformed
+
+LARGEST_ACTIVATION = 127
+LARGEST_WEIGHT = 63  # 7 bits: without VNNI instructions, pairs of products are added in 16 bits
+TOKENS_PER_PIECE = 256  # and thread: the numbers of a piece stay in the cache
+SMALLEST_SCALE = 1e-30  # for rows of zeros
 
 
 class PackedLinear(nn.Linear):
@@ -18,19 +25,14 @@ class PackedLinear(nn.Linear):
     `pack_linear_layers` turns the linear layers of a model into this class.
     """
 
-    _packed: Tensor | None = None  # packed copy of _source
+    _packed: Any = None  # packed copy of _source
     _source: Tensor | None = None  # shares memory and version counter with the weight that was packed
     _version: int = -1  # version of _source when it was packed
 
     def forward(self, x: Tensor, gelu: bool = False) -> Tensor:
         """Apply the layer to x (..., in_features), and then GELU if `gelu` is true."""
         if self._can_use_packed_weight(x):
-            activation = "none"
-            algorithm = ""
-            if gelu:
-                activation = "gelu"
-                algorithm = "none"  # exact, not the approximation by tanh
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed_weight(), self.bias, activation, [], algorithm)
+            return self._multiply(x, gelu)
         out = super().forward(x)
         if gelu:
             return F.gelu(out.float()).type_as(out)
@@ -67,7 +69,20 @@ class PackedLinear(nn.Linear):
             and not self.weight.is_inference()  # such a weight does not count its changes
         )
 
-    def _packed_weight(self) -> Tensor:
+    def _multiply(self, x: Tensor, gelu: bool) -> Tensor:
+        """Apply the layer with its packed weight to x (..., in_features), and then GELU if `gelu` is true."""
+        activation = "none"
+        algorithm = ""
+        if gelu:
+            activation = "gelu"
+            algorithm = "none"  # exact, not the approximation by tanh
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed_weight(), self.bias, activation, [], algorithm)
+
+    def _pack(self, weight: Tensor) -> Any:
+        """Return the packed copy of a weight (out_features, in_features)."""
+        return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def _packed_weight(self) -> Any:
         """Return the packed copy of the weight as it is now."""
         weight = self.weight
         is_current = (
@@ -78,10 +93,47 @@ class PackedLinear(nn.Linear):
         )
         if not is_current:
             self._source = weight.detach()
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._source)
+            self._packed = self._pack(self._source)
             self._version = weight._version
-        assert self._packed is not None
         return self._packed
+
+
+class Int8Linear(PackedLinear):
+    """A packed linear layer that multiplies whole numbers of 8 bits instead of float32.
+
+    Weights have one scale for each output feature and 7 bits, so that no processor overflows. The inputs are quantized
+    at each call, with one scale for each token, so that the result of a token does not depend on the other tokens.
+
+    `quantize_linear_layers` turns the linear layers of a model into this class.
+    """
+
+    def _multiply(self, x: Tensor, gelu: bool) -> Tensor:
+        weight, scales = self._packed_weight()
+        bias = torch.zeros_like(scales) if self.bias is None else self.bias
+        tokens = x.reshape(-1, self.in_features)
+        out = x.new_empty(len(tokens), self.out_features)
+        piece_size = TOKENS_PER_PIECE * torch.get_num_threads()
+        for piece, out_piece in zip(tokens.split(piece_size), out.split(piece_size), strict=True):
+            numbers, token_scales = quantize_rows(piece, LARGEST_ACTIVATION)
+            out_piece.copy_(torch._int_mm(numbers, weight.t())).mul_(token_scales)
+            torch.addcmul(bias, out_piece, scales, out=out_piece)
+            if gelu:
+                torch.ops.aten.gelu_(out_piece)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the quantized weight, int8 (out_features, in_features), and its scales (out_features,)."""
+        numbers, scales = quantize_rows(weight, LARGEST_WEIGHT)
+        return numbers, scales.squeeze(-1)
+
+
+def quantize_rows(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Return int8 numbers (rows, columns) from -largest to largest, and scales (rows, 1), with numbers * scales near x.
+
+    If x (rows, columns) has NaN or an infinity, the scale of that row is not finite.
+    """
+    scales = x.abs().amax(dim=1, keepdim=True).clamp_(min=SMALLEST_SCALE).div_(largest)
+    return (x / scales).round_().to(torch.int8), scales
 
 
 def pack_linear_layers(model: nn.Module) -> None:
@@ -94,3 +146,10 @@ def pack_linear_layers(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = PackedLinear
+
+
+def quantize_linear_layers(model: nn.Module) -> None:
+    """Turn all linear layers of a module into `Int8Linear`, in place. The parameters stay the same objects."""
+    for module in model.modules():
+        if type(module) in (nn.Linear, PackedLinear):
+            module.__class__ = Int8Linear

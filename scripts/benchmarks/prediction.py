@@ -3,8 +3,9 @@
     python -m scripts.benchmarks.prediction --lengths 16 64 128 512 2048 --threads 1
 
 The models get token ids, first a single sequence of each length, and then many sequences of mixed lengths, which are
-padded in batches. transformers uses torch's fused softmax attention (sdpa), and onnxruntime, if it is installed, runs
-the exported models, with weights in float32 and in 8 bits.
+padded in batches. The loaded models run in float32 and in 8 bits, and so do the exported ones in onnxruntime, if it is
+installed. transformers uses torch's fused softmax attention (sdpa). onnxruntime holds all attention weights of softmax,
+which takes more than 10 GB for 8,192 tokens: leave that model out with --without "onnxruntime, softmax".
 
 The models have random weights and two classes, and nothing is downloaded. Before anything is timed, the logits of the
 exported models are compared with those of the loaded ones: a difference raises RuntimeError, except with 8 bits. All
@@ -41,6 +42,7 @@ SOFTMAX = "softmax"
 LINEAR = "lln_diag"
 SDPA = "transformers, sdpa"
 EIGHT_BITS = ", 8 bits"  # ends the names of quantized models
+ONNX_MODELS = [f"onnxruntime, {attention}{bits}" for attention in (SOFTMAX, LINEAR) for bits in ("", EIGHT_BITS)]
 NUM_WORDS = 2000  # different words in the sentences on which the tokenizer is trained
 NUM_PIECES = 1000  # vocabulary size of the tokenizer
 LABELS = ("0", "1")
@@ -116,9 +118,9 @@ def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_po
     torch.save(checkpoint, path)
 
 
-def checkpoint_logits(checkpoint: Path, data: Path) -> Logits:
+def checkpoint_logits(checkpoint: Path, data: Path, int8: bool = False) -> Logits:
     """Load a checkpoint, and return the function from tokens to logits behind `predict`."""
-    model = lln_fairseq.load(checkpoint, data)
+    model = lln_fairseq.load(checkpoint, data, int8=int8)
     return lambda tokens: model._class_logits(tokens.to(model._device)).cpu()
 
 
@@ -168,6 +170,7 @@ def build_logits(preset: str, directory: Path, data: Path, max_positions: int, t
         write_checkpoint(checkpoint, data, preset, attention, max_positions)
         export(checkpoint, exported, data, onnx=with_onnx, int8=with_onnx)
         models[attention] = checkpoint_logits(checkpoint, data)
+        models[attention + EIGHT_BITS] = checkpoint_logits(checkpoint, data, int8=True)
         if attention == SOFTMAX:
             models[SDPA] = transformers_logits(exported)
         if with_onnx:
@@ -275,6 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=at_least_one, default=30, help="of a single sequence (default: %(default)s)")
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads())
+    parser.add_argument("--without", nargs="+", choices=ONNX_MODELS, default=[], help="leave these out")
     args = parser.parse_args(argv)
     return run_main(lambda: benchmark(args))
 
@@ -293,6 +297,7 @@ def benchmark(args: argparse.Namespace) -> None:
         write_data(data)
         for preset in args.presets:
             models = build_logits(preset, directory, data, max_positions, args.threads)
+            models = {name: model for name, model in models.items() if name not in args.without}
             torch.set_num_threads(args.threads)
             print(f"{preset}, {device}, torch {torch.__version__}")
             print(lengths_table(models, args.lengths, args.repeats))

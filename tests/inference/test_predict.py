@@ -127,6 +127,23 @@ def test_prediction_does_not_depend_on_other_texts(loaded, sst2_texts):
         assert actual.probability == pytest.approx(expected.probability, abs=1e-5)
 
 
+def test_model_in_8_bits_agrees_with_float(runs, loaded, sst2_texts, tmp_path, capsys):
+    model = load(runs["SST-2"], int8=True)
+    vectors = model.encode(sst2_texts)
+    cosine = torch.cosine_similarity(vectors, loaded("SST-2").encode(sst2_texts))
+    assert cosine.min() > 0.99
+    assert not torch.equal(vectors, loaded("SST-2").encode(sst2_texts))
+    torch.testing.assert_close(model.encode(sst2_texts[:1]), vectors[:1])  # whatever the other texts of the batch
+
+    (tmp_path / "in").write_text("\n".join(sst2_texts), encoding="utf-8")
+    files = ["--input", tmp_path / "in", "--output", tmp_path / "out.npy"]
+    assert encode(capsys, runs["SST-2"], "--int8", *files) == (0, "", "")
+    torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "out.npy")), vectors)
+    code, out, _ = predict(capsys, runs["SST-2"], "--int8", "--input", tmp_path / "in")
+    assert code == 0
+    assert [line.split("\t")[0] for line in out.splitlines()] == labels_of(model.predict(sst2_texts))
+
+
 def test_predict_takes_unusual_texts(loaded):
     model = loaded("SST-2")
     assert model.predict([]) == []

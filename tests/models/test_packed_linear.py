@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lln_fairseq.modules.packed_linear import PackedLinear, pack_linear_layers
+from lln_fairseq.modules import packed_linear
+from lln_fairseq.modules.packed_linear import (
+    LARGEST_WEIGHT,
+    Int8Linear,
+    PackedLinear,
+    pack_linear_layers,
+    quantize_linear_layers,
+    quantize_rows,
+)
 from tests.models.test_softmax_layers import build_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
@@ -169,6 +177,80 @@ def test_hooks_are_called(layer):
     assert apply(layer) is outputs[0]
 
 
+# ---- 8 bits ----
+
+
+def int8_layer(bias=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 64, bias=bias)).eval()
+    quantize_linear_layers(model)
+    assert type(model[0]) is Int8Linear
+    return model[0]
+
+
+@pytest.mark.parametrize("tokens_per_piece", [1, 2, 256])
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_layer_multiplies_quantized_numbers(bias, gelu, tokens_per_piece, monkeypatch):
+    monkeypatch.setattr(packed_linear, "TOKENS_PER_PIECE", tokens_per_piece)
+    layer = int8_layer(bias)
+    x = random_input()
+    numbers, token_scales = quantize_rows(x, 127)
+    weight, scales = quantize_rows(layer.weight.detach(), LARGEST_WEIGHT)
+    expected = (numbers.double() * token_scales) @ (weight.double() * scales).T
+    if bias:
+        expected += layer.bias.detach()
+    if gelu:
+        expected = F.gelu(expected)
+    with torch.no_grad():
+        actual = layer(x[None], gelu=gelu)[0]
+    torch.testing.assert_close(actual, expected.float())
+
+
+def test_int8_layer_is_near_float():
+    layer = int8_layer()
+    expected = F.linear(random_input(), layer.weight, layer.bias).detach()
+    assert 0 < (apply(layer) - expected).norm() / expected.norm() < 0.02
+
+
+def test_largest_numbers_do_not_overflow():
+    layer = nn.Linear(4096, 1, bias=False).eval()
+    layer.weight.data.fill_(1.0)
+    quantize_linear_layers(layer)
+    x = torch.ones(3, 4096)
+    x[1] = -1
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x)[:, 0], torch.tensor([4096.0, -4096.0, 4096.0]))
+
+
+def test_int8_layer_follows_its_weight_and_trains_in_float():
+    layer = int8_layer()
+    before = apply(layer)
+    change_in_place(layer)
+    torch.testing.assert_close(apply(layer) - layer.bias, 2 * (before - layer.bias), rtol=1e-4, atol=1e-4)
+    expected = F.linear(random_input(), layer.weight, layer.bias)
+    assert torch.equal(layer(random_input()), expected)  # with gradients
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_int8_layer_keeps_numbers_that_are_not_finite(value):
+    layer = int8_layer()
+    x = random_input()
+    expected = apply(layer)
+    x[2, 5] = value
+    with torch.no_grad():
+        actual = layer(x)
+    assert not actual[2].isfinite().any()
+    others = [0, 1, 3, 4]
+    assert torch.equal(actual[others], expected[others])
+
+
+def test_token_of_zeros_gives_the_bias():
+    layer = int8_layer()
+    with torch.no_grad():
+        assert torch.equal(layer(torch.zeros(1, 48))[0], layer.bias)
+
+
 # ---- whole models ----
 
 PADDING = 1  # fairseq's padding symbol
@@ -226,3 +308,14 @@ def test_training_a_packed_model_changes_no_bit():
             optimizer.step()
     assert losses[:2] == losses[2:]
     assert all(map(torch.equal, model.parameters(), packed.parameters()))
+
+
+@pytest.mark.parametrize("attention", ["lln_diag", "softmax", "flash", "transformer_ls", "linformer", "tnn"])
+def test_int8_model_is_near_float(attention):
+    model = build_model(**SIZES, attention=attention)
+    quantized = copy.deepcopy(model)
+    quantize_linear_layers(quantized.encoder.sentence_encoder.layers)
+    with torch.no_grad():
+        expected = model(padded_tokens(), features_only=True)[0]
+        actual = quantized(padded_tokens(), features_only=True)[0]
+    assert 0 < (actual - expected).norm() / expected.norm() < 0.05
