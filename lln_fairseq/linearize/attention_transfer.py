@@ -12,7 +12,8 @@ are learned at the same time.
 
 Each layer has its own loss, and its input is always the teacher's hidden states. The loss is ‖W (o - o')‖² / ‖W o'‖²,
 summed over the tokens that are not padding. Here o is the output of the student's heads, o' is the output of the
-teacher's heads, and W is the output projection.
+teacher's heads, and W is the output projection. The loss of Hedgehog (arXiv 2402.04347) compares attention weights
+instead: `weight_divergence`.
 
 In shapes, B is the number of texts in a batch, H the number of heads, N the number of tokens per text, D the number of
 features per head, and C the size of the hidden states.
@@ -29,8 +30,10 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import Attention
 from lln_fairseq.modules.encoder import LLNEncoderLayer
+from lln_fairseq.ops import reference
 
 MIN_TEXT_LENGTH = 64  # tokens; in shorter texts, LLN+Diag is softmax in a single block
+SMALLEST_WEIGHT = 1e-6  # added to attention weights before their logarithm
 
 
 class AttentionCall(NamedTuple):
@@ -113,6 +116,11 @@ class Student(nn.Module):
         """
         return self.attention(*self.alignment(q, k), v, key_padding_mask)
 
+    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Compute the weights (B, H, N, N) of the linear attention. The arguments are as for `forward`."""
+        q, k = self.alignment(q, k)
+        return self.attention.attention_matrix(q, k, key_padding_mask)
+
     def with_attention(self, attention: Attention) -> "Student":
         """Return a new student with the given attention and the same reparameterization module.
 
@@ -136,6 +144,26 @@ def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> T
     error = _projected_square_sum(out - teacher.out, teacher.mask, projection)
     size = _projected_square_sum(teacher.out, teacher.mask, projection)
     return error / size
+
+
+def weight_divergence(weights: Tensor, teacher: AttentionCall) -> Tensor:
+    """Compute the KL divergence of a student's attention weights from the teacher's, in nats.
+
+    It is the mean over the heads and the tokens that are not padding. Its gradient is that of the cross-entropy, the
+    loss of Hedgehog (arXiv 2402.04347, section 4.2).
+
+    Args:
+        weights: the student's attention matrix (B, H, N, N)
+        teacher: the call of the teacher's softmax attention on the same inputs
+
+    Returns: a scalar tensor, with a gradient for `weights`
+    """
+    expected = reference.softmax_matrix(teacher.q, teacher.k, teacher.mask)
+    log_ratio = (expected + SMALLEST_WEIGHT).log() - (weights + SMALLEST_WEIGHT).log()
+    divergence = (expected * log_ratio).sum(dim=-1)  # (B, H, N)
+    if teacher.mask is None:
+        return divergence.mean()
+    return divergence.transpose(1, 2)[~teacher.mask].mean()
 
 
 def _projected_square_sum(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tensor:

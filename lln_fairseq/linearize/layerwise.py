@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Attention, build_attention
 from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import (
+    AttentionCall,
     LayerwiseTrainer,
     Student,
     TokenStream,
@@ -20,17 +21,30 @@ from lln_fairseq.linearize.attention_transfer import (
     relative_error,
     similarity,
     swapped_attention,
+    weight_divergence,
 )
 from lln_fairseq.linearize.progress_bar import progress_bar
 
 SEED = 5  # seed of the held-out texts
 TOKENS_PER_BATCH = 4096  # tokens of a held-out batch, approximately
+OUTPUT_LOSS = "outputs"  # the students are trained on the outputs of the teacher's attentions
+WEIGHT_LOSS = "weights"  # on their attention weights
+LOSSES = (OUTPUT_LOSS, WEIGHT_LOSS)
 
 
 class Students(LayerwiseTrainer):
     """Trains one student per layer of a softmax encoder, all at the same time."""
 
-    def __init__(self, model: Any, attention: str, options: dict[str, Any], lr: float, steps: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        attention: str,
+        options: dict[str, Any],
+        lr: float,
+        steps: int,
+        seed: int,
+        loss: str = OUTPUT_LOSS,
+    ) -> None:
         """Create the students on the model's device. The model itself stays unchanged until `fold`.
 
         Args:
@@ -41,8 +55,10 @@ class Students(LayerwiseTrainer):
             steps: the number of updates
             seed: the seed of the random batches, and of the initial parameters of the attentions; torch's global
                 generator is set to it
+            loss: OUTPUT_LOSS or WEIGHT_LOSS
 
-        Raises: InputError if the attention has no such option, or an option has a value that is not allowed.
+        Raises: InputError if the attention has no such option, an option has a value that is not allowed, or the loss
+            is WEIGHT_LOSS and the attention has no matrix of weights with a gradient.
         """
         self.model = model
         self.layers = list(model.encoder.sentence_encoder.layers)
@@ -55,8 +71,25 @@ class Students(LayerwiseTrainer):
             raise InputError(str(error)) from None
         for number, module in enumerate(attentions):
             module.set_depth(number, len(attentions))
+        self.loss = loss
+        if loss == WEIGHT_LOSS:
+            require_trainable_weights(attentions[0], attention, teacher.head_dim)
         self.students = [Student(module, teacher.num_heads, teacher.head_dim).eval() for module in attentions]
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
+
+    def losses(self, texts: Any, tokens: int, longest: int) -> list[Tensor]:
+        if self.loss == OUTPUT_LOSS:
+            return super().losses(texts, tokens, longest)
+        calls = self._teacher_calls(texts.mixed_batch(tokens, longest, self.generator))
+        losses = []
+        for call, student in zip(calls, self.students, strict=True):
+            losses.append(weight_divergence(student.attention_matrix(call.q, call.k, call.mask), call))
+        return losses
+
+    def scalars(self, means: list[float]) -> dict[str, float]:
+        if self.loss == OUTPUT_LOSS:
+            return super().scalars(means)
+        return {"loss": sum(means) / len(means)}
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
         """Compute the relative squared error of each layer on a batch.
@@ -68,6 +101,14 @@ class Students(LayerwiseTrainer):
 
         Returns: scalars with gradients, in the order of the layers
         """
+        errors = []
+        for layer, call, student in zip(self.layers, self._teacher_calls(tokens), self.students, strict=True):
+            out = student(call.q, call.k, call.v, call.mask)
+            errors.append(relative_error(out, call, layer.self_attn.out_proj.weight.detach()))
+        return errors
+
+    def _teacher_calls(self, tokens: Tensor) -> list[AttentionCall]:
+        """Run the teacher on tokens (B, N), and return the calls of its attentions, in the order of the layers."""
         tokens = tokens.to(next(self.model.parameters()).device)
         with torch.no_grad(), recorded(self.layers) as calls:
             self.model(src_tokens=tokens, features_only=True)
@@ -75,11 +116,7 @@ class Students(LayerwiseTrainer):
             segment_lengths = first_segment_lengths(tokens, self.model.encoder.dictionary.eos())
             for student in self.students:
                 student.attention.segment_lengths = segment_lengths
-        errors = []
-        for layer, call, student in zip(self.layers, calls, self.students, strict=True):
-            out = student(call.q, call.k, call.v, call.mask)
-            errors.append(relative_error(out, call, layer.self_attn.out_proj.weight.detach()))
-        return errors
+        return calls
 
     def branches(self) -> dict[str, list[Student]]:
         """Return students that use only one branch of a hybrid attention, such as its LLN part.
@@ -117,6 +154,13 @@ class Students(LayerwiseTrainer):
                 if name.removeprefix(prefix).startswith(("q_proj.", "k_proj.", "attention.")):
                     changed[name] = parameter.cpu()
         return changed
+
+
+def require_trainable_weights(attention: Attention, name: str, head_dim: int) -> None:
+    """Raise InputError if gradients do not flow through the attention's matrix of weights, or if it has none."""
+    q = torch.ones(1, attention.num_heads, 2, head_dim, requires_grad=True)
+    if not attention.has_matrix or not attention.attention_matrix(q, q).requires_grad:
+        raise InputError(f"{name} has no attention weights to train: leave out --loss {WEIGHT_LOSS}")
 
 
 @dataclass

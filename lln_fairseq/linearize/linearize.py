@@ -45,7 +45,7 @@ from lln_fairseq.linearize.attention_transfer import TokenStream
 from lln_fairseq.linearize.dev_scores import DevScores, format_score
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.finetuning import Finetuning
-from lln_fairseq.linearize.layerwise import HeldOutSet, Students
+from lln_fairseq.linearize.layerwise import LOSSES, OUTPUT_LOSS, HeldOutSet, Students
 from lln_fairseq.linearize.progress import Progress
 from lln_fairseq.linearize.reports import DevReport, HeldOutReport
 from lln_fairseq.linearize.task_rows import TaskRows
@@ -130,7 +130,7 @@ class Linearization:
         else:
             self.train_data = read_texts(args.data, "train", self.task.source_dictionary)
             valid_texts = read_texts(args.data, "valid", self.task.source_dictionary)
-        self.students = Students(self.model, args.attention, args.option, args.lr, args.steps, args.seed)
+        self.students = Students(self.model, args.attention, args.option, args.lr, args.steps, args.seed, args.loss)
         self._print_summary(len(layers))
         self.report: HeldOutReport | DevReport
         if self.has_rows:
@@ -355,6 +355,13 @@ def main(argv: list[str]) -> None:
         "--length", type=int, help="tokens of the longest texts to train on (default: the model's positions)"
     )
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate of the transfer (default: %(default)s)")
+    parser.add_argument(
+        "--loss",
+        choices=LOSSES,
+        default=OUTPUT_LOSS,
+        help="of the transfer: the error of the attention's outputs, or the divergence of its weights, as for Hedgehog "
+        "(default: %(default)s)",
+    )
     parser.add_argument(
         "--softmax-layers",
         default="",

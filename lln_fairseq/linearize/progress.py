@@ -74,7 +74,13 @@ class Progress:
         verify_checksums(str(self.file))
         self.stages = saved["stages"]
         # A file of an earlier version lacks the settings that did not exist yet, and was made without them.
-        new_settings = {"softmax_layers": "", "finetune": "0", "evaluate_rows": "None", "evaluate_texts": "None"}
+        new_settings = {
+            "softmax_layers": "",
+            "finetune": "0",
+            "evaluate_rows": "None",
+            "evaluate_texts": "None",
+            "loss": "outputs",
+        }
         settings = new_settings | {"finetune_lr": self.settings["finetune_lr"]} | saved["settings"]
         differing = [key for key, value in self.settings.items() if settings.get(key) != value]
         fixed = []

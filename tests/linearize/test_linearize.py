@@ -294,6 +294,31 @@ def test_attention_without_branches_and_data_of_a_task_work(teacher, tmp_path, c
     assert features_of(tmp_path / "out" / "model.pt").isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("attention", "options"), [("hedgehog", {}), ("hedgehog", {"block_size": 8}), ("lln_diag", {})]
+)
+def test_loss_of_weights_trains_attention_weights(attention, options, teacher):
+    path, data = teacher
+    model, task = load_model(str(path))
+    students = Students(model, attention, options, 0.03, 40, seed=1, loss="weights")
+    texts = linearize.read_texts(data, "train", task.source_dictionary)
+    before = sum(students.losses(texts, 512, 64)).item()
+    for _ in range(40):
+        students.train_step(texts, 128, 64)
+    students.generator.manual_seed(1)  # the texts of `before`
+    assert 0 < sum(students.losses(texts, 512, 64)).item() < 0.95 * before
+    assert list(students.scalars([0.25, 0.75])) == ["loss"]
+
+
+def test_hedgehog_is_transferred_with_its_own_loss(teacher, tmp_path, capsys):
+    arguments = (*teacher, tmp_path / "out", "--attention", "hedgehog", "--steps", 10, "--tokens", 64)
+    assert run(*arguments, "--loss", "weights") == 0
+    assert "transfer: 10 steps, loss " in capsys.readouterr().out
+    assert features_of(tmp_path / "out" / "model.pt").isfinite().all()
+    assert run(*arguments) == 1
+    assert "holds a run with another loss" in capsys.readouterr().err
+
+
 def truncated_copy(data, copy):
     """Copy a data directory, with an empty index of the split "valid"."""
     shutil.copytree(data, copy)
@@ -311,6 +336,10 @@ def bad_arguments(message, teacher, tmp_path):
         return path, tmp_path, out
     if message == "has no option 'nope'":
         return path, data, out, "--option", "nope=1"
+    if message == "transformer_ls has no attention weights to train":
+        return path, data, out, "--attention", "transformer_ls", "--loss", "weights"
+    if message == "reformer has no attention weights to train":
+        return path, data, out, "--attention", "reformer", "--loss", "weights"
     if message == "--length is 65":
         return path, data, out, "--length", 65
     if message == "cannot load split 'valid'":
@@ -325,6 +354,8 @@ BAD_INPUT = (
     "no such checkpoint",
     "is not a binarized data directory",
     "has no option 'nope'",
+    "transformer_ls has no attention weights to train",
+    "reformer has no attention weights to train",
     "--length is 65",
     "cannot load split 'valid'",
     "is not the teacher's",
