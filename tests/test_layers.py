@@ -46,6 +46,7 @@ ALLOWED_IMPORTS = {
         "inference",
         "models",
         "modules",
+        "ops",
         "tasks",
         "training",
     },
